@@ -1,0 +1,62 @@
+"""amp_engine: the successor of apex.amp on today's PyTorch.
+
+from amp_engine import amp
+
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+"""
+
+from amp_engine import amp as amp
+from amp_engine.amp import _amp_state as _amp_state
+from amp_engine.amp import close as close
+from amp_engine.amp import current_engine as current_engine
+from amp_engine.amp import disable_casts as disable_casts
+from amp_engine.amp import float_function as float_function
+from amp_engine.amp import half_function as half_function
+from amp_engine.amp import init as init
+from amp_engine.amp import initialize as initialize
+from amp_engine.amp import load_state_dict as load_state_dict
+from amp_engine.amp import master_params as master_params
+from amp_engine.amp import promote_function as promote_function
+from amp_engine.amp import register_float_function as register_float_function
+from amp_engine.amp import register_half_function as register_half_function
+from amp_engine.amp import register_promote_function as register_promote_function
+from amp_engine.amp import scale_loss as scale_loss
+from amp_engine.amp import state_dict as state_dict
+from amp_engine.engine import Engine as Engine
+from amp_engine.errors import AmpError as AmpError
+from amp_engine.errors import AmpIndexError as AmpIndexError
+from amp_engine.errors import AmpStateError as AmpStateError
+from amp_engine.errors import AmpTypeError as AmpTypeError
+from amp_engine.errors import AmpValueError as AmpValueError
+from amp_engine.policy import Policy as Policy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmpError",
+    "AmpIndexError",
+    "AmpStateError",
+    "AmpTypeError",
+    "AmpValueError",
+    "Engine",
+    "Policy",
+    "amp",
+    "close",
+    "current_engine",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]

@@ -1,0 +1,224 @@
+"""The module-level interface, in apex's shape: every call goes to the one current Engine.
+
+This is the only module of the package that holds state of its own: `_amp_state`, with the current engine in it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import initialized
+from amp_engine.casting import Registration, deferred
+from amp_engine.engine import Engine
+from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler
+from amp_engine.views import Handle, NoOpHandle, Properties
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class AmpState:
+    """The current engine, under the names that scripts know of apex's state object.
+
+    `opt_properties`, `loss_scalers`, `min_loss_scale` and `max_loss_scale` exist once `initialize` was called,
+    `handle` while functions are cast.
+    """
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        # Turns complaints about properties that do not fit the level into printed warnings.
+        self.hard_override = False
+        # apex refused models that are not FP32 unless this was set. They are welcome here either way.
+        self.allow_incoming_model_not_fp32 = False
+
+    @property
+    def verbosity(self) -> int:
+        """0 silent, 1 messages, 2 every cast."""
+        return self.engine.reporter.verbosity
+
+    @verbosity.setter
+    def verbosity(self, value: int) -> None:
+        self.engine.reporter.verbosity = value
+
+    def __getattr__(self, name: str) -> Any:
+        engine: Engine | None = self.__dict__.get("engine")
+        if engine is not None and engine.policy is not None:
+            if name == "opt_properties":
+                return Properties(engine.policy)
+            if engine.policy.enabled and name in ("min_loss_scale", "max_loss_scale"):
+                return getattr(engine, name)
+            if engine.policy.enabled and name == "loss_scalers":
+                return engine.scalers
+        if engine is not None and engine.casts is not None and name == "handle":
+            return Handle(engine)
+        raise AttributeError(f"'AmpState' object has no attribute '{name}'")
+
+
+_amp_state = AmpState()
+
+
+def current_engine() -> Engine | None:
+    """The engine that the functions of this module speak to, or None before `initialize`."""
+    return None if _amp_state.engine.policy is None else _amp_state.engine
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | str | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | str | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
+    *,
+    skip_on_overflow: bool = False,
+    allow_banned: bool = False,
+    adopt_data_writes: bool = False,
+) -> Any:
+    return _amp_state.engine.initialize(
+        models,
+        optimizers,
+        enabled=enabled,
+        opt_level=opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        num_losses=num_losses,
+        verbosity=verbosity,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+        skip_on_overflow=skip_on_overflow,
+        allow_banned=allow_banned,
+        adopt_data_writes=adopt_data_writes,
+        hard_override=_amp_state.hard_override,
+    )
+
+
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | Iterable[Optimizer],
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> AbstractContextManager[Tensor]:
+    return _amp_state.engine.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
+
+
+def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return initialized.master_params(optimizer)
+
+
+def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
+    return _amp_state.engine.state_dict(destination)
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    _amp_state.engine.load_state_dict(state_dict)
+
+
+def disable_casts() -> AbstractContextManager[None]:
+    return _amp_state.engine.disable_casts()
+
+
+def close() -> None:
+    _amp_state.engine.close()
+
+
+initialize.__doc__ = Engine.initialize.__doc__
+scale_loss.__doc__ = Engine.scale_loss.__doc__
+master_params.__doc__ = initialized.master_params.__doc__
+state_dict.__doc__ = Engine.state_dict.__doc__
+load_state_dict.__doc__ = Engine.load_state_dict.__doc__
+disable_casts.__doc__ = Engine.disable_casts.__doc__
+close.__doc__ = Engine.close.__doc__
+
+
+def half_function(fn: F) -> F:
+    """Decorator: cast floating arguments of `fn` to half (O4: bfloat16) while O1 is on; weights through the cache."""
+    return deferred("half", fn, _current_casts)
+
+
+def float_function(fn: F) -> F:
+    """Decorator: cast low-precision arguments of `fn` to float32 while O1 is on."""
+    return deferred("float", fn, _current_casts)
+
+
+def promote_function(fn: F) -> F:
+    """Decorator: cast floating arguments of `fn` to the widest type among them while O1 is on."""
+    return deferred("promote", fn, _current_casts)
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Under O1, run `module.name` in half (O4: bfloat16). Raises ValueError if there is no such function."""
+    _amp_state.engine.register(Registration("half", module, name))
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Under O1, run `module.name` in float32. Raises ValueError if there is no such function."""
+    _amp_state.engine.register(Registration("float", module, name))
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Under O1, run `module.name` in the widest type of its arguments. Raises ValueError if it does not exist."""
+    _amp_state.engine.register(Registration("promote", module, name))
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> Handle | NoOpHandle:
+    """Cast functions without a model or optimizer, as apex's old handle API did; for inference and tests.
+
+    `loss_scale` is ignored, as in apex, where the optimizer wrapper had scalers of its own.
+    """
+    del loss_scale
+    if not enabled:
+        return NoOpHandle()
+    _amp_state.engine.install_casts(
+        torch.float16, enable_caching=enable_caching, allow_banned=allow_banned, verbose=verbose
+    )
+    return Handle(_amp_state.engine)
+
+
+def _current_casts() -> Any:
+    return _amp_state.engine.casts
+
+
+__all__ = [
+    "LossScaler",
+    "close",
+    "current_engine",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]

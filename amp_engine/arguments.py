@@ -1,0 +1,129 @@
+"""Judge the objects handed to `initialize`, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.ghost import inner_optimizers
+from amp_engine.policy import Policy
+
+_PARALLEL_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def as_models(models: Any) -> list[nn.Module]:
+    """`models` as a list of modules. Raises AmpTypeError for anything but one module or a list of them."""
+    listed = [models] if isinstance(models, nn.Module) else models
+    if not isinstance(listed, list) or not all(isinstance(m, nn.Module) for m in listed):
+        raise AmpTypeError(
+            "models must be either a single model or a list of models.  "
+            f"It was {_described(models)}.  Type amp.initialize(model, optimizer) or amp.initialize([a, b], ...)."
+        )
+    return listed
+
+
+def as_optimizers(optimizers: Any) -> list[Optimizer]:
+    """`optimizers` as a list. Raises AmpTypeError for anything but None, one optimizer or a list of them."""
+    if optimizers is None:
+        return []
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    items = listed if isinstance(listed, list) else [listed]
+    for item in items:
+        if any(base.__name__ == "FP16_Optimizer" for base in type(item).__mro__):
+            raise AmpStateError(
+                f"An incoming optimizer is an instance of {type(item)}. The optimizer(s) passed to amp.initialize() "
+                "must be bare \ninstances of either ordinary Pytorch optimizers, or Apex fused \noptimizers.\n"
+            )
+    if not isinstance(listed, list) or not all(isinstance(o, Optimizer) for o in listed):
+        raise AmpTypeError(
+            "optimizers must be either a single optimizer or a list of optimizers.  "
+            f"It was {_described(optimizers)}.  Pass torch.optim.Optimizer objects, several of them as a list "
+            "([a, b], not a tuple); a wrapper around an optimizer is made after amp.initialize."
+        )
+    return listed
+
+
+def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
+    """Raise AmpStateError for a model that cannot be cast as `policy` says."""
+    for model in models:
+        if isinstance(model, _PARALLEL_WRAPPERS):
+            raise AmpStateError(
+                f"Incoming model is an instance of {type(model)}. Parallel wrappers should only be applied to the "
+                "model(s) AFTER \nthe model(s) have been returned from amp.initialize."
+            )
+        if not policy.cast_model_type:
+            continue
+        for name, param in model.named_parameters():
+            if is_lazy(param):
+                raise AmpStateError(
+                    f"Parameter {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
+                    "through the model, then call amp.initialize."
+                )
+            if type(param).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
+                raise AmpStateError(
+                    f"Parameter {name} of {type(model).__name__} is a {type(param).__name__}, which "
+                    f"{policy.opt_level} cannot cast.  For FSDP2 use its MixedPrecisionPolicy, or choose "
+                    "opt_level='O1' or 'O4'."
+                )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer]) -> None:
+    """Raise AmpStateError for an optimizer that is in use already or steps other groups than its own."""
+    seen = [id(o) for o in known]
+    for optimizer in optimizers:
+        if id(optimizer) in seen or hasattr(optimizer, "_amp_stash"):
+            raise AmpStateError(
+                "A given optimizer should only be passed through amp.initialize once.  "
+                f"This {type(optimizer).__name__} was; call amp.close() first to start over."
+            )
+        seen.append(id(optimizer))
+        own = [id(group["params"]) for group in optimizer.param_groups]
+        for name, inner in inner_optimizers(optimizer).items():
+            if [id(group["params"]) for group in inner.param_groups] != own:
+                raise AmpStateError(
+                    f"{type(optimizer).__name__} steps the groups of its .{name} ({type(inner).__name__}), not "
+                    f"its own, so FP32 masters would never reach them.  Pass the {type(inner).__name__} to "
+                    "amp.initialize and wrap it afterwards, or do without the wrapper."
+                )
+
+
+def check_num_losses(num_losses: Any) -> int:
+    """`num_losses` as a positive int. Raises AmpValueError for anything else."""
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise AmpValueError(
+            f"num_losses={num_losses!r} is not a positive whole number.  Type num_losses=1, or as many as there are "
+            "losses with a loss_id of their own."
+        )
+    return num_losses
+
+
+def check_cudnn() -> None:
+    """Raise AmpStateError if a CUDA build of torch runs without cuDNN, as apex did."""
+    if torch.cuda.is_available() and not torch.backends.cudnn.enabled:
+        raise AmpStateError(
+            "Amp requires torch.backends.cudnn.enabled = True.  Type torch.backends.cudnn.enabled = True before "
+            "amp.initialize."
+        )
+
+
+def has_float16_convolution_on_cpu(models: Sequence[nn.Module], policy: Policy) -> bool:
+    """Whether `policy` makes a convolution of `models` run in float16 on a CPU."""
+    dtype = policy.cast_model_type or policy.patch_torch_functions_type
+    return dtype is torch.float16 and any(
+        isinstance(module, nn.modules.conv._ConvNd) and module.weight.device.type == "cpu"
+        for model in models
+        for module in model.modules()
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(type(v).__name__ for v in value)
+        return f"a {type(value).__name__} of ({inside})"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,84 @@
+"""Half copies of FP32 weights, one for all uses of a weight in an iteration. Never stale."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+@dataclass(frozen=True)
+class _Entry:
+    weight: weakref.ref[nn.Parameter]
+    cast: Tensor
+    version: int
+    address: int
+    requires_grad: bool
+
+
+class WeightCache:
+    """Casts of `nn.Parameter`s in training.
+
+    A cast is reused while its weight is the same object with the same version, address and
+    `requires_grad`. Optimizers that write through `weight.data` move none of these, so the owner of the cache
+    also calls `clear` after every optimizer step and `discard` when a weight's `.data` is taken.
+
+    Nothing is kept while gradients are off: there a copy would go stale between a load and the next
+    forward, hold memory through evaluation, and be reused in training without its autograd edge. Nothing is kept
+    under torch.compile, functorch or a dispatch mode either, where tensors are not what they seem.
+
+    The cast's autograd node keeps its weight alive until the entry is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def cast(self, weight: nn.Parameter, dtype: torch.dtype, on_cast: Callable[[], None] = lambda: None) -> Tensor:
+        """`weight.to(dtype)`, from the cache if it is there. Gradients flow to `weight`.
+
+        Calls `on_cast` if a cast was made.
+        """
+        if not _may_keep(weight):
+            on_cast()
+            return weight.to(dtype)
+        entry = self._entries.get(id(weight))
+        if (
+            entry is not None
+            and entry.weight() is weight
+            and entry.version == weight._version
+            and entry.address == weight.data_ptr()
+            and entry.requires_grad == weight.requires_grad
+            and entry.cast.dtype == dtype
+        ):
+            return entry.cast
+        on_cast()
+        cast = weight.to(dtype)
+        self._entries[id(weight)] = _Entry(
+            weakref.ref(weight), cast, weight._version, weight.data_ptr(), weight.requires_grad
+        )
+        return cast
+
+    def discard(self, weight: Tensor) -> None:
+        """Forget the cast of one weight."""
+        self._entries.pop(id(weight), None)
+
+    def clear(self) -> None:
+        """Forget every cast."""
+        self._entries.clear()
+
+
+def _may_keep(weight: nn.Parameter) -> bool:
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not weight.is_inference()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and _get_current_dispatch_mode() is None
+    )

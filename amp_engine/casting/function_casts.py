@@ -1,0 +1,97 @@
+"""The function casts of one engine: in which type, on or off, for which registered functions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from amp_engine.casting import patcher
+from amp_engine.casting.cache import WeightCache
+from amp_engine.casting.patcher import Registration
+
+_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
+
+
+class FunctionCasts:
+    """Casts around listed torch functions, process-wide while installed.
+
+    Args:
+        dtype: the low-precision type, float16 or bfloat16.
+        enable_caching: keep casts of weights within an iteration.
+        allow_banned: run banned functions in FP32 instead of refusing them.
+        verbose: report each cast.
+        registrations: functions beside the lists; they win over them.
+        emit: takes the reports.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        enable_caching: bool = True,
+        allow_banned: bool = False,
+        verbose: bool = False,
+        registrations: Sequence[Registration] = (),
+        emit: Callable[[str], None] = print,
+    ) -> None:
+        self.dtype = dtype
+        self.enable_caching = enable_caching
+        self.allow_banned = allow_banned
+        self.registrations: Sequence[Registration] = tuple(registrations)
+        self.cache = WeightCache()
+        self.installed = False
+        self._verbose = verbose
+        self._emit = emit
+        self._lock = threading.Lock()
+        self._disabled = 0
+        self._in_thread = _Disabled()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether functions are cast: installed, the newest that is, and not disabled here."""
+        return not self._disabled and not self._in_thread.count and patcher.in_force(self)
+
+    def install(self) -> None:
+        """Patch torch. Does nothing if installed."""
+        if not self.installed:
+            patcher.install(self)
+            self.installed = True
+
+    def remove(self) -> None:
+        """Restore torch, or the casts that were in force before. Does nothing if not installed."""
+        if self.installed:
+            patcher.remove(self)
+            self.installed = False
+            self.cache.clear()
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """No casts inside, in any thread. Nests."""
+        with self._lock:
+            self._disabled += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._disabled -= 1
+
+    @contextmanager
+    def disabled_in_thread(self) -> Iterator[None]:
+        """No casts inside, in this thread. Nests."""
+        self._in_thread.count += 1
+        try:
+            yield
+        finally:
+            self._in_thread.count -= 1
+
+    def trace(self, source: torch.dtype, target: torch.dtype, function: str) -> None:
+        """Report a cast, if verbose, in apex's words."""
+        if self._verbose:
+            self._emit(f"{_NAMES[source]}->{_NAMES[target]} ({function})")
+
+
+class _Disabled(threading.local):
+    count = 0

@@ -1,0 +1,226 @@
+"""Which functions O1 casts, and how. Data only; a name that a torch version lacks is passed over.
+
+Two sources. What apex listed stays as apex had it, whatever torch.autocast thinks of it (gelu and pow in FP32,
+prelu in half, `half.cpu()` gives FP32). What PyTorch has grown since follows torch.autocast's lists for CUDA
+(ATen/autocast_mode.h), on every device: the CPU lists lack softmax, layer_norm, exp and pow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CastLists:
+    """Names in one namespace, by what is done to their arguments.
+
+    Attributes:
+        half: cast to the low-precision type.
+        float: cast to float32.
+        promote: where float32 and low precision meet, cast to float32.
+        sequence: the same inside of a sequence of tensors, which is the first argument.
+        match_self: in-place methods whose other arguments take the type of the tensor written to.
+        refused_in_place: in-place functions that would lose range: an error on float16.
+        banned: an error on float16 that names the cure.
+    """
+
+    half: tuple[str, ...] = ()
+    float: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+    match_self: tuple[str, ...] = ()
+    refused_in_place: tuple[str, ...] = ()
+    banned: tuple[str, ...] = ()
+
+
+_CONVOLUTIONS = (
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "conv_tbc",
+)
+_MATRIX_PRODUCTS = ("addmm", "addmv", "addr", "matmul", "mm", "mv", "addbmm", "baddbmm", "bmm")
+
+_POINTWISE_OF_WIDE_RANGE = (
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow",
+)
+_REDUCTIONS = ("cumprod", "cumsum", "dist", "norm", "prod", "std", "sum", "var", "renorm")
+
+_COMPARISONS = ("eq", "equal", "ge", "gt", "le", "lt", "ne")
+_ARITHMETIC = ("addcdiv", "addcmul", "atan2", "cross", "dot", "add", "div", "mul")
+
+FUNCTIONAL = CastLists(
+    half=(
+        *_CONVOLUTIONS,
+        "linear",
+        # since apex
+        "prelu",
+        "scaled_dot_product_attention",
+    ),
+    float=(
+        "interpolate",
+        "grid_sample",
+        "softplus",
+        "softmin",
+        "log_softmax",
+        "softmax",
+        "gelu",
+        "layer_norm",
+        "group_norm",
+        "local_response_norm",
+        "normalize",
+        "cosine_similarity",
+        "poisson_nll_loss",
+        "cosine_embedding_loss",
+        "cross_entropy",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "mse_loss",
+        "margin_ranking_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+        "multi_margin_loss",
+        "nll_loss",
+        "binary_cross_entropy_with_logits",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "ctc_loss",
+        # since apex
+        "huber_loss",
+        "pdist",
+        "rms_norm",
+    ),
+    promote=("bilinear",),  # since apex
+    banned=("binary_cross_entropy",),
+)
+
+TORCH = CastLists(
+    half=(
+        *_CONVOLUTIONS,
+        *_MATRIX_PRODUCTS,
+        "prelu",
+        # since apex
+        "chain_matmul",
+        "einsum",
+    ),
+    float=(
+        *_POINTWISE_OF_WIDE_RANGE,
+        *_REDUCTIONS,
+        # since apex
+        "binary_cross_entropy_with_logits",
+        "cdist",
+        "cosine_embedding_loss",
+        "cosine_similarity",
+        "frobenius_norm",
+        "group_norm",
+        "hinge_embedding_loss",
+        "kl_div",
+        "layer_norm",
+        "log1p",
+        "log_softmax",
+        "logsumexp",
+        "margin_ranking_loss",
+        "nuclear_norm",
+        "pdist",
+        "poisson_nll_loss",
+        "rms_norm",
+        "softmax",
+        "triplet_margin_loss",
+    ),
+    promote=(
+        *_ARITHMETIC,
+        *_COMPARISONS,
+        "bilinear",
+        # since apex
+        "grid_sampler",
+        "index_put",
+        "scatter_add",
+        "tensordot",
+        "vdot",
+    ),
+    sequence=("cat", "stack"),
+    refused_in_place=(
+        "acos_",
+        "asin_",
+        "cosh_",
+        "exp_",
+        "expm1_",
+        "log_",
+        "log10_",
+        "log2_",
+        "reciprocal_",
+        "rsqrt_",
+        "sinh_",
+        "tan_",
+    ),
+)
+
+# since apex
+LINALG = CastLists(
+    half=("multi_dot", "vecdot"),
+    float=("matrix_norm", "norm", "vector_norm"),
+)
+
+TENSOR = CastLists(
+    half=(
+        *_MATRIX_PRODUCTS,
+        "prelu",
+        "__matmul__",
+        "__rmatmul__",  # since apex
+    ),
+    float=(
+        *_POINTWISE_OF_WIDE_RANGE,
+        *_REDUCTIONS,
+        "__ipow__",
+        "__pow__",
+        "__rpow__",
+        "cpu",
+        # since apex
+        "log1p",
+        "log_softmax",
+        "logsumexp",
+        "softmax",
+    ),
+    promote=(
+        *_ARITHMETIC,
+        *_COMPARISONS,
+        *(f"__{name}__" for name in ("add", "div", "mul", "sub", "truediv")),
+        *(f"__i{name}__" for name in ("add", "div", "mul", "sub", "truediv")),
+        *(f"__r{name}__" for name in ("add", "div", "mul", "sub", "truediv")),
+        *(f"__{name}__" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
+        # since apex
+        "index_put",
+        "scatter_add",
+        "vdot",
+    ),
+    match_self=(
+        *(f"{name}_" for name in ("addmm", "addmv", "addr", "addbmm", "baddbmm")),
+        *(f"{name}_" for name in ("addcdiv", "addcmul", "atan2", "add", "div", "mul")),
+        *(f"{name}_" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
+    ),
+    refused_in_place=(
+        *(f"{name}_" for name in _POINTWISE_OF_WIDE_RANGE),
+        *(f"{name}_" for name in ("cumprod", "cumsum", "renorm")),
+    ),
+)
+
+# torch._VF, which nn.RNN, nn.LSTM, nn.GRU and their cells call; see `patcher.RecurrentFunctions`.
+RECURRENT = ("rnn_relu", "rnn_tanh", "gru", "lstm", "rnn_relu_cell", "rnn_tanh_cell", "gru_cell", "lstm_cell")

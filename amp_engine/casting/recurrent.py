@@ -1,0 +1,79 @@
+"""O1 for nn.RNN, nn.LSTM, nn.GRU and their cells, which call `torch._VF` through a name of their module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine.casting import wrappers
+from amp_engine.casting.lists import RECURRENT
+
+
+class RecurrentFunctions:
+    """Stands for the module `torch._VF` in `torch.nn.modules.rnn`: its recurrent functions cast, the rest passed on."""
+
+    def __init__(self, functions: ModuleType, casts: wrappers.Casts) -> None:
+        self._functions = functions
+        self.__dict__ |= {name: _recurrent(getattr(functions, name), casts) for name in RECURRENT}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._functions, name)
+
+
+def check_shapes_only(check_input: Callable[..., None]) -> Callable[..., None]:
+    """`RNNBase.check_input` without its demand that the input has the weights' type, which the cast sees to."""
+
+    def check(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
+        weight = self._flat_weights[0]
+        if isinstance(weight, Tensor) and input.dtype != weight.dtype:
+            input = torch.empty(input.shape, dtype=weight.dtype, device="meta")
+        check_input(self, input, batch_sizes)
+
+    check.__name__ = check_input.__name__
+    return check
+
+
+def cast_chunk(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] | None:
+    """Cast weights that fill one storage by casting that storage's content once; None if they do not.
+
+    cuDNN wants the weights of a recurrent network in one chunk, in an order of its own, and compacts them on
+    every call if they are not. The casts are views of one new chunk at the offsets of the originals, and
+    gradients flow to each weight.
+    """
+    order = sorted(range(len(weights)), key=lambda i: weights[i].storage_offset())
+    end = 0
+    for i in order:
+        w = weights[i]
+        same_storage = w.untyped_storage().data_ptr() == weights[0].untyped_storage().data_ptr()
+        if not same_storage or not w.is_contiguous() or w.storage_offset() != end:
+            return None
+        end += w.numel()
+    chunk = torch.cat([weights[i].reshape(-1) for i in order]).to(dtype)
+    casts = list(weights)
+    for i, piece in zip(order, chunk.split([weights[i].numel() for i in order]), strict=True):
+        casts[i] = piece.view_as(weights[i])
+    return casts
+
+
+def _recurrent(fn: Callable[..., Any], casts: wrappers.Casts) -> Callable[..., Any]:
+    cast = wrappers.half(fn, casts)
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any) -> Any:
+        return cast(*(_chunked(arg, casts.dtype) for arg in args)) if casts.is_active else fn(*args)
+
+    return wrapper
+
+
+def _chunked(arg: Any, dtype: torch.dtype) -> Any:
+    """The list of weights as casts in one chunk on CUDA; everything else, and any other layout, as it is."""
+    if not isinstance(arg, (list, tuple)) or not arg:
+        return arg
+    if not all(isinstance(w, nn.Parameter) and w.is_cuda and w.dtype is torch.float32 for w in arg):
+        return arg
+    return cast_chunk(arg, dtype) or arg

@@ -1,0 +1,74 @@
+"""Cast the tensors inside of whatever a model takes or returns, and keep the containers' types."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating tensor in it cast to `dtype`.
+
+    Walked: lists, tuples, named tuples, mappings, dataclass instances, and objects with a `to` method
+    (packed sequences, batch classes). A container comes back in its own type and the one handed in is not
+    changed; one in which nothing had to be cast comes back itself. Strings, numbers, sets, numpy arrays,
+    generators, modules and everything else are returned as they are. No host sync.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (str, bytes, nn.Module)) or value is None:
+        return value
+    if isinstance(value, (list, tuple)) and not hasattr(value, "to"):
+        return _cast_sequence(value, dtype)
+    # A dataclass that is a mapping too (Hugging Face's ModelOutput) keeps its items and fields in step
+    # through item assignment.
+    if isinstance(value, Mapping) and not hasattr(value, "to"):
+        return _cast_mapping(value, dtype)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to"):
+        return _cast_dataclass(value, dtype)
+    if callable(getattr(value, "to", None)) and not isinstance(value, type):
+        return value.to(dtype)
+    return value
+
+
+def _cast_sequence(value: Any, dtype: torch.dtype) -> Any:
+    items = [cast_tensors(item, dtype) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if hasattr(value, "_make"):
+        return value._make(items)
+    # `torch.return_types.max` and kin are tuples that take one iterable, as list and tuple do.
+    return type(value)(items)
+
+
+def _cast_mapping(value: Any, dtype: torch.dtype) -> Any:
+    items = {key: cast_tensors(item, dtype) for key, item in value.items()}
+    if all(items[key] is item for key, item in value.items()):
+        return value
+    rebuilt = copy.copy(value)
+    try:
+        for key, item in items.items():
+            rebuilt[key] = item
+    except TypeError:  # an immutable mapping; its constructor takes the items
+        return type(value)(items)
+    return rebuilt
+
+
+def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+    rebuilt = copy.copy(value)
+    changed = False
+    for field in dataclasses.fields(value):
+        if not hasattr(value, field.name):
+            continue
+        old = getattr(value, field.name)
+        new = cast_tensors(old, dtype)
+        if new is not old:
+            # Not dataclasses.replace: it would run __post_init__ again and lose init=False state.
+            object.__setattr__(rebuilt, field.name, new)
+            changed = True
+    return rebuilt if changed else value

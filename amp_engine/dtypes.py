@@ -1,0 +1,40 @@
+"""The few questions about types that the other modules ask."""
+
+from __future__ import annotations
+
+import torch
+
+from amp_engine.errors import AmpTypeError
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+_NAMES = {
+    "float16": torch.float16,
+    "half": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+def is_low_precision(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is float16 or bfloat16."""
+    return tensor.dtype in LOW_PRECISION
+
+
+def parse_dtype(value: object, argument: str) -> torch.dtype:
+    """The training dtype that `value` names: a `torch.dtype`, or a string such as ``"float16"``.
+
+    Raises AmpTypeError, which names `argument`, for anything else.
+    """
+    if isinstance(value, torch.dtype) and value in _NAMES.values():
+        return value
+    if isinstance(value, str) and value.removeprefix("torch.") in _NAMES:
+        return _NAMES[value.removeprefix("torch.")]
+    raise AmpTypeError(
+        f"{argument}={value!r} is no type that a model can be trained in.  Allowed are torch.float16, "
+        f"torch.bfloat16 and torch.float32.  Type for example {argument}=torch.float16."
+    )

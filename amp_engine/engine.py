@@ -1,0 +1,396 @@
+"""Engine: owns policy, casts, scalers and optimizers, and can take it all back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import arguments, checkpoint, levels, report
+from amp_engine.casting import FunctionCasts, Registration
+from amp_engine.dtypes import parse_dtype
+from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
+from amp_engine.initialized import Initialized, master_params
+from amp_engine.master_weights import MasterWeights
+from amp_engine.overflow import OverflowWatch
+from amp_engine.policy import Policy, require
+from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, check_bounds
+from amp_engine.step import HostFlag, SteppedOptimizer, Verdict
+
+
+class Engine:
+    """Mixed precision for some models and optimizers, without module-level state.
+
+        with Engine() as engine:
+            model, optimizer = engine.initialize(model, optimizer, opt_level="O2")
+            for x, y in batches:
+                with engine.scale_loss(loss_fn(model(x), y), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    `initialize` may be called again with further models and optimizers: the newest policy and scalers
+    count, what was initialized before stays in care. Leaving the context is `close()`.
+    """
+
+    def __init__(self) -> None:
+        self.policy: Policy | None = None  # None before initialize and after close
+        self.scalers: list[LossScaler] = []
+        self.casts: FunctionCasts | None = None
+        self.reporter = report.Reporter()
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
+        self._skip_on_overflow = False
+        self._registrations: list[Registration] = []
+        self._cast_options: dict[str, Any] = {}
+        self._said_float16_convolution = False
+        self._initialized = Initialized(self._make_stepped)
+        self._watch = OverflowWatch(self.reporter, self._initialized.parameter_names)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def initialize(
+        self,
+        models: Any,
+        optimizers: Any = None,
+        enabled: bool = True,
+        opt_level: str = "O1",
+        cast_model_type: torch.dtype | str | bool | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        loss_scale: float | str | None = None,
+        cast_model_outputs: torch.dtype | str | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
+        *,
+        skip_on_overflow: bool = False,
+        allow_banned: bool = False,
+        adopt_data_writes: bool = False,
+        hard_override: bool = False,
+    ) -> Any:
+        """Prepare models and optimizers for training at `opt_level`. They are changed in place and returned.
+
+        Args:
+            models: a module, or a list of modules; on any device, in any floating type.
+            optimizers: an optimizer, a list of optimizers, or None.
+            enabled: False returns everything untouched and makes `scale_loss` yield the loss as it is.
+            opt_level: "O0" FP32; "O1" cast functions; "O2" half model, FP32 batch norm and masters; "O3"
+                pure half; "O4", "O5" are O1, O2 in bfloat16. Sets the defaults of the properties below.
+            cast_model_type: type of parameters, floating buffers and inputs; False leaves the model alone.
+            patch_torch_functions: cast arguments of listed functions; set by O1 and O4 only.
+            keep_batchnorm_fp32: keep affine batch norms in FP32; "True" and "False" are taken too.
+            master_weights: step FP32 copies of low-precision parameters.
+            loss_scale: "dynamic", or a static scale (a number, or a string with one).
+            cast_model_outputs: type of floating model outputs; default float32 where the model is cast.
+            num_losses: how many scalers there are for `scale_loss(..., loss_id=i)`.
+            verbosity: 0 silent, 1 apex's messages, 2 every cast as well.
+            min_loss_scale: floor of dynamic scales; None means 2**-24.
+            max_loss_scale: ceiling of dynamic scales.
+            skip_on_overflow: skip a step whose gradients overflowed under a static scale too.
+            allow_banned: run `binary_cross_entropy` in FP32 under O1 instead of refusing it.
+            adopt_data_writes: look for writes through `param.data` before each step (one read of
+                parameters and masters more) and take them over into the masters.
+            hard_override: print what does not fit the level instead of raising it.
+
+        Returns:
+            As apex: the model or list of models; with `optimizers` given a pair, an empty list included.
+
+        Raises AmpStateError, AmpTypeError or AmpValueError, with everything as it was before the call.
+        """
+        self.reporter.verbosity = verbosity
+        if not enabled:
+            self.policy, self.scalers = levels.DISABLED, []
+            return models if optimizers is None else (models, optimizers)
+
+        arguments.check_cudnn()
+        defaults = levels.level(opt_level)
+        policy = defaults.override(
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
+        )
+        if hard_override:
+            for complaint in policy.complaints():
+                self.reporter.say(f"Warning:  {complaint}")
+        else:
+            require(policy)
+        output_dtype = None if cast_model_outputs is None else parse_dtype(cast_model_outputs, "cast_model_outputs")
+        num_losses = arguments.check_num_losses(num_losses)
+        check_bounds(min_loss_scale, max_loss_scale)
+        model_list = arguments.as_models(models)
+        optimizer_list = arguments.as_optimizers(optimizers)
+        arguments.check_models(model_list, policy)
+        arguments.check_optimizers(optimizer_list, self._initialized.optimizers)
+
+        for line in report.initialization(defaults, policy):
+            self.reporter.say(line, rank0=True)
+
+        self._initialized.add(model_list, optimizer_list, policy, output_dtype, adopt_data_writes)
+        self.policy = policy
+        self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
+        self._skip_on_overflow = skip_on_overflow
+        self.scalers = [
+            LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+            for _ in range(num_losses)
+        ]
+        self._watch.reset()
+        if policy.patch_torch_functions:
+            self.install_casts(
+                policy.patch_torch_functions_type or torch.float16,
+                allow_banned=allow_banned,
+                verbose=verbosity == 2,
+            )
+        if not self._said_float16_convolution and arguments.has_float16_convolution_on_cpu(model_list, policy):
+            self._said_float16_convolution = True
+            self.reporter.say(report.FLOAT16_CONV_ON_CPU, rank0=True)
+        return models if optimizers is None else (models, optimizers)
+
+    @contextmanager
+    def scale_loss(
+        self,
+        loss: Tensor,
+        optimizers: Optimizer | Iterable[Optimizer],
+        loss_id: int = 0,
+        model: Any = None,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> Iterator[Tensor]:
+        """Yield `loss.float() * scale`; on exit unscale the gradients and adjust the scale.
+
+        Afterwards `.grad` of what `master_params(optimizer)` gives is unscaled and includes earlier backwards
+        since the last step. An overflow makes the next `step()` of each listed optimizer do nothing.
+
+        Args:
+            loss: any shape, any floating type.
+            optimizers: those whose parameters the loss reaches: one, or several, or none.
+            loss_id: which scaler.
+            model: ignored, as in apex.
+            delay_unscale: leave the gradients scaled; the next `scale_loss` without it unscales the sum.
+            delay_overflow_check: leave the scale alone; an overflow counts at the next check of this scaler.
+
+        Raises AmpStateError, AmpTypeError or AmpIndexError before the body is run. If the body raises,
+        gradients are put back as they were at the entry. No host sync.
+        """
+        del model
+        if self.policy is None:
+            raise AmpStateError(
+                "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  "
+                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) must be called before "
+                "`with amp.scale_loss`."
+            )
+        if not self.policy.enabled:
+            yield loss
+            return
+        stepped = [self._stepped(o) for o in _as_list(optimizers)]
+        scaler = self._scaler(loss_id)
+        try:
+            if self._passes_through(scaler, stepped):
+                yield loss.float()
+                return
+            scaler.to(loss.device)
+            snapshot = _open_snapshot(stepped, loss_id) or scaler.snapshot()
+            entered: list[SteppedOptimizer] = []
+            try:
+                for one in stepped:
+                    one.enter_backward(snapshot, loss_id)
+                    entered.append(one)
+                yield loss.float() * snapshot.scale.to(loss.device)
+            except BaseException:
+                for one in entered:
+                    one.abandon()
+                raise
+            if delay_unscale:
+                for one in stepped:
+                    one.leave_open()
+            else:
+                self._close_windows(stepped, loss_id, loss.detach(), delay_overflow_check)
+        finally:
+            if self.casts is not None:
+                self.casts.cache.clear()
+
+    def master_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        """The parameters that `optimizer` steps, as the function `amp.master_params`."""
+        return master_params(optimizer)
+
+    def state_dict(self, destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
+        """`{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`; empty if not enabled.
+
+        Waits for the device once a dynamic scaler. Masters are saved by `model.state_dict()`.
+        """
+        if self.policy is None:
+            raise AmpStateError(
+                "amp.state_dict() was called before amp.initialize(), so there are no loss scalers.  Type "
+                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+            )
+        return checkpoint.pack_scalers(self.scalers, self.policy.opt_level, destination)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the loss scalers from what `state_dict`, or apex, wrote.
+
+        Raises AmpStateError for keys that are no loss scaler's, after loading the others.
+        """
+        if self.policy is None:
+            raise AmpStateError(
+                "amp.load_state_dict() was called before amp.initialize(), so there are no loss scalers.  Type "
+                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+            )
+        checkpoint.unpack_scalers(self.scalers, state_dict, lambda text: self.reporter.say(text, rank0=True))
+
+    def disable_casts(self) -> AbstractContextManager[None]:
+        """A context in which no function is cast, in any thread. Nests; does nothing without O1 or O4."""
+        return nullcontext() if self.casts is None else self.casts.disabled()
+
+    def step_was_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the last `optimizer.step()` was skipped. No host sync: the step knew."""
+        return self._stepped(optimizer).skipped
+
+    def register(self, registration: Registration) -> None:
+        """Cast one more function wherever O1 or O4 is on, until `close`."""
+        self._registrations.append(registration)
+        if self.casts is not None:
+            self.install_casts(**self._cast_options)
+
+    def install_casts(
+        self,
+        dtype: torch.dtype,
+        *,
+        enable_caching: bool = True,
+        allow_banned: bool = False,
+        verbose: bool = False,
+    ) -> FunctionCasts:
+        """Cast listed functions to `dtype` from now on, process-wide; replaces this engine's earlier casts."""
+        self._cast_options = {
+            "dtype": dtype,
+            "enable_caching": enable_caching,
+            "allow_banned": allow_banned,
+            "verbose": verbose,
+        }
+        if self.casts is not None:
+            self.casts.remove()
+        self.casts = FunctionCasts(**self._cast_options, registrations=self._registrations, emit=self.reporter.say)
+        self.casts.install()
+        return self.casts
+
+    def close(self) -> None:
+        """Take everything back; the engine can be used again.
+
+        torch's functions are restored. Models get their own types again, with the exact values of the
+        masters, and lose every hook; optimizers step their own parameters again, with their state.
+        """
+        if self.casts is not None:
+            self.casts.remove()
+            self.casts = None
+        self._initialized.release()
+        self._registrations.clear()
+        self.policy, self.scalers = None, []
+
+    def _make_stepped(
+        self, optimizer: Optimizer, masters: MasterWeights | None, adopt_data_writes: bool
+    ) -> SteppedOptimizer:
+        return SteppedOptimizer(
+            optimizer,
+            masters,
+            casts_off=self._casts_off,
+            is_scaled=self._is_scaled,
+            adopt_data_writes=adopt_data_writes,
+            on_skip=self._watch.skipped,
+            on_report=self._watch.stepped_on,
+            on_window_left_open=self._close_left_open,
+        )
+
+    def _stepped(self, optimizer: Any) -> SteppedOptimizer:
+        stepped = self._initialized.get(optimizer) if isinstance(optimizer, Optimizer) else None
+        if stepped is not None:
+            return stepped
+        raise AmpTypeError(
+            f"This {type(optimizer).__name__} was not passed to amp.initialize.  Type model, optimizer = "
+            "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
+        )
+
+    def _scaler(self, loss_id: int) -> LossScaler:
+        try:
+            return self.scalers[loss_id]
+        except (IndexError, TypeError):
+            raise AmpIndexError(
+                f"loss_id={loss_id!r}, but there are {len(self.scalers)} loss scalers (loss_id 0 to "
+                f"{len(self.scalers) - 1}).  Type amp.initialize(..., num_losses=...) with the number of losses."
+            ) from None
+
+    def _passes_through(self, scaler: LossScaler, stepped: Sequence[SteppedOptimizer]) -> bool:
+        """Nothing to scale, check or move: O0, O3 and O4 unless the user asked for more."""
+        return (
+            scaler.is_identity
+            and not self._skip_on_overflow
+            and all(one.masters is None and one.window is None for one in stepped)
+        )
+
+    def _close_windows(
+        self,
+        stepped: Sequence[SteppedOptimizer],
+        loss_id: int,
+        loss: Tensor,
+        delay_overflow_check: bool,
+    ) -> None:
+        scaler = self.scalers[loss_id]
+        skips = scaler.dynamic or self._skip_on_overflow
+        check = skips or not self._watch.is_static_reported(loss_id)
+        checked = [one.close_window(check) for one in stepped]
+        for each in checked:
+            scaler.record_(each.nonfinite)
+        if delay_overflow_check:
+            return
+        found_inf = scaler.update_()
+        if check and stepped:
+            verdict = Verdict(loss_id, scaler, HostFlag(found_inf), skips, checked, loss)
+            for one in stepped:
+                one.verdicts.append(verdict)
+
+    def _close_left_open(self, stepped: SteppedOptimizer) -> None:
+        window = stepped.window
+        assert window is not None
+        self._close_windows([stepped], window.loss_id, torch.zeros(()), delay_overflow_check=False)
+
+    def _is_scaled(self) -> bool:
+        """Whether a backward may decide that a step is skipped, or gradients be scaled."""
+        return self._skip_on_overflow or not all(scaler.is_identity for scaler in self.scalers)
+
+    def _casts_off(self) -> AbstractContextManager[None] | None:
+        return None if self.casts is None else self.casts.disabled_in_thread()
+
+
+def _as_list(optimizers: Any) -> list[Any]:
+    if isinstance(optimizers, Iterable) and not isinstance(optimizers, Optimizer):
+        return list(optimizers)
+    return [optimizers]
+
+
+def _open_snapshot(stepped: Sequence[SteppedOptimizer], loss_id: int) -> Any:
+    """The scale of a window that `delay_unscale` left open: its gradients must all have one scale."""
+    windows = [one.window for one in stepped if one.window is not None]
+    for window in windows:
+        if window.loss_id != loss_id:
+            raise AmpStateError(
+                f"loss_id={loss_id}, but this optimizer has gradients of loss_id={window.loss_id} that delay_unscale "
+                f"left scaled.  Type loss_id={window.loss_id} here, or leave out delay_unscale where it changes."
+            )
+    return windows[0].snapshot if windows else None

@@ -1,0 +1,55 @@
+"""An optimizer with nothing to step, for torch to call `step` on when the work is done, or must not be.
+
+torch lets a step pre-hook replace the arguments of the call, `self` among them. Hiding the gradients instead would
+still move what optimizers count in their groups, and leave them hidden if the step raised.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Attributes of `optimizer` that are optimizers themselves (Lookahead, SAM and kin)."""
+    return {name: v for name, v in vars(optimizer).items() if isinstance(v, Optimizer)}
+
+
+def ghost(optimizer: Optimizer, stand_ins: bool = False) -> Optimizer:
+    """An object of the same class whose `step` changes nothing of `optimizer`.
+
+    It has copies of the groups' settings and of the state that belongs to no parameter, no hooks, and no
+    parameters; with `stand_ins` one throw-away parameter a group, for classes that raise without any.
+    Optimizers that it holds are ghosts too.
+    """
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            double.__dict__[name] = ghost(value, stand_ins)
+        elif isinstance(value, list) and value and all(isinstance(v, Tensor) for v in value):
+            double.__dict__[name] = []  # parameters that the class keeps beside its groups
+    double.param_groups = [_empty_group(group, stand_ins) for group in optimizer.param_groups]
+    double.state = defaultdict(dict)
+    shared: dict[Any, Any] = optimizer.state  # annotated as keyed by tensors only, which not every class keeps to
+    for key, value in shared.items():
+        if not isinstance(key, Tensor):
+            double.state[key] = copy.deepcopy(value)
+    double._optimizer_step_pre_hooks = OrderedDict()
+    double._optimizer_step_post_hooks = OrderedDict()
+    return double
+
+
+def _empty_group(group: dict[str, Any], stand_in: bool) -> dict[str, Any]:
+    settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    params: list[nn.Parameter] = []
+    if stand_in:
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        params = [nn.Parameter(torch.zeros(1, device=device))]
+        params[0].grad = torch.zeros(1, device=device)
+    return {**settings, "params": params}

@@ -1,0 +1,138 @@
+"""The models and optimizers that an engine looks after, taken in all together or not at all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine.dtypes import is_low_precision
+from amp_engine.master_weights import MasterWeights
+from amp_engine.model import CastModel
+from amp_engine.policy import Policy
+from amp_engine.step import SteppedOptimizer
+from amp_engine.views import Stash
+
+
+class Initialized:
+    """Cast models and stepped optimizers, held weakly: a model or optimizer that is dropped is gone.
+
+    Args:
+        make_stepped: builds the SteppedOptimizer of an optimizer and its masters (or None).
+    """
+
+    def __init__(self, make_stepped: Callable[[Optimizer, MasterWeights | None, bool], SteppedOptimizer]) -> None:
+        self._make_stepped = make_stepped
+        self._cast_models: list[CastModel] = []
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, SteppedOptimizer] = weakref.WeakKeyDictionary()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Every optimizer in care."""
+        return list(self._stepped)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Every model in care, in the order of their arrival."""
+        return [m.model for m in self._cast_models if m.model is not None]
+
+    def get(self, optimizer: Optimizer) -> SteppedOptimizer | None:
+        """What stands for `optimizer` here, or None."""
+        return self._stepped.get(optimizer)
+
+    def add(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        policy: Policy,
+        output_dtype: torch.dtype | None,
+        adopt_data_writes: bool,
+    ) -> None:
+        """Cast `models`, give `optimizers` masters and hooks. If anything raises, nothing has changed."""
+        # Values from before the cast, without a copy: casting gives a parameter other memory.
+        exact = {
+            id(p): p.detach()
+            for optimizer in optimizers
+            for p in master_params(optimizer)
+            if p.is_floating_point() and not is_low_precision(p)
+        }
+        dtype = policy.cast_model_type or None
+        if dtype is not None and output_dtype is None:
+            output_dtype = torch.float32
+        cast_models: list[CastModel] = []
+        try:
+            for model in models:
+                cast_models.append(
+                    CastModel(
+                        model,
+                        dtype=dtype,
+                        keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
+                        output_dtype=output_dtype,
+                    )
+                )
+            for optimizer in optimizers:
+                self._take_in(optimizer, policy, exact, adopt_data_writes)
+        except BaseException:
+            for optimizer in optimizers:
+                self._let_go(optimizer)
+            for cast_model in reversed(cast_models):
+                cast_model.undo()
+            raise
+        # A model that was initialized before keeps the types it first came with as its way back.
+        for cast_model in cast_models:
+            for earlier in [m for m in self._cast_models if m.model is cast_model.model]:
+                cast_model.take_over(earlier)
+                self._cast_models.remove(earlier)
+        self._cast_models += cast_models
+
+    def release(self) -> None:
+        """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""
+        for optimizer in self.optimizers:
+            self._let_go(optimizer)
+        for cast_model in reversed(self._cast_models):
+            cast_model.undo()
+        self._cast_models.clear()
+
+    def parameter_names(self) -> dict[int, str]:
+        """Id of each parameter -> its name, with the model's position where there are several models."""
+        models = self.models
+        return {
+            id(param): name if len(models) == 1 else f"models[{i}].{name}"
+            for i, model in enumerate(models)
+            for name, param in model.named_parameters()
+        }
+
+    def _take_in(
+        self, optimizer: Optimizer, policy: Policy, exact: Mapping[int, Tensor], adopt_data_writes: bool
+    ) -> None:
+        masters = MasterWeights(optimizer, exact) if policy.master_weights else None
+        if masters is None:
+            _match_state_to_parameters(optimizer)
+        stepped = self._make_stepped(optimizer, masters, adopt_data_writes)
+        self._stepped[optimizer] = stepped
+        optimizer._amp_stash = Stash(stepped)  # type: ignore[attr-defined]
+
+    def _let_go(self, optimizer: Optimizer) -> None:
+        stepped = self._stepped.pop(optimizer, None)
+        if stepped is not None:
+            stepped.release()
+            del optimizer._amp_stash  # type: ignore[attr-defined]
+
+
+def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Each parameter in the groups of `optimizer`: its masters where it has them.
+
+    Between `scale_loss` and `step` their `.grad` is unscaled, so this is what to clip. The optimizer need not
+    have been initialized. No host sync.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _match_state_to_parameters(optimizer: Optimizer) -> None:
+    """Pure half (O3): state that is older than the cast takes the parameters' type, as torch's kernels ask."""
+    if any(is_low_precision(p) and p in optimizer.state for p in master_params(optimizer)):
+        optimizer.load_state_dict(optimizer.state_dict())

@@ -1,0 +1,211 @@
+"""FP32 masters of an optimizer's low-precision parameters: create, refresh, write back, give up.
+
+A master replaces its parameter in `optimizer.param_groups` and takes over its optimizer state, so state never
+passes through half. Which of the two is newer is told by a stamp of the parameter, taken whenever we write it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from amp_engine import kernels
+from amp_engine.dtypes import is_low_precision
+from amp_engine.errors import AmpStateError
+
+Stamp = tuple[int, int | None, torch.dtype, torch.device]
+
+# Live parameter -> weak references to its masters. `state_dict` finds a master here by the identity of the
+# parameter, so that a hook needs no engine and a deepcopy, whose parameters are others, finds none.
+_MASTERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Master:
+    """One low-precision parameter of a model and its float32 master, of equal shape and strides."""
+
+    def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
+        self.param = param
+        self.weight = nn.Parameter(value_f32, requires_grad=True)
+        # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
+        self.weight.__dict__.update(param.__dict__)
+        # A checkpoint's value between the hooks before and after torch copies it into `param`.
+        self.incoming: Tensor | None = None
+        self._stamp = _stamp(param)
+        _MASTERS[param] = [weakref.ref(m) for m in masters_of(param)] + [weakref.ref(self)]
+
+    def in_sync(self) -> bool:
+        """Whether nobody but us moved the parameter since it was last stamped."""
+        return self._stamp == _stamp(self.param)
+
+    def mark_in_sync(self) -> None:
+        """Declare that master and parameter agree."""
+        self._stamp = _stamp(self.param)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the parameter's value if somebody moved it. Exact if another master of it is in sync."""
+        if self.in_sync():
+            return
+        value_f32 = exact_value(self.param)
+        if value_f32 is None:
+            value_f32 = self.param.detach()
+        if self.weight.device == value_f32.device and self.weight.shape == value_f32.shape:
+            self.weight.copy_(value_f32)
+        else:
+            self.weight.data = value_f32.to(torch.float32, copy=True)
+        self.mark_in_sync()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take those elements of the parameter that differ from the rounded master.
+
+        Finds writes through `.data`, which move no version. One more read of parameter and master.
+        """
+        differs = self.param != self.weight.to(self.param.dtype)
+        self.weight.copy_(torch.where(differs, self.param.float(), self.weight))
+
+
+def exact_value(param: nn.Parameter) -> Tensor | None:
+    """The float32 master behind `param`, or None if it has none that is up to date. Not a copy."""
+    for ref in _MASTERS.get(param, ()):
+        master = ref()
+        if master is not None and master.in_sync():
+            return master.weight.detach()
+    return None
+
+
+def masters_of(param: nn.Parameter) -> Iterator[Master]:
+    """Every live master of `param`: one for each optimizer that owns it."""
+    for ref in _MASTERS.get(param, ()):
+        master = ref()
+        if master is not None:
+            yield master
+
+
+class MasterWeights:
+    """The masters of one optimizer.
+
+    Args:
+        optimizer: its groups are edited in place: each low-precision parameter that requires a gradient is
+            replaced by its master.
+        exact: id of a parameter -> its float32 value from before the model was cast.
+    """
+
+    def __init__(self, optimizer: Optimizer, exact: Mapping[int, Tensor]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._by_id: dict[int, Master] = {}  # keyed by id of the master
+        self._owned: set[int] = set()  # ids of the parameters that have a master here
+        self.in_groups: list[Master] = []
+        self.scan(exact)
+
+    def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
+        """Bring the masters in line with the groups as they are now.
+
+        New groups, unfrozen parameters and replaced entries get masters; entries that left the groups lose
+        theirs. Raises AmpStateError for a parameter whose master is already in the groups.
+        """
+        optimizer = self._live_optimizer()
+        in_groups: list[Master] = []
+        for group in optimizer.param_groups:
+            params = group["params"]
+            for i, p in enumerate(params):
+                if is_low_precision(p) and p.requires_grad:
+                    if id(p) in self._owned:
+                        raise AmpStateError(
+                            f"A {str(p.dtype).removeprefix('torch.')} parameter of shape {tuple(p.shape)} was added to "
+                            f"{type(optimizer).__name__}, which already steps its FP32 master.  Leave it out of "
+                            "add_param_group()."
+                        )
+                    params[i] = self._create(p, (exact or {}).get(id(p))).weight
+                master = self._by_id.get(id(params[i]))
+                if master is not None:
+                    in_groups.append(master)
+        if len(in_groups) < len(self._by_id):
+            self._by_id = {id(m.weight): m for m in in_groups}
+            self._owned = {id(m.param) for m in in_groups}
+        self.in_groups = in_groups
+
+    def refresh(self, adopt_data_writes: bool = False) -> None:
+        """Refresh every master whose parameter moved without us."""
+        for master in self.in_groups:
+            master.refresh()
+            if adopt_data_writes:
+                master.adopt()
+
+    def write_back(self) -> None:
+        """Round every master into its parameter. Moves the parameters' versions, as any optimizer does."""
+        kernels.cast_copy_([m.param for m in self.in_groups], [m.weight for m in self.in_groups])
+        for master in self.in_groups:
+            master.mark_in_sync()
+
+    def drop_gradients(self) -> None:
+        """Set the masters' gradients to None, as after every step."""
+        for master in self.in_groups:
+            master.weight.grad = None
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether `param` is one of these masters."""
+        return id(param) in self._by_id
+
+    def release(self) -> None:
+        """Put the parameters back into the groups, in float32 with their masters' values and state."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        self.refresh()
+        by_id = {id(m.weight): m for m in self.in_groups}
+        for group in optimizer.param_groups:
+            for i, p in enumerate(group["params"]):
+                master = by_id.get(id(p))
+                if master is None:
+                    continue
+                group["params"][i] = master.param
+                if p in optimizer.state:
+                    optimizer.state[master.param] = optimizer.state.pop(p)
+                master.param.grad = None
+                master.param.data = p.detach()
+                master.param.grad = p.grad
+                _MASTERS[master.param].remove(weakref.ref(master))
+        self._by_id, self._owned, self.in_groups = {}, set(), []
+
+    def _create(self, param: nn.Parameter, exact_f32: Tensor | None) -> Master:
+        if exact_f32 is None:
+            exact_f32 = exact_value(param)
+            value_f32 = (param if exact_f32 is None else exact_f32).detach().to(torch.float32, copy=True)
+        elif next(masters_of(param), None) is not None:
+            value_f32 = exact_f32.clone()  # another optimizer's master has this memory
+        else:
+            value_f32 = exact_f32
+        master = Master(param, value_f32)
+        self._by_id[id(master.weight)] = master
+        self._owned.add(id(param))
+        state = self._live_optimizer().state
+        if param in state:
+            state[master.weight] = _widened(state.pop(param))
+        return master
+
+    def _live_optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "called from a hook of the optimizer or with it in hand"
+        return optimizer
+
+
+def _stamp(param: nn.Parameter) -> Stamp:
+    # Inference tensors keep no version.
+    version = None if param.is_inference() else param._version
+    return param.data_ptr(), version, param.dtype, param.device
+
+
+def _widened(state: Any) -> Any:
+    """Optimizer state in float32 where it was low precision; widening is exact."""
+    if isinstance(state, Tensor):
+        return state.float() if is_low_precision(state) else state
+    if isinstance(state, dict):
+        return {key: _widened(value) for key, value in state.items()}
+    return state

@@ -1,0 +1,142 @@
+"""O0, O2, O3: cast a model's parameters and buffers, keep its norms, cast what goes in and comes out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+from amp_engine.checkpoint import hook_model
+from amp_engine.containers import cast_tensors
+from amp_engine.dtypes import LOW_PRECISION
+
+
+class CastInputs:
+    """Forward pre-hook: every floating tensor among the arguments becomes `dtype`. Picklable."""
+
+    __name__ = "cast_inputs"  # torch.jit asks hooks for one
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast arguments."""
+        return cast_tensors(args, self.dtype), cast_tensors(kwargs, self.dtype)
+
+
+class CastOutputs:
+    """Forward hook: every floating tensor in the result becomes `dtype`. Picklable."""
+
+    __name__ = "cast_outputs"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Cast the result."""
+        return cast_tensors(output, self.dtype)
+
+
+class CastModel:
+    """What was done to one model, and the way back.
+
+    The input cast is the model's last forward pre-hook and the output cast its first forward hook: hooks
+    that were there before see the types outside, as if the casts were part of `forward`.
+
+    Args:
+        model: changed in place; its parameters stay the same objects.
+        dtype: of parameters, floating buffers and inputs; None leaves all three alone.
+        keep_batchnorm_fp32: affine batch norms (BatchNormNd, SyncBatchNorm) are float32, not `dtype`.
+        output_dtype: of floating outputs; None leaves them alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None,
+        keep_batchnorm_fp32: bool,
+        output_dtype: torch.dtype | None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
+        self._handles: list[RemovableHandle] = []
+        if dtype is not None:
+            cast_model(model, dtype, keep_batchnorm_fp32)
+            hook = CastInputs(dtype)
+            self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+        if dtype in LOW_PRECISION:
+            self._handles += hook_model(model)
+        if output_dtype is not None:
+            self._handles.append(model.register_forward_hook(CastOutputs(output_dtype), prepend=True))
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, unless it was garbage collected."""
+        return self._model()
+
+    @property
+    def is_undone(self) -> bool:
+        """Whether there is nothing left to undo here."""
+        return not self._handles
+
+    def take_over(self, earlier: CastModel) -> None:
+        """Stand for `earlier`, done to the same model, as well: drop its hooks, keep its way back."""
+        earlier._remove_hooks()
+        self._dtypes = {**self._dtypes, **earlier._dtypes}
+
+    def undo(self) -> None:
+        """Remove the hooks and give each tensor that is still there the type it came with."""
+        self._remove_hooks()
+        if self.model is not None:
+            tensors = [(t, self._dtypes[n]) for n, t in _tensors(self.model) if n in self._dtypes]
+            _cast_each(self.model, tensors)
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
+    """Cast floating parameters, their gradients and floating buffers in place.
+
+    With `keep_batchnorm_fp32`, affine batch norms become (usually: stay) float32. Norms without
+    parameters and layer, group and instance norms are cast, as apex did.
+    """
+    kept = {
+        id(tensor)
+        for module in model.modules()
+        if keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    }
+    _cast_each(
+        model,
+        [(t, torch.float32 if id(t) in kept else dtype) for _, t in _tensors(model)],
+    )
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants its weights in one chunk again
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every name of every floating parameter and buffer."""
+    for name, tensor in chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+def _cast_each(model: nn.Module, targets: Sequence[tuple[Tensor, torch.dtype]]) -> None:
+    # The list keeps the tensors alive, so that no id is given out twice while it is looked up.
+    by_id = {id(tensor): dtype for tensor, dtype in targets}
+    by_id |= {id(t.grad): dtype for t, dtype in targets if t.is_leaf and t.grad is not None}
+    # What Module.to does, with a type per tensor: parameters stay the same objects.
+    model._apply(lambda t: t.to(by_id[id(t)]) if id(t) in by_id else t)

@@ -1,0 +1,65 @@
+"""What is said when gradients overflow: each skip, one diagnosis of many in a row, one word of static scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from amp_engine.report import OverflowDiagnosis, Reporter, overflow_message, static_overflow_message
+from amp_engine.step import SteppedOptimizer, Verdict
+
+SKIPS_BEFORE_DIAGNOSIS = 8
+
+
+class OverflowWatch:
+    """Turns verdicts into messages.
+
+    Args:
+        reporter: prints them.
+        parameter_names: asked for the names of parameters, by id, when a diagnosis is due.
+    """
+
+    def __init__(self, reporter: Reporter, parameter_names: Callable[[], dict[int, str]]) -> None:
+        self._reporter = reporter
+        self._parameter_names = parameter_names
+        self._static_reported: set[int] = set()
+
+    def reset(self) -> None:
+        """New scalers: their first overflow is news again."""
+        self._static_reported.clear()
+
+    def is_static_reported(self, loss_id: int) -> bool:
+        """Whether the overflow of this static scaler was reported, so that looking for it is of no more use."""
+        return loss_id in self._static_reported
+
+    def skipped(self, stepped: SteppedOptimizer, verdicts: Sequence[Verdict]) -> None:
+        """A step was skipped because of `verdicts`, which are not empty."""
+        for loss_id, scaler in {v.loss_id: v.scaler for v in verdicts}.items():
+            self._reporter.say(overflow_message(loss_id, scaler.loss_scale()))
+        if stepped.skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS:
+            self._reporter.say(str(self.diagnose(stepped.skips_in_a_row, verdicts[-1])))
+
+    def stepped_on(self, verdict: Verdict) -> None:
+        """A static scaler overflowed and the step was taken."""
+        if verdict.loss_id not in self._static_reported:
+            self._static_reported.add(verdict.loss_id)
+            self._reporter.say(static_overflow_message(verdict.loss_id, verdict.scaler.loss_scale()))
+
+    def diagnose(self, skips: int, verdict: Verdict) -> OverflowDiagnosis:
+        """Which gradients of `verdict` were not finite, and whether the loss was. Waits for the device."""
+        names = self._parameter_names()
+        nonfinite = [
+            names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
+            for checked in verdict.checked
+            for param, bad in zip(checked.params, checked.nonfinite.tolist(), strict=True)
+            if bad
+        ]
+        return OverflowDiagnosis(
+            skips=skips,
+            loss_id=verdict.loss_id,
+            loss_scale=verdict.scaler.loss_scale(),
+            loss_is_finite=bool(torch.isfinite(verdict.loss).all()),
+            nonfinite=tuple(nonfinite),
+            checked=sum(len(checked.params) for checked in verdict.checked),
+        )

@@ -1,0 +1,105 @@
+"""What the engine says: apex's lines word for word, and why steps are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from amp_engine.levels import BRIEFS
+from amp_engine.policy import Policy
+
+FLOAT16_CONV_ON_CPU = (
+    "Note:  this model runs float16 convolutions on a CPU, which has no fast path for them (measured: up to 80 times "
+    "slower than FP32).  opt_level='O4' and 'O5' use bfloat16, which has one."
+)
+
+
+class Reporter:
+    """Prints, or does not.
+
+    Args:
+        verbosity: 0 is silent, 1 is apex's default, 2 adds every cast.
+    """
+
+    def __init__(self, verbosity: int = 1) -> None:
+        self.verbosity = verbosity
+
+    def say(self, text: str, rank0: bool = False) -> None:
+        """Print `text`; with `rank0` only on the first of several ranks."""
+        if self.verbosity > 0 and not (rank0 and _rank() > 0):
+            print(text)
+
+
+@dataclass(frozen=True)
+class OverflowDiagnosis:
+    """Why steps are being skipped in a row.
+
+    Attributes:
+        skips: how many in a row.
+        loss_id: whose scaler.
+        loss_scale: what the scale is now.
+        loss_is_finite: whether the loss, before scaling, was.
+        nonfinite: names of the parameters whose gradients were not finite, in optimizer order.
+        checked: how many gradients were looked at.
+    """
+
+    skips: int
+    loss_id: int
+    loss_scale: float
+    loss_is_finite: bool
+    nonfinite: tuple[str, ...]
+    checked: int
+
+    def __str__(self) -> str:
+        if self.loss_is_finite:
+            cause = (
+                "The loss is finite, so the backward pass overflows.  Look at the first of these parameters, keep the "
+                "module it belongs to in FP32, or use bfloat16 (opt_level='O4' or 'O5')."
+            )
+        else:
+            cause = (
+                "The loss itself is not finite, so no scale can help.  Look at the forward pass: the learning rate, "
+                "the input, a logarithm or a division, or an overflow of float16 (bfloat16 has none: 'O4', 'O5')."
+            )
+        shown = ", ".join(self.nonfinite[:8]) + (", ..." if len(self.nonfinite) > 8 else "")
+        return (
+            f"Amp diagnosis:  {self.skips} steps in a row were skipped; loss scaler {self.loss_id} is at "
+            f"{self.loss_scale}.  Loss finite: {'yes' if self.loss_is_finite else 'no'}.  Non-finite gradients: "
+            f"{len(self.nonfinite)} of {self.checked} ({shown or 'none'}).  {cause}"
+        )
+
+
+def initialization(defaults: Policy, policy: Policy) -> Iterator[str]:
+    """The lines that `initialize` prints about a level and the user's overrides."""
+    yield f"Selected optimization level {BRIEFS[str(defaults.opt_level)]}"
+    yield "Defaults for this optimization level are:"
+    yield from _properties(defaults)
+    yield "Processing user overrides (additional kwargs that are not None)..."
+    yield "After processing overrides, optimization options are:"
+    yield from _properties(policy)
+
+
+def overflow_message(loss_id: int, loss_scale: float) -> str:
+    """apex's line, which scripts and people grep for."""
+    return f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {loss_scale}"
+
+
+def static_overflow_message(loss_id: int, loss_scale: float) -> str:
+    """Said once a scaler: a static scale steps on."""
+    return (
+        f"Gradient overflow.  Loss scaler {loss_id} is static at {loss_scale}, so the step was taken with non-finite "
+        "gradients.  Pass skip_on_overflow=True to amp.initialize to skip such steps, or loss_scale='dynamic'.  "
+        "This is said once."
+    )
+
+
+def _properties(policy: Policy) -> Iterator[str]:
+    for name, value in policy.properties().items():
+        yield f"{name:22} : {value}"
+
+
+def _rank() -> int:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if distributed else 0

@@ -1,0 +1,192 @@
+"""The loss scale of one loss: static, or dynamic with its state in 0-d device tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_engine import kernels
+from amp_engine.errors import AmpValueError
+from amp_engine.policy import LossScale, parse_loss_scale
+
+DEFAULT_MIN_LOSS_SCALE = 2.0**-24
+DEFAULT_MAX_LOSS_SCALE = 2.0**24
+
+# A user's floor of 0 means "as low as it goes": the smallest normal float32, whose inverse is finite too.
+_LOWEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+class ScaleSnapshot(NamedTuple):
+    """The scale of one backward, out of reach of later updates: float32 tensors of shape []."""
+
+    scale: Tensor
+    inv_scale: Tensor
+    is_identity: bool
+
+
+class LossScaler:
+    """Multiplies a loss, remembers whether gradients overflowed, adjusts itself.
+
+    Dynamic, once per backward (see `kernels.update_scale_` for the formula): halve on overflow, double
+    after `scale_window` clean backwards in a row, stay within [min_loss_scale, max_loss_scale].
+    Static: the scale stays, the count of clean backwards runs on.
+
+    Args:
+        loss_scale: "dynamic", or the static scale.
+        init_scale: first dynamic scale; `max_loss_scale` if that is lower.
+        scale_factor: growth factor and inverse of the backoff factor, above 1.
+        scale_window: clean backwards between two growths.
+        min_loss_scale: floor; None means 2**-24.
+        max_loss_scale: ceiling.
+
+    Raises AmpValueError for values outside of these.
+    """
+
+    def __init__(
+        self,
+        loss_scale: LossScale,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
+    ) -> None:
+        loss_scale = parse_loss_scale(loss_scale)
+        self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
+        self.dynamic = loss_scale == "dynamic"
+        first = (
+            max(self._min_loss_scale, min(self._max_loss_scale, init_scale)) if loss_scale == "dynamic" else loss_scale
+        )
+        self.scale_factor = scale_factor
+        self._scale_seq_len = scale_window
+        # What the user asked for exactly; a float32 device scalar would round 0.1.
+        self._static_scale = None if self.dynamic else first
+        self.scale = torch.tensor(first, dtype=torch.float32)
+        self.unskipped = torch.tensor(0, dtype=torch.int32)
+        self.found_inf = torch.tensor(0.0, dtype=torch.float32)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the scale is, and stays, 1."""
+        return self._static_scale == 1.0
+
+    def loss_scale(self) -> float:
+        """The scale that the next backward uses. Waits for the device if dynamic."""
+        return float(self.scale) if self._static_scale is None else self._static_scale
+
+    def to(self, device: torch.device) -> None:
+        """Move the state to `device`, where the losses are. No host sync."""
+        if self.scale.device != device:
+            self.scale = self.scale.to(device, non_blocking=True)
+            self.unskipped = self.unskipped.to(device, non_blocking=True)
+            self.found_inf = self.found_inf.to(device, non_blocking=True)
+
+    def snapshot(self) -> ScaleSnapshot:
+        """Scale and inverse for one backward, as copies. No host sync."""
+        # The reciprocal is taken in float64, then rounded once: a static scale need not be a power of two.
+        inv_scale = self.scale.double().reciprocal().float()
+        return ScaleSnapshot(self.scale.clone(), inv_scale, self.is_identity)
+
+    def record_(self, nonfinite: Tensor) -> None:
+        """Remember that a gradient was not finite: OR of `nonfinite` (bool, any shape, any device)."""
+        bad = nonfinite.any().to(self.found_inf.device, torch.float32, non_blocking=True)
+        self.found_inf.copy_(torch.maximum(self.found_inf, bad))
+
+    def update_(self) -> Tensor:
+        """Adjust the scale after one backward and forget the overflow. No host sync.
+
+        Returns:
+            float32 tensor of shape [], != 0 if this backward overflowed.
+        """
+        found_inf = self.found_inf.clone()
+        if self.dynamic:
+            kernels.update_scale_(
+                self.scale,
+                self.unskipped,
+                found_inf,
+                growth_factor=self.scale_factor,
+                backoff_factor=1.0 / self.scale_factor,
+                growth_interval=self._scale_seq_len,
+                min_scale=self._min_loss_scale,
+                max_scale=self._max_loss_scale,
+            )
+        else:
+            self.unskipped.add_(1)
+        self.clear_overflow_state()
+        return found_inf
+
+    def clear_overflow_state(self) -> None:
+        """Forget what `record_` remembered."""
+        self.found_inf.zero_()
+
+    def update_scale(self) -> bool:
+        """`update_`, and whether the step should be skipped. Waits for the device."""
+        return self.dynamic and bool(self.update_() != 0)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """`{"loss_scale": float, "unskipped": int}`, apex's format. Waits for the device."""
+        return {"loss_scale": self.loss_scale(), "unskipped": int(self.unskipped)}
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Take over scale and count; whether the scaler is dynamic stays as it is.
+
+        Raises AmpValueError if an entry is missing or the scale is not a positive finite number.
+        """
+        try:
+            loss_scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise AmpValueError(
+                f'A loss scaler\'s state is {{"loss_scale": float, "unskipped": int}}, not {state!r}.'
+            ) from e
+        self._loss_scale = loss_scale
+        self._unskipped = unskipped
+
+    # The names that scripts read and write (`loss_scalers[0]._loss_scale = 2**20`).
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        scale = parse_loss_scale(value)
+        if scale == "dynamic":
+            raise AmpValueError("_loss_scale is a number.  Type for example _loss_scale = 2.0**16.")
+        if not self.dynamic:
+            self._static_scale = scale
+        self.scale.fill_(scale)
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self.unskipped)
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self.unskipped.fill_(value)
+
+    @property
+    def _has_overflow(self) -> bool:
+        return bool(self.found_inf != 0)
+
+
+def check_bounds(min_loss_scale: object, max_loss_scale: object) -> tuple[float, float]:
+    """Floor and ceiling as floats; None stands for the defaults 2**-24 and 2**24.
+
+    Raises AmpValueError unless 0 <= floor <= ceiling.
+    """
+    try:
+        low = DEFAULT_MIN_LOSS_SCALE if min_loss_scale is None else float(min_loss_scale)  # type: ignore[arg-type]
+        high = DEFAULT_MAX_LOSS_SCALE if max_loss_scale is None else float(max_loss_scale)  # type: ignore[arg-type]
+        valid = 0.0 <= low <= high < float("inf") and high > 0.0
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise AmpValueError(
+            f"min_loss_scale={min_loss_scale!r}, max_loss_scale={max_loss_scale!r}: expected two finite numbers "
+            "with 0 <= min_loss_scale <= max_loss_scale.  Type for example min_loss_scale=1.0, "
+            "max_loss_scale=2.0**24, or leave them out for 2**-24 and 2**24."
+        )
+    return max(low, _LOWEST_SCALE), high

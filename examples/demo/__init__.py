@@ -1,0 +1,1 @@
+"""``make demo``: two small models on real data, trained at every level."""

@@ -1,0 +1,98 @@
+"""curves.png: the loss of every level, and how far each is from FP32."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from examples.demo.training import Run
+
+
+@dataclass(frozen=True)
+class Style:
+    """One hue a way of casting; its bfloat16 twin is the lighter one."""
+
+    color: str
+    label: str
+    width: float = 1.8
+
+
+STYLES = {
+    "O0": Style("#c3c8d0", "O0  FP32", width=6),
+    "O1": Style("#1d4fb8", "O1  casts, float16"),
+    "O4": Style("#5fa8f5", "O4  casts, bfloat16"),
+    "O2": Style("#b4530a", "O2  masters, float16"),
+    "O5": Style("#f5a742", "O5  masters, bfloat16"),
+    "O3": Style("#c026a3", "O3  float16 only"),
+}
+# Levels that agree lie on top of one another: each draws one dash in turn, so all are seen.
+DASH = 3.0  # in units of the line's width
+LINEAR_BELOW = 1e-3  # differences are on a logarithmic axis, linear around 0
+GREY = "#6b7280"
+
+
+def write_curves(runs: Sequence[Run], path: Path) -> None:
+    """Two panels a task: the smoothed loss, and below it the difference to O0's."""
+    tasks = [list(group) for _, group in groupby(runs, key=lambda run: run.task.name)]
+    figure = Figure(figsize=(5.2 * len(tasks), 7.2), layout="constrained", facecolor="white")
+    panels = figure.subplots(2, len(tasks), squeeze=False, sharex="col", height_ratios=(3, 2))
+    for (loss_axes, difference_axes), task_runs in zip(panels.T, tasks, strict=True):
+        window = max(1, len(task_runs[0].losses) // 15)
+        losses = {run.row.opt_level: smooth(run.losses, window) for run in task_runs}
+        _draw_losses(loss_axes, losses)
+        _draw_differences(difference_axes, losses)
+        difference_axes.set_xlabel("step")
+        _dress(loss_axes)
+        _dress(difference_axes)
+        loss_axes.set_title(task_runs[0].task.name, loc="left", fontweight="bold")
+        loss_axes.set_title(f"mean of {window} steps", loc="right", fontsize=9, color=GREY)
+    panels[0, 0].set_ylabel("training loss")
+    panels[1, 0].set_ylabel("loss \N{MINUS SIGN} loss at O0")
+    figure.legend(
+        handles=[
+            Line2D([], [], color=style.color, linewidth=style.width + 1, label=style.label) for style in STYLES.values()
+        ],
+        loc="outside upper center",
+        ncols=len(STYLES),
+        frameon=False,
+    )
+    figure.savefig(path, dpi=130)
+
+
+def smooth(losses: Sequence[float], window: int) -> np.ndarray:
+    """Mean over the last `window` steps, fewer at the start; as long as `losses`."""
+    total = np.cumsum(np.asarray(losses))
+    total[window:] -= total[:-window].copy()
+    return total / np.minimum(np.arange(1, len(losses) + 1), window)
+
+
+def _draw_losses(axes: Axes, losses: dict[str, np.ndarray]) -> None:
+    turns = len(losses) - 1
+    for turn, (level, loss) in enumerate(losses.items()):
+        dash = "solid" if level == "O0" else (turn * DASH, (DASH, (turns - 1) * DASH))
+        style = STYLES[level]
+        axes.plot(_steps(loss), loss, color=style.color, linewidth=style.width, linestyle=dash)
+
+
+def _draw_differences(axes: Axes, losses: dict[str, np.ndarray]) -> None:
+    axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=1.5)
+    for level, loss in losses.items():
+        axes.plot(_steps(loss), loss - losses["O0"], color=STYLES[level].color, linewidth=1.8)
+
+
+def _steps(loss: np.ndarray) -> np.ndarray:
+    return np.arange(1, len(loss) + 1)
+
+
+def _dress(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(colors=GREY, labelsize=9)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01)

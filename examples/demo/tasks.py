@@ -1,0 +1,106 @@
+"""What the demo trains: a model, its batches, its held-out metric, its levels."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.demo.data import BatchFn, load_digits, load_topics
+from examples.demo.models import GPT, DigitsCNN
+
+HALF_LEVELS = ("O1", "O2", "O3")
+BFLOAT16_LEVELS = ("O4", "O5")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One model on one data set; the seed makes every level start from the same weights."""
+
+    name: str
+    metric: str
+    levels: tuple[str, ...]
+    steps: int
+    learning_rate: float
+    build_model: Callable[[], nn.Module]
+    batch: BatchFn
+    evaluate: Callable[[nn.Module], float]
+    seed: int = 0
+
+
+def digits_cnn() -> Task:
+    """Batch norm and convolutions; the metric is the accuracy on 599 images."""
+    digits = load_digits()
+
+    def accuracy(model: nn.Module) -> float:
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            logits = model(digits.test_images.to(device))
+        return (logits.argmax(dim=-1).cpu() == digits.test_labels).float().mean().item()
+
+    return Task(
+        name="digits-cnn",
+        metric="accuracy",
+        levels=("O0", *HALF_LEVELS, *BFLOAT16_LEVELS),
+        steps=150,
+        learning_rate=5e-3,
+        build_model=DigitsCNN,
+        batch=lambda step: digits.batch(step, batch_size=32),
+        evaluate=accuracy,
+    )
+
+
+def topics_gpt() -> Task:
+    """Attention and layer norm; the metric is bits per character of held-out text."""
+    levels = ("O0", *HALF_LEVELS, *BFLOAT16_LEVELS)
+    return _topics("topics-gpt", levels, steps=300, learning_rate=6e-3, width=64, batch_size=16)
+
+
+def topics_gpt_wide() -> Task:
+    """Wide enough for the matrix units of a CPU to matter: FP32 against the bfloat16 levels."""
+    levels = ("O0", *BFLOAT16_LEVELS)
+    return _topics("topics-gpt-wide", levels, steps=50, learning_rate=1e-3, width=512, batch_size=32)
+
+
+def all_tasks() -> list[Task]:
+    """The rows of the table, in its order."""
+    return [digits_cnn(), topics_gpt(), topics_gpt_wide()]
+
+
+def _topics(
+    name: str,
+    levels: tuple[str, ...],
+    steps: int,
+    learning_rate: float,
+    width: int,
+    batch_size: int,
+) -> Task:
+    topics, length = load_topics(), 32
+
+    def bits_per_character(model: nn.Module) -> float:
+        device = next(model.parameters()).device
+        inputs, targets = topics.test_windows(count=256, length=length)
+        with torch.no_grad():
+            losses = [
+                mean_cross_entropy(model(x.to(device)), y.to(device)).item()
+                for x, y in zip(inputs.split(16), targets.split(16), strict=True)
+            ]
+        return sum(losses) / len(losses) / math.log(2)
+
+    return Task(
+        name=name,
+        metric="bits/char",
+        levels=levels,
+        steps=steps,
+        learning_rate=learning_rate,
+        build_model=lambda: GPT(len(topics.vocabulary), length, layers=2, width=width, heads=4),
+        batch=lambda step: topics.batch(step, batch_size, length),
+        evaluate=bits_per_character,
+    )
+
+
+def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over every position; logits [..., classes], targets [...]."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

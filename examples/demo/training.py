@@ -1,0 +1,134 @@
+"""One run of one task at one level, in the four documented calls, and what it cost."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import mean, median
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine import amp
+from examples.demo.tasks import Task, mean_cross_entropy
+
+FINAL_STEPS = 20  # the final loss is the mean over so many last steps
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; the field names are the keys of results.json."""
+
+    task: str
+    opt_level: str
+    loss: float  # training loss, mean of the last FINAL_STEPS steps
+    metric: float  # on held-out data: accuracy 0..1, or bits per character
+    ms_per_step: float  # median
+    speedup: float  # ms_per_step of O0 / ms_per_step of this level
+    state_bytes: int  # largest seen after any step, see `state_bytes`
+    skipped: int  # steps skipped for an overflow
+    loss_scale: float  # at the end
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row, the task it belongs to, and the training loss of every step."""
+
+    task: Task
+    row: Row
+    losses: list[float]
+
+
+def train(
+    task: Task,
+    opt_level: str,
+    device: torch.device,
+    baseline: Row | None = None,
+    on_step: Callable[[], object] = lambda: None,
+) -> Run:
+    """Train from the task's own seed.
+
+    Args:
+        task: what to train.
+        opt_level: "O0" to "O5".
+        device: where; on CUDA every step is timed with the device's queue empty.
+        baseline: the row that `speedup` is relative to; None makes it 1.
+        on_step: called after every step, outside of the timing.
+    """
+    torch.manual_seed(task.seed)
+    model = task.build_model().to(device)
+    # eps: torch's default of 1e-8 is 0 in float16, and Adam at O3 would divide by it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, betas=(0.9, 0.99), eps=1e-5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine(task.steps))
+
+    engine = amp.current_engine()
+    assert engine is not None
+
+    losses, milliseconds, skipped, peak_bytes = [], [], 0, 0
+    try:
+        for step in range(task.steps):
+            inputs, targets = (tensor.to(device) for tensor in task.batch(step))
+            started = now(device)
+            optimizer.zero_grad()
+            loss = mean_cross_entropy(model(inputs), targets)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            milliseconds.append(1e3 * (now(device) - started))
+
+            scheduler.step()
+            losses.append(loss.item())
+            skipped += engine.step_was_skipped(optimizer)
+            peak_bytes = max(peak_bytes, state_bytes(model, optimizer))
+            on_step()
+        model.eval()
+        ms_per_step = median(milliseconds)
+        row = Row(
+            task=task.name,
+            opt_level=opt_level,
+            loss=mean(losses[-FINAL_STEPS:]),
+            metric=task.evaluate(model),
+            ms_per_step=ms_per_step,
+            speedup=baseline.ms_per_step / ms_per_step if baseline else 1.0,
+            state_bytes=peak_bytes,
+            skipped=skipped,
+            loss_scale=amp.state_dict()["loss_scaler0"]["loss_scale"],
+        )
+    finally:
+        amp.close()
+    return Run(task, row, losses)
+
+
+def warmup_then_cosine(steps: int) -> Callable[[int], float]:
+    """Factor of the learning rate: up over the first tenth of the steps, then down to 0."""
+    warmup = max(1, steps // 10)
+    return lambda step: min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of parameters, buffers, FP32 masters and optimizer state, each storage once.
+
+    Gradients, activations and the half copies that a forward pass makes are not counted.
+    """
+    storages = {}
+    for tensor in _tensors(model, optimizer):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    for group in optimizer.param_groups:
+        yield from group["params"]  # the masters, where the level has them
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def now(device: torch.device) -> float:
+    """Seconds, after everything queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,321 @@
+"""What a cast model takes and gives: containers keep their types, floating tensors change theirs, the rest passes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from amp_engine import amp
+from tests.support import WEIGHT_DTYPE
+
+CAST_LEVELS = ("O0", "O2", "O3", "O5")
+
+
+class Point(NamedTuple):
+    position: Tensor
+    index: int
+
+
+@dataclasses.dataclass
+class Mutable:
+    position: Tensor
+    index: int = 1
+    rank: int = dataclasses.field(default=0, init=False)
+    posts: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.posts += 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    position: Tensor
+    index: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    position: Tensor
+    index: int = 1
+
+
+@dataclasses.dataclass
+class Parent:
+    inner: Frozen
+    outer: list[Tensor]
+
+
+class ModelOutput(collections.OrderedDict):
+    """What the models of Hugging Face give: a mapping, a tuple and an object with attributes in one."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.__dict__.update(fields)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.__dict__[key] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        return tuple(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
+
+
+class Batch:
+    """A custom batch class: it is moved and cast by its own `to`."""
+
+    def __init__(self, position: Tensor, note: str = "") -> None:
+        self.position, self.note = position, note
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        return Batch(self.position.to(dtype), self.note + "cast")
+
+
+class Opaque:
+    """Something that the engine knows nothing about."""
+
+
+def floats(value: Any) -> Iterator[Tensor]:
+    """The floating tensors anywhere inside."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, collections.abc.Mapping):
+        for item in value.values():
+            yield from floats(item)
+    elif isinstance(value, PackedSequence):
+        yield value.data
+    elif isinstance(value, (list, tuple, collections.deque)):
+        for item in value:
+            yield from floats(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from floats(getattr(value, field.name))
+    elif isinstance(value, Batch):
+        yield value.position
+
+
+class Passing(nn.Module):
+    """Shows what arrives and gives it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.arrived: Any = None
+
+    def forward(self, value: Any) -> Any:
+        self.arrived = value
+        return value
+
+
+def tensor(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(4, dtype=dtype).reshape(2, 2)
+
+
+CONTAINERS: dict[str, Any] = {
+    "tensor": tensor,
+    "list": lambda: [tensor(), tensor()],
+    "tuple": lambda: (tensor(), 1, "a"),
+    "dict": lambda: {"a": tensor(), 2: tensor()},
+    "ordered dict": lambda: collections.OrderedDict(a=tensor(), b=tensor()),
+    "default dict": lambda: collections.defaultdict(list, a=tensor()),
+    "namedtuple": lambda: Point(tensor(), 3),
+    "dataclass": lambda: Mutable(tensor()),
+    "frozen dataclass": lambda: Frozen(tensor(), 3),
+    "slotted dataclass": lambda: Slotted(tensor(), 3),
+    "nested dataclass": lambda: Parent(Frozen(tensor()), [tensor()]),
+    "model output": lambda: ModelOutput(logits=tensor(), hidden=(tensor(), tensor())),
+    "nested": lambda: {"a": [Point(tensor(), 1), (tensor(), {"b": Frozen(tensor())})]},
+    "packed sequence": lambda: pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([3, 2])),
+    "empty list": lambda: [],
+    "deque": lambda: collections.deque([tensor()]),
+}
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_arrives_cast_with_its_type_and_leaves_in_float(name: str, level: str) -> None:
+    model = Passing()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    given = CONTAINERS[name]()
+    left = model(given)
+    assert type(model.arrived) is type(given)
+    assert type(left) is type(given)
+    assert {t.dtype for t in floats(model.arrived)} <= {WEIGHT_DTYPE[level]}
+    assert {t.dtype for t in floats(left)} <= {torch.float32}
+    assert len(list(floats(left))) == len(list(floats(given)))
+    assert {t.dtype for t in floats(given)} <= {torch.float32}
+    for ours, theirs in zip(floats(left), floats(given), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_given_by_keyword_is_cast_too(name: str, level: str) -> None:
+    model = Passing()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    model(value=CONTAINERS[name]())
+    assert {t.dtype for t in floats(model.arrived)} <= {WEIGHT_DTYPE[level]}
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        2.5,
+        "text",
+        b"bytes",
+        torch.float64,
+        Opaque(),
+        {1, 2},
+        np.ones(3),
+        torch.arange(3),
+        torch.tensor([True]),
+        torch.ones(2, dtype=torch.complex64),
+        range(3),
+        slice(1, 2),
+        Opaque,
+        ["a", None, 1],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_holds_no_floating_tensor_passes_through(value: Any, level: str) -> None:
+    model = Passing()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    left = model(value)
+    for passed in (model.arrived, left):
+        assert type(passed) is type(value)
+        if isinstance(value, list):
+            assert passed == value
+        else:
+            assert passed is value
+
+
+def test_a_generator_passes_through_unconsumed() -> None:
+    model = Passing()
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    generator = (number for number in range(3))
+    assert model(generator) is generator
+    assert list(generator) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_batch_of_the_users_own_class_is_cast_by_its_own_to(level: str) -> None:
+    model = Passing()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    given = Batch(tensor())
+    left = model(given)
+    assert isinstance(model.arrived, Batch)
+    assert model.arrived.position.dtype == WEIGHT_DTYPE[level]
+    assert model.arrived.note == "cast"
+    assert left.position.dtype == torch.float32
+    assert given.position.dtype == torch.float32
+
+
+def test_a_dataclass_keeps_fields_that_its_constructor_does_not_take() -> None:
+    model = Passing()
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    given = Mutable(tensor())
+    given.rank = 7
+    left = model(given)
+    assert (left.rank, left.posts) == (7, 1)
+    assert (given.rank, given.posts) == (7, 1)
+    assert given.position.dtype == torch.float32
+
+
+def test_a_model_output_keeps_attributes_items_and_order() -> None:
+    model = Passing()
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    left = model(ModelOutput(logits=tensor(), hidden=tensor()))
+    assert left.logits.dtype == left["logits"].dtype == left[0].dtype == torch.float32
+    assert list(left) == ["logits", "hidden"]
+    assert model.arrived.logits.dtype == model.arrived[0].dtype == torch.float16
+
+
+def test_a_default_dict_keeps_its_factory_and_is_not_changed() -> None:
+    model = Passing()
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    given = collections.defaultdict(list, a=tensor())
+    left = model(given)
+    assert left.default_factory is list
+    assert given["a"].dtype == torch.float32
+
+
+def test_a_tensor_of_the_right_type_passes_as_the_same_object() -> None:
+    model = Passing()
+    amp.initialize(model, opt_level="O0", verbosity=0)
+    given = tensor()
+    assert model(given) is given
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_casts_carry_gradients_in_and_out(level: str) -> None:
+    model = nn.Linear(2, 2)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    inputs = tensor().requires_grad_()
+    model(inputs).sum().backward()
+    assert inputs.grad is not None
+    assert inputs.grad.dtype == torch.float32
+    torch.testing.assert_close(inputs.grad, model.weight.detach().float().sum(0).expand(2, 2), rtol=0.02, atol=0.02)
+
+
+def test_no_input_is_reported_for_not_being_on_cuda(recwarn: pytest.WarningsRecorder) -> None:
+    model = Passing()
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    model(tensor())
+    assert len(recwarn) == 0
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_hooks_registered_before_initialize_see_float_in_and_out(level: str) -> None:
+    model = nn.Linear(2, 2)
+    seen: list[torch.dtype] = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    model(tensor())
+    assert seen == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_a_forward_hook_registered_after_initialize_sees_float_out(level: str) -> None:
+    model = nn.Linear(2, 2)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    seen: list[torch.dtype] = []
+    model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model(tensor())
+    assert seen == [torch.float32]
+
+
+def test_a_pre_hook_that_replaces_the_inputs_has_its_replacement_cast() -> None:
+    model = Passing()
+    model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    left = model(tensor())
+    assert model.arrived.dtype == torch.float16
+    torch.testing.assert_close(left, tensor() + 1)
+
+
+def test_inner_modules_are_not_cast_one_by_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    seen: list[torch.dtype] = []
+    model[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    model(tensor())
+    assert seen == [torch.float16]

@@ -1,0 +1,154 @@
+"""Copies of a model (deepcopy, pickle, moving averages) hold, run and save their own values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from amp_engine import amp
+from tests.models import MLP, NORMED_MLP
+from tests.support import (
+    LEVELS,
+    MASTER_LEVELS,
+    assert_bitwise,
+    frozen,
+    group_params,
+    masters,
+    train,
+)
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+def started(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = NORMED_MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(NORMED_MLP, model, optimizer, "cc")
+    return model, optimizer
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return frozen(dict(model.named_parameters()) | dict(model.named_buffers()))
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_has_the_types_values_and_outputs_of_its_origin(level: str, duplicate: str) -> None:
+    model, _ = started(level)
+    twin = COPIES[duplicate](model)
+    assert_bitwise(values(twin), values(model))
+    inputs = NORMED_MLP.batch()[0]
+    outputs, expected = twin.eval()(inputs), model.eval()(inputs)
+    assert_bitwise(outputs.detach(), expected.detach())
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_keeps_its_values_and_its_state_dict_while_the_origin_trains(level: str, duplicate: str) -> None:
+    model, optimizer = started(level)
+    twin = COPIES[duplicate](model)
+    before, saved = values(twin), frozen(dict(twin.state_dict()))
+    train(NORMED_MLP, model, optimizer, "cccc", first=2)
+    assert_bitwise(values(twin), before)
+    assert_bitwise(dict(twin.state_dict()), saved)
+    assert not torch.equal(saved["0.weight"], model.state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_the_state_dict_of_a_copy_is_its_own_half_values_widened(level: str, duplicate: str) -> None:
+    model, _ = started(level)
+    twin = COPIES[duplicate](model)
+    for name, value in twin.state_dict().items():
+        own = values(twin)[name]
+        assert_bitwise(value, own.float() if own.is_floating_point() else own)
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_loading_into_a_copy_leaves_the_origin_and_its_masters_alone(level: str, duplicate: str) -> None:
+    model, optimizer = started(level)
+    twin = COPIES[duplicate](model)
+    before, exact = values(model), masters(optimizer)
+    twin.load_state_dict(NORMED_MLP.model(8).state_dict())
+    assert_bitwise(values(model), before)
+    assert_bitwise(masters(optimizer), exact)
+    assert_bitwise(twin[0].weight.detach(), NORMED_MLP.model(8)[0].weight.detach().to(twin[0].weight.dtype))
+
+
+@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_outlives_close(level: str, duplicate: str) -> None:
+    model, _ = started(level)
+    twin = COPIES[duplicate](model)
+    amp.close()
+    assert twin(NORMED_MLP.batch()[0]).isfinite().all()
+    assert twin.state_dict()["0.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_averaged_model_averages_and_saves_its_own_values(level: str) -> None:
+    model, optimizer = started(level)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    first = model[0].weight.detach().clone()
+    ema.update_parameters(model)
+    train(NORMED_MLP, model, optimizer, "cccc", first=2)
+    ema.update_parameters(model)
+    second = model[0].weight.detach()
+    average = ema.module[0].weight.detach()
+    torch.testing.assert_close(average, 0.5 * first + 0.5 * second, rtol=1e-2, atol=1e-3)
+    assert not torch.equal(average, second)
+    saved = ema.state_dict()["module.0.weight"]
+    assert saved.dtype == torch.float32
+    assert_bitwise(saved, average.float())
+    assert ema(NORMED_MLP.batch()[0]).isfinite().all()
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_an_average_of_checkpoints_follows_the_exact_masters(level: str) -> None:
+    """What timm's EMA does: it averages the entries of state_dict."""
+    model, optimizer = started(level)
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+    exact = dict(zip(dict(model.named_parameters()), masters(optimizer), strict=True))
+    for index in range(3):
+        train(NORMED_MLP, model, optimizer, "c", first=2 + index)
+        for name, value in model.state_dict().items():
+            if value.is_floating_point():
+                average[name].lerp_(value, 0.1)
+        now = dict(zip(dict(model.named_parameters()), masters(optimizer), strict=True))
+        exact = {name: value.lerp(now[name], 0.1) for name, value in exact.items()}
+    assert_bitwise({name: average[name] for name in exact}, exact)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_copy_can_be_trained_by_an_engine_of_its_own_after_close(level: str) -> None:
+    model, _ = started(level)
+    twin = copy.deepcopy(model)
+    amp.close()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    amp.initialize(twin, optimizer, opt_level=level, verbosity=0)
+    first = NORMED_MLP.loss(twin, NORMED_MLP.batch(50)).item()
+    train(NORMED_MLP, twin, optimizer, "c" * 16)
+    assert NORMED_MLP.loss(twin, NORMED_MLP.batch(50)).item() < 0.8 * first
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_deepcopy_of_model_and_optimizer_together_does_not_step_the_origin(level: str) -> None:
+    model, optimizer = started(level)
+    before = values(model)
+    _, twin_optimizer = copy.deepcopy((model, optimizer))
+    for param in group_params(twin_optimizer):
+        param.grad = torch.ones_like(param)
+    twin_optimizer.step()
+    assert_bitwise(values(model), before)
+    train(MLP, model, optimizer, "c", first=3)

@@ -1,0 +1,118 @@
+"""Eight skips in a row print one diagnosis: which parameter is not finite, and whether the loss is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_engine import amp
+from tests.support import backward, scaler_numbers
+
+OVERFLOW = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to"
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sound = nn.Linear(4, 4)
+        self.rotten = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.sound(inputs) + self.rotten(inputs)
+
+
+def started(level: str, **keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = TwoHeads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level=level, **keywords)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, ill: bool, loss_ill: bool = False) -> None:
+    """A backward whose gradients are infinite in `rotten.weight` only, or everywhere with the loss."""
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).float().square().mean() / 8
+    if loss_ill:
+        loss = loss * float("nan")
+    handle = model.rotten.weight.register_hook(lambda grad: grad * float("inf")) if ill else None
+    backward(loss, optimizer)
+    if handle is not None:
+        handle.remove()
+    optimizer.step()
+
+
+def split(text: str) -> tuple[list[str], str]:
+    """The overflow lines, and everything else that was printed."""
+    lines = text.splitlines()
+    overflows = [line for line in lines if line.startswith(OVERFLOW)]
+    return overflows, "\n".join(line for line in lines if not line.startswith(OVERFLOW))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_eight_skips_in_a_row_name_the_parameter(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started(level)
+    capsys.readouterr()
+    for _ in range(7):
+        step(model, optimizer, ill=True)
+    overflows, rest = split(capsys.readouterr().out)
+    assert len(overflows) == 7
+    assert rest == ""
+    step(model, optimizer, ill=True)
+    overflows, rest = split(capsys.readouterr().out)
+    assert len(overflows) == 1
+    assert "rotten.weight" in rest
+    assert "sound" not in rest
+    assert "rotten.bias" not in rest
+    assert "8" in rest
+    assert re.search(r"loss\b.{0,40}\bfinite", rest)
+    assert not re.search(r"loss\b.{0,40}\b(not finite|non-finite|nan|inf)\b", rest)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_diagnosis_says_when_the_loss_itself_is_not_finite(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started(level)
+    for _ in range(8):
+        step(model, optimizer, ill=False, loss_ill=True)
+    _, rest = split(capsys.readouterr().out)
+    assert re.search(r"loss\b.{0,40}\b(not finite|non-finite|nan)\b", rest)
+    assert "sound.weight" in rest
+
+
+def test_the_diagnosis_is_printed_once_in_a_long_row(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started("O2")
+    for _ in range(30):
+        step(model, optimizer, ill=True)
+    assert capsys.readouterr().out.count("rotten.weight") == 1
+
+
+def test_a_clean_step_starts_the_count_again(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started("O2")
+    for _ in range(3):
+        for _ in range(7):
+            step(model, optimizer, ill=True)
+        step(model, optimizer, ill=False)
+    assert "rotten.weight" not in capsys.readouterr().out
+
+
+def test_verbosity_0_prints_no_diagnosis(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started("O2", verbosity=0)
+    for _ in range(9):
+        step(model, optimizer, ill=True)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_scale_never_reaches_zero_and_training_recovers(level: str) -> None:
+    model, optimizer = started(level, verbosity=0)
+    for _ in range(80):
+        step(model, optimizer, ill=True)
+    assert scaler_numbers() == (2.0**-24, 0)
+    before = model.sound.weight.detach().clone()
+    amp._amp_state.loss_scalers[0]._loss_scale = 1024.0
+    step(model, optimizer, ill=False)
+    assert not torch.equal(model.sound.weight, before)
+    assert all(param.isfinite().all() for param in model.parameters())

@@ -1,0 +1,604 @@
+"""Gradients between the exit of `scale_loss` and the step: what may be read, edited, added up and thrown away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_engine import amp
+from tests.models import MLP, NORMED_MLP
+from tests.support import (
+    LEVELS,
+    MASTER_LEVELS,
+    assert_bitwise,
+    backward,
+    group_params,
+    masters,
+    scaler_numbers,
+    train,
+)
+
+
+def started(level: str, task: Any = NORMED_MLP, **keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = task.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    return model, optimizer
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [master.grad.clone() for master in amp.master_params(optimizer)]
+
+
+def fp32_gradients(*indices: int) -> list[Tensor]:
+    model = NORMED_MLP.model()
+    for index in indices:
+        NORMED_MLP.loss(model, NORMED_MLP.batch(index)).backward()
+    return [param.grad for param in model.parameters()]
+
+
+def assert_close(actual: list[Tensor], truth: list[Tensor], tolerance: float = 0.02) -> None:
+    for a, t in zip(actual, truth, strict=True):
+        assert (a.double() - t.double()).norm() <= tolerance * t.double().norm() + 1e-5
+
+
+# --- what stands where after the exit -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_master_gradients_are_unscaled_at_the_exit(level: str) -> None:
+    model, optimizer = started(level)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    tolerance = {"O4": 0.1, "O5": 0.1}.get(level, 0.02)
+    assert_close(gradients(optimizer), fp32_gradients(0), tolerance)
+    if level != "O3":
+        assert {gradient.dtype for gradient in gradients(optimizer)} == {torch.float32}
+
+
+def test_half_model_gradients_stay_scaled_at_o2() -> None:
+    model, optimizer = started("O2")
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    half, master = model[0].weight.grad, gradients(optimizer)[0]
+    assert half.dtype == torch.float16
+    assert_bitwise(half.float() / 65536.0, master)
+
+
+def test_float_gradients_of_batch_norm_are_unscaled_in_place_at_o2() -> None:
+    model, optimizer = started("O2")
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    assert_close([model[1].weight.grad], [fp32_gradients(0)[1]])
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_master_gradients_are_none_after_the_step_and_float_ones_persist(level: str) -> None:
+    model, optimizer = started(level)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    kept = model[1].weight.grad.clone()
+    optimizer.step()
+    for param in group_params(optimizer):
+        own = any(param is mine for mine in model.parameters())
+        assert (param.grad is not None) == own
+    assert_bitwise(model[1].weight.grad, kept)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_master_gradients_are_none_after_a_skipped_step(level: str) -> None:
+    model, optimizer = started(level, loss_scale="dynamic")
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, overflow=True)
+    optimizer.step()
+    assert all(
+        param.grad is None for param in group_params(optimizer) if not any(param is mine for mine in model.parameters())
+    )
+
+
+# --- edits of the model's gradients change nothing ------------------------------------------------
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_([p for p in model.parameters() if p.dtype != torch.float32], 1e-3)
+
+
+def zero_in_place(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.dtype != torch.float32:
+            param.grad.zero_()
+
+
+def zero_through_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.dtype != torch.float32:
+            param.grad.data.zero_()
+
+
+def drop(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.dtype != torch.float32:
+            param.grad = None
+
+
+def read(model: nn.Module) -> None:
+    assert all(param.grad.isfinite().all() for param in model.parameters())
+
+
+def multiply(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.dtype != torch.float32:
+            param.grad.mul_(2)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("edit", [clip, zero_in_place, zero_through_data, drop, read, multiply])
+def test_editing_half_model_gradients_after_the_exit_changes_nothing(edit: Any, level: str) -> None:
+    def run(edit: Any) -> list[Tensor]:
+        model, optimizer = started(level)
+        for index in range(3):
+            optimizer.zero_grad()
+            backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
+            edit(model)
+            optimizer.step()
+        values = masters(optimizer)
+        amp.close()
+        return values
+
+    assert_bitwise(run(edit), run(lambda model: None))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_zeroing_half_model_gradients_between_two_backwards_loses_none(level: str) -> None:
+    model, optimizer = started(level, MLP)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer)
+    model.zero_grad()
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    both = gradients(optimizer)
+    amp.close()
+    model, optimizer = started(level, MLP)
+    for index in range(2):
+        backward(MLP.loss(model, MLP.batch(index)), optimizer)
+    assert_bitwise(both, gradients(optimizer))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_clipping_the_master_gradients_clips_the_step(level: str) -> None:
+    model, optimizer = started(level, MLP)
+    before = masters(optimizer)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-2)
+    assert norm > 1e-2
+    optimizer.step()
+    step = sum((a - b).double().square().sum() for a, b in zip(masters(optimizer), before, strict=True))
+    assert step.sqrt().item() == pytest.approx(0.1 * 1e-2, rel=0.05)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_by_value_clips_the_step(level: str) -> None:
+    model, optimizer = started(level, MLP)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
+    before = masters(optimizer)
+    optimizer.step()
+    largest = max((a - b).abs().max().item() for a, b in zip(masters(optimizer), before, strict=True))
+    assert largest == pytest.approx(1e-4, rel=1e-2)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_master_gradient_set_by_the_user_is_the_one_that_is_stepped(level: str) -> None:
+    model, optimizer = started(level, MLP)
+    before = masters(optimizer)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    for master in amp.master_params(optimizer):
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+    for new, old in zip(masters(optimizer), before, strict=True):
+        assert_bitwise(new, torch.add(old, torch.ones_like(old), alpha=-0.1))
+
+
+# --- accumulation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_add_up_over_backwards_until_they_are_zeroed(level: str) -> None:
+    model, optimizer = started(level)
+    tolerance = {"O4": 0.1, "O5": 0.1}.get(level, 0.02)
+    for index in range(3):
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
+        assert_close(gradients(optimizer), fp32_gradients(*range(index + 1)), tolerance)
+    optimizer.zero_grad()
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(0)), optimizer)
+    assert_close(gradients(optimizer), fp32_gradients(0), tolerance)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_gradients_add_up_over_scales_that_differ(level: str) -> None:
+    model, optimizer = started(level, num_losses=2, loss_scale="dynamic")
+    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**12
+    amp._amp_state.loss_scalers[1]._loss_scale = 2.0**5
+    for index in range(2):
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, loss_id=index)
+    assert_close(gradients(optimizer), fp32_gradients(0, 1), 0.05 if level == "O3" else 0.02)
+
+
+def test_accumulation_at_o2_happens_in_float() -> None:
+    """1 + 2**-12 is 1 in half; the masters' gradients see the difference."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=4.0, verbosity=0)
+    for value in (1.0, 2.0**-12):
+        backward((model(torch.ones(1, 1)) * value).sum(), optimizer)
+    assert gradients(optimizer)[0].item() == 1 + 2.0**-12
+
+
+def test_an_overflow_in_an_accumulated_backward_skips_the_whole_step() -> None:
+    model, optimizer = started("O2")
+    before = masters(optimizer)
+    for index, outcome in enumerate("coc"):
+        loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index))
+        backward(loss, optimizer, overflow=outcome == "o")
+    optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+    assert scaler_numbers() == (32768.0, 1)
+
+
+# --- delay_unscale --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_delayed_backwards_are_one_big_batch(level: str) -> None:
+    model, optimizer = started(level, MLP)
+    for index in range(3):
+        loss = MLP.loss(model, MLP.batch(index)) / 4
+        backward(loss, optimizer, delay_unscale=True)
+        assert scaler_numbers()[1] == 0
+    backward(MLP.loss(model, MLP.batch(3)) / 4, optimizer)
+    plain = MLP.model()
+    inputs, targets = (torch.cat(parts) for parts in zip(*MLP.batches(4), strict=True))
+    F.mse_loss(plain(inputs), targets).backward()
+    tolerance = {"O4": 0.1, "O5": 0.1}.get(level, 0.02)
+    assert_close(gradients(optimizer), [param.grad for param in plain.parameters()], tolerance)
+    if level in ("O1", "O2"):
+        assert scaler_numbers() == (65536.0, 1)
+    before = masters(optimizer)
+    optimizer.step()
+    assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_delayed_window_can_be_opened_again_and_again(level: str) -> None:
+    model, optimizer = started(level, MLP)
+    for window in range(3):
+        optimizer.zero_grad()
+        backward(MLP.loss(model, MLP.batch(2 * window)), optimizer, delay_unscale=True)
+        backward(MLP.loss(model, MLP.batch(2 * window + 1)), optimizer)
+        both = gradients(optimizer)
+        optimizer.zero_grad()
+        for index in (2 * window, 2 * window + 1):
+            backward(MLP.loss(model, MLP.batch(index)), optimizer)
+        assert_close(both, gradients(optimizer), 1e-2)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_a_delayed_backward_skips_the_step_of_its_window(level: str) -> None:
+    model, optimizer = started(level, MLP)
+    before = masters(optimizer)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True, overflow=True)
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    assert scaler_numbers() == (32768.0, 0)
+    optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+    train(MLP, model, optimizer, "c", first=2)
+    assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_in_an_open_window_throws_the_window_away(level: str, set_to_none: bool) -> None:
+    model, optimizer = started(level, MLP)
+    backward(MLP.loss(model, MLP.batch(5)), optimizer, delay_unscale=True)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer)
+    after = gradients(optimizer)
+    amp.close()
+    model, optimizer = started(level, MLP)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer)
+    assert_bitwise(after, gradients(optimizer))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_an_undelayed_backward_before_a_delayed_one_is_kept(level: str) -> None:
+    model, optimizer = started(level, MLP)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer)
+    backward(MLP.loss(model, MLP.batch(1)), optimizer, delay_unscale=True)
+    backward(MLP.loss(model, MLP.batch(2)), optimizer)
+    three = gradients(optimizer)
+    amp.close()
+    model, optimizer = started(level, MLP)
+    for index in range(3):
+        backward(MLP.loss(model, MLP.batch(index)), optimizer)
+    assert_close(three, gradients(optimizer), 0.05 if level == "O5" else 1e-2)
+
+
+# --- several losses, graphs and optimizers --------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_losses_of_one_graph_with_retain_graph(level: str) -> None:
+    model, optimizer = started(level, MLP, num_losses=2)
+    outputs = model(MLP.batch()[0]).float()
+    first, second = outputs.square().mean(), (outputs - 1).abs().mean()
+    with amp.scale_loss(first, optimizer, loss_id=0) as scaled_loss:
+        scaled_loss.backward(retain_graph=True)
+    with amp.scale_loss(second, optimizer, loss_id=1) as scaled_loss:
+        scaled_loss.backward()
+    ours = gradients(optimizer)
+    plain = MLP.model()
+    outputs = plain(MLP.batch()[0])
+    (outputs.square().mean() + (outputs - 1).abs().mean()).backward()
+    tolerance = {"O4": 0.1, "O5": 0.1}.get(level, 0.02)
+    assert_close(ours, [param.grad for param in plain.parameters()], tolerance)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gan_with_two_optimizers_and_three_losses_trains_as_in_fp32(level: str) -> None:
+    def run(level: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        generator, critic = (
+            nn.Linear(4, 8),
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)),
+        )
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (generator, critic)]
+        if level is not None:
+            amp.initialize([generator, critic], optimizers, opt_level=level, num_losses=3, verbosity=0)
+        bce = F.binary_cross_entropy_with_logits
+
+        def descend(loss: Tensor, optimizer: torch.optim.Optimizer, loss_id: int) -> None:
+            if level is None:
+                loss.backward()
+            else:
+                backward(loss, optimizer, loss_id=loss_id)
+
+        for _ in range(4):
+            real, noise = torch.randn(16, 8) + 1, torch.randn(16, 4)
+            optimizers[1].zero_grad()
+            logits = critic(real)
+            descend(bce(logits, torch.ones_like(logits)), optimizers[1], 0)
+            logits = critic(generator(noise).detach())
+            descend(bce(logits, torch.zeros_like(logits)), optimizers[1], 1)
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            logits = critic(generator(noise))
+            descend(bce(logits, torch.ones_like(logits)), optimizers[0], 2)
+            optimizers[0].step()
+        values = [param.detach().clone() for opt in optimizers for param in group_params(opt)]
+        amp.close()
+        return values
+
+    for ours, truth in zip(run(level), run(None), strict=True):
+        torch.testing.assert_close(ours.float(), truth, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_loss_into_several_optimizers(level: str) -> None:
+    model = NORMED_MLP.model()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[1], model[3])]
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizers)
+    ours = [gradient for optimizer in optimizers for gradient in gradients(optimizer)]
+    tolerance = {"O4": 0.1, "O5": 0.1}.get(level, 0.02)
+    assert_close(ours, fp32_gradients(0), tolerance)
+
+
+def test_gradients_of_an_optimizer_that_is_not_listed_are_left_alone() -> None:
+    model, other = MLP.model(0), MLP.model(1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    amp.initialize([model, other], optimizers, opt_level="O2", verbosity=0)
+    backward(MLP.loss(other, MLP.batch(1)), optimizers[1])
+    kept = gradients(optimizers[1])
+    backward(MLP.loss(model, MLP.batch(0)), optimizers[0], overflow=True)
+    assert_bitwise(gradients(optimizers[1]), kept)
+    before = masters(optimizers[1])
+    optimizers[1].step()
+    assert not torch.equal(masters(optimizers[1])[0], before[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_without_a_gradient_stay_where_they_are(level: str) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.used(inputs)
+
+    model = Half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = masters(optimizer)
+    backward(model(MLP.batch()[0]).float().square().mean(), optimizer)
+    optimizer.step()
+    after = masters(optimizer)
+    assert not torch.equal(after[0], before[0])
+    assert_bitwise(after[2:], before[2:])
+
+
+# --- sparse gradients -----------------------------------------------------------------------------
+
+
+def embedding(level: str, make: Any) -> tuple[nn.Embedding, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Embedding(12, 4, sparse=True)
+    optimizer = make(list(model.parameters()))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer
+
+
+SPARSE = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "SparseAdam": lambda params: torch.optim.SparseAdam(params, lr=0.1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, about its own Adagrad
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_gradients_train(name: str, level: str) -> None:
+    def run(level: str | None) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Embedding(12, 4, sparse=True)
+        optimizer = SPARSE[name](list(model.parameters()))
+        if level is not None:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for rows in ([1, 2, 1], [3, 2, 7], [1, 1, 1]):
+            optimizer.zero_grad()
+            loss = model(torch.tensor(rows)).float().square().mean() / 4
+            if level is None:
+                loss.backward()
+            else:
+                backward(loss, optimizer)
+            optimizer.step()
+        value = group_params(optimizer)[0].detach().clone()
+        amp.close()
+        return value
+
+    torch.manual_seed(0)
+    start = nn.Embedding(12, 4).weight.detach()
+    value = run(level)
+    untouched = [row for row in range(12) if row not in (1, 2, 3, 7)]
+    assert_bitwise(value[untouched], start[untouched])
+    torch.testing.assert_close(value, run(None), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_a_sparse_gradient_is_seen(level: str) -> None:
+    model, optimizer = embedding(level, SPARSE["SGD"])
+    before = masters(optimizer)
+    backward(model(torch.tensor([1, 2])).float().sum(), optimizer, overflow=True)
+    optimizer.step()
+    assert scaler_numbers() == (32768.0, 0)
+    assert_bitwise(masters(optimizer), before)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_entries_of_a_row_that_overflow_only_when_added_are_seen(level: str) -> None:
+    """Uncoalesced values are finite, their sum is not representable."""
+    model, optimizer = embedding(level, SPARSE["SGD"])
+    amp._amp_state.loss_scalers[0]._loss_scale = 1.0
+    large = 60000.0 if level == "O2" else 3e38
+    with amp.scale_loss(model(torch.tensor([1, 1])).float().sum(), optimizer) as scaled_loss:
+        (scaled_loss * large).backward()
+    before = masters(optimizer)
+    optimizer.step()
+    now = masters(optimizer)
+    assert all(value.isfinite().all() for value in now)
+    if level == "O1":
+        assert_bitwise(now, before)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_sparse_gradients_add_up(level: str) -> None:
+    model, optimizer = embedding(level, SPARSE["SGD"])
+    for rows in ([1, 2], [2, 3]):
+        backward(model(torch.tensor(rows)).float().sum() / 4, optimizer)
+    (gradient,) = gradients(optimizer)
+    dense = gradient.to_dense()
+    assert [row.sum().item() for row in dense[:5]] == [0, 1, 2, 1, 0]
+
+
+# --- groups that change ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("when", ["before the first backward", "between steps", "between backwards"])
+def test_a_group_added_later_is_trained_like_the_others(level: str, when: str) -> None:
+    model = NORMED_MLP.model()
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if when == "between steps":
+        train(NORMED_MLP, model, optimizer, "c")
+    if when == "between backwards":
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    model[0].zero_grad()
+    model[1].zero_grad()  # scaled: nobody owned these until now
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.05})
+    optimizer.add_param_group({"params": model[1].weight})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1, 1]
+    before = [master.float() for master in masters(optimizer)]
+    if level != "O3":
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+        assert {master.dtype for master in amp.master_params(optimizer)} == {torch.float32}
+        optimizer.step()
+    else:
+        train(NORMED_MLP, model, optimizer, "c", first=1)
+    for new, old in zip(masters(optimizer), before, strict=True):
+        assert not torch.equal(new.float(), old)
+        assert (new - old).abs().max() < 1
+    if level in MASTER_LEVELS:
+        half = model[0].weight
+        assert_bitwise(half.detach(), masters(optimizer)[2].to(half.dtype))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_group_added_later_starts_from_the_exact_values(level: str) -> None:
+    model = MLP.model()
+    exact = [param.detach().clone() for param in model[0].parameters()]
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    rounded = [value.to(model[0].weight.dtype).float() for value in exact]
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    added = masters(optimizer)[2:]
+    assert [a.dtype for a in added] == [torch.float32] * 2
+    for ours, e, r in zip(added, exact, rounded, strict=True):
+        assert torch.equal(ours, e) or torch.equal(ours, r)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_parameter_that_has_a_master_is_not_added_a_second_time(level: str) -> None:
+    model, optimizer = started(level, MLP)
+
+    def add_and_use() -> None:
+        optimizer.add_param_group({"params": [model[0].weight]})
+        backward(MLP.loss(model, MLP.batch()), optimizer)
+
+    with pytest.raises((ValueError, RuntimeError)):
+        add_and_use()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_freezing_stops_and_unfreezing_resumes_the_training_of_a_layer(level: str) -> None:
+    model, optimizer = started(level, MLP)
+    train(MLP, model, optimizer, "c")
+    model[0].requires_grad_(False)
+    optimizer.zero_grad()
+    before = [param.detach().clone() for param in model.parameters()]
+    train(MLP, model, optimizer, "c", first=1)
+    after = [param.detach().clone() for param in model.parameters()]
+    assert_bitwise(after[:2], before[:2])
+    assert not torch.equal(after[2], before[2])
+    model[0].requires_grad_(True)
+    train(MLP, model, optimizer, "c", first=2)
+    assert not torch.equal(model[0].weight.detach(), after[0])
+    assert (model[0].weight.detach() - after[0]).abs().max() < 1
+
+
+# --- gradients of gradients -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_gradient_penalty_trains(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    inputs = MLP.batch()[0].requires_grad_()
+    outputs = model(inputs).float()
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    backward(0.1 * outputs.mean() + 0.1 * (slope.norm(dim=1) - 1).square().mean(), optimizer)
+    assert all(gradient.isfinite().all() for gradient in gradients(optimizer))
+    optimizer.step()

@@ -1,0 +1,168 @@
+"""Every level trains every kind of model, follows FP32, and errs no more than mixed precision written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_engine import amp
+from tests.models import CNN, MLP, NORMED_MLP, TASKS, Task
+from tests.oracle import AdamW, Float64Training, Sgd, relative_error
+from tests.plain import AutocastTraining, Fp32Training, HalfTraining, MasterTraining
+from tests.support import HALF, LEVELS, MASTER_LEVELS, assert_bitwise, masters, train
+
+LEARNING_RATE = {"mlp": 0.1, "normed_mlp": 0.1, "cnn": 0.05, "lstm": 0.2, "transformer": 0.05}
+
+FINAL_LOSS_TOLERANCE = {"O0": 1e-4, "O1": 0.01, "O2": 0.01, "O3": 0.02, "O4": 0.02, "O5": 0.02}
+"""How far the mean of the last losses may be from FP32's, relative to the first loss."""
+
+STEPS = 24
+
+
+def sgd(params: Any, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+
+def losses_of(task: Task, level: str | None) -> list[float]:
+    """The losses at `level`, or those of plain FP32 training if it is None."""
+    model = task.model()
+    optimizer = sgd(model.parameters(), LEARNING_RATE[task.name])
+    if level is None:
+        losses = []
+        for index in range(STEPS):
+            optimizer.zero_grad()
+            loss = task.loss(model, task.batch(index))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    losses = train(task, model, optimizer, "c" * STEPS)
+    amp.close()
+    return losses
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.fixture(scope="module", params=list(TASKS))
+def task_and_truth(request: pytest.FixtureRequest) -> tuple[Task, list[float]]:
+    task = TASKS[request.param]
+    return task, losses_of(task, None)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_loss_falls_and_follows_fp32(task_and_truth: tuple[Task, list[float]], level: str) -> None:
+    task, truth = task_and_truth
+    losses = losses_of(task, level)
+    assert mean(losses[-4:]) < 0.7 * mean(losses[:2])
+    assert abs(mean(losses[-4:]) - mean(truth[-4:])) < FINAL_LOSS_TOLERANCE[level] * truth[0]
+
+
+def test_o0_is_fp32_bit_by_bit() -> None:
+    assert losses_of(NORMED_MLP, "O0") == losses_of(NORMED_MLP, None)
+
+
+# --- rounding error against the float64 truth -----------------------------------------------------
+
+ERROR_STEPS = 6
+EPS = 1e-4  # 1e-8, the default, is 0 in float16: pure half training with it is NaN
+RULES = {
+    "sgd": (Sgd(lr=0.05, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+    "adamw": (AdamW(lr=1e-2, eps=EPS), lambda p: torch.optim.AdamW(p, lr=1e-2, eps=EPS, weight_decay=1e-2)),
+}
+
+
+def by_hand(level: str, model: nn.Module, make: Any, loss: Any) -> Any:
+    scale = 1.0 if level in ("O4", "O5") else 2.0**16
+    if level == "O0":
+        return Fp32Training(model, make, loss)
+    if level in ("O1", "O4"):
+        return AutocastTraining(model, make, loss, HALF[level], scale)
+    if level == "O3":
+        return HalfTraining(model, make, loss, HALF[level])
+    return MasterTraining(model, make, loss, HALF[level], scale)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("task", [MLP, NORMED_MLP, CNN], ids=lambda task: task.name)
+def test_the_error_is_at_most_twice_that_of_plain_pytorch(task: Task, level: str, rule: str) -> None:
+    formula, make = RULES[rule]
+    start = task.model()
+    truth = Float64Training(start, formula, task.loss)
+    plain = by_hand(level, start, make, task.loss)
+    optimizer = make(start.parameters())
+    model = start
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for index in range(ERROR_STEPS):
+        batch = task.batch(index)
+        truth.step(batch)
+        plain.step(batch)
+        train(task, model, optimizer, "c", first=index)
+    expected = list(truth.parameters().values())
+    ours = relative_error(masters(optimizer), expected)
+    theirs = relative_error(plain.parameters(), expected)
+    assert theirs > 0
+    assert ours <= 2 * theirs + 1e-9
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("rule", RULES)
+def test_masters_are_bitwise_those_of_the_loop_written_by_hand(level: str, rule: str) -> None:
+    _, make = RULES[rule]
+    start = NORMED_MLP.model()
+    plain = by_hand(level, start, make, NORMED_MLP.loss)
+    optimizer = make(start.parameters())
+    amp.initialize(start, optimizer, opt_level=level, verbosity=0)
+    for index in range(ERROR_STEPS):
+        plain.step(NORMED_MLP.batch(index))
+        train(NORMED_MLP, start, optimizer, "c", first=index)
+    assert_bitwise(masters(optimizer), [param.detach() for param in plain.parameters()])
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_half_parameters_are_the_rounded_masters_after_every_step(level: str) -> None:
+    model = NORMED_MLP.model()
+    optimizer = sgd(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for index in range(5):
+        train(NORMED_MLP, model, optimizer, "c", first=index)
+        for param, master in zip(model.parameters(), masters(optimizer), strict=True):
+            assert_bitwise(param.detach(), master.to(param.dtype))
+
+
+def test_masters_hold_what_half_would_lose() -> None:
+    """Updates below half's resolution add up: 1 + 64 * 2**-13 is 1 in half, added one by one."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-13)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=16.0)
+    for _ in range(64):
+        optimizer.zero_grad()
+        with amp.scale_loss(-model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert masters(optimizer)[0].item() == 1 + 64 * 2.0**-13
+    assert model.weight.item() == 1 + 64 * 2.0**-13
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_is_the_same_twice(level: str) -> None:
+    assert losses_of(NORMED_MLP, level) == losses_of(NORMED_MLP, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_eval_after_training_gives_fp32_metrics_within_tolerance(level: str) -> None:
+    model = CNN.model()
+    optimizer = sgd(model.parameters(), 0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(CNN, model, optimizer, "c" * STEPS)
+    model.eval()
+    with torch.no_grad():
+        hits = [(model(x).argmax(1) == y).float().mean().item() for x, y in CNN.batches(8)]
+    assert mean(hits) > 0.9

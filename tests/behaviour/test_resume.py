@@ -1,0 +1,229 @@
+"""A run that is stopped and resumed is bit by bit the run that was not, at every level."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_engine import amp
+from tests.models import CNN, LSTM, NORMED_MLP, Task
+from tests.support import LEVELS, assert_bitwise, frozen, masters, optimizer_values, train
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
+}
+
+
+def started(task: Task, make: Any, level: str, seed: int = 0, **keywords: Any) -> Any:
+    model = task.model(seed)
+    optimizer = make(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    return model, optimizer
+
+
+def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> io.BytesIO:
+    """The three dictionaries of the usual recipe, as a file."""
+    file = io.BytesIO()
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()},
+        file,
+    )
+    file.seek(0)
+    return file
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": frozen(dict(model.named_parameters())) | frozen(dict(model.named_buffers())),
+        "saved": frozen(dict(model.state_dict())),
+        "optimizer": optimizer_values(optimizer),
+        "amp": dict(amp.state_dict()),
+    }
+
+
+def resumed(
+    file: io.BytesIO,
+    task: Task,
+    make: Any,
+    level: str,
+    order: tuple[str, ...] = ("model", "optimizer", "amp"),
+    **keywords: Any,
+) -> Any:
+    saved = torch.load(file, weights_only=True)
+    model, optimizer = started(task, make, level, seed=77, **keywords)
+    load = {
+        "model": model.load_state_dict,
+        "optimizer": optimizer.load_state_dict,
+        "amp": amp.load_state_dict,
+    }
+    for part in order:
+        load[part](saved[part])
+    return model, optimizer
+
+
+SCRIPTS = {
+    "clean": ("ccccc", "ccccc"),
+    "stopped right after a skip": ("ccoco", "ccocc"),
+    "stopped before any step": ("", "ccc"),
+    "first step skipped": ("o", "ccc"),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_resuming_is_bitwise_no_interruption(script: str, name: str, level: str) -> None:
+    before, after = SCRIPTS[script]
+    if level in ("O0", "O3", "O4", "O5"):
+        before, after = before.replace("o", "c"), after.replace("o", "c")
+    make = OPTIMIZERS[name]
+    model, optimizer = started(NORMED_MLP, make, level)
+    losses = train(NORMED_MLP, model, optimizer, before)
+    file = checkpoint(model, optimizer)
+    losses = train(NORMED_MLP, model, optimizer, after, first=len(before))
+    truth = everything(model, optimizer)
+    amp.close()
+
+    model, optimizer = resumed(file, NORMED_MLP, make, level)
+    assert train(NORMED_MLP, model, optimizer, after, first=len(before)) == losses
+    assert_bitwise(everything(model, optimizer), truth)
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+def test_resuming_after_a_skip_with_a_dynamic_scale_of_ones_own(level: str) -> None:
+    make = OPTIMIZERS["adamw"]
+    model, optimizer = started(NORMED_MLP, make, level, loss_scale="dynamic")
+    train(NORMED_MLP, model, optimizer, "cco")
+    file = checkpoint(model, optimizer)
+    losses = train(NORMED_MLP, model, optimizer, "ccoc", first=3)
+    truth = everything(model, optimizer)
+    amp.close()
+    model, optimizer = resumed(file, NORMED_MLP, make, level, loss_scale="dynamic")
+    assert train(NORMED_MLP, model, optimizer, "ccoc", first=3) == losses
+    assert_bitwise(everything(model, optimizer), truth)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("task", [CNN, LSTM], ids=lambda task: task.name)
+def test_resuming_real_layers(task: Task, level: str) -> None:
+    make = OPTIMIZERS["adamw"]
+    model, optimizer = started(task, make, level)
+    train(task, model, optimizer, "ccc")
+    file = checkpoint(model, optimizer)
+    losses = train(task, model, optimizer, "ccc", first=3)
+    truth = everything(model, optimizer)
+    amp.close()
+    model, optimizer = resumed(file, task, make, level)
+    assert train(task, model, optimizer, "ccc", first=3) == losses
+    assert_bitwise(everything(model, optimizer), truth)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("order", list(itertools.permutations(["model", "optimizer", "amp"])))
+def test_the_order_of_loading_does_not_matter(order: tuple[str, ...], level: str) -> None:
+    make = OPTIMIZERS["adamw"]
+    model, optimizer = started(NORMED_MLP, make, level)
+    train(NORMED_MLP, model, optimizer, "ccc")
+    file = checkpoint(model, optimizer)
+    train(NORMED_MLP, model, optimizer, "cc", first=3)
+    truth = everything(model, optimizer)
+    amp.close()
+    model, optimizer = resumed(file, NORMED_MLP, make, level, order)
+    train(NORMED_MLP, model, optimizer, "cc", first=3)
+    assert_bitwise(everything(model, optimizer), truth)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_loading_in_the_middle_of_a_run_resumes_there_too(level: str) -> None:
+    make = OPTIMIZERS["adamw"]
+    model, optimizer = started(NORMED_MLP, make, level)
+    train(NORMED_MLP, model, optimizer, "cc")
+    saved = torch.load(checkpoint(model, optimizer), weights_only=True)
+    first = train(NORMED_MLP, model, optimizer, "ccc", first=2)
+    truth = everything(model, optimizer)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    amp.load_state_dict(saved["amp"])
+    assert train(NORMED_MLP, model, optimizer, "ccc", first=2) == first
+    assert_bitwise(everything(model, optimizer), truth)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_round_trip_of_the_model_alone_is_exact(level: str) -> None:
+    model, optimizer = started(NORMED_MLP, OPTIMIZERS["sgd"], level)
+    train(NORMED_MLP, model, optimizer, "cccc")
+    exact = masters(optimizer)
+    saved = frozen(dict(model.state_dict()))
+    train(NORMED_MLP, model, optimizer, "cc", first=4)
+    result = model.load_state_dict(saved)
+    assert result.missing_keys == result.unexpected_keys == []
+    assert_bitwise(masters(optimizer), exact)
+    assert_bitwise(dict(model.state_dict()), saved)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_loading_a_part_of_the_model_loads_its_masters_and_no_others(level: str) -> None:
+    model, optimizer = started(NORMED_MLP, OPTIMIZERS["sgd"], level)
+    train(NORMED_MLP, model, optimizer, "cc")
+    exact = masters(optimizer)
+    head = frozen(dict(model[3].state_dict()))
+    assert {value.dtype for value in head.values()} == {torch.float32}
+    train(NORMED_MLP, model, optimizer, "cc", first=2)
+    body = masters(optimizer)[:3]
+    model[3].load_state_dict(head)
+    assert_bitwise(masters(optimizer)[3:], exact[3:])
+    assert_bitwise(masters(optimizer)[:3], body)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_tied_weights_agree_in_the_checkpoint_and_load(level: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.second = nn.Linear(8, 8)
+            self.second.weight = self.first.weight
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(inputs))[:, :4]
+
+    tied = Task("tied", Tied, NORMED_MLP.make_batch, NORMED_MLP.criterion)
+    model, optimizer = started(tied, OPTIMIZERS["sgd"], level)
+    train(tied, model, optimizer, "cc")
+    saved = frozen(dict(model.state_dict()))
+    assert saved["first.weight"].dtype == saved["second.weight"].dtype == torch.float32
+    assert_bitwise(saved["first.weight"], saved["second.weight"])
+    exact = masters(optimizer)
+    train(tied, model, optimizer, "c", first=2)
+    model.load_state_dict(saved)
+    assert_bitwise(masters(optimizer), exact)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_checkpoint_of_plain_fp32_training_goes_on_at_a_master_level(level: str) -> None:
+    plain = NORMED_MLP.model(3)
+    model, optimizer = started(NORMED_MLP, OPTIMIZERS["sgd"], level)
+    model.load_state_dict(plain.state_dict())
+    assert_bitwise(masters(optimizer), [param.detach() for param in plain.parameters()])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_checkpoint_of_a_master_level_is_one_of_plain_fp32(level: str) -> None:
+    model, optimizer = started(NORMED_MLP, OPTIMIZERS["adamw"], level)
+    train(NORMED_MLP, model, optimizer, "ccc")
+    saved = torch.load(checkpoint(model, optimizer), weights_only=True)
+    exact = masters(optimizer)
+    amp.close()
+    plain = NORMED_MLP.model(9)
+    plain_optimizer = OPTIMIZERS["adamw"](plain.parameters())
+    plain.load_state_dict(saved["model"])
+    plain_optimizer.load_state_dict(saved["optimizer"])
+    assert_bitwise([param.detach() for param in plain.parameters()], exact)
+    NORMED_MLP.loss(plain, NORMED_MLP.batch()).backward()
+    plain_optimizer.step()

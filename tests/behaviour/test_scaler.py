@@ -1,0 +1,277 @@
+"""The numbers of the loss scalers after scripted sequences of clean and overflowing backwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from amp_engine import amp
+from tests.models import MLP
+from tests.oracle import Scale, scale_rule
+from tests.support import assert_bitwise, backward, masters, scaler_numbers, train
+
+SCRIPTS = ["c", "o", "cc", "co", "oc", "ooo", "ccoccoc", "ococococ", "cccoooccc", "o" * 7]
+
+
+def start(level: str = "O1", **keywords: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    return model, optimizer
+
+
+def follow(model: torch.nn.Module, optimizer: torch.optim.Optimizer, script: str) -> list[tuple[float, int]]:
+    numbers = []
+    for index, outcome in enumerate(script):
+        train(MLP, model, optimizer, outcome, first=index)
+        numbers.append(scaler_numbers())
+    return numbers
+
+
+def expected(script: str, *args: Any, **bounds: float) -> list[tuple[float, int]]:
+    return [(s.loss_scale, s.unskipped) for s in scale_rule(script, *args, **bounds)]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_scale_follows_the_slow_rule(script: str, level: str) -> None:
+    assert follow(*start(level), script) == expected(script)
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+def test_a_level_without_a_scale_can_be_given_a_dynamic_one(level: str) -> None:
+    script = "ccoco"
+    assert follow(*start(level, loss_scale="dynamic"), script) == expected(script)
+
+
+@pytest.mark.parametrize("unskipped", [1998, 1999])
+@pytest.mark.parametrize("script", ["c", "cc", "ccc", "oc", "coc"])
+def test_the_scale_doubles_after_2000_clean_backwards_in_a_row(script: str, unskipped: int) -> None:
+    model, optimizer = start()
+    amp._amp_state.loss_scalers[0]._unskipped = unskipped
+    assert follow(model, optimizer, script) == expected(script, Scale(2.0**16, unskipped))
+
+
+def test_the_window_of_2000_is_walked_without_help() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    model = torch.nn.Module()
+    model.weight = parameter
+    amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
+    for _ in range(1999):
+        backward((parameter * 1.0).sum(), optimizer)
+    assert scaler_numbers() == (2.0**16, 1999)
+    backward((parameter * 1.0).sum(), optimizer)
+    assert scaler_numbers() == (2.0**17, 0)
+
+
+@pytest.mark.parametrize("ceiling", [2.0**16, 2.0**17, 2.0**24])
+def test_the_ceiling_stops_the_growth(ceiling: float) -> None:
+    model, optimizer = start(max_loss_scale=ceiling)
+    scaler = amp._amp_state.loss_scalers[0]
+    for _ in range(10):
+        scaler._unskipped = 1999
+        train(MLP, model, optimizer, "c")
+    assert scaler_numbers() == (ceiling, 0)
+
+
+def test_a_ceiling_below_the_initial_scale_is_the_initial_scale() -> None:
+    start(max_loss_scale=256.0)
+    assert scaler_numbers() == (256.0, 0)
+
+
+@pytest.mark.parametrize("floor", [2.0**15, 1.0, 2.0**-3])
+def test_the_floor_stops_the_fall(floor: float) -> None:
+    script = "o" * 22
+    assert follow(*start(min_loss_scale=floor), script) == expected(script, floor=floor)
+
+
+def test_a_static_scale_counts_and_never_changes() -> None:
+    model, optimizer = start("O2", loss_scale=512.0)
+    assert follow(model, optimizer, "ccc") == [(512.0, 1), (512.0, 2), (512.0, 3)]
+    amp._amp_state.loss_scalers[0]._unskipped = 1999
+    train(MLP, model, optimizer, "c")
+    assert scaler_numbers()[0] == 512.0
+
+
+@pytest.mark.parametrize("value", [1.0, 3.0, 2.0**10, 0.5])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_the_loss_is_multiplied_by_the_scale_and_gradients_divided(level: str, value: float) -> None:
+    model, optimizer = start(level, loss_scale=value)
+    loss = MLP.loss(model, MLP.batch())
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.dtype == torch.float32
+        assert scaled_loss.item() == pytest.approx(value * loss.item(), rel=1e-6)
+        scaled_loss.backward()
+    gradients = [master.grad.clone() for master in amp.master_params(optimizer)]
+    amp.close()
+    model, optimizer = start(level, loss_scale=1.0)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    for ours, plain in zip(gradients, amp.master_params(optimizer), strict=True):
+        torch.testing.assert_close(ours, plain.grad, rtol=1e-2, atol=1e-4)
+
+
+def test_a_loss_may_have_any_shape() -> None:
+    model, optimizer = start("O2")
+    losses = (model(MLP.batch()[0]) - MLP.batch()[1]).square().mean(1)
+    with amp.scale_loss(losses, optimizer) as scaled_losses:
+        assert scaled_losses.shape == losses.shape
+        scaled_losses.backward(torch.ones_like(scaled_losses) / 16)
+    assert scaler_numbers() == (65536.0, 1)
+
+
+def test_a_half_loss_is_widened_before_it_is_scaled() -> None:
+    model, optimizer = start("O2", cast_model_outputs=torch.float16)
+    loss = model(MLP.batch()[0]).float().square().mean().half()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.dtype == torch.float32
+        assert scaled_loss.isfinite()
+        scaled_loss.backward()
+
+
+def test_without_a_scale_the_loss_is_only_widened() -> None:
+    model, optimizer = start("O3")
+    loss = MLP.loss(model, MLP.batch())
+    with amp.scale_loss(loss.half(), optimizer) as scaled_loss:
+        assert scaled_loss.dtype == torch.float32
+        assert scaled_loss.item() == loss.half().item()
+
+
+def test_an_assigned_scale_is_used_from_the_next_backward_on() -> None:
+    model, optimizer = start("O2")
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = 8.0
+    assert scaler.loss_scale() == 8.0
+    loss = MLP.loss(model, MLP.batch())
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.item() == pytest.approx(8 * loss.item(), rel=1e-6)
+        scaled_loss.backward()
+    optimizer.step()
+    assert scaler_numbers() == (8.0, 1)
+    train(MLP, model, optimizer, "o")
+    assert scaler_numbers() == (4.0, 0)
+
+
+def test_a_scale_that_grows_between_backward_and_step_does_not_change_the_step() -> None:
+    """The step divides by the scale of its own backward, not by the one that the exit made of it."""
+
+    def run(unskipped: int) -> list[torch.Tensor]:
+        model, optimizer = start("O2")
+        amp._amp_state.loss_scalers[0]._unskipped = unskipped
+        train(MLP, model, optimizer, "c")
+        values = masters(optimizer)
+        amp.close()
+        return values
+
+    assert_bitwise(run(1999), run(0))
+
+
+def test_the_scale_changes_at_the_exit_and_not_at_the_step() -> None:
+    model, optimizer = start("O2")
+    backward(MLP.loss(model, MLP.batch()), optimizer, overflow=True)
+    assert scaler_numbers() == (32768.0, 0)
+    optimizer.step()
+    assert scaler_numbers() == (32768.0, 0)
+
+
+def test_every_backward_counts_and_not_every_step() -> None:
+    model, optimizer = start("O2")
+    for index in range(4):
+        backward(MLP.loss(model, MLP.batch(index)), optimizer)
+    optimizer.step()
+    assert scaler_numbers() == (65536.0, 4)
+
+
+# --- several losses -------------------------------------------------------------------------------
+
+
+def test_each_loss_has_its_own_scaler() -> None:
+    model, optimizer = start("O2", num_losses=3)
+    scripts = {0: "ccoc", 1: "oooo", 2: "cccc"}
+    for index in range(4):
+        for loss_id, script in scripts.items():
+            loss = MLP.loss(model, MLP.batch(index))
+            backward(loss, optimizer, loss_id=loss_id, overflow=script[index] == "o")
+        optimizer.step()
+        optimizer.zero_grad()
+    for loss_id, script in scripts.items():
+        assert scaler_numbers(loss_id) == expected(script)[-1]
+
+
+@pytest.mark.parametrize("order", ["oc", "co"])
+def test_an_overflow_of_one_loss_skips_the_step_whatever_the_other_does(order: str) -> None:
+    model, optimizer = start("O2", num_losses=2)
+    before = masters(optimizer)
+    for loss_id, outcome in enumerate(order):
+        loss = MLP.loss(model, MLP.batch(loss_id))
+        backward(loss, optimizer, loss_id=loss_id, overflow=outcome == "o")
+    optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+
+
+def test_a_skip_is_pending_until_the_step_and_then_used_up() -> None:
+    model, optimizer = start("O2")
+    before = masters(optimizer)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer, overflow=True)
+    optimizer.zero_grad()
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+    train(MLP, model, optimizer, "c", first=2)
+    assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+def test_optimizers_of_one_context_skip_together_and_others_do_not() -> None:
+    models = [MLP.model(seed) for seed in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", verbosity=0, num_losses=2)
+    before = [masters(optimizer) for optimizer in optimizers]
+    shared = MLP.loss(models[0], MLP.batch()) * float("inf") + MLP.loss(models[1], MLP.batch())
+    backward(shared, optimizers[:2], loss_id=0)
+    backward(MLP.loss(models[2], MLP.batch()), optimizers[2], loss_id=1)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_bitwise(masters(optimizers[0]), before[0])
+    assert_bitwise(masters(optimizers[1]), before[1])
+    assert not torch.equal(masters(optimizers[2])[0], before[2][0])
+
+
+# --- delay_overflow_check -------------------------------------------------------------------------
+
+
+def test_delay_overflow_check_leaves_the_scale_to_the_caller() -> None:
+    model, optimizer = start("O2")
+    scaler = amp._amp_state.loss_scalers[0]
+    backward(MLP.loss(model, MLP.batch()), optimizer, delay_overflow_check=True)
+    assert scaler_numbers() == (65536.0, 0)
+    assert scaler.update_scale() is False
+    assert scaler_numbers() == (65536.0, 1)
+    backward(MLP.loss(model, MLP.batch()), optimizer, delay_overflow_check=True, overflow=True)
+    assert scaler_numbers() == (65536.0, 1)
+    assert scaler.update_scale() is True
+    assert scaler_numbers() == (32768.0, 0)
+
+
+def test_delay_overflow_check_unscales_all_the_same() -> None:
+    model, optimizer = start("O2")
+    backward(MLP.loss(model, MLP.batch()), optimizer, delay_overflow_check=True)
+    ours = [master.grad.clone() for master in amp.master_params(optimizer)]
+    optimizer.zero_grad()
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    assert_bitwise(ours, [master.grad for master in amp.master_params(optimizer)])
+
+
+# --- the engine tells -----------------------------------------------------------------------------
+
+
+def test_the_engine_tells_whether_a_step_was_skipped() -> None:
+    model, optimizer = start("O2")
+    engine = amp.current_engine()
+    assert engine is not None
+    told = []
+    for index, outcome in enumerate("coc"):
+        train(MLP, model, optimizer, outcome, first=index)
+        told.append(engine.step_was_skipped(optimizer))
+    assert told == [False, True, False]

@@ -1,0 +1,121 @@
+"""Learning rate schedulers made before `initialize`, after it and while a skip is pending, warnings as errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from amp_engine import amp
+from tests.models import MLP
+from tests.support import LEVELS, backward, masters, train
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+SCHEDULERS: dict[str, Any] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+}
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = MLP.model()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def advance(scheduler: Any) -> None:
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(1.0)
+    else:
+        scheduler.step()
+
+
+def rates(when: str, name: str, level: str, outcomes: str) -> tuple[list[float], list[torch.Tensor]]:
+    model, optimizer = model_and_optimizer()
+    scheduler = SCHEDULERS[name](optimizer) if when == "before" else None
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if when == "after":
+        scheduler = SCHEDULERS[name](optimizer)
+    learning_rates = []
+    for index, outcome in enumerate(outcomes):
+        optimizer.zero_grad()
+        backward(MLP.loss(model, MLP.batch(index)), optimizer, overflow=outcome == "o")
+        if scheduler is None:
+            scheduler = SCHEDULERS[name](optimizer)
+        optimizer.step()
+        advance(scheduler)
+        learning_rates.append(optimizer.param_groups[0]["lr"])
+    values = masters(optimizer)
+    amp.close()
+    return learning_rates, values
+
+
+@pytest.mark.parametrize("when", ["before", "after", "while a skip is pending"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scheduler_runs_quietly_over_skips(level: str, name: str, when: str) -> None:
+    model, optimizer = model_and_optimizer()
+    scheduler = SCHEDULERS[name](optimizer)
+    expected = []
+    for index in range(6):
+        optimizer.zero_grad()
+        MLP.loss(model, MLP.batch(index)).backward()
+        optimizer.step()
+        advance(scheduler)
+        expected.append(optimizer.param_groups[0]["lr"])
+    learning_rates, values = rates(when, name, level, "occocc")
+    assert learning_rates == expected
+    assert all(value.isfinite().all() for value in values)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_it_does_not_matter_when_the_scheduler_was_made(level: str, name: str) -> None:
+    before, after = (rates(when, name, level, "ccccc") for when in ("before", "after"))
+    assert before[0] == after[0]
+    assert all(torch.equal(a, b) for a, b in zip(before[1], after[1], strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_learning_rate_of_the_scheduler_is_the_one_that_is_stepped_with(level: str) -> None:
+    model, optimizer = model_and_optimizer()
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.0 if epoch else 1.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(MLP, model, optimizer, "c")
+    scheduler.step()
+    before = masters(optimizer)
+    train(MLP, model, optimizer, "c", first=1)
+    assert all(torch.equal(a, b) for a, b in zip(before, masters(optimizer), strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scheduler_stepped_before_the_optimizer_still_warns(level: str) -> None:
+    model, optimizer = model_and_optimizer()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scheduler_outlives_close(level: str) -> None:
+    model, optimizer = model_and_optimizer()
+    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(MLP, model, optimizer, "c")
+    scheduler.step()
+    amp.close()
+    optimizer.zero_grad()
+    MLP.loss(model, MLP.batch(1)).backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.025

@@ -1,0 +1,72 @@
+"""Fixtures of the whole suite: every test starts seeded and leaves torch as it found it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # imported here, since torch imports it late and then replaces `torch.manual_seed` itself
+import torch.nn.functional as F
+from torch.nn.modules import module as module_hooks
+from torch.nn.modules import rnn
+from torch.optim import optimizer as optimizer_hooks
+
+NAMESPACES = {
+    "torch": torch,
+    "torch.nn.functional": F,
+    "torch.Tensor": torch.Tensor,
+    "torch._C.TensorBase": torch._C.TensorBase,
+    "torch.nn.modules.rnn": rnn,
+    "torch.nn.Module": torch.nn.Module,
+    "torch.optim.Optimizer": torch.optim.Optimizer,
+}
+PRISTINE = {name: dict(vars(namespace)) for name, namespace in NAMESPACES.items()}
+WRITTEN_BY_PYTHON = {"__slotnames__"}  # copyreg's cache, on the first copy or pickle
+GLOBAL_HOOKS = (
+    module_hooks._global_forward_hooks,
+    module_hooks._global_forward_pre_hooks,
+    module_hooks._global_backward_hooks,
+    module_hooks._global_module_registration_hooks,
+    module_hooks._global_parameter_registration_hooks,
+    optimizer_hooks._global_optimizer_pre_hooks,
+    optimizer_hooks._global_optimizer_post_hooks,
+)
+
+
+def patched_names() -> list[str]:
+    """The names of torch that hold another object than when the suite started, and those new on its classes.
+
+    New names in a module are not counted: importing a submodule adds one.
+    """
+    changed = []
+    for label, namespace in NAMESPACES.items():
+        before, now = PRISTINE[label], vars(namespace)
+        if isinstance(namespace, type):
+            changed += [f"{label}.{name}" for name in now if name not in before and name not in WRITTEN_BY_PYTHON]
+        else:
+            before = {name: value for name, value in before.items() if not name.startswith("__")}
+        changed += [f"{label}.{name}" for name, value in before.items() if now.get(name) is not value]
+    return changed
+
+
+@pytest.fixture(autouse=True)
+def pristine_torch() -> Iterator[None]:
+    """Seeds before the test; afterwards undoes amp and asserts that torch is as it was."""
+    from amp_engine import amp
+
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    yield
+    amp.close()
+    amp._amp_state.hard_override = False
+    amp._amp_state.allow_incoming_model_not_fp32 = False
+    amp._amp_state.verbosity = 1
+    assert patched_names() == []
+    assert not any(GLOBAL_HOOKS)
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch.is_grad_enabled()

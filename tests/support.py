@@ -1,0 +1,185 @@
+"""What many tests need: one backward, one step, and a picture of model and optimizer to compare bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import amp
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+DYNAMIC_LEVELS = ("O1", "O2")
+MASTER_LEVELS = ("O2", "O5")
+FUNCTION_LEVELS = ("O1", "O4")
+WEIGHT_DTYPE = {
+    "O0": torch.float32,
+    "O1": torch.float32,
+    "O2": torch.float16,
+    "O3": torch.float16,
+    "O4": torch.float32,
+    "O5": torch.bfloat16,
+}
+HALF = {
+    "O1": torch.float16,
+    "O2": torch.float16,
+    "O3": torch.float16,
+    "O4": torch.bfloat16,
+    "O5": torch.bfloat16,
+}
+
+MODULE_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+OPTIMIZER_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def backward(loss: Tensor, optimizers: Any, *, overflow: bool = False, engine: Any = amp, **keywords: Any) -> None:
+    """One backward inside `scale_loss`; with `overflow` every gradient is inf or nan."""
+    with engine.scale_loss(loss, optimizers, **keywords) as scaled_loss:
+        (scaled_loss * float("inf") if overflow else scaled_loss).backward()
+
+
+def train(
+    task: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    outcomes: str,
+    *,
+    first: int = 0,
+    engine: Any = amp,
+) -> list[float]:
+    """One step per letter of `outcomes`: `c` clean, `o` overflowing. Returns the losses.
+
+    The batch depends on the number of the step only, which starts at `first`.
+    """
+    losses = []
+    for index, outcome in enumerate(outcomes, start=first):
+        optimizer.zero_grad()
+        loss = task.loss(model, task.batch(index))
+        backward(loss, optimizer, overflow=outcome == "o", engine=engine)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def scaler_numbers(index: int = 0) -> tuple[float, int]:
+    """(loss_scale, unskipped) of one loss scaler, as a checkpoint holds them."""
+    entry = amp.state_dict()[f"loss_scaler{index}"]
+    return entry["loss_scale"], entry["unskipped"]
+
+
+def masters(optimizer: Optimizer) -> list[Tensor]:
+    return [master.detach().clone() for master in amp.master_params(optimizer)]
+
+
+def group_params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def frozen(value: Any) -> Any:
+    """A copy of nested containers in which every tensor is a clone and every other leaf its deepcopy."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: frozen(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [frozen(item) for item in value]
+    return copy.deepcopy(value)
+
+
+def assert_bitwise(actual: Any, expected: Any, where: str = "") -> None:
+    """Equal types, dtypes and values, all the way down; a NaN equals a NaN."""
+    if isinstance(expected, Tensor):
+        assert isinstance(actual, Tensor), where
+        torch.testing.assert_close(
+            actual.detach(),
+            expected.detach(),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+            msg=lambda m: where + m,
+        )
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected), where
+        for key in expected:
+            assert_bitwise(actual[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), where
+        for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            assert_bitwise(a, e, f"{where}[{index}]")
+    else:
+        assert actual == expected, f"{where}: {actual!r} != {expected!r}"
+
+
+def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
+    """Parameters, state and every other group entry, as copies."""
+    params = group_params(optimizer)
+    return {
+        "params": frozen(params),
+        "state": [frozen(optimizer.state.get(param, {})) for param in params],
+        "groups": [
+            frozen({key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups
+        ],
+    }
+
+
+def picture(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[str, Any]:
+    """Everything that a refused call must leave alone: values, dtypes, identities, hooks and attributes."""
+    modules = dict(model.named_modules())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        "tensors": {name: (id(tensor), frozen(tensor)) for name, tensor in _initialised(tensors)},
+        "grads": {name: None if p.grad is None else frozen(p.grad) for name, p in _initialised(tensors)},
+        "module attributes": {name: sorted(vars(module)) for name, module in modules.items()},
+        "module classes": {name: type(module).__name__ for name, module in modules.items()},
+        "module hooks": {
+            name: [list(getattr(module, hooks) or ()) for hooks in MODULE_HOOKS] for name, module in modules.items()
+        },
+        "optimizers": [
+            {
+                "values": optimizer_values(optimizer),
+                "identities": [
+                    [id(group), *(id(param) for param in group["params"])] for group in optimizer.param_groups
+                ],
+                "attributes": sorted(vars(optimizer)),
+                "hooks": [list(getattr(optimizer, hooks)) for hooks in OPTIMIZER_HOOKS],
+            }
+            for optimizer in optimizers
+        ],
+    }
+
+
+@contextmanager
+def left_alone(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
+    """Asserts that the body changed nothing at all about the model and the optimizers."""
+    before = picture(model, optimizers)
+    yield
+    assert_bitwise(picture(model, optimizers), before)
+
+
+def _initialised(tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return [
+        (name, tensor)
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+    ]

@@ -1,0 +1,157 @@
+"""The rules of the house as tests: imports point down, one file patches, one module holds the engine."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "amp_engine"
+MODULES = {
+    "amp_engine." + ".".join(p.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): p
+    for p in sorted(PACKAGE.rglob("*.py"))
+    if p != PACKAGE / "__init__.py"
+}
+
+# Each line may import from the lines above it, never from its own line or from below.
+LAYERS = [
+    ["errors"],
+    ["dtypes", "ghost"],
+    ["containers", "policy", "kernels.reference"],
+    ["kernels", "levels"],
+    ["report", "scaler", "master_weights", "arguments"],
+    ["casting.lists", "casting.cache"],
+    ["casting.wrappers"],
+    ["casting.patcher"],
+    ["casting.function_casts"],
+    ["casting"],
+    ["checkpoint", "gradients"],
+    ["model", "step"],
+    ["overflow", "views"],
+    ["initialized"],
+    ["engine"],
+    ["amp"],
+]
+RANK = {f"amp_engine.{name}": i for i, layer in enumerate(LAYERS) for name in layer}
+
+
+class Imports(ast.NodeVisitor):
+    """Modules of the package that a file imports when it runs (not those for type checkers alone)."""
+
+    def __init__(self):
+        self.found = set()
+
+    def visit_If(self, node):
+        if getattr(node.test, "id", None) != "TYPE_CHECKING":
+            self.generic_visit(node)
+
+    def visit_Import(self, node):
+        self.found |= {alias.name for alias in node.names if alias.name.startswith("amp_engine")}
+
+    def visit_ImportFrom(self, node):
+        assert node.level == 0, "relative import"
+        if node.module and node.module.split(".")[0] == "amp_engine":
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            self.found |= {name if name in MODULES else node.module for name in inside}
+
+
+def tree(path):
+    return ast.parse(path.read_text())
+
+
+def test_every_module_has_its_layer():
+    assert set(MODULES) == set(RANK)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    imports = Imports()
+    imports.visit(tree(MODULES[name]))
+    upward = {other for other in imports.found if other != "amp_engine" and RANK[other] >= RANK[name]}
+    assert upward == set()
+
+
+@pytest.mark.parametrize("name", ["scaler", "master_weights", "casting"])
+def test_scaler_masters_and_casting_do_not_know_each_other(name):
+    others = {"scaler", "master_weights", "casting"} - {name}
+    for module, path in MODULES.items():
+        if module.removeprefix("amp_engine.").startswith(name):
+            imports = Imports()
+            imports.visit(tree(path))
+            assert not {i for i in imports.found for o in others if i.startswith(f"amp_engine.{o}")}
+
+
+def foreign_assignments(path):
+    """Assignments to attributes of imported names, and calls of setattr and delattr."""
+    module = tree(path)
+    imported = {
+        alias.asname or alias.name.split(".")[0]
+        for node in ast.walk(module)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+    for node in ast.walk(module):
+        targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else []
+        for target in targets:
+            root = target
+            while isinstance(root, (ast.Attribute, ast.Subscript)):
+                root = root.value
+            if isinstance(target, ast.Attribute) and isinstance(root, ast.Name) and root.id in imported:
+                yield ast.unparse(node)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("setattr", "delattr"):
+            yield ast.unparse(node)
+
+
+def test_only_the_patcher_assigns_to_modules_that_are_not_ours():
+    assigning = {name for name, path in MODULES.items() if list(foreign_assignments(path))}
+    assert assigning == {"amp_engine.casting.patcher"}
+
+
+def test_only_amp_holds_an_engine():
+    holders = {
+        name
+        for name, path in MODULES.items()
+        for statement in tree(path).body
+        if isinstance(statement, (ast.Assign, ast.AnnAssign))
+        for call in ast.walk(statement)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", None) in ("AmpState", "Engine")
+    }
+    assert holders == {"amp_engine.amp"}
+    assert not [n for p in MODULES.values() for n in ast.walk(tree(p)) if isinstance(n, ast.Global)]
+
+
+def test_nothing_but_torch_is_imported():
+    allowed = set(sys.stdlib_module_names) | {"torch", "amp_engine"}
+    for path in MODULES.values():
+        for node in ast.walk(tree(path)):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {n.split(".")[0] for n in names} <= allowed, path
+
+
+def test_importing_patches_nothing():
+    code = """if True:
+        import torch, torch.nn.functional as F
+        spaces = (torch, F, torch.Tensor, torch.optim.Optimizer, torch.nn.Module, torch.nn.modules.rnn)
+        before = [dict(vars(s)) for s in spaces]
+        import amp_engine
+        changed = [k for s, b in zip(spaces, before) for k, v in vars(s).items() if b.get(k, v) is not v]
+        assert not changed, changed
+        from torch.optim import optimizer
+        assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_exports_are_sorted_complete_and_the_same_from_amp():
+    import amp_engine
+    from amp_engine import amp
+
+    assert amp_engine.__all__ == sorted(amp_engine.__all__)
+    assert all(hasattr(amp_engine, name) for name in amp_engine.__all__)
+    for name in amp.__all__:
+        assert hasattr(amp, name)
+        if name != "LossScaler":
+            assert getattr(amp_engine, name) is getattr(amp, name)
+    assert amp_engine._amp_state is amp._amp_state

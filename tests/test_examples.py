@@ -1,0 +1,158 @@
+"""Every example runs and does what its docstring says."""
+
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp_engine import amp
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def run_example(monkeypatch, capsys):
+    """Runs an example in this process, as `python -m examples.NAME ARGUMENTS`; its printed lines."""
+
+    def run(name: str, *arguments: object) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_module(f"examples.{name}", run_name="__main__")
+        amp.close()
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def numbers(lines: list[str], pattern: str) -> list[float]:
+    return [float(value) for line in lines for value in re.findall(pattern, line)]
+
+
+def test_minimal_is_thirty_lines_at_most():
+    assert len((ROOT / "examples/minimal.py").read_text().splitlines()) <= 30
+
+
+def test_minimal_lowers_its_loss(run_example):
+    losses = numbers(run_example("minimal"), r"loss +([\d.]+)")
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 100
+
+
+def test_minimal_runs_as_a_script_from_anywhere(tmp_path):
+    command = [sys.executable, ROOT / "examples/minimal.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_gan_trains_three_losses_with_a_scaler_each(run_example):
+    lines = run_example("gan", "--opt-level", "O1", "--steps", 3, "--batch-size", 16)
+    losses = numbers(lines, r"(?:real|fake|generator) ([\d.]+)")
+    assert len(losses) == 3 * 2
+    assert [line.split(":")[0] for line in lines if line.startswith("loss_scaler")] == [
+        "loss_scaler0",
+        "loss_scaler1",
+        "loss_scaler2",
+    ]
+
+
+def test_gan_finds_the_circle(run_example):
+    (summary,) = (line for line in run_example("gan", "--opt-level", "O4") if "centers hit" in line)
+    (distance,) = numbers([summary], r"center ([\d.]+)")
+    assert distance < 0.3  # a point in the middle of the circle is 1 away
+
+
+def test_from_apex_differs_from_an_apex_script_by_its_import_only():
+    source = (ROOT / "examples/from_apex.py").read_text()
+    assert re.findall(r"^.*import amp$", source, re.MULTILINE) == ["from amp_engine import amp"]
+    assert source.count("amp_engine") == 1
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", "128.0"])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_from_apex_learns(run_example, opt_level, loss_scale):
+    lines = run_example("from_apex", "--opt-level", opt_level, "--loss-scale", loss_scale)
+    assert f"loss_scale             : {loss_scale}" in lines
+    accuracy = numbers(lines, r"\* Epoch \d Loss [\d.]+ Prec@1 ([\d.]+)")
+    assert accuracy[1] > accuracy[0] > 15  # percent; chance is 10
+
+
+def test_from_apex_resumes_where_it_stopped(run_example, tmp_path):
+    arguments = ("--opt-level", "O2", "--checkpoint", tmp_path / "checkpoint.pt")
+    run_example("from_apex", *arguments, "--epochs", 1)
+    resumed = run_example("from_apex", *arguments, "--resume", tmp_path / "checkpoint.pt")
+    epochs = [line for line in resumed if line.startswith(" * Epoch")]
+    assert [line[:10] for line in epochs] == [" * Epoch 1"]
+
+
+def final_state(path: Path) -> dict:
+    """The checkpoint, flat: a name for every tensor and number in it."""
+
+    def flatten(value, name):
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield from flatten(item, f"{name}.{key}")
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                yield from flatten(item, f"{name}.{index}")
+        else:
+            yield name, value
+
+    return dict(flatten(torch.load(path), path.stem))
+
+
+def assert_bitwise_equal(path: Path, expected_path: Path) -> None:
+    actual, expected = final_state(path), final_state(expected_path)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == actual[name].dtype, name
+            assert torch.equal(actual[name], value), name
+        else:
+            assert actual[name] == value, name
+
+
+TINY_GPT = ("--width", 16, "--layers", 1, "--batch-size", 4, "--length", 16)
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_train_gpt_stopped_and_resumed_is_the_run_that_was_not(run_example, tmp_path, opt_level):
+    arguments = ("--opt-level", opt_level, "--steps", 6, *TINY_GPT, "--checkpoint")
+    (tmp_path / "whole").mkdir()
+    whole, resumed = tmp_path / "whole" / "gpt.pt", tmp_path / "gpt.pt"
+
+    expected = run_example("train_gpt", *arguments, whole)
+    run_example("train_gpt", *arguments, resumed, "--stop-after", 3)
+    lines = run_example("train_gpt", *arguments, resumed, "--resume")
+
+    assert "resumed at step 3" in lines
+    assert lines[-1] == expected[-1]
+    assert lines[-1].startswith("step    6")
+    assert_bitwise_equal(resumed, whole)
+
+
+def test_train_gpt_killed_and_resumed_is_the_run_that_was_not(tmp_path):
+    def command(folder: str, *more: object) -> list[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        checkpoint = ("--checkpoint", tmp_path / folder / "gpt.pt")
+        arguments = ("--steps", 60, "--save-every", 10, *TINY_GPT, *checkpoint, *more)
+        return [sys.executable, "-m", "examples.train_gpt", *map(str, arguments)]
+
+    def finish(*arguments: object) -> str:
+        done = subprocess.run(command(*arguments), cwd=ROOT, check=True, capture_output=True, text=True)
+        return done.stdout.splitlines()[-1]
+
+    killed = subprocess.Popen(command("killed"), cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "killed/gpt.pt").exists():
+        assert killed.poll() is None
+        time.sleep(0.005)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+
+    assert finish("killed", "--resume") == finish("whole")
+    assert_bitwise_equal(tmp_path / "killed/gpt.pt", tmp_path / "whole/gpt.pt")

@@ -104,8 +104,8 @@ def check_num_losses(num_losses: Any) -> int:
 
 
 def check_cudnn() -> None:
-    """Raise AmpStateError if a CUDA build of torch runs without cuDNN, as apex did."""
-    if torch.cuda.is_available() and not torch.backends.cudnn.enabled:
+    """Raise AmpStateError if somebody switched cuDNN off, as apex did; it is on by default, also without CUDA."""
+    if not torch.backends.cudnn.enabled:
         raise AmpStateError(
             "Amp requires torch.backends.cudnn.enabled = True.  Type torch.backends.cudnn.enabled = True before "
             "amp.initialize."

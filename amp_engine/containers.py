@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating tensor in it cast to `dtype`.
 
-    Walked: lists, tuples, named tuples, mappings, dataclass instances, and objects with a `to` method
+    Walked: lists, tuples, named tuples, deques, mappings, dataclass instances, and objects with a `to` method
     (packed sequences, batch classes). A container comes back in its own type and the one handed in is not
     changed; one in which nothing had to be cast comes back itself. Strings, numbers, sets, numpy arrays,
     generators, modules and everything else are returned as they are. No host sync.
@@ -23,7 +24,7 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (str, bytes, nn.Module)) or value is None:
         return value
-    if isinstance(value, (list, tuple)) and not hasattr(value, "to"):
+    if isinstance(value, (list, tuple, deque)) and not hasattr(value, "to"):
         return _cast_sequence(value, dtype)
     # A dataclass that is a mapping too (Hugging Face's ModelOutput) keeps its items and fields in step
     # through item assignment.
@@ -42,6 +43,8 @@ def _cast_sequence(value: Any, dtype: torch.dtype) -> Any:
         return value
     if hasattr(value, "_make"):
         return value._make(items)
+    if isinstance(value, deque):
+        return type(value)(items, value.maxlen)
     # `torch.return_types.max` and kin are tuples that take one iterable, as list and tuple do.
     return type(value)(items)
 

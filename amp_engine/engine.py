@@ -131,7 +131,7 @@ class Engine:
         )
         if hard_override:
             for complaint in policy.complaints():
-                self.reporter.say(f"Warning:  {complaint}")
+                print(f"Warning:  {complaint}")  # at any verbosity: it stands for an error
         else:
             require(policy)
         output_dtype = None if cast_model_outputs is None else parse_dtype(cast_model_outputs, "cast_model_outputs")

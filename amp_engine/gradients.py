@@ -145,7 +145,7 @@ class GradientWindow:
     def _plain_params(self) -> Iterator[nn.Parameter]:
         for group in self._optimizer.param_groups:
             for p in group["params"]:
-                if self._masters is None or not self._masters.owns(p):
+                if self._masters is None or self._masters.find(p) is None:
                     yield p
 
     def _add_to_masters(self, batch: list[Master], grads: list[Tensor], inv_scale: Tensor) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine.dtypes import is_low_precision
-from amp_engine.master_weights import MasterWeights
+from amp_engine.master_weights import MasterWeights, exact_value
 from amp_engine.model import CastModel
 from amp_engine.policy import Policy
 from amp_engine.step import SteppedOptimizer
@@ -54,10 +53,10 @@ class Initialized:
         """Cast `models`, give `optimizers` masters and hooks. If anything raises, nothing has changed."""
         # Values from before the cast, without a copy: casting gives a parameter other memory.
         exact = {
-            id(p): p.detach()
+            id(p): p.detach() if (value_f32 := exact_value(p)) is None else value_f32
             for optimizer in optimizers
             for p in master_params(optimizer)
-            if p.is_floating_point() and not is_low_precision(p)
+            if p.is_floating_point()
         }
         dtype = policy.cast_model_type or None
         if dtype is not None and output_dtype is None:
@@ -90,11 +89,14 @@ class Initialized:
 
     def release(self) -> None:
         """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""
-        for optimizer in self.optimizers:
+        optimizers = self.optimizers
+        for optimizer in optimizers:
             self._let_go(optimizer)
         for cast_model in reversed(self._cast_models):
             cast_model.undo()
         self._cast_models.clear()
+        for optimizer in optimizers:
+            _match_state_to_parameters(optimizer)
 
     def parameter_names(self) -> dict[int, str]:
         """Id of each parameter -> its name, with the model's position where there are several models."""
@@ -133,6 +135,17 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _match_state_to_parameters(optimizer: Optimizer) -> None:
-    """Pure half (O3): state that is older than the cast takes the parameters' type, as torch's kernels ask."""
-    if any(is_low_precision(p) and p in optimizer.state for p in master_params(optimizer)):
+    """State that is older than a cast without masters (O3) takes the parameters' type, as torch's kernels ask.
+
+    Through the optimizer's own `load_state_dict`: one that keeps FP32 state for half parameters says so there.
+    """
+    differs = any(
+        isinstance(value, Tensor) and value.is_floating_point() and value.dtype != p.dtype
+        for p in master_params(optimizer)
+        for key, value in optimizer.state.get(p, {}).items()
+        if key != "step"
+    )
+    if differs:
+        groups = optimizer.param_groups
         optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups = groups  # equal to what was loaded, and the objects that others may hold

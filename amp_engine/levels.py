@@ -71,8 +71,9 @@ def level(opt_level: object) -> Policy:
     """The policy named `opt_level`. Raises AmpStateError, in apex's words, for any other value."""
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return LEVELS[opt_level]
+    meant = "O" + str(opt_level).strip()[-1:]
     raise AmpStateError(
         f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in "
         "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero.  'O4' and 'O5' are O1 and O2 in "
-        'bfloat16.  Type for example opt_level="O2".'
+        f'bfloat16.  Type opt_level="{meant if meant in LEVELS else "O2"}".'
     )

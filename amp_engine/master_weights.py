@@ -123,7 +123,7 @@ class MasterWeights:
                             "add_param_group()."
                         )
                     params[i] = self._create(p, (exact or {}).get(id(p))).weight
-                master = self._by_id.get(id(params[i]))
+                master = self.find(params[i])
                 if master is not None:
                     in_groups.append(master)
         if len(in_groups) < len(self._by_id):
@@ -149,9 +149,9 @@ class MasterWeights:
         for master in self.in_groups:
             master.weight.grad = None
 
-    def owns(self, param: Tensor) -> bool:
-        """Whether `param` is one of these masters."""
-        return id(param) in self._by_id
+    def find(self, weight: Tensor) -> Master | None:
+        """The master whose weight, in the groups, is this very object."""
+        return self._by_id.get(id(weight))
 
     def release(self) -> None:
         """Put the parameters back into the groups, in float32 with their masters' values and state."""
@@ -179,9 +179,9 @@ class MasterWeights:
             exact_f32 = exact_value(param)
             value_f32 = (param if exact_f32 is None else exact_f32).detach().to(torch.float32, copy=True)
         elif next(masters_of(param), None) is not None:
-            value_f32 = exact_f32.clone()  # another optimizer's master has this memory
+            value_f32 = exact_f32.to(torch.float32, copy=True)  # another optimizer's master has this memory
         else:
-            value_f32 = exact_f32
+            value_f32 = exact_f32.float()
         master = Master(param, value_f32)
         self._by_id[id(master.weight)] = master
         self._owned.add(id(param))

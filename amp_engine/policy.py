@@ -82,11 +82,9 @@ class Policy:
             )
 
     def properties(self) -> dict[str, object]:
-        """Field name to value, in print order; the function-cast type only where it is not float16."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if self.patch_torch_functions_type in (None, torch.float16):
-            del fields["patch_torch_functions_type"]
-        return fields
+        """apex's seven properties and their values, in print order."""
+        names = [f.name for f in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names if name != "patch_torch_functions_type"}
 
     def __str__(self) -> str:
         """`name=value` pairs that `Policy.parse` reads back."""

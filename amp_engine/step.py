@@ -167,6 +167,8 @@ class SteppedOptimizer:
         if self.masters is None and casts_off is None and not self._is_scaled():
             return None  # nothing to add to torch's own step
         if _closure(args, kwargs) is not None:
+            if self.masters is None and not self._is_scaled():
+                return None  # O4: the closure's forward wants its casts
             raise AmpStateError(
                 f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "
                 "and backward with amp.scale_loss yourself, then call step() without arguments."

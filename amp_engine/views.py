@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from amp_engine.master_weights import Master
 from amp_engine.policy import Policy
 
 if TYPE_CHECKING:
@@ -45,24 +47,46 @@ class Stash:
         return self._stepped.window is not None and not self._stepped.in_backward
 
     @property
-    def all_fp16_params(self) -> list[nn.Parameter]:
-        """The model's low-precision parameters that have masters."""
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """Per group: the model's low-precision parameters that have masters."""
+        return [[m.param for m in group] for group in self._mastered()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
+        """Per group: their masters, in the same order."""
+        return [[m.weight for m in group] for group in self._mastered()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[nn.Parameter]]:
+        """Per group: what the optimizer steps without a master."""
         masters = self._stepped.masters
-        return [] if masters is None else [m.param for m in masters.in_groups]
+        return [
+            [p for p in group["params"] if masters is None or masters.find(p) is None]
+            for group in self._stepped.optimizer.param_groups
+        ]
+
+    @property
+    def all_fp16_params(self) -> list[nn.Parameter]:
+        """`fp16_groups` in one list."""
+        return list(chain.from_iterable(self.fp16_groups))
 
     @property
     def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
-        """Their masters, in the same order."""
-        masters = self._stepped.masters
-        return [] if masters is None else [m.weight for m in masters.in_groups]
+        """`fp32_from_fp16_groups` in one list."""
+        return list(chain.from_iterable(self.fp32_from_fp16_groups))
 
     @property
     def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
-        """What the optimizer steps without a master."""
+        """`fp32_from_fp32_groups` in one list."""
+        return list(chain.from_iterable(self.fp32_from_fp32_groups))
+
+    def _mastered(self) -> list[list[Master]]:
         masters = self._stepped.masters
         groups = self._stepped.optimizer.param_groups
-        params = [p for group in groups for p in group["params"]]
-        return [p for p in params if masters is None or not masters.owns(p)]
+        if masters is None:
+            return [[] for _ in groups]
+        found = [[masters.find(p) for p in group["params"]] for group in groups]
+        return [[m for m in group if m is not None] for group in found]
 
 
 class Handle:

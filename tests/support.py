@@ -17,6 +17,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DYNAMIC_LEVELS = ("O1", "O2")
 MASTER_LEVELS = ("O2", "O5")
 FUNCTION_LEVELS = ("O1", "O4")
+CAST_LEVELS = ("O0", "O2", "O3", "O5")
 WEIGHT_DTYPE = {
     "O0": torch.float32,
     "O1": torch.float32,

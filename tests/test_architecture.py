@@ -23,6 +23,7 @@ LAYERS = [
     ["report", "scaler", "master_weights", "arguments"],
     ["casting.lists", "casting.cache"],
     ["casting.wrappers"],
+    ["casting.recurrent"],
     ["casting.patcher"],
     ["casting.function_casts"],
     ["casting"],

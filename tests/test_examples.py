@@ -16,6 +16,7 @@ from amp_engine import amp
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -23,6 +24,7 @@ def run_example(monkeypatch, capsys):
     """Runs an example in this process, as `python -m examples.NAME ARGUMENTS`; its printed lines."""
 
     def run(name: str, *arguments: object) -> list[str]:
+        torch.set_num_threads(1)  # models this small gain nothing from two
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         runpy.run_module(f"examples.{name}", run_name="__main__")
         amp.close()
@@ -47,7 +49,7 @@ def test_minimal_lowers_its_loss(run_example):
 
 def test_minimal_runs_as_a_script_from_anywhere(tmp_path):
     command = [sys.executable, ROOT / "examples/minimal.py"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, check=True, capture_output=True)
 
 
 def test_gan_trains_three_losses_with_a_scaler_each(run_example):
@@ -144,10 +146,12 @@ def test_train_gpt_killed_and_resumed_is_the_run_that_was_not(tmp_path):
         return [sys.executable, "-m", "examples.train_gpt", *map(str, arguments)]
 
     def finish(*arguments: object) -> str:
-        done = subprocess.run(command(*arguments), cwd=ROOT, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            command(*arguments), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, text=True
+        )
         return done.stdout.splitlines()[-1]
 
-    killed = subprocess.Popen(command("killed"), cwd=ROOT, stdout=subprocess.DEVNULL)
+    killed = subprocess.Popen(command("killed"), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     while not (tmp_path / "killed/gpt.pt").exists():
         assert killed.poll() is None
         time.sleep(0.005)

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from amp_engine import amp
-from tests.support import WEIGHT_DTYPE
-
-CAST_LEVELS = ("O0", "O2", "O3", "O5")
+from tests.support import CAST_LEVELS, WEIGHT_DTYPE
 
 
 class Point(NamedTuple):

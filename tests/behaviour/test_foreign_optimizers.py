@@ -328,7 +328,8 @@ def test_a_step_sees_no_casts_at_o1() -> None:
 
     class Multiplies(CountsInGroup):
         def step(self, closure: Any = None) -> None:
-            seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+            if group_params(self):  # a step without parameters is nobody's step
+                seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
             super().step()
 
     model = MLP.model()

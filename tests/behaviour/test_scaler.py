@@ -69,7 +69,7 @@ def test_the_window_of_2000_is_walked_without_help() -> None:
 
 @pytest.mark.parametrize("ceiling", [2.0**16, 2.0**17, 2.0**24])
 def test_the_ceiling_stops_the_growth(ceiling: float) -> None:
-    model, optimizer = start(max_loss_scale=ceiling)
+    model, optimizer = start("O0", loss_scale="dynamic", max_loss_scale=ceiling)
     scaler = amp._amp_state.loss_scalers[0]
     for _ in range(10):
         scaler._unskipped = 1999

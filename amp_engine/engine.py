@@ -115,8 +115,8 @@ class Engine:
 
         Raises AmpStateError, AmpTypeError or AmpValueError, with everything as it was before the call.
         """
-        self.reporter.verbosity = verbosity
         if not enabled:
+            self.reporter.verbosity = verbosity
             self.policy, self.scalers = levels.DISABLED, []
             return models if optimizers is None else (models, optimizers)
 
@@ -142,6 +142,7 @@ class Engine:
         arguments.check_models(model_list, policy)
         arguments.check_optimizers(optimizer_list, self._initialized.optimizers)
 
+        self.reporter.verbosity = verbosity
         for line in report.initialization(defaults, policy):
             self.reporter.say(line, rank0=True)
 
@@ -201,7 +202,7 @@ class Engine:
         if not self.policy.enabled:
             yield loss
             return
-        stepped = [self._stepped(o) for o in _as_list(optimizers)]
+        stepped = [self._stepped(o) for o in dict.fromkeys(_as_list(optimizers))]
         scaler = self._scaler(loss_id)
         try:
             if self._passes_through(scaler, stepped):
@@ -354,7 +355,8 @@ class Engine:
         scaler = self.scalers[loss_id]
         skips = scaler.dynamic or self._skip_on_overflow
         check = skips or not self._watch.is_static_reported(loss_id)
-        checked = [one.close_window(check) for one in stepped]
+        unscaled: set[int] = set()
+        checked = [one.close_window(check, unscaled) for one in stepped]
         for each in checked:
             scaler.record_(each.nonfinite)
         if delay_overflow_check:
@@ -363,7 +365,7 @@ class Engine:
         if check and stepped:
             verdict = Verdict(loss_id, scaler, HostFlag(found_inf), skips, checked, loss)
             for one in stepped:
-                one.verdicts.append(verdict)
+                one.add_verdict(verdict)
 
     def _close_left_open(self, stepped: SteppedOptimizer) -> None:
         window = stepped.window

@@ -96,11 +96,15 @@ class GradientWindow:
             else:
                 master.weight.grad = self._earlier.pop(id(master.weight), master.weight.grad)
 
-    def close(self, check: bool) -> Checked:
+    def close(self, check: bool, unscaled: set[int]) -> Checked:
         """Exit: afterwards `.grad` of every stepped parameter is unscaled, in its own type.
 
-        Only gradients of this window are checked, not those that they are added to. Without `check`
-        nothing is reported as non-finite. No host sync.
+        Only gradients of this window are checked, not those that they are added to. No host sync.
+
+        Args:
+            check: without it nothing is reported as non-finite.
+            unscaled: ids of parameters whose gradients another optimizer of this backward has unscaled in
+                place; those that are done here are added.
         """
         self.reenter()
         inv_scale = self.snapshot.inv_scale
@@ -115,7 +119,8 @@ class GradientWindow:
                 flags.append(_nonfinite(grads))
             self._add_to_masters(batch, grads, inv_scale)
 
-        params = [p for p in self._plain_params() if p.grad is not None]
+        params = [p for p in self._plain_params() if p.grad is not None and id(p) not in unscaled]
+        unscaled |= {id(p) for p in params}
         for plain in _batches(params, key=lambda p: p.grad):
             grads = [_grad(p) for p in plain]
             if check:

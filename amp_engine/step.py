@@ -34,6 +34,10 @@ class HostFlag:
         else:
             self._host = value.cpu()
 
+    def is_known_clean(self) -> bool:
+        """Whether the value has arrived and is 0. Does not wait."""
+        return (self._event is None or self._event.query()) and not self.read()
+
     def read(self) -> bool:
         """Whether the value is != 0. Waits until it has arrived."""
         if self._event is not None:
@@ -128,14 +132,19 @@ class SteppedOptimizer:
         self.in_backward = False
         self.window.leave_open()
 
-    def close_window(self, check: bool) -> Checked:
-        """Exit of `scale_loss`: unscale and check. No host sync."""
+    def close_window(self, check: bool, unscaled: set[int]) -> Checked:
+        """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""
         assert self.window is not None
         self.in_backward = False
         window, self.window = self.window, None
-        checked = window.close(check)
+        checked = window.close(check, unscaled)
         self._hook_last()
         return checked
+
+    def add_verdict(self, verdict: Verdict) -> None:
+        """Keep a verdict for the next step, and no more than that needs, however many backwards it takes."""
+        self.verdicts = [v for v in self.verdicts if not v.overflow.is_known_clean()]
+        self.verdicts.append(verdict)
 
     def abandon(self) -> None:
         """The body of `scale_loss` raised."""

@@ -256,12 +256,13 @@ class RaisesOnce(CountsInGroup):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_step_that_raises_leaves_gradients_and_flags_and_the_next_one_works(level: str) -> None:
+@pytest.mark.parametrize("earlier", ["", "c"], ids=["first step", "second step"])
+def test_a_step_that_raises_leaves_gradients_and_flags_and_the_next_one_works(level: str, earlier: str) -> None:
     def run(*, failing: bool) -> list[torch.Tensor]:
         model = NORMED_MLP.model()
         optimizer = RaisesOnce(model.parameters())
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        train(NORMED_MLP, model, optimizer, "c")
+        train(NORMED_MLP, model, optimizer, earlier)
         optimizer.zero_grad()
         backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
         gradients = [param.grad.clone() for param in amp.master_params(optimizer)]

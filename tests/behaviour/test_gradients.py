@@ -307,6 +307,41 @@ def test_zero_grad_in_an_open_window_throws_the_window_away(level: str, set_to_n
     assert_bitwise(after, gradients(optimizer))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_in_an_open_window_throws_away_what_came_before_it_too(level: str, set_to_none: bool) -> None:
+    model, optimizer = started(level, MLP)
+    backward(MLP.loss(model, MLP.batch(4)), optimizer)
+    backward(MLP.loss(model, MLP.batch(5)), optimizer, delay_unscale=True)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer)
+    after = gradients(optimizer)
+    amp.close()
+    model, optimizer = started(level, MLP)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer)
+    assert_bitwise(after, gradients(optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_exception_before_the_backward_keeps_the_open_window(level: str) -> None:
+    def fails(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with amp.scale_loss(MLP.loss(model, MLP.batch(5)), optimizer):
+            raise ZeroDivisionError
+
+    def run(*, interrupted: bool) -> list[Tensor]:
+        model, optimizer = started(level, MLP)
+        backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
+        if interrupted:
+            with pytest.raises(ZeroDivisionError):
+                fails(model, optimizer)
+        backward(MLP.loss(model, MLP.batch(1)), optimizer)
+        values = gradients(optimizer)
+        amp.close()
+        return values
+
+    assert_bitwise(run(interrupted=True), run(interrupted=False))
+
+
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_an_undelayed_backward_before_a_delayed_one_is_kept(level: str) -> None:
     model, optimizer = started(level, MLP)

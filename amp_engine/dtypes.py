@@ -25,12 +25,12 @@ def is_low_precision(tensor: torch.Tensor) -> bool:
     return tensor.dtype in LOW_PRECISION
 
 
-def parse_dtype(value: object, argument: str) -> torch.dtype:
+def parse_dtype(value: object, argument: str, allow_float64: bool = False) -> torch.dtype:
     """The training dtype that `value` names: a `torch.dtype`, or a string such as ``"float16"``.
 
     Raises AmpTypeError, which names `argument`, for anything else.
     """
-    if isinstance(value, torch.dtype) and value in _NAMES.values():
+    if isinstance(value, torch.dtype) and (value in _NAMES.values() or (allow_float64 and value is torch.float64)):
         return value
     if isinstance(value, str) and value.removeprefix("torch.") in _NAMES:
         return _NAMES[value.removeprefix("torch.")]

@@ -134,7 +134,9 @@ class Engine:
                 print(f"Warning:  {complaint}")  # at any verbosity: it stands for an error
         else:
             require(policy)
-        output_dtype = None if cast_model_outputs is None else parse_dtype(cast_model_outputs, "cast_model_outputs")
+        output_dtype = (
+            None if cast_model_outputs is None else parse_dtype(cast_model_outputs, "cast_model_outputs", True)
+        )
         num_losses = arguments.check_num_losses(num_losses)
         check_bounds(min_loss_scale, max_loss_scale)
         model_list = arguments.as_models(models)

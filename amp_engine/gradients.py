@@ -51,7 +51,9 @@ class GradientWindow:
         self._earlier: dict[int, Tensor] = {}
         # While the window is left open: a gradient of ours, whose loss or change tells of a zero_grad().
         self._sentinel: tuple[nn.Parameter, Tensor, int] | None = None
-        self._left_with_grad: list[nn.Parameter] = []
+        # Gradients as they were when last left or entered, to see what was done to them since.
+        self._left: list[tuple[nn.Parameter, Tensor, int]] = []
+        self._entered: list[tuple[nn.Parameter, Tensor | None, int]] | None = None
         self._open()
 
     def _open(self) -> None:
@@ -64,7 +66,7 @@ class GradientWindow:
 
     def leave_open(self) -> None:
         """Exit with `delay_unscale`: gradients stay scaled and go on accumulating in place."""
-        self._left_with_grad = [p for p in self._plain_params() if p.grad is not None]
+        self._left = [(p, p.grad, p.grad._version) for p in self._plain_params() if p.grad is not None]
         masters = [m for m in self._master_list() if m.param.grad is not None]
         if not masters:
             return
@@ -78,10 +80,14 @@ class GradientWindow:
 
     def reenter(self) -> None:
         """Next entry into a window that was left open; notice if the user zeroed gradients in between."""
-        for p in self._left_with_grad:
-            if p.grad is None:
+        for p, grad, version in self._left:
+            if p.grad is None or (grad._version != version and not p.grad.any()):
                 self._earlier.pop(id(p), None)
-        self._left_with_grad = []
+        self._left = []
+        self._read_sentinel()
+        self._entered = [(p, p.grad, _version(p.grad)) for p in self._written_params()]
+
+    def _read_sentinel(self) -> None:
         if self._sentinel is None:
             return
         param, grad, version = self._sentinel
@@ -136,13 +142,23 @@ class GradientWindow:
             torch.cat(nonfinite) if nonfinite else torch.zeros(0, dtype=torch.bool, device=device),
         )
 
-    def abandon(self) -> None:
-        """The body of `scale_loss` raised: put back what was there, drop what half a backward left."""
+    def abandon(self) -> bool:
+        """The body of `scale_loss` raised: put back what was there, drop what half a backward left.
+
+        Returns whether the window stays open: it had gradients of earlier backwards, and this body ran none.
+        What half a backward adds to them cannot be told apart again: then they are dropped.
+        """
+        if self._entered is not None and all(
+            p.grad is grad and _version(grad) == version for p, grad, version in self._entered
+        ):
+            self.leave_open()
+            return True
         for master in self._master_list():
             master.param.grad = None
         for p in self._plain_params():
             p.grad = None
         self._restore_earlier(add=False)
+        return False
 
     def _master_list(self) -> list[Master]:
         return [] if self._masters is None else self._masters.in_groups
@@ -152,6 +168,11 @@ class GradientWindow:
             for p in group["params"]:
                 if self._masters is None or self._masters.find(p) is None:
                     yield p
+
+    def _written_params(self) -> Iterator[nn.Parameter]:
+        """The parameters that a backward accumulates into: the model's own."""
+        yield from (master.param for master in self._master_list())
+        yield from self._plain_params()
 
     def _add_to_masters(self, batch: list[Master], grads: list[Tensor], inv_scale: Tensor) -> None:
         inv_scale = inv_scale.to(grads[0].device, non_blocking=True)
@@ -181,6 +202,10 @@ def _grad(param: nn.Parameter) -> Tensor:
     assert grad is not None
     # One entry an index, so that values that overflow together are seen to.
     return grad.coalesce() if grad.is_sparse else grad
+
+
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None else grad._version
 
 
 def _accumulate(param: nn.Parameter, grad: Tensor) -> None:

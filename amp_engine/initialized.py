@@ -51,9 +51,10 @@ class Initialized:
         adopt_data_writes: bool,
     ) -> None:
         """Cast `models`, give `optimizers` masters and hooks. If anything raises, nothing has changed."""
-        # Values from before the cast, without a copy: casting gives a parameter other memory.
+        # Values from before the cast, without a copy: casting gives a parameter other memory. Not p.detach(), which
+        # would share the parameter's version: a step of the master would count as a write to the parameter.
         exact = {
-            id(p): p.detach() if (value_f32 := exact_value(p)) is None else value_f32
+            id(p): p.data if (value_f32 := exact_value(p)) is None else value_f32
             for optimizer in optimizers
             for p in master_params(optimizer)
             if p.is_floating_point()

@@ -81,8 +81,10 @@ def initialization(defaults: Policy, policy: Policy) -> Iterator[str]:
     yield from _properties(policy)
 
 
-def overflow_message(loss_id: int, loss_scale: float) -> str:
-    """apex's line, which scripts and people grep for."""
+def overflow_message(loss_id: int, loss_scale: float, dynamic: bool) -> str:
+    """apex's line, which scripts and people grep for; a static scale, which apex never skipped, has its own."""
+    if not dynamic:
+        return f"Gradient overflow.  Skipping step, loss scaler {loss_id} is static at {loss_scale}"
     return f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {loss_scale}"
 
 

@@ -149,8 +149,7 @@ class SteppedOptimizer:
     def abandon(self) -> None:
         """The body of `scale_loss` raised."""
         self.in_backward = False
-        if self.window is not None:
-            self.window.abandon()
+        if self.window is not None and not self.window.abandon():
             self.window = None
 
     def release(self) -> None:
@@ -158,7 +157,8 @@ class SteppedOptimizer:
         self._step_hook.remove()
         self._load_hook.remove()
         if self.window is not None:
-            self.abandon()
+            self.window.abandon()
+            self.window = None
         if self.masters is not None:
             self.masters.release()
 
@@ -182,12 +182,11 @@ class SteppedOptimizer:
                 f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "
                 "and backward with amp.scale_loss yourself, then call step() without arguments."
             )
-        self._find_ghost(optimizer, args, kwargs)
         if self.window is not None:
             self._on_window_left_open(self)
         if not self._skip():
             self._step(optimizer, args, kwargs, nullcontext() if casts_off is None else casts_off)
-        return (ghost(optimizer, bool(self._ghost_has_stand_ins)), *args[1:]), kwargs
+        return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
 
     def _skip(self) -> bool:
         """Whether a backward since the last step overflowed. Waits for the device if one was checked."""
@@ -229,10 +228,10 @@ class SteppedOptimizer:
         finally:
             self._stepping = False
 
-    def _find_ghost(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Try once which ghost this class can step, before anything is done."""
+    def _ghost(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
+        """A ghost that this class can step; which kind is found out once."""
         if self._ghost_has_stand_ins is not None:
-            return
+            return ghost(optimizer, self._ghost_has_stand_ins)
         failures = []
         for stand_ins in (False, True):
             try:
@@ -241,7 +240,7 @@ class SteppedOptimizer:
                 failures.append(e)
             else:
                 self._ghost_has_stand_ins = stand_ins
-                return
+                return ghost(optimizer, stand_ins)
         raise AmpStateError(
             f"{type(optimizer).__name__} cannot be stepped under amp: its step() fails when there is nothing to step "
             f"({failures[-1]!r}), so no step of it can be skipped.  Use opt_level='O0' or 'O3' without loss scaling."

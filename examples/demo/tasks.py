@@ -55,13 +55,13 @@ def digits_cnn() -> Task:
 def topics_gpt() -> Task:
     """Attention and layer norm; the metric is bits per character of held-out text."""
     levels = ("O0", *HALF_LEVELS, *BFLOAT16_LEVELS)
-    return _topics("topics-gpt", levels, steps=300, learning_rate=6e-3, width=64, batch_size=16)
+    return _topics("topics-gpt", levels, steps=300, learning_rate=6e-3, width=64, batch_size=12)
 
 
 def topics_gpt_wide() -> Task:
     """Wide enough for the matrix units of a CPU to matter: FP32 against the bfloat16 levels."""
     levels = ("O0", *BFLOAT16_LEVELS)
-    return _topics("topics-gpt-wide", levels, steps=50, learning_rate=1e-3, width=512, batch_size=32)
+    return _topics("topics-gpt-wide", levels, steps=40, learning_rate=1e-3, width=512, batch_size=32)
 
 
 def all_tasks() -> list[Task]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ghost import inner_optimizers
@@ -65,16 +66,16 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
                     f"Parameter {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
                     "through the model, then call amp.initialize."
                 )
-            if type(param).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
+            if _is_sharded(param):
                 raise AmpStateError(
                     f"Parameter {name} of {type(model).__name__} is a {type(param).__name__}, which "
                     f"{policy.opt_level} cannot cast.  For FSDP2 use its MixedPrecisionPolicy, or choose "
-                    "opt_level='O1' or 'O4'."
+                    "opt_level='O4'."
                 )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer]) -> None:
-    """Raise AmpStateError for an optimizer that is in use already or steps other groups than its own."""
+def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer], is_scaled: bool) -> None:
+    """Raise AmpStateError for an optimizer that is in use already, or that cannot be looked after."""
     seen = [id(o) for o in known]
     for optimizer in optimizers:
         if id(optimizer) in seen or hasattr(optimizer, "_amp_stash"):
@@ -83,6 +84,16 @@ def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer]
                 f"This {type(optimizer).__name__} was; call amp.close() first to start over."
             )
         seen.append(id(optimizer))
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise AmpStateError(
+                f"{type(optimizer).__name__} is a torch.optim.Optimizer by name only: it takes no step hooks.  Pass "
+                "the optimizer inside of it to amp.initialize, and make the wrapper afterwards."
+            )
+        if is_scaled and any(_is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
+            raise AmpStateError(
+                f"{type(optimizer).__name__} steps sharded parameters (DTensor, as FSDP2 makes them), whose ranks "
+                "would each decide on an overflow of their own.  Choose opt_level='O4', which scales nothing."
+            )
         own = [id(group["params"]) for group in optimizer.param_groups]
         for name, inner in inner_optimizers(optimizer).items():
             if [id(group["params"]) for group in inner.param_groups] != own:
@@ -120,6 +131,11 @@ def has_float16_convolution_on_cpu(models: Sequence[nn.Module], policy: Policy) 
         for model in models
         for module in model.modules()
     )
+
+
+def _is_sharded(param: Any) -> bool:
+    """Whether `param` wraps other tensors, as a DTensor does."""
+    return is_traceable_wrapper_subclass(param)
 
 
 def _described(value: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -82,8 +83,8 @@ def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
             continue
         for master in masters_of(param):
             value, master.incoming = master.incoming, None
-            # Untouched since: torch refused the value (its shape, say) and will raise.
-            if value is not None and not master.in_sync() and value.shape == master.weight.shape:
+            # Not so if torch refused the value (its shape, say) and will raise, or a module made it another.
+            if value is not None and value.shape == param.shape and torch.equal(value.to(param), param):
                 master.weight.detach().copy_(value)
                 master.mark_in_sync()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,14 +15,15 @@ from torch.optim import Optimizer
 
 from amp_engine import arguments, checkpoint, levels, report
 from amp_engine.casting import FunctionCasts, Registration
+from amp_engine.devices import HostFlag, moved
 from amp_engine.dtypes import parse_dtype
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
 from amp_engine.initialized import Initialized, master_params
 from amp_engine.master_weights import MasterWeights
 from amp_engine.overflow import OverflowWatch
 from amp_engine.policy import Policy, require
-from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, check_bounds
-from amp_engine.step import HostFlag, SteppedOptimizer, Verdict
+from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, ScaleSnapshot, check_bounds
+from amp_engine.step import SteppedOptimizer, Verdict
 
 
 class Engine:
@@ -115,6 +117,7 @@ class Engine:
 
         Raises AmpStateError, AmpTypeError or AmpValueError, with everything as it was before the call.
         """
+        self._refuse_inside_of_scale_loss("initialize")
         if not enabled:
             self.reporter.verbosity = verbosity
             self.policy, self.scalers = levels.DISABLED, []
@@ -142,7 +145,9 @@ class Engine:
         model_list = arguments.as_models(models)
         optimizer_list = arguments.as_optimizers(optimizers)
         arguments.check_models(model_list, policy)
-        arguments.check_optimizers(optimizer_list, self._initialized.optimizers)
+        arguments.check_optimizers(
+            optimizer_list, self._initialized.optimizers, policy.loss_scale != 1.0 or skip_on_overflow
+        )
 
         self.reporter.verbosity = verbosity
         for line in report.initialization(defaults, policy):
@@ -192,7 +197,8 @@ class Engine:
             delay_overflow_check: leave the scale alone; an overflow counts at the next check of this scaler.
 
         Raises AmpStateError, AmpTypeError or AmpIndexError before the body is run. If the body raises,
-        gradients are put back as they were at the entry. No host sync.
+        gradients are put back as they were at the entry; only what `delay_unscale` had left scaled is dropped, if
+        the body ran a backward into it. No host sync.
         """
         del model
         if self.policy is None:
@@ -204,6 +210,11 @@ class Engine:
         if not self.policy.enabled:
             yield loss
             return
+        if not isinstance(loss, Tensor):
+            raise AmpTypeError(
+                f"scale_loss() takes the loss as a tensor, not a {type(loss).__name__}.  Pass what backward() would be "
+                "called on."
+            )
         stepped = [self._stepped(o) for o in dict.fromkeys(_as_list(optimizers))]
         scaler = self._scaler(loss_id)
         try:
@@ -215,18 +226,18 @@ class Engine:
             entered: list[SteppedOptimizer] = []
             try:
                 for one in stepped:
-                    one.enter_backward(snapshot, loss_id)
+                    one.enter_backward(scaler, loss_id, snapshot)
                     entered.append(one)
-                yield loss.float() * snapshot.scale.to(loss.device)
+                yield loss.float() * moved(snapshot.scale, loss.device)
             except BaseException:
                 for one in entered:
                     one.abandon()
                 raise
             if delay_unscale:
                 for one in stepped:
-                    one.leave_open()
+                    one.leave_open(loss.detach())
             else:
-                self._close_windows(stepped, loss_id, loss.detach(), delay_overflow_check)
+                self._close_windows(stepped, scaler, loss_id, loss.detach(), delay_overflow_check)
         finally:
             if self.casts is not None:
                 self.casts.cache.clear()
@@ -292,6 +303,8 @@ class Engine:
             self.casts.remove()
         self.casts = FunctionCasts(**self._cast_options, registrations=self._registrations, emit=self.reporter.say)
         self.casts.install()
+        # An engine that is dropped without close() must not leave torch patched.
+        weakref.finalize(self, self.casts.remove).atexit = False
         return self.casts
 
     def close(self) -> None:
@@ -300,12 +313,20 @@ class Engine:
         torch's functions are restored. Models get their own types again, with the exact values of the
         masters, and lose every hook; optimizers step their own parameters again, with their state.
         """
+        self._refuse_inside_of_scale_loss("close")
         if self.casts is not None:
             self.casts.remove()
             self.casts = None
         self._initialized.release()
         self._registrations.clear()
         self.policy, self.scalers = None, []
+
+    def _refuse_inside_of_scale_loss(self, call: str) -> None:
+        if any(stepped.in_backward for stepped in self._initialized.stepped):
+            raise AmpStateError(
+                f"{call}() was called inside of a `with scale_loss(...)`, whose exit needs what it takes away.  Leave "
+                "the `with` first."
+            )
 
     def _make_stepped(
         self, optimizer: Optimizer, masters: MasterWeights | None, adopt_data_writes: bool
@@ -350,15 +371,20 @@ class Engine:
     def _close_windows(
         self,
         stepped: Sequence[SteppedOptimizer],
+        scaler: LossScaler,
         loss_id: int,
         loss: Tensor,
-        delay_overflow_check: bool,
+        delay_overflow_check: bool = False,
     ) -> None:
-        scaler = self.scalers[loss_id]
         skips = scaler.dynamic or self._skip_on_overflow
         check = skips or not self._watch.is_static_reported(loss_id)
         unscaled: set[int] = set()
-        checked = [one.close_window(check, unscaled) for one in stepped]
+        try:
+            checked = [one.close_window(check, unscaled) for one in stepped]
+        except BaseException:  # out of memory, say: no gradient stays scaled
+            for one in stepped:
+                one.abandon()
+            raise
         for each in checked:
             scaler.record_(each.nonfinite)
         if delay_overflow_check:
@@ -372,7 +398,7 @@ class Engine:
     def _close_left_open(self, stepped: SteppedOptimizer) -> None:
         window = stepped.window
         assert window is not None
-        self._close_windows([stepped], window.loss_id, torch.zeros(()), delay_overflow_check=False)
+        self._close_windows([stepped], window.scaler, window.loss_id, window.loss)
 
     def _is_scaled(self) -> bool:
         """Whether a backward may decide that a step is skipped, or gradients be scaled."""
@@ -388,7 +414,7 @@ def _as_list(optimizers: Any) -> list[Any]:
     return [optimizers]
 
 
-def _open_snapshot(stepped: Sequence[SteppedOptimizer], loss_id: int) -> Any:
+def _open_snapshot(stepped: Sequence[SteppedOptimizer], loss_id: int) -> ScaleSnapshot | None:
     """The scale of a window that `delay_unscale` left open: its gradients must all have one scale."""
     windows = [one.window for one in stepped if one.window is not None]
     for window in windows:

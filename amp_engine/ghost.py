@@ -28,28 +28,49 @@ def ghost(optimizer: Optimizer, stand_ins: bool = False) -> Optimizer:
     Optimizers that it holds are ghosts too.
     """
     double = object.__new__(type(optimizer))
-    double.__dict__.update(optimizer.__dict__)
-    for name, value in vars(optimizer).items():
-        if isinstance(value, Optimizer):
-            double.__dict__[name] = ghost(value, stand_ins)
-        elif isinstance(value, list) and value and all(isinstance(v, Tensor) for v in value):
-            double.__dict__[name] = []  # parameters that the class keeps beside its groups
+    double.__dict__.update({name: _aside(value, stand_ins) for name, value in vars(optimizer).items()})
+    for base in type(optimizer).__mro__:
+        for name in base.__dict__.get("__slots__", ()):
+            if hasattr(optimizer, name) and name not in ("__dict__", "__weakref__"):
+                object.__setattr__(double, name, _aside(getattr(optimizer, name), stand_ins))
     double.param_groups = [_empty_group(group, stand_ins) for group in optimizer.param_groups]
     double.state = defaultdict(dict)
     shared: dict[Any, Any] = optimizer.state  # annotated as keyed by tensors only, which not every class keeps to
     for key, value in shared.items():
         if not isinstance(key, Tensor):
-            double.state[key] = copy.deepcopy(value)
+            double.state[key] = _copied(value)
     double._optimizer_step_pre_hooks = OrderedDict()
     double._optimizer_step_post_hooks = OrderedDict()
     return double
 
 
 def _empty_group(group: dict[str, Any], stand_in: bool) -> dict[str, Any]:
-    settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    settings = {key: _copied(value) for key, value in group.items() if key != "params"}
     params: list[nn.Parameter] = []
     if stand_in:
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         params = [nn.Parameter(torch.zeros(1, device=device))]
         params[0].grad = torch.zeros(1, device=device)
     return {**settings, "params": params}
+
+
+def _aside(value: Any, stand_ins: bool) -> Any:
+    """An attribute for the ghost: what a step could change in place is a copy."""
+    if isinstance(value, Optimizer):
+        return ghost(value, stand_ins)
+    if isinstance(value, list) and value and all(isinstance(v, Tensor) for v in value):
+        return []  # parameters that the class keeps beside its groups
+    if isinstance(value, (dict, list, set)):
+        return copy.copy(value)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value.detach().clone()
+    return value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a lock, a process group: whatever has no copy is shared
+        return value

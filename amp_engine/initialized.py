@@ -26,12 +26,19 @@ class Initialized:
     def __init__(self, make_stepped: Callable[[Optimizer, MasterWeights | None, bool], SteppedOptimizer]) -> None:
         self._make_stepped = make_stepped
         self._cast_models: list[CastModel] = []
+        # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
+        self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, SteppedOptimizer] = weakref.WeakKeyDictionary()
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Every optimizer in care."""
         return list(self._stepped)
+
+    @property
+    def stepped(self) -> list[SteppedOptimizer]:
+        """What stands for the optimizers."""
+        return list(self._stepped.values())
 
     @property
     def models(self) -> list[nn.Module]:
@@ -97,7 +104,9 @@ class Initialized:
             cast_model.undo()
         self._cast_models.clear()
         for optimizer in optimizers:
-            _match_state_to_parameters(optimizer)
+            if optimizer in self._state_follows_cast:
+                _match_state_to_parameters(optimizer)
+        self._state_follows_cast.clear()
 
     def parameter_names(self) -> dict[int, str]:
         """Id of each parameter -> its name, with the model's position where there are several models."""
@@ -112,10 +121,15 @@ class Initialized:
         self, optimizer: Optimizer, policy: Policy, exact: Mapping[int, Tensor], adopt_data_writes: bool
     ) -> None:
         masters = MasterWeights(optimizer, exact) if policy.master_weights else None
-        if masters is None:
-            _match_state_to_parameters(optimizer)
-        stepped = self._make_stepped(optimizer, masters, adopt_data_writes)
-        self._stepped[optimizer] = stepped
+        try:
+            if masters is None and policy.cast_model_type:
+                self._state_follows_cast.add(optimizer)
+                _match_state_to_parameters(optimizer)
+            self._stepped[optimizer] = stepped = self._make_stepped(optimizer, masters, adopt_data_writes)
+        except BaseException:
+            if masters is not None:
+                masters.release()
+            raise
         optimizer._amp_stash = Stash(stepped)  # type: ignore[attr-defined]
 
     def _let_go(self, optimizer: Optimizer) -> None:
@@ -136,7 +150,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _match_state_to_parameters(optimizer: Optimizer) -> None:
-    """State that is older than a cast without masters (O3) takes the parameters' type, as torch's kernels ask.
+    """State that is older than a cast takes the parameters' new type, as torch's kernels ask.
 
     Through the optimizer's own `load_state_dict`: one that keeps FP32 state for half parameters says so there.
     """

@@ -99,8 +99,8 @@ class MasterWeights:
 
     def __init__(self, optimizer: Optimizer, exact: Mapping[int, Tensor]) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._by_id: dict[int, Master] = {}  # keyed by id of the master
-        self._owned: set[int] = set()  # ids of the parameters that have a master here
+        self._by_weight: dict[int, Master] = {}  # by id of the master weight
+        self._by_param: dict[int, Master] = {}  # by id of the parameter
         self.in_groups: list[Master] = []
         self.scan(exact)
 
@@ -108,28 +108,35 @@ class MasterWeights:
         """Bring the masters in line with the groups as they are now.
 
         New groups, unfrozen parameters and replaced entries get masters; entries that left the groups lose
-        theirs. Raises AmpStateError for a parameter whose master is already in the groups.
+        theirs. Raises AmpStateError, before anything is changed, for a parameter whose master is there too.
         """
-        optimizer = self._live_optimizer()
-        in_groups: list[Master] = []
-        for group in optimizer.param_groups:
+        groups = self._live_optimizer().param_groups
+        entries = {id(p) for group in groups for p in group["params"]}
+        unmastered = [p for group in groups for p in group["params"] if is_low_precision(p) and p.requires_grad]
+        for p in unmastered:
+            if id(p) in self._by_param and id(self._by_param[id(p)].weight) in entries:
+                raise AmpStateError(
+                    f"A {str(p.dtype).removeprefix('torch.')} parameter of shape {tuple(p.shape)} was added to "
+                    f"{type(self._live_optimizer()).__name__}, which already steps its FP32 master.  Leave it out of "
+                    "add_param_group()."
+                )
+        if unmastered:
+            self._replace(groups, {id(p): p for p in unmastered}, exact or {})
+        found = (self.find(p) for group in groups for p in group["params"])
+        self.in_groups = [master for master in found if master is not None]
+        if len(self.in_groups) < len(self._by_weight):
+            self._by_weight = {id(m.weight): m for m in self.in_groups}
+            self._by_param = {id(m.param): m for m in self.in_groups}
+
+    def _replace(
+        self, groups: list[dict[str, Any]], unmastered: Mapping[int, nn.Parameter], exact: Mapping[int, Tensor]
+    ) -> None:
+        for group in groups:
             params = group["params"]
             for i, p in enumerate(params):
-                if is_low_precision(p) and p.requires_grad:
-                    if id(p) in self._owned:
-                        raise AmpStateError(
-                            f"A {str(p.dtype).removeprefix('torch.')} parameter of shape {tuple(p.shape)} was added to "
-                            f"{type(optimizer).__name__}, which already steps its FP32 master.  Leave it out of "
-                            "add_param_group()."
-                        )
-                    params[i] = self._create(p, (exact or {}).get(id(p))).weight
-                master = self.find(params[i])
-                if master is not None:
-                    in_groups.append(master)
-        if len(in_groups) < len(self._by_id):
-            self._by_id = {id(m.weight): m for m in in_groups}
-            self._owned = {id(m.param) for m in in_groups}
-        self.in_groups = in_groups
+                if id(p) in unmastered:
+                    master = self._by_param.get(id(p)) or self._create(p, exact.get(id(p)))
+                    params[i] = master.weight
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
         """Refresh every master whose parameter moved without us."""
@@ -145,13 +152,14 @@ class MasterWeights:
             master.mark_in_sync()
 
     def drop_gradients(self) -> None:
-        """Set the masters' gradients to None, as after every step."""
+        """Set the gradients of masters and their parameters to None, as after every step."""
         for master in self.in_groups:
             master.weight.grad = None
+            master.param.grad = None
 
     def find(self, weight: Tensor) -> Master | None:
         """The master whose weight, in the groups, is this very object."""
-        return self._by_id.get(id(weight))
+        return self._by_weight.get(id(weight))
 
     def release(self) -> None:
         """Put the parameters back into the groups, in float32 with their masters' values and state."""
@@ -172,7 +180,7 @@ class MasterWeights:
                 master.param.data = p.detach()
                 master.param.grad = p.grad
                 _MASTERS[master.param].remove(weakref.ref(master))
-        self._by_id, self._owned, self.in_groups = {}, set(), []
+        self._by_weight, self._by_param, self.in_groups = {}, {}, []
 
     def _create(self, param: nn.Parameter, exact_f32: Tensor | None) -> Master:
         if exact_f32 is None:
@@ -183,8 +191,8 @@ class MasterWeights:
         else:
             value_f32 = exact_f32.float()
         master = Master(param, value_f32)
-        self._by_id[id(master.weight)] = master
-        self._owned.add(id(param))
+        self._by_weight[id(master.weight)] = master
+        self._by_param[id(param)] = master
         state = self._live_optimizer().state
         if param in state:
             state[master.weight] = _widened(state.pop(param))

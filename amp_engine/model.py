@@ -81,11 +81,6 @@ class CastModel:
         """The model, unless it was garbage collected."""
         return self._model()
 
-    @property
-    def is_undone(self) -> bool:
-        """Whether there is nothing left to undo here."""
-        return not self._handles
-
     def take_over(self, earlier: CastModel) -> None:
         """Stand for `earlier`, done to the same model, as well: drop its hooks, keep its way back."""
         earlier._remove_hooks()

@@ -13,6 +13,10 @@ import torch
 from amp_engine.dtypes import parse_dtype
 from amp_engine.errors import AmpStateError, AmpValueError
 
+# Scales and their inverses are float32 on the device: the smallest normal number, and one over it.
+LOWEST_SCALE = torch.finfo(torch.float32).tiny
+HIGHEST_SCALE = 1.0 / LOWEST_SCALE
+
 LossScale = float | Literal["dynamic"]
 
 _FUNCTION_CASTING_LEVELS = ("O1", "O4")
@@ -112,9 +116,10 @@ def parse_loss_scale(value: object) -> LossScale:
         scale = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         scale = math.nan
-    if not (math.isfinite(scale) and scale > 0.0):
+    if not LOWEST_SCALE <= scale <= HIGHEST_SCALE:
         raise AmpValueError(
-            f'loss_scale={value!r} is neither "dynamic" nor a positive finite number.  '
+            f'loss_scale={value!r} is neither "dynamic" nor a positive finite number (that float32 holds, and its '
+            f"inverse: {LOWEST_SCALE} to {HIGHEST_SCALE}).  "
             'Type loss_scale="dynamic", or a number such as loss_scale=128.0.'
         )
     return scale

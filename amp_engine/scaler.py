@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from amp_engine import kernels
+from amp_engine.devices import moved
 from amp_engine.errors import AmpValueError
-from amp_engine.policy import LossScale, parse_loss_scale
+from amp_engine.policy import LOWEST_SCALE, LossScale, parse_loss_scale
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-24
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
-
-# A user's floor of 0 means "as low as it goes": the smallest normal float32, whose inverse is finite too.
-_LOWEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class ScaleSnapshot(NamedTuple):
@@ -64,9 +62,9 @@ class LossScaler:
         self._scale_seq_len = scale_window
         # What the user asked for exactly; a float32 device scalar would round 0.1.
         self._static_scale = None if self.dynamic else first
-        self.scale = torch.tensor(first, dtype=torch.float32)
-        self.unskipped = torch.tensor(0, dtype=torch.int32)
-        self.found_inf = torch.tensor(0.0, dtype=torch.float32)
+        self.scale = torch.tensor(first, dtype=torch.float32, device="cpu")
+        self.unskipped = torch.tensor(0, dtype=torch.int32, device="cpu")
+        self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
     @property
     def is_identity(self) -> bool:
@@ -78,11 +76,11 @@ class LossScaler:
         return float(self.scale) if self._static_scale is None else self._static_scale
 
     def to(self, device: torch.device) -> None:
-        """Move the state to `device`, where the losses are. No host sync."""
+        """Move the state to `device`, where the losses are. Waits only if that is the CPU."""
         if self.scale.device != device:
-            self.scale = self.scale.to(device, non_blocking=True)
-            self.unskipped = self.unskipped.to(device, non_blocking=True)
-            self.found_inf = self.found_inf.to(device, non_blocking=True)
+            self.scale = moved(self.scale, device)
+            self.unskipped = moved(self.unskipped, device)
+            self.found_inf = moved(self.found_inf, device)
 
     def snapshot(self) -> ScaleSnapshot:
         """Scale and inverse for one backward, as copies. No host sync."""
@@ -92,7 +90,7 @@ class LossScaler:
 
     def record_(self, nonfinite: Tensor) -> None:
         """Remember that a gradient was not finite: OR of `nonfinite` (bool, any shape, any device)."""
-        bad = nonfinite.any().to(self.found_inf.device, torch.float32, non_blocking=True)
+        bad = moved(nonfinite.any().float(), self.found_inf.device)
         self.found_inf.copy_(torch.maximum(self.found_inf, bad))
 
     def update_(self) -> Tensor:
@@ -189,4 +187,4 @@ def check_bounds(min_loss_scale: object, max_loss_scale: object) -> tuple[float,
             "with 0 <= min_loss_scale <= max_loss_scale.  Type for example min_loss_scale=1.0, "
             "max_loss_scale=2.0**24, or leave them out for 2**-24 and 2**24."
         )
-    return max(low, _LOWEST_SCALE), high
+    return max(low, LOWEST_SCALE), high  # 0 means as low as it goes

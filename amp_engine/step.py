@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_engine.devices import HostFlag
 from amp_engine.errors import AmpStateError
 from amp_engine.ghost import ghost
 from amp_engine.gradients import Checked, GradientWindow
@@ -19,30 +20,6 @@ from amp_engine.master_weights import MasterWeights
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
-
-
-class HostFlag:
-    """A 0-d device tensor on its way to the host. Creating one does not wait; reading one may."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if value.is_cuda:
-            self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
-            self._host.copy_(value, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(value.device))
-        else:
-            self._host = value.cpu()
-
-    def is_known_clean(self) -> bool:
-        """Whether the value has arrived and is 0. Does not wait."""
-        return (self._event is None or self._event.query()) and not self.read()
-
-    def read(self) -> bool:
-        """Whether the value is != 0. Waits until it has arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        return bool(self._host != 0)
 
 
 @dataclass
@@ -89,6 +66,7 @@ class SteppedOptimizer:
         self.masters = masters
         self.window: GradientWindow | None = None
         self.in_backward = False
+        self.backward_seen = False  # since the last step
         self.verdicts: list[Verdict] = []
         self.skipped = False
         self.skips_in_a_row = 0
@@ -110,7 +88,7 @@ class SteppedOptimizer:
         assert optimizer is not None
         return optimizer
 
-    def enter_backward(self, snapshot: ScaleSnapshot, loss_id: int) -> None:
+    def enter_backward(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot) -> None:
         """Entry of `scale_loss`: look for new parameters and foreign writes, open or re-enter the window."""
         if self.in_backward:
             raise AmpStateError(
@@ -121,23 +99,24 @@ class SteppedOptimizer:
             self.masters.scan()
             self.masters.refresh()
         if self.window is None:
-            self.window = GradientWindow(self.optimizer, self.masters, snapshot, loss_id)
+            self.window = GradientWindow(self.optimizer, self.masters, scaler, loss_id, snapshot)
         else:
             self.window.reenter()
         self.in_backward = True
 
-    def leave_open(self) -> None:
+    def leave_open(self, loss: Tensor) -> None:
         """Exit of `scale_loss(..., delay_unscale=True)`."""
         assert self.window is not None
         self.in_backward = False
-        self.window.leave_open()
+        self.window.leave_open(loss)
 
     def close_window(self, check: bool, unscaled: set[int]) -> Checked:
         """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""
         assert self.window is not None
+        checked = self.window.close(check, unscaled)
         self.in_backward = False
-        window, self.window = self.window, None
-        checked = window.close(check, unscaled)
+        self.backward_seen = True
+        self.window = None
         self._hook_last()
         return checked
 
@@ -157,8 +136,12 @@ class SteppedOptimizer:
         self._step_hook.remove()
         self._load_hook.remove()
         if self.window is not None:
-            self.window.abandon()
+            self.window.discard()
             self.window = None
+        if any(v.skips and v.overflow.read() for v in self.verdicts):
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None  # not finite, and nobody is left to skip the step
         if self.masters is not None:
             self.masters.release()
 
@@ -173,7 +156,8 @@ class SteppedOptimizer:
         if self._stepping:  # a subclass called super().step()
             return None
         casts_off = self._casts_off()
-        if self.masters is None and casts_off is None and not self._is_scaled():
+        pending = self.verdicts or self.window is not None
+        if self.masters is None and casts_off is None and not pending and not self._is_scaled():
             return None  # nothing to add to torch's own step
         if _closure(args, kwargs) is not None:
             if self.masters is None and not self._is_scaled():
@@ -184,7 +168,11 @@ class SteppedOptimizer:
             )
         if self.window is not None:
             self._on_window_left_open(self)
-        if not self._skip():
+        skipping = self._skip()
+        if not skipping:
+            self._warn_of_unseen_gradients()
+        self.backward_seen = False
+        if not skipping:
             self._step(optimizer, args, kwargs, nullcontext() if casts_off is None else casts_off)
         return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
 
@@ -246,8 +234,20 @@ class SteppedOptimizer:
             f"({failures[-1]!r}), so no step of it can be skipped.  Use opt_level='O0' or 'O3' without loss scaling."
         ) from failures[-1]
 
+    def _warn_of_unseen_gradients(self) -> None:
+        """Of a backward outside of `scale_loss`, whose gradients never reach the masters."""
+        masters = [] if self.masters is None else self.masters.in_groups
+        unseen = any(m.param.grad is not None and m.weight.grad is None for m in masters)
+        if unseen and not self.backward_seen:
+            warnings.warn(
+                f"{type(self.optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
+                "which never reach the FP32 masters that it steps.  Type `with amp.scale_loss(loss, optimizer) as "
+                "scaled_loss: scaled_loss.backward()`, at a scale of 1 too.",
+                stacklevel=2,
+            )
+
     def _hook_last(self) -> None:
-        # The hook does the step itself, so the user's hooks (clipping, logging) must run before it.
+        # The hook does the step itself, so hooks that the user has registered by now (clipping, logging) go first.
         hooks = self.optimizer._optimizer_step_pre_hooks
         if next(reversed(hooks)) != self._step_hook.id:
             self._step_hook.remove()
@@ -255,7 +255,8 @@ class SteppedOptimizer:
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure if callable(closure) else None
 
 
 def _unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:

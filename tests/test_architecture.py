@@ -16,7 +16,7 @@ MODULES = {
 
 # Each line may import from the lines above it, never from its own line or from below.
 LAYERS = [
-    ["errors"],
+    ["errors", "devices"],
     ["dtypes", "ghost"],
     ["containers", "policy", "kernels.reference"],
     ["kernels", "levels"],

@@ -1,5 +1,7 @@
 """What an engine does with optimizers that overlap, repeat, or are not its own."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -109,3 +111,202 @@ def test_bad_input_leaves_the_verbosity(engine):
     with pytest.raises(AmpStateError):
         engine.initialize(linear(), opt_level="O9", verbosity=0)
     assert engine.reporter.verbosity == 1
+
+
+def start(engine, level="O2", optimizer_class=torch.optim.SGD, **keywords):
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    optimizer = optimizer_class(model.parameters(), 0.01)
+    keywords = {"loss_scale": 1024.0, **keywords}
+    return engine.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+
+
+def backward(engine, model, optimizer, factor=1.0, **keywords):
+    with engine.scale_loss(factor * model(INPUTS).float().square().mean(), optimizer, **keywords) as scaled_loss:
+        scaled_loss.backward()
+
+
+def gradients(engine, optimizer):
+    return [p.grad.clone() for p in engine.master_params(optimizer)]
+
+
+def test_a_gradient_that_is_a_view_of_a_bucket_survives_the_next_backward(engine):
+    # As under DDP's gradient_as_bucket_view, with a bucket that one parameter fills.
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine.initialize(model, optimizer, opt_level="O0", loss_scale=8.0, verbosity=0)
+    bucket = torch.zeros(8)
+    for _ in range(2):
+        with engine.scale_loss(model(INPUTS).square().sum(), optimizer) as scaled_loss:
+            bucket.copy_(torch.autograd.grad(scaled_loss, model.weight)[0].flatten())
+            model.weight.grad = bucket.view(2, 4)
+    torch.testing.assert_close(model.weight.grad, 2 * gradient())
+
+
+def test_a_failing_registration_leaves_the_optimizer_with_the_models_parameters(engine):
+    class Refuses(torch.optim.SGD):
+        def register_load_state_dict_pre_hook(self, *args, **kwargs):
+            raise OSError("not today")
+
+    model = linear()
+    optimizer = Refuses(model.parameters(), 0.1)
+    before = model.weight.detach().clone()
+    with pytest.raises(OSError, match="not today"):
+        engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert torch.equal(model.weight, before)
+
+
+def test_an_optimizer_without_hooks_is_refused_by_name(engine):
+    class Proxy(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    model = linear()
+    with pytest.raises(AmpStateError, match="Proxy is a torch.optim.Optimizer by name only"):
+        engine.initialize(model, Proxy(torch.optim.SGD(model.parameters(), 0.1)), opt_level="O2", verbosity=0)
+    assert model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_closing_with_a_pending_skip_drops_the_gradients_that_overflowed(level):
+    engine = Engine()
+    model, optimizer = start(engine, level, loss_scale="dynamic")
+    before = [p.detach().float() for p in engine.master_params(optimizer)]
+    backward(engine, model, optimizer, factor=float("inf"))
+    engine.close()
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_pending_skip_survives_another_initialize_without_scaling(engine):
+    model, optimizer = start(engine, "O0", loss_scale="dynamic")
+    backward(engine, model, optimizer, factor=float("nan"))
+    engine.initialize(linear(), opt_level="O0", verbosity=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("call", ["close", "initialize"])
+def test_nothing_is_taken_away_inside_of_scale_loss(engine, call):
+    model, optimizer = start(engine)
+    with engine.scale_loss(model(INPUTS).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(AmpStateError, match=rf"{call}\(\) was called inside"):
+            engine.close() if call == "close" else engine.initialize(linear())
+    optimizer.step()
+
+
+def test_a_window_left_open_outlives_an_initialize_with_fewer_losses(engine):
+    model, optimizer = start(engine, num_losses=3)
+    backward(engine, model, optimizer, loss_id=2, delay_unscale=True)
+    engine.initialize(linear(), opt_level="O0", verbosity=0)
+    optimizer.step()
+    assert all(p.isfinite().all() for p in engine.master_params(optimizer))
+
+
+def test_running_out_of_memory_at_the_exit_leaves_no_gradient_scaled(engine, monkeypatch):
+    model, optimizer = start(engine)
+    backward(engine, model, optimizer)
+    before = gradients(engine, optimizer)
+
+    def fail(*args):
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("amp_engine.kernels.unscaled", fail)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            backward(engine, model, optimizer)
+    assert all(map(torch.equal, gradients(engine, optimizer), before))
+    backward(engine, model, optimizer)
+    for grad, earlier in zip(gradients(engine, optimizer), before, strict=True):
+        torch.testing.assert_close(grad, 2 * earlier, rtol=2e-2, atol=1e-4)
+
+
+def test_clipping_in_an_open_window_is_no_zero_grad(engine):
+    model, optimizer = start(engine)
+    backward(engine, model, optimizer, delay_unscale=True)
+    torch.nn.utils.clip_grad_norm_(engine.master_params(optimizer), 1e9)
+    backward(engine, model, optimizer)
+    accumulated = gradients(engine, optimizer)
+    optimizer.zero_grad()
+    backward(engine, model, optimizer, factor=2.0)
+    for grad, expected in zip(accumulated, gradients(engine, optimizer), strict=True):
+        torch.testing.assert_close(grad, expected, rtol=2e-2, atol=1e-4)
+
+
+def test_closing_an_open_window_leaves_no_gradient_of_its_own():
+    engine = Engine()
+    model, optimizer = start(engine)
+    backward(engine, model, optimizer, delay_unscale=True)
+    engine.close()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_backward_outside_of_scale_loss_is_warned_of(engine):
+    model, optimizer = start(engine, "O5", loss_scale=1.0)
+    model(INPUTS).square().mean().backward()
+    with pytest.warns(UserWarning, match=r"SGD.step\(\) found gradients of a backward\(\) outside of amp.scale_loss"):
+        optimizer.step()
+
+
+def test_a_loss_that_is_no_tensor_is_named(engine):
+    model, optimizer = start(engine)
+    with pytest.raises(AmpTypeError, match="the loss as a tensor, not a float"):
+        engine.scale_loss(0.5, optimizer).__enter__()
+
+
+def test_parameters_put_into_the_groups_again_get_the_masters_they_had(engine):
+    model, optimizer = start(engine)
+    masters = list(engine.master_params(optimizer))
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    backward(engine, model, optimizer)
+    assert all(a is b for a, b in zip(engine.master_params(optimizer), masters, strict=True))
+
+
+def test_a_half_parameter_beside_its_master_changes_nothing(engine):
+    model, optimizer = start(engine)
+    optimizer.add_param_group({"params": [model[0].weight]})
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    with pytest.raises(AmpStateError, match="which already steps its FP32 master"):
+        backward(engine, model, optimizer)
+    after = [list(group["params"]) for group in optimizer.param_groups]
+    assert [[id(p) for p in g] for g in after] == [[id(p) for p in g] for g in before]
+
+
+def test_a_module_that_loads_another_value_decides_for_the_master(engine):
+    class Halves(nn.Linear):
+        def _load_from_state_dict(self, *args):
+            super()._load_from_state_dict(*args)
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+
+    model = Halves(4, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model.load_state_dict({"weight": torch.full((2, 4), 3.0)})
+    backward(engine, model, optimizer)
+    assert next(engine.master_params(optimizer)).unique().tolist() == [1.5]
+
+
+def test_half_gradients_are_gone_after_the_step(engine):
+    model, optimizer = start(engine)
+    backward(engine, model, optimizer)
+    optimizer.step()
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("given", [1e39, 1e-46, 1e-40])
+def test_a_scale_that_float32_cannot_invert_is_refused(engine, given):
+    with pytest.raises(ValueError, match="loss_scale="):
+        start(engine, loss_scale=given)
+
+
+def test_an_engine_that_is_dropped_leaves_torch_unpatched():
+    original = torch.mm
+    engine = Engine()
+    engine.initialize(linear(), opt_level="O1", verbosity=0)
+    assert torch.mm is not original
+    del engine
+    gc.collect()
+    assert torch.mm is original

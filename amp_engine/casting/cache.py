@@ -29,7 +29,8 @@ class WeightCache:
 
     Nothing is kept while gradients are off: there a copy would go stale between a load and the next
     forward, hold memory through evaluation, and be reused in training without its autograd edge. Nothing is kept
-    under torch.compile, functorch or a dispatch mode either, where tensors are not what they seem.
+    under torch.compile, functorch or a dispatch mode either, where tensors are not what they seem, and nothing under
+    torch.jit.trace or the capture of a CUDA graph, which would take the cast for a constant.
 
     The cast's autograd node keeps its weight alive until the entry is dropped.
     """
@@ -78,7 +79,10 @@ def _may_keep(weight: nn.Parameter) -> bool:
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()
+        and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         and not weight.is_inference()
+        and weight.layout is torch.strided
         and torch._C._functorch.peek_interpreter_stack() is None
         and _get_current_dispatch_mode() is None
     )

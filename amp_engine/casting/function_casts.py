@@ -52,7 +52,12 @@ class FunctionCasts:
     @property
     def is_active(self) -> bool:
         """Whether functions are cast: installed, the newest that is, and not disabled here."""
-        return not self._disabled and not self._in_thread.count and patcher.in_force(self)
+        return patcher.in_force(self) and not self.is_disabled
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether inside `disabled`, or in this thread inside `disabled_in_thread`."""
+        return self._disabled > 0 or self._in_thread.count > 0
 
     def install(self) -> None:
         """Patch torch. Does nothing if installed."""

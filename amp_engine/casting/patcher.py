@@ -6,9 +6,14 @@ when it goes the next newest is patched in, or torch is left as it was found.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import pkgutil
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +48,10 @@ class InstallableCasts(wrappers.Casts, Protocol):
 
     registrations: Sequence[Registration]
 
+    @property
+    def is_disabled(self) -> bool:
+        """Whether a user or the engine has switched them off here."""
+
 
 class Patches:
     """Assignments to attributes of foreign objects, and the way back."""
@@ -52,13 +61,10 @@ class Patches:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """`owner.name = value`, until `undo`. A name that `owner` inherited is deleted again, not assigned."""
-        own = vars(owner)
-        if name in own:
-            original = own[name]
-            self._undo.append(lambda: setattr(owner, name, original))
-        else:
-            self._undo.append(lambda: delattr(owner, name))
+        was_own = name in vars(owner)
+        original = vars(owner).get(name)
         setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, original) if was_own else delattr(owner, name))
 
     def on_undo(self, call: Callable[[], Any]) -> None:
         """Have `undo` call something."""
@@ -70,26 +76,50 @@ class Patches:
             self._undo.pop()()
 
 
+class PatchedBuiltin:
+    """Stands for a builtin function of a module: like one it does not bind to an instance, and is pickled by name."""
+
+    __qualname__: str
+
+    def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The original function, with its casts."""
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)  # loads without amp_engine, too
+
+
+_LISTED = (
+    (torch.nn.functional, FUNCTIONAL),
+    (torch, TORCH),
+    (torch.linalg, LINALG),
+    (torch.Tensor, TENSOR),
+)
 _lock = threading.RLock()
 _stack: list[InstallableCasts] = []
 _patches = Patches()
 
 
 def install(casts: InstallableCasts) -> None:
-    """Put `casts` in force."""
+    """Put `casts` in force. If that fails, what was in force before stays."""
     with _lock:
-        _patches.undo()
         _stack.append(casts)
-        _apply(casts)
+        try:
+            _apply_newest()
+        except BaseException:
+            remove(casts)
+            raise
 
 
 def remove(casts: InstallableCasts) -> None:
     """Take `casts` out of force and put the next newest in."""
     with _lock:
-        _patches.undo()
         _stack.remove(casts)
-        if _stack:
-            _apply(_stack[-1])
+        _apply_newest()
 
 
 def in_force(casts: InstallableCasts) -> bool:
@@ -97,62 +127,90 @@ def in_force(casts: InstallableCasts) -> bool:
     return bool(_stack) and _stack[-1] is casts
 
 
-def _apply(casts: InstallableCasts) -> None:
+def current() -> InstallableCasts | None:
+    """The casts in force, None where they are switched off.
+
+    Patched functions ask at each call, so that one that somebody kept, `self.act = F.gelu`, follows the
+    engine through another `initialize` and is the plain function after `close`.
+    """
     try:
-        taken = _patch_registered(casts)
-        _patch_lists(torch.nn.functional, FUNCTIONAL, casts, taken, "function")
-        _patch_lists(torch, TORCH, casts, taken, "function")
-        _patch_lists(torch.linalg, LINALG, casts, taken, "function")
-        _patch_lists(torch.Tensor, TENSOR, casts, taken, "method")
-        _patch_recurrent(casts)
-        _watch_weights(casts)
-        _switch_off_fast_path()
-    except BaseException:
-        _patches.undo()
-        raise
+        casts = _stack[-1]
+    except IndexError:
+        return None
+    return None if casts.is_disabled else casts
+
+
+def _apply_newest() -> None:
+    _patches.undo()
+    _forget_compiled()
+    if not _stack:
+        return
+    casts = _stack[-1]
+    taken = _patch_registered(casts)
+    for namespace, lists in _LISTED:
+        _patch_lists(namespace, lists, taken)
+    _patch_recurrent()
+    _watch_weights(casts)
+    _switch_off_fast_path()
 
 
 def _patch_registered(casts: InstallableCasts) -> set[tuple[int, str]]:
     """Patch what users registered, which wins over the lists."""
+    listed = {(id(space), name) for space, lists in _LISTED for names in vars(lists).values() for name in names}
     taken = set()
     for registration in casts.registrations:
         key = (id(registration.module), registration.name)
-        if key in taken:
-            continue
-        taken.add(key)
-        _wrap(registration.module, registration.name, wrappers.REGISTERED[registration.kind], casts)
+        if key not in taken:
+            taken.add(key)
+            wrapper = wrappers.REGISTERED[registration.kind]
+            _wrap(registration.module, registration.name, wrappers.throughout(wrapper) if key in listed else wrapper)
     return taken
 
 
-def _patch_lists(
-    namespace: Any, lists: CastLists, casts: InstallableCasts, taken: set[tuple[int, str]], kind: str
-) -> None:
-    for wrapper, names in _wrappers(lists, kind):
+def _patch_lists(namespace: Any, lists: CastLists, taken: set[tuple[int, str]]) -> None:
+    refused = wrappers.refused_method if isinstance(namespace, type) else wrappers.refused_function
+    for wrapper, names in (
+        (wrappers.half, lists.half),
+        (wrappers.float32, lists.float),
+        (wrappers.promote, (*lists.promote, *lists.sequence)),
+        (wrappers.match_self, lists.match_self),
+        (refused, lists.refused_in_place),
+        (wrappers.banned, lists.banned),
+    ):
         for name in names:
             # A registration wins over a list, but does not defeat the ban.
             listed = wrapper is wrappers.banned or (id(namespace), name) not in taken
             if listed and hasattr(namespace, name):
-                _wrap(namespace, name, wrapper, casts)
+                _wrap(namespace, name, wrapper)
 
 
-def _wrappers(lists: CastLists, kind: str) -> Iterator[tuple[wrappers.Wrapper, tuple[str, ...]]]:
-    yield wrappers.half, lists.half
-    yield wrappers.float32, lists.float
-    yield wrappers.promote, (*lists.promote, *lists.sequence)
-    yield wrappers.match_self, lists.match_self
-    yield wrappers.refused_in_place(kind), lists.refused_in_place
-    yield wrappers.banned, lists.banned
-
-
-def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper, casts: InstallableCasts) -> None:
+def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper) -> None:
     original = getattr(owner, name)
-    static = isinstance(vars(owner).get(name), staticmethod)
-    wrapped = wrapper(original, casts)
-    _patches.set(owner, name, staticmethod(wrapped) if static else wrapped)
+    if isinstance(owner, ModuleType) and isinstance(original, (BuiltinFunctionType, FunctionType)):
+        _patches.set(owner, name, _patched_function(original, wrapper, owner.__name__, name))
+        return
+    # Not what getattr binds: a class method must go on to find its class, a static method to do without.
+    as_it_stands = inspect.getattr_static(owner, name, original)
+    is_method = isinstance(as_it_stands, (staticmethod, classmethod))
+    _patches.set(owner, name, wrappers.wrap(wrapper, as_it_stands if is_method else original, current))
 
 
-def _patch_recurrent(casts: InstallableCasts) -> None:
-    _patches.set(rnn, "_VF", RecurrentFunctions(vars(rnn)["_VF"], casts))
+@functools.cache  # the same object at each install, so that one that was kept can be pickled by name
+def _patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, name: str) -> Any:
+    """What the function `module.name` becomes. To torch.jit.script, which sees code and ids, it is the original."""
+    patched: Any = wrapper(original, current)
+    if isinstance(original, BuiltinFunctionType):
+        patched = PatchedBuiltin(original, patched)
+    patched.__module__, patched.__qualname__ = module, name
+    patched.__prepare_scriptable__ = lambda: original
+    operator = torch.jit._builtins._find_builtin(original)
+    if operator is not None:
+        torch.jit._builtins._register_builtin(patched, operator)
+    return patched
+
+
+def _patch_recurrent() -> None:
+    _patches.set(rnn, "_VF", RecurrentFunctions(vars(rnn)["_VF"], current))
     _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input))
 
 
@@ -170,7 +228,11 @@ def _watch_weights(casts: InstallableCasts) -> None:
         casts.cache.discard(tensor)
         return descriptor.__get__(tensor)
 
-    _patches.set(torch.Tensor, "data", property(get_data, descriptor.__set__, descriptor.__delete__))
+    def set_data(tensor: Tensor, data: Tensor) -> None:
+        casts.cache.discard(tensor)
+        descriptor.__set__(tensor, data)
+
+    _patches.set(torch.Tensor, "data", property(get_data, set_data, descriptor.__delete__))
 
 
 def _switch_off_fast_path() -> None:
@@ -178,3 +240,10 @@ def _switch_off_fast_path() -> None:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     _patches.on_undo(lambda: torch.backends.mha.set_fastpath_enabled(before))
+
+
+def _forget_compiled() -> None:
+    """Dynamo guards functions but not methods and operators, and keeps tables of functions by their id."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+        torch._dynamo.trace_rules.clear_lru_cache()

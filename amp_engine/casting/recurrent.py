@@ -17,9 +17,9 @@ from amp_engine.casting.lists import RECURRENT
 class RecurrentFunctions:
     """Stands for the module `torch._VF` in `torch.nn.modules.rnn`: its recurrent functions cast, the rest passed on."""
 
-    def __init__(self, functions: ModuleType, casts: wrappers.Casts) -> None:
+    def __init__(self, functions: ModuleType, current: wrappers.Current) -> None:
         self._functions = functions
-        self.__dict__ |= {name: _recurrent(getattr(functions, name), casts) for name in RECURRENT}
+        self.__dict__ |= {name: _recurrent(getattr(functions, name), current) for name in RECURRENT}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._functions, name)
@@ -60,12 +60,13 @@ def cast_chunk(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] | 
     return casts
 
 
-def _recurrent(fn: Callable[..., Any], casts: wrappers.Casts) -> Callable[..., Any]:
-    cast = wrappers.half(fn, casts)
+def _recurrent(fn: wrappers.Function, current: wrappers.Current) -> wrappers.Function:
+    cast = wrappers.half(fn, current)
 
     @functools.wraps(fn)
     def wrapper(*args: Any) -> Any:
-        return cast(*(_chunked(arg, casts.dtype) for arg in args)) if casts.is_active else fn(*args)
+        casts = current()
+        return fn(*args) if casts is None else cast(*(_chunked(arg, casts.dtype) for arg in args))
 
     return wrapper
 

@@ -6,7 +6,8 @@ As in apex only arguments at the top level are looked at, and lists and tuples o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -42,111 +43,118 @@ class Casts(Protocol):
     def is_active(self) -> bool:
         """Whether to cast at all."""
 
+    def disabled_in_thread(self) -> AbstractContextManager[None]:
+        """No casts inside, in this thread."""
+
     def trace(self, source: torch.dtype, target: torch.dtype, function: str) -> None:
         """Told of each cast, for verbose output."""
 
 
-Convert = Callable[[Tensor], Tensor]
-Wrapper = Callable[[Callable[..., Any], Casts], Callable[..., Any]]
+Function = Callable[..., Any]
+Current = Callable[[], Casts | None]
+Wrapper = Callable[[Function, Current], Function]
+Convert = Callable[[Tensor, Casts, Function], Tensor]
 
 
-def half(fn: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+def half(fn: Function, current: Current) -> Function:
     """Floating arguments in the low-precision type; weights through the cache."""
-    to_half = _to_half(casts, fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casts.is_active:
+        casts = current()
+        if casts is None:
             return fn(*args, **kwargs)
-        return fn(*_each(args, to_half), **_each_keyword(kwargs, to_half))
+        to = _to_type_of_out(kwargs) or _to_half
+        return fn(*_each(args, to, casts, fn), **_each_keyword(kwargs, to, casts, fn))
 
     return wrapper
 
 
-def float32(fn: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+def float32(fn: Function, current: Current) -> Function:
     """Low-precision arguments in float32."""
-    to_float = _to_float(casts, fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casts.is_active:
+        casts = current()
+        if casts is None:
             return fn(*args, **kwargs)
-        return fn(*_each(args, to_float), **_each_keyword(kwargs, to_float))
+        to = _to_type_of_out(kwargs) or _to_float
+        return fn(*_each(args, to, casts, fn), **_each_keyword(kwargs, to, casts, fn))
 
     return wrapper
 
 
-def promote(fn: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+def promote(fn: Function, current: Current) -> Function:
     """Arguments in float32 where it meets low precision, 0-dim tensors included.
 
     torch itself would let a half tensor decide over a 0-dim float32 one. Mixes with float64 are torch's.
     """
-    to_float = _to_float(casts, fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casts.is_active or not _mixed(_tensors((*args, *kwargs.values()))):
+        casts = current()
+        if casts is None or not _mixed(args, kwargs):
             return fn(*args, **kwargs)
-        return fn(*_each(args, to_float), **_each_keyword(kwargs, to_float))
+        return fn(*_each(args, _to_float, casts, fn), **_each_keyword(kwargs, _to_float, casts, fn))
 
     return wrapper
 
 
-def match_self(fn: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
+def match_self(fn: Function, current: Current) -> Function:
     """Of an in-place method: the other arguments in the type of the tensor written to."""
 
     @functools.wraps(fn)
     def wrapper(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not casts.is_active or self.dtype not in _CASTABLE:
+        casts = current()
+        if casts is None or self.dtype not in _CASTABLE:
             return fn(self, *args, **kwargs)
-        to_self = _to(self.dtype, casts, fn)
-        return fn(self, *_each(args, to_self), **_each_keyword(kwargs, to_self))
+        to = _to(self.dtype)
+        return fn(self, *_each(args, to, casts, fn), **_each_keyword(kwargs, to, casts, fn))
 
     return wrapper
 
 
-def refused_in_place(kind: str) -> Wrapper:
-    """Of an in-place function ("function") or method ("method"): an error where float16 would lose range."""
-
-    def wrap(fn: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
-        to_float = _to_float(casts, fn)
-
-        @functools.wraps(fn)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not casts.is_active:
-                return fn(*args, **kwargs)
-            if kind == "function" and any(t.dtype is torch.float16 for t in _tensors((*args, *kwargs.values()))):
-                raise NotImplementedError(
-                    f"Cannot call in-place function {fn.__name__} with fp16 arguments.  Type "
-                    f"{fn.__name__.rstrip('_')}(...) instead, which runs in FP32."
-                )
-            written = args[0] if args else None
-            if isinstance(written, Tensor) and written.dtype is torch.float16:
-                raise NotImplementedError(
-                    f"Cannot call in-place method {fn.__name__} on fp16 Tensors.  Type "
-                    f".{fn.__name__.rstrip('_')}(...) instead, which runs in FP32."
-                )
-            if not isinstance(written, Tensor) or written.dtype is not torch.float32:
-                return fn(*args, **kwargs)
-            return fn(written, *_each(args[1:], to_float), **_each_keyword(kwargs, to_float))
-
-        return wrapper
-
-    return wrap
-
-
-def banned(fn: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
-    """Of binary_cross_entropy: an error on float16 unless allowed, float32 otherwise."""
-    to_float = _to_float(casts, fn)
+def refused_function(fn: Function, current: Current) -> Function:
+    """Of an in-place function: an error where float16 would lose range."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not casts.is_active:
-            return fn(*args, **kwargs)
-        tensors = _tensors((*args, *kwargs.values()))
-        if not casts.allow_banned and any(t.dtype is torch.float16 for t in tensors):
+        if current() is not None and torch.float16 in _types(args, kwargs):
+            raise NotImplementedError(
+                f"Cannot call in-place function {fn.__name__} with fp16 arguments.  Type "
+                f"{fn.__name__.rstrip('_')}(...) instead, which runs in FP32."
+            )
+        return fn(*args, **kwargs)
+
+    return wrapper
+
+
+def refused_method(fn: Function, current: Current) -> Function:
+    """Of an in-place method: an error where float16 would lose range, else as `match_self`."""
+    matched = match_self(fn, current)
+
+    @functools.wraps(fn)
+    def wrapper(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype is torch.float16 and current() is not None:
+            raise NotImplementedError(
+                f"Cannot call in-place method {fn.__name__} on fp16 Tensors.  Type "
+                f".{fn.__name__.rstrip('_')}(...) instead, which runs in FP32."
+            )
+        return matched(self, *args, **kwargs)
+
+    return wrapper
+
+
+def banned(fn: Function, current: Current) -> Function:
+    """Of binary_cross_entropy: an error on float16 unless allowed, float32 otherwise."""
+    in_float = float32(fn, current)
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        casts = current()
+        if casts is not None and not casts.allow_banned and torch.float16 in _types(args, kwargs):
             raise NotImplementedError(_BANNED)
-        return fn(*_each(args, to_float), **_each_keyword(kwargs, to_float))
+        return in_float(*args, **kwargs)
 
     return wrapper
 
@@ -154,61 +162,82 @@ def banned(fn: Callable[..., Any], casts: Casts) -> Callable[..., Any]:
 REGISTERED: dict[str, Wrapper] = {"half": half, "float": float32, "promote": promote}
 
 
-def deferred(kind: str, fn: F, current: Callable[[], Casts | None]) -> F:
+@functools.cache  # the same wrapper for the same, as that of a patched function is part of its identity
+def throughout(wrapper: Wrapper) -> Wrapper:
+    """`wrapper` whose word is the last: the function runs without further casts (F.softmax calls Tensor.softmax)."""
+
+    def wrap(fn: Function, current: Current) -> Function:
+        @functools.wraps(fn)
+        def uncast_inside(*args: Any, **kwargs: Any) -> Any:
+            casts = current()
+            if casts is None:
+                return fn(*args, **kwargs)
+            with casts.disabled_in_thread():
+                return fn(*args, **kwargs)
+
+        return wrapper(uncast_inside, current)
+
+    return wrap
+
+
+def wrap(wrapper: Wrapper, fn: Any, current: Current) -> Any:
+    """`wrapper(fn, current)`; a static or class method, as it stands in the class, stays one."""
+    if isinstance(fn, (staticmethod, classmethod)):
+        return type(fn)(wrapper(fn.__func__, current))
+    return wrapper(fn, current)
+
+
+def deferred(kind: str, fn: F, current: Current) -> F:
     """`fn`, cast as `kind` ("half", "float", "promote") says by the casts that are current when it is called."""
-    wrap = REGISTERED[kind]
 
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def active() -> Casts | None:
         casts = current()
-        if casts is None or not casts.is_active:
-            return fn(*args, **kwargs)
-        return wrap(fn, casts)(*args, **kwargs)
+        return casts if casts is not None and casts.is_active else None
 
-    return cast("F", wrapper)
+    return cast("F", wrap(REGISTERED[kind], fn, active))
 
 
-def _to_half(casts: Casts, fn: Callable[..., Any]) -> Convert:
-    plain = _to(casts.dtype, casts, fn)
-    name = _name(fn)
-
-    def convert(tensor: Tensor) -> Tensor:
-        if casts.enable_caching and type(tensor) is nn.Parameter and tensor.dtype is torch.float32:
-            return casts.cache.cast(tensor, casts.dtype, lambda: casts.trace(torch.float32, casts.dtype, name))
-        return plain(tensor)
-
-    return convert
+def _to_half(tensor: Tensor, casts: Casts, fn: Function) -> Tensor:
+    if type(tensor) is nn.Parameter and tensor.dtype is torch.float32 and casts.enable_caching:
+        return casts.cache.cast(tensor, casts.dtype, lambda: casts.trace(torch.float32, casts.dtype, _name(fn)))
+    return _cast(tensor, casts.dtype, casts, fn)
 
 
-def _to_float(casts: Casts, fn: Callable[..., Any]) -> Convert:
-    return _to(torch.float32, casts, fn)
+def _to_float(tensor: Tensor, casts: Casts, fn: Function) -> Tensor:
+    return _cast(tensor, torch.float32, casts, fn)
 
 
-def _to(dtype: torch.dtype, casts: Casts, fn: Callable[..., Any]) -> Convert:
-    name = _name(fn)
-
-    def convert(tensor: Tensor) -> Tensor:
-        if tensor.dtype is dtype or tensor.dtype not in _CASTABLE:
-            return tensor
-        casts.trace(tensor.dtype, dtype, name)
-        return tensor.to(dtype)
-
-    return convert
+def _to(dtype: torch.dtype) -> Convert:
+    return lambda tensor, casts, fn: _cast(tensor, dtype, casts, fn)
 
 
-def _each(values: Iterable[Any], convert: Convert) -> list[Any]:
-    return [_convert(value, convert) for value in values]
+def _to_type_of_out(kwargs: dict[str, Any]) -> Convert | None:
+    """Where the result is written to a floating `out`, its type decides: many functions allow no other."""
+    out = kwargs.get("out")
+    return _to(out.dtype) if isinstance(out, Tensor) and out.dtype in _CASTABLE else None
 
 
-def _each_keyword(kwargs: dict[str, Any], convert: Convert) -> dict[str, Any]:
-    return {key: _convert(value, convert) for key, value in kwargs.items()} if kwargs else kwargs
+def _cast(tensor: Tensor, dtype: torch.dtype, casts: Casts, fn: Function) -> Tensor:
+    if tensor.dtype is dtype or tensor.dtype not in _CASTABLE:
+        return tensor
+    casts.trace(tensor.dtype, dtype, _name(fn))
+    return tensor.to(dtype)
 
 
-def _convert(value: Any, convert: Convert) -> Any:
+def _each(values: Iterable[Any], convert: Convert, casts: Casts, fn: Function) -> list[Any]:
+    return [_convert(value, convert, casts, fn) for value in values]
+
+
+def _each_keyword(kwargs: dict[str, Any], convert: Convert, casts: Casts, fn: Function) -> dict[str, Any]:
+    """Keyword arguments, all cast but `out`: a copy of it would be written to instead."""
+    return {key: value if key == "out" else _convert(value, convert, casts, fn) for key, value in kwargs.items()}
+
+
+def _convert(value: Any, convert: Convert, casts: Casts, fn: Function) -> Any:
     if isinstance(value, Tensor):
-        return convert(value)
+        return convert(value, casts, fn)
     if _is_tensor_sequence(value):
-        items = [convert(item) for item in value]
+        items = [convert(item, casts, fn) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value
 
@@ -223,19 +252,25 @@ def _is_tensor_sequence(value: Any) -> bool:
     )
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
+def _types(args: Iterable[Any], kwargs: dict[str, Any]) -> set[torch.dtype]:
+    """Types of the tensors among the arguments, `out` aside."""
+    types = set()
+    for value in (*args, *(value for key, value in kwargs.items() if key != "out")) if kwargs else args:
         if isinstance(value, Tensor):
-            yield value
+            types.add(value.dtype)
         elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, Tensor))
+            types.update(item.dtype for item in value if isinstance(item, Tensor))
+    return types
 
 
-def _mixed(tensors: Iterable[Tensor]) -> bool:
+def _mixed(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
     """Whether low precision meets another of the types that are cast, and float64 is not among them."""
-    types = {t.dtype for t in tensors if t.is_floating_point()}
+    types = _types(args, kwargs)
+    if len(types) < 2:
+        return False
+    types = {dtype for dtype in types if dtype.is_floating_point}
     return len(types) > 1 and types.issubset(_CASTABLE)
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def _name(fn: Function) -> str:
     return getattr(fn, "__name__", type(fn).__name__)

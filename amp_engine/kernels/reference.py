@@ -28,7 +28,7 @@ def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     filled = [i for i, t in enumerate(tensors) if t.numel()]  # an empty tensor has no maximum
     if filled:
         largest = torch._foreach_norm([tensors[i] for i in filled], math.inf)
-        bad = ~torch.isfinite(torch.stack([t.float() for t in largest]))
+        bad = torch.stack([~torch.isfinite(t) for t in largest])
         if len(filled) == len(tensors):
             return bad
         flags[filled] = bad

@@ -1,0 +1,402 @@
+"""A cast of a weight is made once an iteration and is never stale, whoever writes the weight and however."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
+from torch.utils.checkpoint import checkpoint
+
+from amp_engine import Engine
+from amp_engine.casting import FunctionCasts
+from amp_engine.casting.cache import WeightCache
+
+X = torch.tensor([[1.0, 2.0]])
+
+
+def layer(value: float = 1.0) -> nn.Linear:
+    made = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(made.weight, value)
+    return made
+
+
+def saved_casts(casts: FunctionCasts) -> list[str]:
+    """From now on the functions that weights are cast for, in place of printing them."""
+    reports: list[str] = []
+    casts._verbose, casts._emit = True, reports.append
+    return reports
+
+
+class DataOptimizer(torch.optim.Optimizer):
+    """Writes through `p.data`, as most third-party optimizers do."""
+
+    def __init__(self, params: Any, kept_views: bool = False) -> None:
+        super().__init__(params, {})
+        self.views = [p.data for p in self.param_groups[0]["params"]] if kept_views else None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        for data in self.views or [p.data for p in params]:
+            data.fill_(3.0)
+
+
+# --- one cast for all uses ------------------------------------------------------------------------
+
+
+def test_a_weight_used_twice_is_cast_once(casts: FunctionCasts) -> None:
+    reports, shared = saved_casts(casts), layer()
+    shared(shared(X)).sum().backward()
+    assert sum("Float->" in report for report in reports) == 2  # X and the weight
+    assert len(casts.cache) == 1
+
+
+def test_the_gradient_of_a_shared_weight_is_the_sum_over_its_uses(casts: FunctionCasts) -> None:
+    shared = layer(0.5)
+    shared(shared(X)).sum().backward()
+    with casts.disabled():
+        expected = torch.autograd.grad(shared(shared(X)).sum(), shared.weight)[0]
+    assert shared.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(shared.weight.grad, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_caching_can_be_switched_off(low: torch.dtype) -> None:
+    casts = FunctionCasts(low, enable_caching=False)
+    casts.install()
+    assert layer()(X).dtype == low
+    assert len(casts.cache) == 0
+    casts.remove()
+
+
+def test_only_fp32_parameters_are_kept(casts: FunctionCasts) -> None:
+    tensor, double = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2).double())
+    F.linear(X, tensor)
+    F.linear(X.double(), double)
+    F.linear(X, nn.Parameter(torch.ones(2, 2, dtype=casts.dtype)))
+    F.softmax(nn.Parameter(torch.ones(2)), 0)
+    assert len(casts.cache) == 0
+
+
+def test_two_backwards_of_two_forwards_share_a_cast(casts: FunctionCasts) -> None:
+    shared = layer()
+    first, second = shared(X).sum(), shared(X).sum()
+    first.backward()
+    second.backward()
+    assert shared.weight.grad.tolist() == [[2, 4], [2, 4]]
+
+
+def test_two_backwards_of_one_forward(casts: FunctionCasts) -> None:
+    shared = layer()
+    loss = shared(X).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert shared.weight.grad.tolist() == [[2, 4], [2, 4]]
+
+
+def test_double_backward(casts: FunctionCasts) -> None:
+    shared = layer(0.5)
+
+    def penalty() -> Tensor:
+        x = X.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(shared(shared(x)).sum(), x, create_graph=True)
+        return (grad.float() ** 2).sum()
+
+    (grad,) = torch.autograd.grad(penalty(), shared.weight)
+    with casts.disabled():
+        (expected,) = torch.autograd.grad(penalty(), shared.weight)
+    torch.testing.assert_close(grad, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_and_shared_weights_get_their_gradient(use_reentrant: bool, casts: FunctionCasts) -> None:
+    shared = layer(0.5)
+
+    def grad(run: Callable[..., Tensor]) -> Tensor:
+        x = X.clone().requires_grad_()
+        y = run(shared, run(shared, shared(x)))
+        casts.cache.clear()
+        return torch.autograd.grad(shared(y).sum(), shared.weight)[0] if not use_reentrant else backward(shared(y))
+
+    def backward(y: Tensor) -> Tensor:
+        shared.weight.grad = None
+        y.sum().backward()
+        return shared.weight.grad
+
+    checkpointed = grad(lambda module, x: checkpoint(module, x, use_reentrant=use_reentrant))
+    torch.testing.assert_close(checkpointed, grad(lambda module, x: module(x)), rtol=1e-2, atol=1e-2)
+
+
+def test_a_cast_made_under_no_grad_does_not_starve_training(casts: FunctionCasts) -> None:
+    model = layer()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            model(X)
+        assert len(casts.cache) == 0
+        model(X).sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad = None
+        casts.cache.clear()
+
+
+def test_a_cast_made_in_training_is_not_used_under_no_grad(casts: FunctionCasts) -> None:
+    model = layer()
+    model(X)
+    with torch.no_grad():
+        assert not model(X).requires_grad
+
+
+# --- never stale ----------------------------------------------------------------------------------
+
+
+def write_flat(p: nn.Parameter) -> None:
+    vector_to_parameters(torch.full((4,), 3.0), [p])
+
+
+def write_under_no_grad(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p.fill_(3.0)
+
+
+def write_row(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p[0] = 3.0
+        p[1].copy_(torch.full((2,), 3.0))
+
+
+def swap_data_twice(p: nn.Parameter) -> None:
+    """The second time the memory may be the one that was freed the first time, at the same version."""
+    ones = p.data.clone()
+    p.data = torch.zeros_like(ones)
+    p.data = ones.fill_(3.0)
+
+
+WRITES = {
+    "no_grad": write_under_no_grad,
+    "indexed": write_row,
+    "data": lambda p: p.data.fill_(3.0),
+    "clamp": lambda p: p.data.clamp_(3.0, 4.0),
+    "set data": lambda p: setattr(p, "data", torch.full((2, 2), 3.0)),
+    "set data twice": swap_data_twice,
+    "vector_to_parameters": write_flat,
+    "init": lambda p: nn.init.constant_(p, 3.0),
+    "foreach": lambda p: torch._foreach_add_([p.detach()], 2.0),
+    "numpy view of data": lambda p: p.data.numpy().fill(3.0),
+    "detach": lambda p: p.detach().fill_(3.0),
+    "DataOptimizer": lambda p: DataOptimizer([p]).step(),
+    "optimizer with views kept": lambda p: DataOptimizer([p], kept_views=True).step(),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_written_weight_is_cast_again(write: Callable[[nn.Parameter], Any], grad: bool, casts: FunctionCasts) -> None:
+    model = layer()
+    with torch.set_grad_enabled(grad):
+        assert model(X).tolist() == [[3, 3]]
+        write(model.weight)
+        assert model(X).tolist() == [[9, 9]]
+
+
+def test_an_optimizer_that_kept_views_of_the_data_is_seen_by_its_step(casts: FunctionCasts) -> None:
+    model = layer()
+    optimizer = DataOptimizer(model.parameters(), kept_views=True)
+    for _ in range(2):
+        nn.init.constant_(model.weight, 1.0)
+        assert model(X).tolist() == [[3, 3]]
+        optimizer.step()
+        assert model(X).tolist() == [[9, 9]]
+
+
+def test_data_at_an_address_that_was_used_before_is_not_taken_for_the_old_data(casts: FunctionCasts) -> None:
+    model = layer()
+    memory = model.weight.detach()
+    model(X)
+    model.weight.data = torch.zeros(2, 2)
+    memory.numpy().fill(3.0)  # moves no version
+    model.weight.data = memory
+    assert model(X).tolist() == [[9, 9]]
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_loaded_state_dict_is_seen_in_eval_and_in_training(assign: bool, casts: FunctionCasts) -> None:
+    model = layer()
+    for grad, value in ((False, 3.0), (True, 5.0)):
+        with torch.set_grad_enabled(grad):
+            model(X)
+            model.load_state_dict(layer(value).state_dict(), assign=assign)
+            assert model(X).tolist() == [[3 * value] * 2]
+
+
+def test_freezing_and_unfreezing_takes_effect_at_once(casts: FunctionCasts) -> None:
+    model = layer()
+    for trainable in (True, False, True):
+        model.weight.requires_grad_(trainable)
+        assert model(X).requires_grad == trainable
+
+
+def test_a_deep_copy_runs_its_own_weights(casts: FunctionCasts) -> None:
+    model = layer()
+    model(X)
+    twin = copy.deepcopy(model)
+    nn.init.constant_(model.weight, 5.0)
+    assert twin(X).tolist() == [[3, 3]]
+    nn.init.constant_(twin.weight, 3.0)
+    assert (model(X).tolist(), twin(X).tolist()) == ([[15, 15]], [[9, 9]])
+
+
+def test_a_weight_in_the_place_of_a_dead_one_is_not_taken_for_it() -> None:
+    cache, memory, ids = WeightCache(), torch.zeros(2, 2), []
+    for value in range(20):
+        memory.numpy().fill(value)
+        weight = nn.Parameter(memory, requires_grad=False)
+        ids.append(id(weight))
+        assert cache.cast(weight, torch.bfloat16)[0, 0] == value
+        del weight
+    assert len(set(ids)) < len(ids), "no object came in the place of another"
+
+
+def test_another_address_is_another_cast() -> None:
+    cache, weight = WeightCache(), layer().weight
+    cache.cast(weight, torch.bfloat16)
+    weight.data = torch.full((2, 2), 3.0)  # moves no version
+    assert cache.cast(weight, torch.bfloat16)[0, 0] == 3
+
+
+def test_another_type_is_another_cast() -> None:
+    cache, weight = WeightCache(), layer().weight
+    for dtype in (torch.float16, torch.bfloat16, torch.float16):
+        assert cache.cast(weight, dtype).dtype == dtype
+
+
+def test_discard_forgets_one_weight_and_clear_all() -> None:
+    cache, weights = WeightCache(), [layer().weight for _ in range(3)]
+    casts = [cache.cast(w, torch.float16) for w in weights]
+    cache.discard(weights[0])
+    cache.discard(weights[0])
+    assert cache.cast(weights[0], torch.float16) is not casts[0]
+    assert cache.cast(weights[1], torch.float16) is casts[1]
+    cache.clear()
+    assert len(cache) == 0
+
+
+def test_a_sparse_weight_is_cast_but_not_kept() -> None:
+    cache = WeightCache()
+    weight = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
+    assert cache.cast(weight, torch.bfloat16).to_dense().tolist() == [[1, 0], [0, 1]]
+    assert len(cache) == 0
+
+
+def test_a_weight_made_in_inference_mode_is_cast_but_not_kept() -> None:
+    cache = WeightCache()
+    with torch.inference_mode():
+        weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    assert cache.cast(weight, torch.bfloat16).dtype == torch.bfloat16
+    assert len(cache) == 0
+
+
+# --- where tensors are not what they seem ---------------------------------------------------------
+
+
+def test_nothing_is_kept_in_functorch(casts: FunctionCasts) -> None:
+    model = layer()
+    params = dict(model.named_parameters())
+    grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, X).sum().float())(params)
+    assert grads["weight"].tolist() == [[1, 2], [1, 2]]
+    assert torch.func.vmap(model)(X[None]).dtype == casts.dtype
+    assert len(casts.cache) == 0
+
+
+def test_nothing_is_kept_under_a_dispatch_mode(casts: FunctionCasts) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    model = layer()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(X).dtype == casts.dtype
+    assert len(casts.cache) == 0
+    assert type(model(X)) is Tensor
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_trace_casts_the_weight_at_each_run(casts: FunctionCasts) -> None:
+    model = layer()
+    model(X)
+    traced = torch.jit.trace(model, X)
+    nn.init.constant_(model.weight, 3.0)
+    assert traced(X).tolist() == [[9, 9]]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_cuda_graph_casts_the_weight_at_each_replay(casts: FunctionCasts) -> None:
+    model, x = layer().cuda(), X.cuda()
+    model(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x)
+    nn.init.constant_(model.weight, 3.0)
+    graph.replay()
+    assert y.tolist() == [[9, 9]]
+
+
+# --- with an engine -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_entries_stay_flat_over_300_iterations(level: str) -> None:
+    with Engine() as engine:
+        model = nn.Sequential(layer(), nn.LayerNorm(2), layer())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        during, after = set(), set()
+        for _ in range(300):
+            with engine.scale_loss(model(X).float().pow(2).sum(), optimizer) as scaled_loss:
+                during.add(len(engine.casts.cache))
+                scaled_loss.backward()
+            after.add(len(engine.casts.cache))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (during, after) == ({2}, {0})
+
+
+def test_a_wgan_critic_is_clamped() -> None:
+    with Engine() as engine:
+        critic = layer(2.0)
+        optimizer = torch.optim.SGD(critic.parameters(), lr=1e-3)
+        engine.initialize(critic, optimizer, opt_level="O4", verbosity=0)
+        for _ in range(3):
+            with engine.scale_loss(critic(X).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            critic(X)  # leaves a cast behind
+            for p in critic.parameters():
+                p.data.clamp_(-0.5, 0.5)
+            assert critic(X).max() <= 1.5
+
+
+def test_training_with_an_optimizer_that_writes_through_data_moves_the_loss() -> None:
+    class DataSGD(DataOptimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.grad.data, alpha=-0.05)
+
+    with Engine() as engine:
+        model = layer()
+        optimizer = DataSGD(model.parameters())
+        engine.initialize(model, optimizer, opt_level="O4", verbosity=0)
+        losses = []
+        for _ in range(4):
+            loss = model(X).float().pow(2).sum()
+            losses.append(loss.item())
+            with engine.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses == sorted(losses, reverse=True)
+        assert len(set(losses)) == 4

@@ -1,0 +1,499 @@
+"""Patches are undone exactly, in any order; patched functions can be kept, pickled, compiled and scripted."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import rnn
+from torch.optim import optimizer as optimizer_hooks
+
+from amp_engine.casting import FunctionCasts, Registration
+from amp_engine.casting.lists import FUNCTIONAL, LINALG, TENSOR, TORCH
+from amp_engine.casting.patcher import Patches
+
+SPACES = (torch, F, torch.Tensor, torch._C.TensorBase, torch.linalg, rnn, rnn.RNNBase, rnn.RNNCellBase)
+X = torch.ones(2, 2)
+
+
+def picture() -> list[dict[str, Any]]:
+    return [dict(vars(space)) for space in SPACES]
+
+
+def assert_same(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+    for space, ours, theirs in zip(SPACES, now, before, strict=True):
+        assert set(ours) == set(theirs), space
+        assert [name for name in ours if ours[name] is not theirs[name]] == [], space
+
+
+def low_of_now() -> torch.dtype:
+    return torch.mm(X, X).dtype
+
+
+# --- exact undo -----------------------------------------------------------------------------------
+
+
+def test_every_attribute_is_the_same_object_again(low: torch.dtype) -> None:
+    before, fastpath = picture(), torch.backends.mha.get_fastpath_enabled()
+    casts = FunctionCasts(low)
+    for _ in range(2):
+        casts.install()
+        assert not torch.backends.mha.get_fastpath_enabled()
+        assert optimizer_hooks._global_optimizer_post_hooks
+        casts.remove()
+        assert_same(picture(), before)
+        assert torch.backends.mha.get_fastpath_enabled() == fastpath
+        assert not optimizer_hooks._global_optimizer_post_hooks
+
+
+@pytest.mark.parametrize(
+    ("space", "lists"),
+    [(F, FUNCTIONAL), (torch, TORCH), (torch.linalg, LINALG), (torch.Tensor, TENSOR)],
+    ids=["F", "torch", "linalg", "Tensor"],
+)
+def test_every_listed_name_is_patched(space: Any, lists: Any, low: torch.dtype) -> None:
+    names = [name for group in vars(lists).values() for name in group if hasattr(space, name)]
+    before = {name: getattr(space, name) for name in names}
+    casts = FunctionCasts(low)
+    casts.install()
+    patched = {name: getattr(space, name) for name in names}
+    casts.remove()
+    assert [name for name in names if patched[name] is before[name]] == []
+
+
+def test_inherited_names_are_deleted_again(casts: FunctionCasts) -> None:
+    own = {"__add__", "matmul", "cpu", "data"}
+    assert own <= set(vars(torch.Tensor))
+    casts.remove()
+    assert not own & set(vars(torch.Tensor))
+    assert {"__rsub__", "norm"} <= set(vars(torch.Tensor))
+
+
+def test_hash_and_equality_of_tensors_and_parameters_survive(casts: FunctionCasts) -> None:
+    weight = nn.Parameter(X.clone())
+    for tensor in (X, weight):
+        assert {tensor: 1}[tensor] == 1
+        assert (tensor == tensor).all()
+    assert hash(weight) == id(weight)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_installed_casts_form_a_stack_that_may_be_left_in_any_order(order: tuple[int, ...]) -> None:
+    before = picture()
+    stack = [FunctionCasts(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float16)]
+    left = list(stack)
+    for casts in stack:
+        casts.install()
+        assert casts.is_active
+    for i in order:
+        assert [casts.is_active for casts in left] == [False] * (len(left) - 1) + [True]
+        assert low_of_now() == left[-1].dtype
+        stack[i].remove()
+        left.remove(stack[i])
+    assert not any(casts.is_active for casts in stack)
+    assert_same(picture(), before)
+
+
+def test_casts_that_are_not_the_newest_cannot_be_felt(low: torch.dtype) -> None:
+    first, second = FunctionCasts(low), FunctionCasts(torch.bfloat16)
+    first.install()
+    original = torch.mm.__wrapped__
+    second.install()
+    assert torch.mm.__wrapped__ is original
+    with first.disabled():
+        assert low_of_now() == torch.bfloat16
+    second.remove()
+    first.remove()
+
+
+def test_casts_whose_installation_fails_leave_those_before_in_force(low: torch.dtype) -> None:
+    before = picture()
+    first = FunctionCasts(low)
+    first.install()
+    immutable = Registration("half", torch._C.TensorBase, "sigmoid")
+    second = FunctionCasts(torch.float16, registrations=[immutable])
+    with pytest.raises(TypeError, match="immutable|can't set"):
+        second.install()
+    assert not second.installed
+    assert first.is_active
+    assert low_of_now() == low
+    first.remove()
+    assert_same(picture(), before)
+
+
+def test_patches_of_one_name_are_undone_last_first() -> None:
+    space = types.SimpleNamespace(name=1)
+    patches, calls = Patches(), []
+    patches.set(space, "name", 2)
+    patches.on_undo(lambda: calls.append(space.name))
+    patches.set(space, "name", 3)
+    patches.set(space, "other", 4)
+    patches.undo()
+    patches.undo()
+    assert vars(space) == {"name": 1}
+    assert calls == [2]
+
+
+# --- functions that somebody kept -----------------------------------------------------------------
+
+KEPT = {"builtin": (F, "gelu"), "python": (F, "softmax"), "torch": (torch, "mm"), "functional": (torch, "norm")}
+
+
+class Kept(nn.Module):
+    """Holds a function, as nn.TransformerEncoderLayer holds its activation."""
+
+    def __init__(self, space: Any, name: str) -> None:
+        super().__init__()
+        self.function = getattr(space, name)
+
+
+@pytest.mark.parametrize(("space", "name"), KEPT.values(), ids=KEPT)
+def test_a_patched_function_is_pickled_by_name(space: Any, name: str, casts: FunctionCasts) -> None:
+    patched = getattr(space, name)
+    assert pickle.loads(pickle.dumps(patched)) is patched
+    assert copy.deepcopy(Kept(space, name)).function is patched
+    assert pickle.loads(pickle.dumps(Kept(space, name))).function is patched
+
+
+@pytest.mark.parametrize(("space", "name"), KEPT.values(), ids=KEPT)
+def test_a_kept_function_can_be_pickled_after_another_install(space: Any, name: str, low: torch.dtype) -> None:
+    first, second = FunctionCasts(low), FunctionCasts(torch.bfloat16)
+    first.install()
+    model = Kept(space, name)
+    first.remove()
+    second.install()
+    assert pickle.loads(pickle.dumps(model)).function is getattr(space, name)
+    second.remove()
+
+
+@pytest.mark.parametrize("kept", ["builtin", "torch"])
+def test_a_kept_builtin_is_the_original_once_it_is_unpickled_without_casts(kept: str, casts: FunctionCasts) -> None:
+    model = Kept(*KEPT[kept])
+    while_patched = pickle.dumps(model)
+    casts.remove()
+    assert b"amp_engine" not in while_patched
+    for pickled in (while_patched, pickle.dumps(model)):
+        assert pickle.loads(pickled).function is getattr(*KEPT[kept])
+
+
+def test_a_builtin_kept_before_can_be_pickled(low: torch.dtype) -> None:
+    model, casts = Kept(F, "gelu"), FunctionCasts(low)
+    casts.install()
+    assert pickle.loads(pickle.dumps(model)).function is model.function
+    casts.remove()
+
+
+def test_a_kept_function_follows_the_casts_in_force(low: torch.dtype) -> None:
+    first, second = FunctionCasts(low), FunctionCasts(torch.bfloat16)
+    first.install()
+    mm = torch.mm
+    assert mm(X, X).dtype == low
+    first.remove()
+    assert mm(X, X).dtype == torch.float32
+    second.install()
+    assert mm(X, X).dtype == torch.bfloat16
+    with second.disabled():
+        assert mm(X, X).dtype == torch.float32
+    second.remove()
+
+
+def test_a_builtin_in_a_class_does_not_become_a_method(casts: FunctionCasts) -> None:
+    class Head(nn.Module):
+        activation = F.gelu
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.activation(x)
+
+    assert Head()(X.to(casts.dtype)).dtype == torch.float32
+
+
+def test_patched_functions_keep_name_and_doc(casts: FunctionCasts) -> None:
+    for space, name in KEPT.values():
+        patched = getattr(space, name)
+        assert (patched.__name__, patched.__doc__) == (name, patched.__wrapped__.__doc__)
+
+
+def test_a_transformer_that_is_built_while_patched_can_be_pickled(casts: FunctionCasts) -> None:
+    layer = nn.TransformerEncoderLayer(4, 1, 8, activation="gelu")
+    while_patched = pickle.dumps(layer)
+    casts.remove()
+    for pickled in (while_patched, pickle.dumps(layer)):
+        assert pickle.loads(pickled)(torch.ones(2, 1, 4)).dtype == torch.float32
+
+
+# --- tensor subclasses and modes ------------------------------------------------------------------
+
+
+class Named(Tensor):
+    """Counts on every result being of its class."""
+
+    seen: list[Any] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_are_cast_and_stay_subclasses(casts: FunctionCasts) -> None:
+    named = torch.eye(2).as_subclass(Named)
+    assert (torch.mm(named, X).dtype, type(torch.mm(named, X))) == (casts.dtype, Named)
+    assert (type(named @ named), type(F.softmax(named, 0)), type(named + X)) == (Named,) * 3
+    assert F.softmax(named.to(casts.dtype), 0).dtype == torch.float32
+    assert type(named.data) is Named
+
+
+def test_a_subclass_is_handed_the_original_function(casts: FunctionCasts) -> None:
+    Named.seen.clear()
+    torch.mm(torch.eye(2).as_subclass(Named), X)
+    original = torch.mm.__wrapped__
+    assert not hasattr(original, "__wrapped__")
+    assert original in Named.seen
+    assert torch.mm not in Named.seen
+
+
+def test_writing_data_of_a_tensor_still_works(casts: FunctionCasts) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.data[0] = 5.0
+    weight.data = weight.data * 2
+    assert weight.tolist() == [10, 2]
+    assert not weight.data.requires_grad
+    with pytest.raises(TypeError):
+        weight.data = 3
+
+
+# --- registrations --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library() -> Any:
+    """A module with a function, and a class with every kind of method."""
+    library = types.ModuleType("library_of_this_test")
+    source = """if True:
+        def function(x): return x.dtype
+        class Parent:
+            def inherited(self, x): return x.dtype
+            @classmethod
+            def inherited_class_method(cls, x): return cls.__name__, x.dtype
+        class Layer(Parent):
+            def method(self, x): return x.dtype
+            @staticmethod
+            def static(x): return x.dtype
+            @classmethod
+            def class_method(cls, x): return cls.__name__, x.dtype
+        class Child(Layer): pass
+        class Callable:
+            __hash__ = None
+            def __call__(self, x): return x.dtype
+        instance = Callable()
+    """
+    exec(source, vars(library))
+    sys.modules[library.__name__] = library
+    yield library
+    del sys.modules[library.__name__]
+
+
+def installed(low: torch.dtype, *registrations: tuple[str, Any, str]) -> FunctionCasts:
+    casts = FunctionCasts(low, registrations=[Registration(*each) for each in registrations])
+    casts.install()
+    return casts
+
+
+def test_an_absent_function_is_a_value_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"^No function named nothing in module <module 'math' .*>\.$"):
+        Registration("half", sys.modules["math"], "nothing")
+
+
+def test_a_registered_python_function_is_cast_and_comes_back(library: Any, low: torch.dtype) -> None:
+    original = library.function
+    for kind, given, arrives in (("half", X, low), ("float", X.to(low), torch.float32), ("promote", X, torch.float32)):
+        casts = installed(low, (kind, library, "function"))
+        assert library.function(given) == arrives
+        assert pickle.loads(pickle.dumps(library.function)) is library.function
+        casts.remove()
+        assert library.function is original
+
+
+def test_registered_methods_of_every_kind_are_cast_and_come_back(library: Any, low: torch.dtype) -> None:
+    layer, child = library.Layer, library.Child
+    names = ("method", "static", "class_method", "inherited", "inherited_class_method")
+    before = dict(vars(layer))
+    casts = installed(low, *(("half", layer, name) for name in names))
+    assert layer().method(X) == layer().inherited(X) == child().inherited(X) == low
+    assert layer.static(X) == layer().static(X) == child().static(X) == low
+    assert layer.class_method(X) == layer().class_method(X) == layer.inherited_class_method(X) == ("Layer", low)
+    assert child.class_method(X) == child().inherited_class_method(X) == ("Child", low)
+    assert library.Parent().inherited(X) == torch.float32
+    casts.remove()
+    assert dict(vars(layer)) == before
+
+
+def test_an_inherited_static_method_stays_static(library: Any, low: torch.dtype) -> None:
+    casts = installed(low, ("half", library.Child, "static"))
+    assert library.Child.static(X) == library.Child().static(X) == low
+    assert library.Layer.static(X) == torch.float32
+    casts.remove()
+    assert "static" not in vars(library.Child)
+
+
+def test_a_method_of_one_object_is_cast_and_comes_back(library: Any, low: torch.dtype) -> None:
+    one, other = library.Layer(), library.Layer()
+    module = nn.Identity()
+    casts = installed(low, ("half", one, "method"), ("half", module, "forward"))
+    assert (one.method(X), other.method(X), module(X).dtype) == (low, torch.float32, low)
+    casts.remove()
+    assert vars(one) == {}
+    assert "forward" not in vars(module)
+
+
+def test_a_callable_object_in_a_module_is_cast_and_comes_back(library: Any, low: torch.dtype) -> None:
+    original = library.instance
+    casts = installed(low, ("half", library, "instance"))
+    assert library.instance(X) == low
+    casts.remove()
+    assert library.instance is original
+
+
+def test_the_apply_of_an_autograd_function_can_be_registered(low: torch.dtype) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    class Heir(Double):
+        pass
+
+    casts = installed(low, ("half", Double, "apply"))
+    x = X.clone().requires_grad_()
+    for function in (Double, Heir):
+        assert function.apply(x).dtype == low
+    Double.apply(x).sum().backward()
+    assert x.grad.tolist() == [[2, 2], [2, 2]]
+    casts.remove()
+    assert "apply" not in vars(Double)
+    assert Double.apply(x).dtype == torch.float32
+
+
+def test_a_registration_wins_over_the_lists(low: torch.dtype) -> None:
+    before = picture()
+    casts = installed(
+        low, ("float", torch, "mm"), ("half", F, "softmax"), ("half", torch.Tensor, "exp"), ("float", torch, "tanh")
+    )
+    assert torch.mm(X.to(low), X.to(low)).dtype == torch.float32
+    assert F.softmax(X, 0).dtype == low
+    assert X.exp().dtype == low
+    assert torch.tanh(X.to(low)).dtype == torch.float32
+    casts.remove()
+    assert_same(picture(), before)
+
+
+def test_the_first_registration_of_a_function_counts(low: torch.dtype) -> None:
+    casts = installed(low, ("half", torch, "tanh"), ("float", torch, "tanh"))
+    assert torch.tanh(X).dtype == low
+    casts.remove()
+
+
+def test_a_registration_does_not_defeat_the_ban() -> None:
+    before = picture()
+    casts = installed(torch.float16, ("float", F, "binary_cross_entropy"))
+    with pytest.raises(NotImplementedError, match="does not work out-of-the-box"):
+        F.binary_cross_entropy(X.half(), X)
+    assert F.binary_cross_entropy(X, X).dtype == torch.float32
+    casts.remove()
+    assert_same(picture(), before)
+
+
+# --- compilers ------------------------------------------------------------------------------------
+
+
+def network() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
+
+    def run(x: Tensor) -> Tensor:
+        y = model(x)
+        return (y @ y.t() + x.float()).softmax(-1).sum()
+
+    return model, run
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm", "group_norm"])
+def test_a_registration_wins_over_listed_functions_inside_of_it(name: str, low: torch.dtype) -> None:
+    casts = installed(low, ("half", F, name))
+    args = {"layer_norm": ((2,),), "group_norm": (2,)}.get(name, (0,))
+    assert getattr(F, name)(X, *args).dtype == low
+    assert X.softmax(0).dtype == torch.float32
+    casts.remove()
+
+
+def test_inside_a_registered_function_that_is_in_no_list_the_lists_hold(library: Any, low: torch.dtype) -> None:
+    library.function = lambda x: (x.dtype, x.softmax(0).dtype)
+    casts = installed(low, ("half", library, "function"))
+    assert library.function(X) == (low, torch.float32)
+    casts.remove()
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """torch.compile tags nn.Module for good; this takes the tags off."""
+    before = dict(vars(nn.Module))
+    yield
+    torch.compiler.reset()
+    for name, value in dict(vars(nn.Module)).items():
+        if name not in before:
+            delattr(nn.Module, name)
+        elif value is not before[name]:
+            setattr(nn.Module, name, before[name])
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_compiled_model_runs_and_trains_as_the_eager_one(fullgraph: bool, casts: FunctionCasts) -> None:
+    model, run = network()
+    compiled, x = torch.compile(run, backend="aot_eager", fullgraph=fullgraph), torch.ones(4, 4)
+    losses = {"compiled": compiled(x), "eager": run(x)}
+    assert len(casts.cache) == 4, "only the eager run keeps casts"
+    grads = {name: torch.autograd.grad(loss, list(model.parameters())) for name, loss in losses.items()}
+    torch.testing.assert_close(losses["compiled"], losses["eager"])
+    torch.testing.assert_close(grads["compiled"], grads["eager"], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_functions_follow_install_and_remove(low: torch.dtype) -> None:
+    def products(x: Tensor) -> tuple[Tensor, ...]:
+        return x @ x, x.mm(x), torch.mm(x, x), F.linear(x, x)
+
+    compiled = torch.compile(products, backend="eager", fullgraph=True)
+    casts = FunctionCasts(low)
+    for _ in range(2):
+        assert {y.dtype for y in compiled(X)} == {torch.float32}
+        casts.install()
+        assert {y.dtype for y in compiled(X)} == {low}
+        casts.remove()
+    assert {y.dtype for y in compiled(X)} == {torch.float32}
+
+
+def scripted(x: Tensor, w: Tensor) -> Tensor:
+    return F.softmax(F.linear(x, w), 0) + torch.mm(x, w) + x.softmax(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_torchscript_sees_the_original_functions(casts: FunctionCasts) -> None:
+    while_patched = torch.jit.script(scripted)(X, X)
+    linear = torch.jit.script(nn.Linear(2, 2))
+    assert linear(X).dtype == torch.float32
+    casts.remove()
+    torch.testing.assert_close(while_patched, scripted(X, X))
+    assert torch.equal(torch.jit.script(nn.Linear(2, 2))(X) * 0, X * 0)

@@ -1,0 +1,84 @@
+"""A ghost can be stepped and nothing of its optimizer moves."""
+
+import threading
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from amp_engine.ghost import ghost
+
+
+class Counts(torch.optim.SGD):
+    """Keeps counts in every place that an optimizer can."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.number, self.scalar, self.entries, self.table = 0, torch.zeros(()), [], {"n": 0}
+        self.slot = 0
+        self.state["global"] = {"n": torch.zeros(())}
+        self.param_groups[0]["k"] = 0
+        self.param_groups[0]["d"] = torch.zeros(())
+        self.param_groups[0]["lock"] = threading.Lock()
+
+    def step(self, closure=None):
+        self.number += 1
+        self.scalar += 1
+        self.slot += 1
+        self.entries.append(1)
+        self.table["n"] += 1
+        self.state["global"]["n"] += 1
+        self.param_groups[0]["k"] += 1
+        self.param_groups[0]["d"] += 1
+        return super().step()
+
+    def counts(self):
+        group = self.param_groups[0]
+        places = [self.number, self.scalar, self.slot, len(self.entries), self.table["n"], self.state["global"]["n"]]
+        return [int(count) for count in [*places, group["k"], group["d"]]]
+
+
+@pytest.mark.parametrize("stand_ins", [False, True])
+def test_stepping_a_ghost_moves_no_count(stand_ins):
+    optimizer = Counts([nn.Parameter(torch.ones(3))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    ghost(optimizer, stand_ins).step()
+    assert optimizer.counts() == [0] * 8
+    assert optimizer.param_groups[0]["params"][0].tolist() == [1.0] * 3
+    optimizer.step()
+    assert optimizer.counts() == [1] * 8
+
+
+def test_a_ghost_is_of_the_same_class_and_has_the_settings():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.3)
+    double = ghost(optimizer)
+    assert type(double) is torch.optim.AdamW
+    assert double.param_groups[0]["lr"] == 0.3
+    assert double.param_groups[0]["params"] == []
+
+
+def test_a_ghost_runs_no_hooks():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.3)
+    ran = deque()
+    optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+    optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+    ghost(optimizer).step()
+    assert not ran
+
+
+def test_a_learning_rate_with_a_graph_is_copied_without_it():
+    lr = torch.tensor(0.1, requires_grad=True) * 2
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.3)
+    optimizer.param_groups[0]["lr"] = lr
+    assert not ghost(optimizer).param_groups[0]["lr"].requires_grad
+
+
+def test_optimizers_inside_are_ghosts_too():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.3)
+    optimizer.inner = torch.optim.SGD(optimizer.param_groups, lr=0.3)
+    double = ghost(optimizer)
+    assert double.inner is not optimizer.inner
+    assert double.inner.param_groups[0]["params"] == []

@@ -146,6 +146,7 @@ def _apply_newest() -> None:
     if not _stack:
         return
     casts = _stack[-1]
+    casts.cache.clear()  # while others were in force nobody watched its weights
     taken = _patch_registered(casts)
     for namespace, lists in _LISTED:
         _patch_lists(namespace, lists, taken)
@@ -211,7 +212,7 @@ def _patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, nam
 
 def _patch_recurrent() -> None:
     _patches.set(rnn, "_VF", RecurrentFunctions(vars(rnn)["_VF"], current))
-    _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input))
+    _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input, current))
 
 
 def _watch_weights(casts: InstallableCasts) -> None:

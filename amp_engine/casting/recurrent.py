@@ -25,12 +25,13 @@ class RecurrentFunctions:
         return getattr(self._functions, name)
 
 
-def check_shapes_only(check_input: Callable[..., None]) -> Callable[..., None]:
-    """`RNNBase.check_input` without its demand that the input has the weights' type, which the cast sees to."""
+def check_shapes_only(check_input: Callable[..., None], current: wrappers.Current) -> Callable[..., None]:
+    """`RNNBase.check_input` without its demand that the input has the weights' type, where the cast sees to it."""
 
     def check(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         weight = self._flat_weights[0]
-        if isinstance(weight, Tensor) and input.dtype != weight.dtype:
+        both = {input.dtype} if weight is None else {input.dtype, weight.dtype}
+        if weight is not None and current() is not None and len(both) == 2 and both.issubset(wrappers.CASTABLE):
             input = torch.empty(input.shape, dtype=weight.dtype, device="meta")
         check_input(self, input, batch_sizes)
 

@@ -18,7 +18,7 @@ from amp_engine.casting.cache import WeightCache
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LOW = (torch.float16, torch.bfloat16)
-_CASTABLE = (*_LOW, torch.float32)  # float64 and integers are never touched
+CASTABLE = (*_LOW, torch.float32)  # float64 and integers are never touched
 
 _BANNED = (
     "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` "
@@ -106,7 +106,7 @@ def match_self(fn: Function, current: Current) -> Function:
     @functools.wraps(fn)
     def wrapper(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         casts = current()
-        if casts is None or self.dtype not in _CASTABLE:
+        if casts is None or self.dtype not in CASTABLE:
             return fn(self, *args, **kwargs)
         to = _to(self.dtype)
         return fn(self, *_each(args, to, casts, fn), **_each_keyword(kwargs, to, casts, fn))
@@ -214,11 +214,11 @@ def _to(dtype: torch.dtype) -> Convert:
 def _to_type_of_out(kwargs: dict[str, Any]) -> Convert | None:
     """Where the result is written to a floating `out`, its type decides: many functions allow no other."""
     out = kwargs.get("out")
-    return _to(out.dtype) if isinstance(out, Tensor) and out.dtype in _CASTABLE else None
+    return _to(out.dtype) if isinstance(out, Tensor) and out.dtype in CASTABLE else None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, casts: Casts, fn: Function) -> Tensor:
-    if tensor.dtype is dtype or tensor.dtype not in _CASTABLE:
+    if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
         return tensor
     casts.trace(tensor.dtype, dtype, _name(fn))
     return tensor.to(dtype)
@@ -248,7 +248,7 @@ def _is_tensor_sequence(value: Any) -> bool:
         isinstance(value, (list, tuple))
         and len(value) > 0
         and all(isinstance(item, Tensor) and item.is_floating_point() for item in value)
-        and any(item.dtype in _CASTABLE for item in value)
+        and any(item.dtype in CASTABLE for item in value)
     )
 
 
@@ -269,7 +269,7 @@ def _mixed(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
     if len(types) < 2:
         return False
     types = {dtype for dtype in types if dtype.is_floating_point}
-    return len(types) > 1 and types.issubset(_CASTABLE)
+    return len(types) > 1 and types.issubset(CASTABLE)
 
 
 def _name(fn: Function) -> str:

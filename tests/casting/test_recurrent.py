@@ -225,3 +225,16 @@ def test_a_chunk_runs_an_lstm_as_its_weights_do(low: torch.dtype) -> None:
     ours = torch._VF.lstm(*args, chunk, *options)
     theirs = torch._VF.lstm(*args, [w.to(low) for w in weights], *options)
     assert torch.equal(ours[0], theirs[0])
+
+
+def test_an_input_that_is_not_cast_is_refused_by_torch_as_ever() -> None:
+    lstm = nn.LSTM(3, 4)
+    casts = FunctionCasts(torch.float16)
+    casts.install()
+    try:
+        with pytest.raises(ValueError, match="does not match weight dtype"):
+            lstm(torch.ones(2, 1, 3, dtype=torch.float64))
+        with casts.disabled(), pytest.raises(ValueError, match="does not match weight dtype"):
+            lstm(torch.ones(2, 1, 3, dtype=torch.float16))
+    finally:
+        casts.remove()

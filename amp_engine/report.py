@@ -11,8 +11,8 @@ from amp_engine.levels import BRIEFS
 from amp_engine.policy import Policy
 
 FLOAT16_CONV_ON_CPU = (
-    "Note:  this model runs float16 convolutions on a CPU, which has no fast path for them (measured: up to 80 times "
-    "slower than FP32).  opt_level='O4' and 'O5' use bfloat16, which has one."
+    "Note:  this model runs float16 convolutions on a CPU.  Few CPUs have a fast path for them; where there is none, a "
+    "step was measured to take up to 80 times as long as in FP32.  opt_level='O4' and 'O5' use bfloat16 instead."
 )
 
 

@@ -1,6 +1,7 @@
 """Train both models at every level; print the table, write results.json and curves.png."""
 
 import argparse
+import os
 import platform
 import sys
 import time
@@ -31,8 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     runs = train_all(all_tasks(), device)
     rows = [run.row for run in runs]
+    where = "this GPU" if device.type == "cuda" else "this CPU"
 
-    print(f"\n{render_table(runs)}\n\n{render_notes(rows, f'this {device.type.upper()}')}")
+    print(f"\n{render_table(runs)}\n\n{render_notes(rows, where)}")
     options.out.mkdir(parents=True, exist_ok=True)
     write_results(rows, options.out / "results.json")
     write_curves(runs, options.out / "curves.png")
@@ -63,7 +65,8 @@ def describe(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} CPU, {capability}, {threads} threads"
+    waiting = os.environ.get("OMP_WAIT_POLICY", "default")
+    return f"{platform.machine()} CPU, {capability}, {threads} threads (OpenMP wait policy: {waiting})"
 
 
 if __name__ == "__main__":

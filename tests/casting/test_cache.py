@@ -322,7 +322,7 @@ def test_nothing_is_kept_under_a_dispatch_mode(casts: FunctionCasts) -> None:
     assert type(model(X)) is Tensor
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_a_trace_casts_the_weight_at_each_run(casts: FunctionCasts) -> None:
     model = layer()
     model(X)

@@ -489,7 +489,7 @@ def scripted(x: Tensor, w: Tensor) -> Tensor:
     return F.softmax(F.linear(x, w), 0) + torch.mm(x, w) + x.softmax(0)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_torchscript_sees_the_original_functions(casts: FunctionCasts) -> None:
     while_patched = torch.jit.script(scripted)(X, X)
     linear = torch.jit.script(nn.Linear(2, 2))

@@ -168,11 +168,10 @@ class SteppedOptimizer:
             )
         if self.window is not None:
             self._on_window_left_open(self)
-        skipping = self._skip()
-        if not skipping:
-            self._warn_of_unseen_gradients()
-        self.backward_seen = False
-        if not skipping:
+        backward_seen, self.backward_seen = self.backward_seen, False
+        if not self._skip():
+            if not backward_seen:
+                self._warn_of_unseen_gradients()
             self._step(optimizer, args, kwargs, nullcontext() if casts_off is None else casts_off)
         return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
 
@@ -237,8 +236,7 @@ class SteppedOptimizer:
     def _warn_of_unseen_gradients(self) -> None:
         """Of a backward outside of `scale_loss`, whose gradients never reach the masters."""
         masters = [] if self.masters is None else self.masters.in_groups
-        unseen = any(m.param.grad is not None and m.weight.grad is None for m in masters)
-        if unseen and not self.backward_seen:
+        if any(m.param.grad is not None and m.weight.grad is None for m in masters):
             warnings.warn(
                 f"{type(self.optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
                 "which never reach the FP32 masters that it steps.  Type `with amp.scale_loss(loss, optimizer) as "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine.master_weights import MasterWeights, exact_value
+from amp_engine.master_weights import MasterWeights, exact_value, follow_masters
 from amp_engine.model import CastModel
 from amp_engine.policy import Policy
 from amp_engine.step import SteppedOptimizer
@@ -82,6 +82,9 @@ class Initialized:
                 )
             for optimizer in optimizers:
                 self._take_in(optimizer, policy, exact, adopt_data_writes)
+                if policy.master_weights and _writes_outside_of_step(optimizer):
+                    for cast_model in cast_models:
+                        cast_model.before_forward(follow_masters)
         except BaseException:
             for optimizer in optimizers:
                 self._let_go(optimizer)
@@ -147,6 +150,11 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     """
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _writes_outside_of_step(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` switches its parameters between training and evaluation (schedulefree and kin)."""
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def _match_state_to_parameters(optimizer: Optimizer) -> None:

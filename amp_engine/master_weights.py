@@ -36,7 +36,7 @@ class Master:
         self.weight.__dict__.update(param.__dict__)
         # A checkpoint's value between the hooks before and after torch copies it into `param`.
         self.incoming: Tensor | None = None
-        self._stamp = _stamp(param)
+        self.mark_in_sync()
         _MASTERS[param] = [weakref.ref(m) for m in masters_of(param)] + [weakref.ref(self)]
 
     def in_sync(self) -> bool:
@@ -46,6 +46,7 @@ class Master:
     def mark_in_sync(self) -> None:
         """Declare that master and parameter agree."""
         self._stamp = _stamp(self.param)
+        self._weight_version = self.weight._version
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -60,6 +61,13 @@ class Master:
         else:
             self.weight.data = value_f32.to(torch.float32, copy=True)
         self.mark_in_sync()
+
+    @torch.no_grad()
+    def write_back_if_moved(self) -> None:
+        """Round the master into the parameter if somebody wrote the master, and nobody the parameter."""
+        if self.weight._version != self._weight_version and self.in_sync():
+            self.param.copy_(self.weight)
+            self.mark_in_sync()
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -86,6 +94,13 @@ def masters_of(param: nn.Parameter) -> Iterator[Master]:
         master = ref()
         if master is not None:
             yield master
+
+
+def follow_masters(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook for models whose optimizer writes masters outside of `step`, as schedule-free ones do."""
+    for param in module.parameters():
+        for master in masters_of(param):
+            master.write_back_if_moved()
 
 
 class MasterWeights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -80,6 +80,11 @@ class CastModel:
     def model(self) -> nn.Module | None:
         """The model, unless it was garbage collected."""
         return self._model()
+
+    def before_forward(self, hook: Callable[[nn.Module, Any], None]) -> None:
+        """Call `hook` before each forward, until `undo`."""
+        if self.model is not None:
+            self._handles.append(self.model.register_forward_pre_hook(hook, prepend=True))
 
     def take_over(self, earlier: CastModel) -> None:
         """Stand for `earlier`, done to the same model, as well: drop its hooks, keep its way back."""

@@ -391,3 +391,22 @@ def test_a_proxy_that_is_no_optimizer_is_refused_by_name() -> None:
     proxy = Scheduled(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(TypeError, match="Scheduled"):
         amp.initialize(model, proxy, opt_level="O2", verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_schedule_free_eval_reaches_the_model_and_train_brings_it_back(level: str) -> None:
+    model = MLP.model()
+    optimizer = schedulefree.SGDScheduleFree(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer.train()
+    train(MLP, model, optimizer, "cccccc")
+    inputs = MLP.batch()[0]
+    in_training = model(inputs)
+    optimizer.eval()
+    averaged = MLP.model()
+    averaged.load_state_dict(model.state_dict())
+    in_evaluation = model(inputs)
+    torch.testing.assert_close(in_evaluation, averaged(inputs), rtol=0.02, atol=0.01)
+    assert (in_evaluation - in_training).abs().max() > 0.03
+    optimizer.train()
+    torch.testing.assert_close(model(inputs), in_training, rtol=1e-3, atol=1e-3)

@@ -251,23 +251,15 @@ class Engine:
 
         Waits for the device once a dynamic scaler. Masters are saved by `model.state_dict()`.
         """
-        if self.policy is None:
-            raise AmpStateError(
-                "amp.state_dict() was called before amp.initialize(), so there are no loss scalers.  Type "
-                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
-            )
-        return checkpoint.pack_scalers(self.scalers, self.policy.opt_level, destination)
+        policy = self._initialized_policy("state_dict")
+        return checkpoint.pack_scalers(self.scalers, policy.opt_level, destination)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the loss scalers from what `state_dict`, or apex, wrote.
 
         Raises AmpStateError for keys that are no loss scaler's, after loading the others.
         """
-        if self.policy is None:
-            raise AmpStateError(
-                "amp.load_state_dict() was called before amp.initialize(), so there are no loss scalers.  Type "
-                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
-            )
+        self._initialized_policy("load_state_dict")
         checkpoint.unpack_scalers(self.scalers, state_dict, lambda text: self.reporter.say(text, rank0=True))
 
     def disable_casts(self) -> AbstractContextManager[None]:
@@ -320,6 +312,14 @@ class Engine:
         self._initialized.release()
         self._registrations.clear()
         self.policy, self.scalers = None, []
+
+    def _initialized_policy(self, call: str) -> Policy:
+        if self.policy is None:
+            raise AmpStateError(
+                f"amp.{call}() was called before amp.initialize(), so there are no loss scalers.  Type "
+                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+            )
+        return self.policy
 
     def _refuse_inside_of_scale_loss(self, call: str) -> None:
         if any(stepped.in_backward for stepped in self._initialized.stepped):

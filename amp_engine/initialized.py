@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine.master_weights import MasterWeights, exact_value, follow_masters
-from amp_engine.model import CastModel
+from amp_engine.model import CastModel, remember
 from amp_engine.policy import Policy
 from amp_engine.step import SteppedOptimizer
 from amp_engine.views import Stash
@@ -57,7 +57,10 @@ class Initialized:
         output_dtype: torch.dtype | None,
         adopt_data_writes: bool,
     ) -> None:
-        """Cast `models`, give `optimizers` masters and hooks. If anything raises, nothing has changed."""
+        """Cast `models`, give `optimizers` masters and hooks. If anything raises, nothing has changed.
+
+        For that the memory from before the cast is held until the last optimizer is taken in.
+        """
         # Values from before the cast, without a copy: casting gives a parameter other memory. Not p.detach(), which
         # would share the parameter's version: a step of the master would count as a write to the parameter.
         exact = {
@@ -69,6 +72,7 @@ class Initialized:
         dtype = policy.cast_model_type or None
         if dtype is not None and output_dtype is None:
             output_dtype = torch.float32
+        put_back = remember(models)
         cast_models: list[CastModel] = []
         try:
             for model in models:
@@ -88,8 +92,9 @@ class Initialized:
         except BaseException:
             for optimizer in optimizers:
                 self._let_go(optimizer)
-            for cast_model in reversed(cast_models):
-                cast_model.undo()
+            for cast_model in cast_models:
+                cast_model.remove_hooks()
+            put_back()
             raise
         # A model that was initialized before keeps the types it first came with as its way back.
         for cast_model in cast_models:

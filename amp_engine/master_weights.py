@@ -81,11 +81,7 @@ class Master:
 
 def exact_value(param: nn.Parameter) -> Tensor | None:
     """The float32 master behind `param`, or None if it has none that is up to date. Not a copy."""
-    for ref in _MASTERS.get(param, ()):
-        master = ref()
-        if master is not None and master.in_sync():
-            return master.weight.detach()
-    return None
+    return next((m.weight.detach() for m in masters_of(param) if m.in_sync()), None)
 
 
 def masters_of(param: nn.Parameter) -> Iterator[Master]:
@@ -182,10 +178,9 @@ class MasterWeights:
         if optimizer is None:
             return
         self.refresh()
-        by_id = {id(m.weight): m for m in self.in_groups}
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):
-                master = by_id.get(id(p))
+                master = self.find(p)
                 if master is None:
                     continue
                 group["params"][i] = master.param

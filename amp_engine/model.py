@@ -88,20 +88,39 @@ class CastModel:
 
     def take_over(self, earlier: CastModel) -> None:
         """Stand for `earlier`, done to the same model, as well: drop its hooks, keep its way back."""
-        earlier._remove_hooks()
+        earlier.remove_hooks()
         self._dtypes = {**self._dtypes, **earlier._dtypes}
 
     def undo(self) -> None:
         """Remove the hooks and give each tensor that is still there the type it came with."""
-        self._remove_hooks()
+        self.remove_hooks()
         if self.model is not None:
             tensors = [(t, self._dtypes[n]) for n, t in _tensors(self.model) if n in self._dtypes]
             _cast_each(self.model, tensors)
 
-    def _remove_hooks(self) -> None:
+    def remove_hooks(self) -> None:
+        """Remove the hooks and leave the types."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def remember(models: Sequence[nn.Module]) -> Callable[[], None]:
+    """Hold the memory of every parameter, gradient and buffer; the returned call puts it back, bit for bit."""
+    params = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for m in models for p in m.parameters()]
+    buffers = [(module._buffers, dict(module._buffers)) for m in models for module in m.modules()]
+
+    def put_back() -> None:
+        for param, data, grad, grad_data in params:
+            param.grad = None  # a gradient and its parameter change type one after the other
+            param.data = data
+            if grad is not None and grad_data is not None:
+                grad.data = grad_data
+                param.grad = grad
+        for live, before in buffers:
+            live.update(before)
+
+    return put_back
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
@@ -120,9 +139,6 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
         model,
         [(t, torch.float32 if id(t) in kept else dtype) for _, t in _tensors(model)],
     )
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants its weights in one chunk again
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -140,3 +156,6 @@ def _cast_each(model: nn.Module, targets: Sequence[tuple[Tensor, torch.dtype]]) 
     by_id |= {id(t.grad): dtype for t, dtype in targets if t.is_leaf and t.grad is not None}
     # What Module.to does, with a type per tensor: parameters stay the same objects.
     model._apply(lambda t: t.to(by_id[id(t)]) if id(t) in by_id else t)
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants its weights in one chunk again

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # imported here, since torch imports it late and then replaces `torch.manual_seed` itself
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules import rnn
@@ -17,6 +18,7 @@ from torch.optim import optimizer as optimizer_hooks
 NAMESPACES = {
     "torch": torch,
     "torch.nn.functional": F,
+    "torch.linalg": torch.linalg,
     "torch.Tensor": torch.Tensor,
     "torch._C.TensorBase": torch._C.TensorBase,
     "torch.nn.modules.rnn": rnn,
@@ -70,3 +72,10 @@ def pristine_torch() -> Iterator[None]:
     assert not any(GLOBAL_HOOKS)
     assert torch.backends.mha.get_fastpath_enabled()
     assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def one_process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

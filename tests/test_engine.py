@@ -1,9 +1,12 @@
 """What an engine does with optimizers that overlap, repeat, or are not its own."""
 
 import gc
+import weakref
 
 import pytest
 import torch
+import torch.distributed.device_mesh
+import torch.distributed.tensor
 from torch import nn
 
 from amp_engine import AmpIndexError, AmpStateError, AmpTypeError, Engine
@@ -310,3 +313,105 @@ def test_an_engine_that_is_dropped_leaves_torch_unpatched():
     del engine
     gc.collect()
     assert torch.mm is original
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("where", ["optimizer", "model"])
+def test_an_initialize_that_fails_halfway_leaves_every_bit(engine, level, where):
+    class RefusesHooks(torch.optim.SGD):
+        def register_load_state_dict_pre_hook(self, *args, **kwargs):
+            raise OSError("not today")
+
+    class RefusesCasts(nn.Linear):
+        def _apply(self, fn, recurse=True):
+            raise OSError("not today")
+
+    last = RefusesCasts(2, 2) if where == "model" else nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False), last)
+    model(INPUTS).sum().backward()
+    optimizer = (RefusesHooks if where == "optimizer" else torch.optim.SGD)(model[0].parameters(), 0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    grad = model[0].weight.grad.clone()
+    with pytest.raises(OSError, match="not today"):
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+    after = model.state_dict()
+    assert all(after[name].dtype == before[name].dtype and torch.equal(after[name], before[name]) for name in before)
+    assert torch.equal(model[0].weight.grad, grad)
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    assert not model._forward_pre_hooks
+    assert not model._state_dict_hooks
+    engine.initialize(nn.Linear(4, 2), opt_level=level, verbosity=0)
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize(("level", "kind"), [("O1", "optimizer"), ("O2", "model")])
+def test_sharded_parameters_are_refused_by_name_where_ranks_would_disagree(engine, level, kind):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model = nn.Linear(4, 2)
+    model.weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(model.weight.detach(), mesh))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    text = "SGD steps sharded parameters" if kind == "optimizer" else "Parameter weight of Linear is a DTensor"
+    with pytest.raises(AmpStateError, match=text):
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+    engine.initialize(model, optimizer, opt_level="O4", verbosity=0)
+
+
+def test_a_class_that_cannot_step_nothing_is_refused_by_name(engine):
+    class WantsMany(torch.optim.SGD):
+        def step(self, closure=None):
+            if sum(p.numel() for p in self.param_groups[0]["params"]) < 8:
+                raise ArithmeticError("too few")
+            return super().step(closure)
+
+    model = linear()
+    optimizer = WantsMany(model.parameters(), 0.1)
+    engine.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
+    with pytest.raises(AmpStateError, match="WantsMany cannot be stepped under amp"):
+        optimizer.step()
+
+
+def test_one_window_has_one_loss_id(engine):
+    model, optimizer = start(engine, num_losses=2)
+    backward(engine, model, optimizer, delay_unscale=True)
+    with pytest.raises(AmpStateError, match="loss_id=1, but this optimizer has gradients of loss_id=0"):
+        backward(engine, model, optimizer, loss_id=1)
+    backward(engine, model, optimizer)
+    assert all(g.isfinite().all() for g in gradients(engine, optimizer))
+
+
+@pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
+def test_checkpoints_before_initialize_are_told_what_to_call(engine, call):
+    with pytest.raises(AmpStateError, match=rf"amp.{call}\(\) was called before amp.initialize\(\)"):
+        engine.state_dict() if call == "state_dict" else engine.load_state_dict({})
+
+
+def test_an_argument_of_step_that_is_no_closure_is_passed_on(engine):
+    class Takes(torch.optim.SGD):
+        def step(self, number):
+            self.param_groups[0]["number"] = number
+            return super().step()
+
+    model = linear()
+    optimizer = Takes(model.parameters(), 0.1)
+    engine.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
+    optimizer.step(3)
+    assert optimizer.param_groups[0]["number"] == 3
+
+
+def test_an_optimizer_with_an_open_window_is_freed(engine):
+    model, optimizer = start(engine)
+    backward(engine, model, optimizer, delay_unscale=True)
+    ref = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_float64_gradient_beyond_float32_is_finite(engine):
+    model = linear().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with engine.scale_loss(torch.zeros(()), optimizer):
+        model.weight.grad = torch.full_like(model.weight, 1e300)
+    optimizer.step()
+    assert not engine.step_was_skipped(optimizer)

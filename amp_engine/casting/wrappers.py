@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.casting.cache import WeightCache
+from amp_engine.dtypes import LOW_PRECISION
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LOW = (torch.float16, torch.bfloat16)
-CASTABLE = (*_LOW, torch.float32)  # float64 and integers are never touched
+CASTABLE = (*LOW_PRECISION, torch.float32)  # float64 and integers are never touched
 
 _BANNED = (
     "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` "
@@ -58,30 +58,12 @@ Convert = Callable[[Tensor, Casts, Function], Tensor]
 
 def half(fn: Function, current: Current) -> Function:
     """Floating arguments in the low-precision type; weights through the cache."""
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = current()
-        if casts is None:
-            return fn(*args, **kwargs)
-        to = _to_type_of_out(kwargs) or _to_half
-        return fn(*_each(args, to, casts, fn), **_each_keyword(kwargs, to, casts, fn))
-
-    return wrapper
+    return _listed(fn, current, _to_half)
 
 
 def float32(fn: Function, current: Current) -> Function:
     """Low-precision arguments in float32."""
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = current()
-        if casts is None:
-            return fn(*args, **kwargs)
-        to = _to_type_of_out(kwargs) or _to_float
-        return fn(*_each(args, to, casts, fn), **_each_keyword(kwargs, to, casts, fn))
-
-    return wrapper
+    return _listed(fn, current, _to_float)
 
 
 def promote(fn: Function, current: Current) -> Function:
@@ -195,6 +177,18 @@ def deferred(kind: str, fn: F, current: Current) -> F:
         return casts if casts is not None and casts.is_active else None
 
     return cast("F", wrap(REGISTERED[kind], fn, active))
+
+
+def _listed(fn: Function, current: Current, listed: Convert) -> Function:
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        casts = current()
+        if casts is None:
+            return fn(*args, **kwargs)
+        to = _to_type_of_out(kwargs) or listed
+        return fn(*_each(args, to, casts, fn), **_each_keyword(kwargs, to, casts, fn))
+
+    return wrapper
 
 
 def _to_half(tensor: Tensor, casts: Casts, fn: Function) -> Tensor:

@@ -7,12 +7,10 @@ Errors leave model and optimizer bitwise as they were.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -249,13 +247,6 @@ def test_a_model_inside_data_parallel_is_refused(level: str) -> None:
     with left_alone(model, optimizer), pytest.raises(RuntimeError) as caught:
         amp.initialize(wrapped, optimizer, opt_level=level, verbosity=0)
     assert str(caught.value).startswith(wrapped_text(DataParallel))
-
-
-@pytest.fixture
-def one_process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process_group")

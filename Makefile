@@ -2,25 +2,34 @@
 #   PYTHON=python3.12 make test         another interpreter for .venv
 #   make test ARGS="-k resume"          arguments for pytest, or for the demo
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#   make gpu PYTHON=python3             no .venv: that Python's packages as they are, without a network
+#   AMP_ENGINE_BUILD=none make test     what to compile: none, cpu or cuda (docs/installing.md)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+INSTALLED := .venv/.installed$(AMP_ENGINE_BUILD:%=-%)
+NATIVE := setup.py toolchain.py $(shell find csrc)
+CUDA_TORCH ?= torch==2.14.1
 # OpenMP threads sleep while they wait for one another. If they spin, the default, the demo's smallest
 # steps take half the time on an idle machine, and up to twenty times the time on a busy one.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help demo test lint format clean
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+.PHONY: help demo test bench lint format sanitize cuda-build gpu clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(INSTALLED)  ## train two small models at every level; the table, build/demo/curves.png
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(INSTALLED)  ## time the step against its peers: build/bench/step.json
+	$(BIN)/python -m tests.benchmarks.step $(ARGS)
 
 lint: $(INSTALLED)  ## check format, rules and types
 	$(BIN)/python -m ruff format --check .
@@ -31,12 +40,48 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/python -m ruff format .
 	$(BIN)/python -m ruff check --fix .
 
-clean:  ## remove what the commands made
-	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+# Another build has a tree of its own, so that it leaves the extension of this one alone.
+TREE := $(filter-out build dist %.egg-info,$(wildcard *))
+COPY = mkdir -p build/$@ && cd build/$@ && rm -rf $(TREE) && cp -a $(addprefix ../../,$(TREE)) . && rm -f amp_engine/_C.*
+FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fno-wrapv
+RUNTIMES = $(foreach library,libasan.so libubsan.so libstdc++.so,$(shell $${CXX:-c++} -print-file-name=$(library)))
 
-# A venv that was moved or half made has no working python: it is made again.
-$(INSTALLED): pyproject.toml
+sanitize: $(INSTALLED)  ## run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer
+	$(COPY) && AMP_ENGINE_BUILD=cpu CFLAGS="$(FLAGS)" LDFLAGS="$(FLAGS)" ../../$(BIN)/python setup.py --quiet build_ext --inplace
+	cd build/$@ && AMP_ENGINE_BUILD=cpu LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		PYTHONMALLOC=malloc ../../$(BIN)/python -m pytest tests/kernels \
+		tests/test_build.py::test_what_is_forced_is_loaded $(ARGS)
+
+cuda-build:  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on that torch; needs no GPU
+	.venv-cuda/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv-cuda
+	.venv-cuda/bin/python -m pip install --quiet $(CUDA_TORCH)
+	$(COPY) && AMP_ENGINE_BUILD=cuda TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" ../../.venv-cuda/bin/python -m pip install --quiet --editable ".[test]"
+	cd build/$@ && ../../.venv-cuda/bin/python -m amp_engine info
+	cd build/$@ && AMP_ENGINE_BUILD=cuda ../../.venv-cuda/bin/python -m pytest --ignore=tests/test_demo.py --ignore=tests/test_examples.py $(ARGS)
+
+# Logs are written as they come: what a killed run has done so far is there.
+GPU_OUT := $(abspath $(or $(OUT),build/gpu))
+ifeq ($(origin PYTHON),command line)
+GPU_PYTHON := $(PYTHON)
+else
+GPU_PYTHON := $(BIN)/python
+gpu: $(INSTALLED)
+endif
+gpu:  ## on a machine with a GPU: compile for it, test, measure; logs and tables to OUT or build/gpu
+	mkdir -p $(GPU_OUT)
+	AMP_ENGINE_BUILD=cuda timeout 240 $(GPU_PYTHON) setup.py build_ext --inplace 2>&1 | tee $(GPU_OUT)/build.log
+	{ nvidia-smi; git rev-parse HEAD; $(GPU_PYTHON) -m amp_engine info; } 2>&1 | tee $(GPU_OUT)/info.log
+	PYTHONUNBUFFERED=1 timeout 180 $(GPU_PYTHON) -m pytest tests/gpu -m cuda $(ARGS) 2>&1 | tee $(GPU_OUT)/tests.log
+	OUT=$(GPU_OUT) PYTHONUNBUFFERED=1 timeout 240 $(GPU_PYTHON) -m tests.benchmarks.gpu 2>&1 | tee $(GPU_OUT)/benchmarks.log
+
+clean:  ## remove what the commands made
+	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*
+
+# A venv that was moved or half made has no working python: it is made again. Pip hides why something was not compiled.
+$(INSTALLED): pyproject.toml $(NATIVE)
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	rm -f .venv/.installed*
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable ".[demo,test,lint]"
+	-$(BIN)/python -m amp_engine info
 	touch $@

@@ -10,6 +10,7 @@ optimizer.step()
 
 from amp_engine import amp as amp
 from amp_engine.amp import _amp_state as _amp_state
+from amp_engine.amp import clip_grad_norm_ as clip_grad_norm_
 from amp_engine.amp import close as close
 from amp_engine.amp import current_engine as current_engine
 from amp_engine.amp import disable_casts as disable_casts
@@ -44,6 +45,7 @@ __all__ = [
     "Engine",
     "Policy",
     "amp",
+    "clip_grad_norm_",
     "close",
     "current_engine",
     "disable_casts",

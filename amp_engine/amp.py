@@ -125,6 +125,12 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return initialized.master_params(optimizer)
 
 
+def clip_grad_norm_(
+    optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    return _amp_state.engine.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
+
+
 def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
     return _amp_state.engine.state_dict(destination)
 
@@ -144,6 +150,7 @@ def close() -> None:
 initialize.__doc__ = Engine.initialize.__doc__
 scale_loss.__doc__ = Engine.scale_loss.__doc__
 master_params.__doc__ = initialized.master_params.__doc__
+clip_grad_norm_.__doc__ = Engine.clip_grad_norm_.__doc__
 state_dict.__doc__ = Engine.state_dict.__doc__
 load_state_dict.__doc__ = Engine.load_state_dict.__doc__
 disable_casts.__doc__ = Engine.disable_casts.__doc__
@@ -206,6 +213,7 @@ def _current_casts() -> Any:
 
 __all__ = [
     "LossScaler",
+    "clip_grad_norm_",
     "close",
     "current_engine",
     "disable_casts",

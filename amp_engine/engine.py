@@ -237,7 +237,7 @@ class Engine:
                 for one in stepped:
                     one.leave_open(loss.detach())
             else:
-                self._close_windows(stepped, scaler, loss_id, loss.detach(), delay_overflow_check)
+                self._close_windows(stepped, scaler, loss_id, snapshot, loss.detach(), delay_overflow_check)
         finally:
             if self.casts is not None:
                 self.casts.cache.clear()
@@ -245,6 +245,37 @@ class Engine:
     def master_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         """The parameters that `optimizer` steps, as the function `amp.master_params`."""
         return master_params(optimizer)
+
+    def clip_grad_norm_(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients of `master_params(optimizer)`, between `scale_loss` and `step`.
+
+        After one backward, and with a norm_type of 2 or infinity, nothing is read for it: the norm was taken on the
+        way, and the factor is applied in the step, or when a master's `.grad` is looked at. Float32 parameters, whose
+        `.grad` is there to be seen, are multiplied at once. Otherwise this is torch.nn.utils.clip_grad_norm_.
+
+        Args:
+            optimizer: need not have been initialized.
+            max_norm: in the unit of the unscaled gradients.
+            norm_type: of the norm, as in torch.
+            error_if_nonfinite: raise RuntimeError if the norm is not finite. Waits for the device.
+
+        Returns:
+            The norm before clipping: float32, shape []. No host sync otherwise.
+        """
+        stepped = self._initialized.get(optimizer)
+        norm = None if stepped is None else stepped.clip_grad_norm_(float(max_norm), float(norm_type))
+        if norm is None:
+            return torch.nn.utils.clip_grad_norm_(
+                list(master_params(optimizer)), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise AmpStateError(
+                f"The norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be clipped.  Leave "
+                "out error_if_nonfinite=True to have the step skipped instead."
+            )
+        return norm
 
     def state_dict(self, destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
         """`{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`; empty if not enabled.
@@ -267,7 +298,7 @@ class Engine:
         return nullcontext() if self.casts is None else self.casts.disabled()
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether the last `optimizer.step()` was skipped. No host sync: the step knew."""
+        """Whether the last `optimizer.step()` was skipped. Waits for the device if that decided."""
         return self._stepped(optimizer).skipped
 
     def register(self, registration: Registration) -> None:
@@ -373,6 +404,7 @@ class Engine:
         stepped: Sequence[SteppedOptimizer],
         scaler: LossScaler,
         loss_id: int,
+        snapshot: ScaleSnapshot,
         loss: Tensor,
         delay_overflow_check: bool = False,
     ) -> None:
@@ -380,25 +412,23 @@ class Engine:
         check = skips or not self._watch.is_static_reported(loss_id)
         unscaled: set[int] = set()
         try:
-            checked = [one.close_window(check, unscaled) for one in stepped]
+            checked = [found for one in stepped for found in one.close_window(check, unscaled)]
         except BaseException:  # out of memory, say: no gradient stays scaled
             for one in stepped:
                 one.abandon()
             raise
-        for each in checked:
-            scaler.record_(each.nonfinite)
         if delay_overflow_check:
             return
-        found_inf = scaler.update_()
+        found_inf = scaler.update_(snapshot)
         if check and stepped:
-            verdict = Verdict(loss_id, scaler, HostFlag(found_inf), skips, checked, loss)
+            verdict = Verdict(loss_id, scaler, found_inf, HostFlag(found_inf), skips, checked, loss)
             for one in stepped:
                 one.add_verdict(verdict)
 
     def _close_left_open(self, stepped: SteppedOptimizer) -> None:
         window = stepped.window
         assert window is not None
-        self._close_windows([stepped], window.scaler, window.loss_id, window.loss)
+        self._close_windows([stepped], window.scaler, window.loss_id, window.snapshot, window.loss)
 
     def _is_scaled(self) -> bool:
         """Whether a backward may decide that a step is skipped, or gradients be scaled."""

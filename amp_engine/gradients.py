@@ -7,7 +7,7 @@ next. While it is open, `.grad` holds nothing but scaled gradients of this windo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,15 +16,43 @@ from torch.optim import Optimizer
 
 from amp_engine import kernels
 from amp_engine.devices import moved
-from amp_engine.master_weights import Master, MasterWeights
+from amp_engine.kernels import walk
+from amp_engine.master_weights import Kept, Master, MasterWeights, Roster, Unscaling, roster_of
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 
 
 class Checked(NamedTuple):
-    """Parameters whose gradients arrived, and which of them are not finite: bool tensor of shape [n]."""
+    """What one look at a list of gradients found.
 
-    params: list[nn.Parameter]
-    nonfinite: Tensor
+    Attributes:
+        params: n; the model's parameter, or None where no gradient arrived.
+        checks: of the gradients as they arrived, still scaled; 0 where none did.
+    """
+
+    params: list[nn.Parameter | None]
+    checks: kernels.Checks
+
+
+class PassOne(NamedTuple):
+    """One backward's gradients, all of them, as long as nobody has touched them.
+
+    Attributes:
+        checked: one entry for each of the optimizer's parameters, in the order of its groups.
+        norm: of all unscaled gradients; float32, shape [].
+        unscaling: what the kept ones are still to be multiplied by.
+        kept: masters whose gradients are kept.
+        plain: gradients that are unscaled already.
+    """
+
+    checked: Checked
+    norm: Tensor
+    unscaling: Unscaling
+    kept: list[Master]
+    plain: list[Seen]
+
+    def is_untouched(self) -> bool:
+        """Whether every gradient is still what was looked at."""
+        return all(m.kept is not None for m in self.kept) and all(seen.is_untouched() for seen in self.plain)
 
 
 class Seen(NamedTuple):
@@ -78,9 +106,11 @@ class GradientWindow:
         # Since re-entered: what a backward would add to.
         self._reentered: list[Seen] = []
 
-        for master in self._master_list():
-            master.param.grad = None  # of an earlier step, still scaled
-        for p in self._plain_params():
+        roster = self._roster()
+        if masters is not None:
+            masters.materialize()  # this backward is to be added to
+            walk.drop_gradients([m.param for m in masters.in_groups])  # of an earlier step, still scaled
+        for p in roster.plain:
             if p.grad is not None:
                 self._earlier[id(p)] = _own_memory(p.grad)
                 p.grad = None
@@ -89,7 +119,7 @@ class GradientWindow:
         """Exit with `delay_unscale`: gradients stay scaled and go on accumulating in place."""
         self.loss = loss
         self._reentered = []
-        self._left = [seen for seen in map(_seen, self._plain_params()) if seen.grad is not None]
+        self._left = [seen for seen in map(_seen, self._roster().plain) if seen.grad is not None]
         masters = [m for m in self._master_list() if m.param.grad is not None]
         for master in masters:
             if master.weight.grad is not None:
@@ -107,37 +137,125 @@ class GradientWindow:
         self._take_back()
         self._reentered = [_seen(p) for p in self._written_params()]
 
-    def close(self, check: bool, unscaled: set[int]) -> Checked:
-        """Exit: afterwards `.grad` of every stepped parameter is unscaled, in its own type.
+    def close(
+        self, check: bool, unscaled: set[int], list_check: kernels.ListCheck
+    ) -> tuple[list[Checked], PassOne | None]:
+        """Exit: afterwards `.grad` of every stepped parameter is, or gives, the unscaled gradient in its own type.
 
         Only gradients of this window are checked, not those that they are added to. No host sync.
 
         Args:
-            check: without it nothing is reported as non-finite.
+            check: without it no overflow is recorded in the scaler.
             unscaled: ids of parameters whose gradients another optimizer of this backward has unscaled in
                 place; those that are done here are added.
+            list_check: the optimizer's own.
+
+        Returns:
+            What was found, and if nothing but this backward is in the gradients: pass 1 of the step.
         """
         self._take_back()
-        masters = [m for m in self._master_list() if m.param.grad is not None]
-        plain = [p for p in self._plain_params() if p.grad is not None and id(p) not in unscaled]
-        arrived: list[nn.Parameter] = []
-        flags: list[Tensor] = []
-        if check:
-            for batch in _batches([*(m.param for m in masters), *plain]):
-                arrived += batch
-                flags.append(moved(_nonfinite(batch), self.snapshot.inv_scale.device))
+        roster = self._roster()
+        grads, walks = walk.gradients(roster.params)
+        if unscaled:
+            done = [m is None and id(p) in unscaled for p, m in zip(roster.params, roster.masters, strict=True)]
+            grads = [None if d else g for d, g in zip(done, grads, strict=True)]
+            walks = [walk.NONE if d else w for d, w in zip(done, walks, strict=True)]
+        others = [i for i, w in enumerate(walks) if w == walk.OTHER]
+        walked = [None if w == walk.OTHER else g for w, g in zip(walks, grads, strict=True)] if others else grads
+        totals = [None if m is None else m.gradient() for m in roster.masters]
+        first = not self._earlier and not any(t is not None for t in totals)
 
-        # What may fail for want of memory comes first: until the last line nothing is added to a master.
-        widened = [self._widened(batch) for batch in _batches([m.param for m in masters])]
-        grads_f32 = {id(p): g for batch in widened for p, g in batch}
-        if not self.snapshot.is_identity:
-            for batch in _batches(plain):
-                self._unscale_(batch)
-        unscaled |= {id(p) for p in plain}
+        devices = dict.fromkeys(g.device for g in walked if g is not None)
+        looks = [self._look(roster, walked, device, check, list_check, len(devices) == 1) for device in devices]
+        checked = [found for found, _ in looks]
+        if others:
+            checked.append(self._close_others([(roster.params[i], roster.masters[i]) for i in others], check))
+        plain = [
+            _seen(p)
+            for p, m, g in zip(roster.params, roster.masters, walked, strict=True)
+            if m is None and g is not None
+        ]
+        unscaled |= {id(roster.params[i]) for i, m in enumerate(roster.masters) if m is None and grads[i] is not None}
+        snapshot = self.snapshot
+        unscaling = Unscaling(lambda: snapshot.inv_scale)
+        kept = self._keep(roster, walked, walks, totals, unscaling)
         self._restore_earlier(add=True)
-        _accumulate([(m.weight, grads_f32[id(m.param)]) for m in masters])
-        nothing = torch.zeros(0, dtype=torch.bool, device=self.snapshot.inv_scale.device)
-        return Checked(arrived, torch.cat(flags) if flags else nothing)
+        for device in devices:
+            pairs = [
+                (t, g)
+                for t, g in zip(totals, walked, strict=True)
+                if t is not None and g is not None and g.device == device
+            ]
+            if pairs:
+                sums, grads_here = zip(*pairs, strict=True)
+                kernels.axpby_(sums, grads_here, sums, moved(self.snapshot.inv_scale, device), None)
+        if not first or len(looks) != 1 or others:
+            return checked, None
+        return checked, PassOne(*looks[0], unscaling, kept, plain)
+
+    def _look(
+        self,
+        roster: Roster,
+        grads: Sequence[Tensor | None],
+        device: torch.device,
+        check: bool,
+        list_check: kernels.ListCheck,
+        is_only: bool,
+    ) -> tuple[Checked, Tensor]:
+        """Check what arrived on one device and unscale, in place, what has no master."""
+        if not is_only:
+            grads = [g if g is not None and g.device == device else None for g in grads]
+        outputs = None
+        if not self.snapshot.is_identity and len(roster.plain) > 0:
+            outputs = [g if m is None else None for m, g in zip(roster.masters, grads, strict=True)]
+        found_inf = self.scaler.found_inf
+        if not check or found_inf.device != device:
+            found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        norm = torch.empty((), dtype=torch.float32, device=device)
+        checks = list_check.run(grads, outputs, moved(self.snapshot.scale, device), found_inf, norm)
+        if check and found_inf is not self.scaler.found_inf:
+            self.scaler.record_(found_inf != 0)
+        return Checked([None if g is None else p for p, g in zip(roster.params, grads, strict=True)], checks), norm
+
+    def _keep(
+        self,
+        roster: Roster,
+        grads: Sequence[Tensor | None],
+        walks: Sequence[int],
+        totals: Sequence[Tensor | None],
+        unscaling: Unscaling,
+    ) -> list[Master]:
+        """Keep the gradients of masters that have none yet; the model's own become copy-on-write clones of them."""
+        masters, params, halves = [], [], []
+        for master, param, grad, how, total in zip(roster.masters, roster.params, grads, walks, totals, strict=True):
+            if master is not None and grad is not None and total is None:
+                # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
+                halves.append(grad.clone() if how == walk.SHARED else grad)
+                params.append(param)
+                masters.append(master)
+        for master, half in zip(masters, halves, strict=True):
+            master.kept = Kept(half, unscaling)
+        # Whoever clips, zeroes or drops the model's gradients changes nothing of ours, as in apex.
+        walk.lazy_clone_gradients(params, halves)
+        return masters
+
+    def _close_others(self, arrived: list[tuple[nn.Parameter, Master | None]], check: bool) -> Checked:
+        """Sparse gradients, and types that the kernels do not walk, by PyTorch's own operations."""
+        nonfinite = []
+        for param, master in arrived:
+            grad = _grad(param)
+            bad = kernels.nonfinite([_values(grad)])
+            nonfinite.append(moved(bad, self.snapshot.inv_scale.device))
+            inv_scale = moved(self.snapshot.inv_scale, grad.device)
+            if master is not None:
+                _accumulate([(master.weight, _times(grad, inv_scale, torch.float32))])
+            elif not self.snapshot.is_identity:
+                param.grad = _times(grad, inv_scale, grad.dtype)
+        flags = torch.cat(nonfinite)
+        if check:
+            self.scaler.record_(flags)
+        nothing = torch.zeros(len(arrived), dtype=torch.float64, device=flags.device)
+        return Checked([param for param, _ in arrived], kernels.Checks(flags, nothing, nothing.float()))
 
     def abandon(self) -> bool:
         """The body of `scale_loss` raised: put back what was there at its entry.
@@ -154,6 +272,8 @@ class GradientWindow:
     def discard(self) -> None:
         """Drop the window's gradients and put back those of earlier backwards."""
         self._take_back()
+        for master in self._master_list():
+            master.kept = None
         for p in self._written_params():
             p.grad = None
         self._restore_earlier(add=False)
@@ -179,44 +299,20 @@ class GradientWindow:
     def _master_list(self) -> list[Master]:
         return [] if self._masters is None else self._masters.in_groups
 
-    def _stepped_params(self) -> Iterator[nn.Parameter]:
+    def _roster(self) -> Roster:
         optimizer = self._optimizer()
-        for group in [] if optimizer is None else optimizer.param_groups:
-            yield from group["params"]
-
-    def _plain_params(self) -> Iterator[nn.Parameter]:
-        """What the optimizer steps without a master."""
-        for p in self._stepped_params():
-            if self._masters is None or self._masters.find(p) is None:
-                yield p
+        if optimizer is None:
+            return Roster([], [], [], [])
+        return roster_of(optimizer, self._masters)
 
     def _written_params(self) -> Iterator[nn.Parameter]:
         """What a backward accumulates into: the model's own parameters."""
         yield from (master.param for master in self._master_list())
-        yield from self._plain_params()
-
-    def _widened(self, batch: list[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-        """Unscaled float32 copies of the gradients, which share device, type and layout."""
-        grads = [_grad(p) for p in batch]
-        inv_scale = moved(self.snapshot.inv_scale, grads[0].device)
-        if grads[0].is_sparse:
-            grads_f32 = [_map_values(g, lambda v: v.float() * inv_scale) for g in grads]
-        else:
-            grads_f32 = kernels.unscaled(grads, inv_scale)
-        return list(zip(batch, grads_f32, strict=True))
-
-    def _unscale_(self, batch: list[nn.Parameter]) -> None:
-        grads = [_grad(p) for p in batch]
-        inv_scale = moved(self.snapshot.inv_scale, grads[0].device)
-        if not grads[0].is_sparse:
-            kernels.unscale_(grads, inv_scale)
-            return
-        for p, g in zip(batch, grads, strict=True):
-            p.grad = _map_values(g, lambda v: (v.float() * inv_scale).to(v.dtype))
+        yield from self._roster().plain
 
     def _restore_earlier(self, add: bool) -> None:
         both = []
-        for p in self._stepped_params():
+        for p in self._roster().weights if self._earlier else ():
             earlier = self._earlier.pop(id(p), None)
             if earlier is None:
                 continue
@@ -242,10 +338,6 @@ def _grad(param: nn.Parameter) -> Tensor:
     return grad.coalesce() if grad.is_sparse else grad
 
 
-def _nonfinite(batch: Sequence[nn.Parameter]) -> Tensor:
-    return kernels.nonfinite([_values(_grad(p)) for p in batch])
-
-
 def _values(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
@@ -265,11 +357,13 @@ def _accumulate(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     kernels.accumulate_(totals, grads)
 
 
-def _map_values(sparse: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+def _times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grad * factor` in `dtype`, computed in float32 or, for float64, in float64."""
     with torch.no_grad():
-        return torch.sparse_coo_tensor(
-            sparse.indices(), f(sparse.values()), sparse.shape, is_coalesced=True, check_invariants=False
-        )
+        if not grad.is_sparse:
+            return (grad * factor.to(grad.dtype) if grad.dtype == torch.float64 else grad.float() * factor).to(dtype)
+        values = _times(grad.values(), factor, dtype)
+        return torch.sparse_coo_tensor(grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False)
 
 
 def _own_memory(grad: Tensor) -> Tensor:
@@ -278,12 +372,3 @@ def _own_memory(grad: Tensor) -> Tensor:
         return grad
     shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
     return grad.clone() if shared else grad
-
-
-def _batches(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """`params` grouped by device, type and layout of their gradients."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for p in params:
-        assert p.grad is not None
-        groups.setdefault((p.grad.device, p.grad.dtype, p.grad.layout), []).append(p)
-    yield from groups.values()

@@ -6,9 +6,11 @@ passes through half. Which of the two is newer is told by a stamp of the paramet
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +18,107 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine import kernels
+from amp_engine.devices import moved
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
-
-Stamp = tuple[int, int | None, torch.dtype, torch.device]
+from amp_engine.kernels import walk
 
 # Live parameter -> weak references to its masters. `state_dict` finds a master here by the identity of the
 # parameter, so that a hook needs no engine and a deepcopy, whose parameters are others, finds none.
 _MASTERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+# Id of a master weight -> its Master. Not an attribute of the weight, which would be pickled with it.
+_OWNERS: dict[int, weakref.ref[Master]] = {}
+
+_GRAD: Any = torch.Tensor.grad
+
+
+class Unscaling:
+    """What the kept gradients of one backward are still to be multiplied by: 1 / scale, and a clip factor.
+
+    Args:
+        inv_scale: gives it, float32, shape []; asked late, since the scale's update computes it on the way.
+    """
+
+    def __init__(self, inv_scale: Callable[[], Tensor]) -> None:
+        self._inv_scale = inv_scale
+        self.norm: Tensor | None = None
+        self.max_norm = math.inf
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """1 / scale: float32, shape []."""
+        return self._inv_scale()
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Multiply by `min(1, max_norm / (norm + 1e-6))` as well, torch's clip_grad_norm_'s factor.
+
+        Args:
+            norm: of all unscaled gradients; float32, shape [].
+            max_norm: in the same unit.
+        """
+        self.norm, self.max_norm = norm, max_norm
+
+    def factor(self) -> Tensor:
+        """The product: float64, rounded once to float32, shape [], as the kernels have it. No host sync."""
+        factor = self.inv_scale.double()
+        if self.norm is not None:
+            factor = factor * clip_factor(self.norm, self.max_norm)
+        return factor.float()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_'s factor, float64, shape []. No host sync."""
+    return (max_norm / (norm.double() + 1e-6)).clamp(max=1.0)
+
+
+class Kept(NamedTuple):
+    """A low-precision, still scaled gradient that stands for the float32 gradient of a master."""
+
+    grad: Tensor
+    unscaling: Unscaling
+
+    def unscaled(self) -> Tensor:
+        """The float32 gradient, of the shape and strides of the kept one."""
+        return self.grad.to(torch.float32, copy=True).mul_(moved(self.unscaling.factor(), self.grad.device))
+
+
+class MasterParameter(nn.Parameter):
+    """A float32 parameter whose `.grad` is made when somebody looks at it.
+
+    After a backward the half gradient is kept as it is, and the step reads that. Looking at `.grad` unscales it
+    into 4 bytes an element; assigning to `.grad` drops what is kept. Copies and pickles are plain parameters.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The unscaled float32 gradient, or None."""
+        owner = _owner(self)
+        if owner is not None and owner.kept is not None:
+            owner.materialize()
+        return _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        owner = _owner(self)
+        if owner is not None:
+            owner.kept = None
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]
+
+
+def _owner(weight: Tensor) -> Master | None:
+    ref = _OWNERS.get(id(weight))
+    return None if ref is None else ref()
 
 
 class Master:
@@ -31,7 +126,10 @@ class Master:
 
     def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
         self.param = param
-        self.weight = nn.Parameter(value_f32, requires_grad=True)
+        self.kept: Kept | None = None
+        self.weight = MasterParameter(value_f32, requires_grad=True)
+        key = id(self.weight)
+        _OWNERS[key] = weakref.ref(self, lambda _: _OWNERS.pop(key, None))
         # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
         self.weight.__dict__.update(param.__dict__)
         # A checkpoint's value between the hooks before and after torch copies it into `param`.
@@ -39,14 +137,28 @@ class Master:
         self.mark_in_sync()
         _MASTERS[param] = [weakref.ref(m) for m in masters_of(param)] + [weakref.ref(self)]
 
+    def gradient(self) -> Tensor | None:
+        """The master's float32 gradient if it has one by now; what is kept is left alone."""
+        return _GRAD.__get__(self.weight)
+
+    @torch.no_grad()
+    def materialize(self) -> None:
+        """Make the float32 gradient from the kept one, if there is one."""
+        if self.kept is not None:
+            kept, self.kept = self.kept, None
+            _GRAD.__set__(self.weight, kept.unscaled())
+
     def in_sync(self) -> bool:
         """Whether nobody but us moved the parameter since it was last stamped."""
-        return self._stamp == _stamp(self.param)
+        return self._stamps[0] == walk.stamps([self.param])[0]
 
-    def mark_in_sync(self) -> None:
-        """Declare that master and parameter agree."""
-        self._stamp = _stamp(self.param)
-        self._weight_version = self.weight._version
+    def mark_in_sync(self, stamps: tuple[walk.Stamp, walk.Stamp] | None = None) -> None:
+        """Declare that master and parameter agree.
+
+        Args:
+            stamps: of parameter and weight as they are now, if they are known.
+        """
+        self._stamps = stamps or (walk.stamps([self.param])[0], walk.stamps([self.weight])[0])
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -65,7 +177,7 @@ class Master:
     @torch.no_grad()
     def write_back_if_moved(self) -> None:
         """Round the master into the parameter if somebody wrote the master, and nobody the parameter."""
-        if self.weight._version != self._weight_version and self.in_sync():
+        if self._stamps[1] != walk.stamps([self.weight])[0] and self.in_sync():
             self.param.copy_(self.weight)
             self.mark_in_sync()
 
@@ -99,6 +211,30 @@ def follow_masters(module: nn.Module, args: Any) -> None:
             master.write_back_if_moved()
 
 
+class Roster(NamedTuple):
+    """What an optimizer steps, in the order of its groups.
+
+    Attributes:
+        weights: n; the entries of its groups.
+        params: n; the model's own parameters: what a backward accumulates into.
+        masters: n; what is between the two, or None where they are one.
+        plain: the parameters without a master.
+    """
+
+    weights: list[nn.Parameter]
+    params: list[nn.Parameter]
+    masters: list[Master | None]
+    plain: list[nn.Parameter]
+
+
+def roster_of(optimizer: Optimizer, masters: MasterWeights | None) -> Roster:
+    """What `optimizer` steps, as of the last scan of its masters."""
+    if masters is not None:
+        return masters.roster
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return Roster(params, params, [None] * len(params), params)
+
+
 class MasterWeights:
     """The masters of one optimizer.
 
@@ -113,6 +249,8 @@ class MasterWeights:
         self._by_weight: dict[int, Master] = {}  # by id of the master weight
         self._by_param: dict[int, Master] = {}  # by id of the parameter
         self.in_groups: list[Master] = []
+        self.roster = Roster([], [], [], [])
+        self._marked: list[walk.Stamp] = []  # of all parameters, when all were in sync
         self.scan(exact)
 
     def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
@@ -122,6 +260,8 @@ class MasterWeights:
         theirs. Raises AmpStateError, before anything is changed, for a parameter whose master is there too.
         """
         groups = self._live_optimizer().param_groups
+        if self._is_scanned(groups):
+            return
         entries = {id(p) for group in groups for p in group["params"]}
         unmastered = [p for group in groups for p in group["params"] if is_low_precision(p) and p.requires_grad]
         for p in unmastered:
@@ -138,6 +278,22 @@ class MasterWeights:
         if len(self.in_groups) < len(self._by_weight):
             self._by_weight = {id(m.weight): m for m in self.in_groups}
             self._by_param = {id(m.param): m for m in self.in_groups}
+        weights = [p for group in groups for p in group["params"]]
+        masters = [self.find(p) for p in weights]
+        self.roster = Roster(
+            weights,
+            [p if m is None else m.param for p, m in zip(weights, masters, strict=True)],
+            masters,
+            [p for p, m in zip(weights, masters, strict=True) if m is None],
+        )
+
+    def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
+        weights = [p for group in groups for p in group["params"]]
+        return (
+            len(weights) == len(self.roster.weights)
+            and all(map(is_, weights, self.roster.weights))
+            and not any(is_low_precision(p) and p.requires_grad for p in self.roster.plain)
+        )
 
     def _replace(
         self, groups: list[dict[str, Any]], unmastered: Mapping[int, nn.Parameter], exact: Mapping[int, Tensor]
@@ -151,22 +307,37 @@ class MasterWeights:
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
         """Refresh every master whose parameter moved without us."""
-        for master in self.in_groups:
-            master.refresh()
-            if adopt_data_writes:
+        if self._marked != walk.stamps([m.param for m in self.in_groups]):
+            for master in self.in_groups:
+                master.refresh()
+        if adopt_data_writes:
+            for master in self.in_groups:
                 master.adopt()
 
     def write_back(self) -> None:
         """Round every master into its parameter. Moves the parameters' versions, as any optimizer does."""
         kernels.cast_copy_([m.param for m in self.in_groups], [m.weight for m in self.in_groups])
+        self.mark_in_sync()
+
+    def mark_in_sync(self) -> None:
+        """Declare that masters and parameters agree."""
+        self._marked = walk.stamps([m.param for m in self.in_groups])
+        weights = walk.stamps([m.weight for m in self.in_groups])
+        for master, of_param, of_weight in zip(self.in_groups, self._marked, weights, strict=True):
+            master.mark_in_sync((of_param, of_weight))
+
+    def materialize(self) -> None:
+        """Make every kept gradient a float32 gradient: 4 bytes an element."""
         for master in self.in_groups:
-            master.mark_in_sync()
+            if master.kept is not None:
+                master.materialize()
 
     def drop_gradients(self) -> None:
-        """Set the gradients of masters and their parameters to None, as after every step."""
+        """Drop the gradients of masters and their parameters, as after every step."""
+        walk.drop_gradients([m.weight for m in self.in_groups])
+        walk.drop_gradients([m.param for m in self.in_groups])
         for master in self.in_groups:
-            master.weight.grad = None
-            master.param.grad = None
+            master.kept = None
 
     def find(self, weight: Tensor) -> Master | None:
         """The master whose weight, in the groups, is this very object."""
@@ -186,11 +357,13 @@ class MasterWeights:
                 group["params"][i] = master.param
                 if p in optimizer.state:
                     optimizer.state[master.param] = optimizer.state.pop(p)
+                grad = p.grad
                 master.param.grad = None
                 master.param.data = p.detach()
-                master.param.grad = p.grad
+                master.param.grad = grad
                 _MASTERS[master.param].remove(weakref.ref(master))
         self._by_weight, self._by_param, self.in_groups = {}, {}, []
+        self.roster, self._marked = Roster([], [], [], []), []
 
     def _create(self, param: nn.Parameter, exact_f32: Tensor | None) -> Master:
         if exact_f32 is None:
@@ -212,12 +385,6 @@ class MasterWeights:
         optimizer = self._optimizer()
         assert optimizer is not None, "called from a hook of the optimizer or with it in hand"
         return optimizer
-
-
-def _stamp(param: nn.Parameter) -> Stamp:
-    # Inference tensors keep no version.
-    version = None if param.is_inference() else param._version
-    return param.data_ptr(), version, param.dtype, param.device
 
 
 def _widened(state: Any) -> Any:

@@ -52,8 +52,8 @@ class OverflowWatch:
         nonfinite = [
             names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
             for checked in verdict.checked
-            for param, bad in zip(checked.params, checked.nonfinite.tolist(), strict=True)
-            if bad
+            for param, bad in zip(checked.params, checked.checks.nonfinite.tolist(), strict=True)
+            if bad and param is not None
         ]
         return OverflowDiagnosis(
             skips=skips,
@@ -61,5 +61,5 @@ class OverflowWatch:
             loss_scale=verdict.scaler.loss_scale(),
             loss_is_finite=bool(torch.isfinite(verdict.loss).all()),
             nonfinite=tuple(nonfinite),
-            checked=sum(len(checked.params) for checked in verdict.checked),
+            checked=sum(param is not None for checked in verdict.checked for param in checked.params),
         )

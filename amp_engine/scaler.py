@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +16,24 @@ DEFAULT_MIN_LOSS_SCALE = 2.0**-24
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
 
 
-class ScaleSnapshot(NamedTuple):
+class ScaleSnapshot:
     """The scale of one backward, out of reach of later updates: float32 tensors of shape []."""
 
-    scale: Tensor
-    inv_scale: Tensor
-    is_identity: bool
+    def __init__(self, scale: Tensor, is_identity: bool) -> None:
+        self.scale = scale
+        self.is_identity = is_identity
+        self._inv_scale: Tensor | None = None
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """1 / scale; taken in float64, then rounded once: a static scale need not be a power of two."""
+        if self._inv_scale is None:
+            self._inv_scale = self.scale.double().reciprocal().float()
+        return self._inv_scale
+
+    def settle(self, inv_scale: Tensor) -> None:
+        """Take the inverse from the kernel that adjusted the scale, which saves computing it."""
+        self._inv_scale = inv_scale
 
 
 class LossScaler:
@@ -83,37 +94,40 @@ class LossScaler:
             self.found_inf = moved(self.found_inf, device)
 
     def snapshot(self) -> ScaleSnapshot:
-        """Scale and inverse for one backward, as copies. No host sync."""
-        # The reciprocal is taken in float64, then rounded once: a static scale need not be a power of two.
-        inv_scale = self.scale.double().reciprocal().float()
-        return ScaleSnapshot(self.scale.clone(), inv_scale, self.is_identity)
+        """The scale for one backward, as a copy. No host sync."""
+        return ScaleSnapshot(self.scale.clone(), self.is_identity)
 
     def record_(self, nonfinite: Tensor) -> None:
         """Remember that a gradient was not finite: OR of `nonfinite` (bool, any shape, any device)."""
         bad = moved(nonfinite.any().float(), self.found_inf.device)
         self.found_inf.copy_(torch.maximum(self.found_inf, bad))
 
-    def update_(self) -> Tensor:
+    def update_(self, closed: ScaleSnapshot | None = None) -> Tensor:
         """Adjust the scale after one backward and forget the overflow. No host sync.
+
+        Args:
+            closed: the snapshot of this backward, which learns its own inverse on the way.
 
         Returns:
             float32 tensor of shape [], != 0 if this backward overflowed.
         """
-        found_inf = self.found_inf.clone()
-        if self.dynamic:
-            kernels.update_scale_(
-                self.scale,
-                self.unskipped,
-                found_inf,
-                growth_factor=self.scale_factor,
-                backoff_factor=1.0 / self.scale_factor,
-                growth_interval=self._scale_seq_len,
-                min_scale=self._min_loss_scale,
-                max_scale=self._max_loss_scale,
-            )
-        else:
-            self.unskipped.add_(1)
-        self.clear_overflow_state()
+        found_inf = torch.empty_like(self.found_inf)
+        inv_scale = torch.empty_like(self.scale)
+        kernels.update_scale_(
+            self.scale,
+            self.unskipped,
+            self.found_inf,
+            growth_factor=self.scale_factor,
+            backoff_factor=1.0 / self.scale_factor,
+            growth_interval=self._scale_seq_len,
+            min_scale=self._min_loss_scale,
+            max_scale=self._max_loss_scale,
+            dynamic=self.dynamic,
+            inv_scale_used=inv_scale,
+            found_inf_used=found_inf,
+        )
+        if closed is not None:
+            closed.settle(inv_scale)
         return found_inf
 
     def clear_overflow_state(self) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine.devices import HostFlag
+from amp_engine import kernels
+from amp_engine.devices import HostFlag, moved
 from amp_engine.errors import AmpStateError
 from amp_engine.ghost import ghost
-from amp_engine.gradients import Checked, GradientWindow
-from amp_engine.master_weights import MasterWeights
+from amp_engine.gradients import Checked, GradientWindow, PassOne
+from amp_engine.master_weights import MasterParameter, MasterWeights, Unscaling, clip_factor, roster_of
+from amp_engine.optimizers.fused_step import FusedStep, fused_step_of, release_fused_step
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
@@ -28,10 +33,29 @@ class Verdict:
 
     loss_id: int
     scaler: LossScaler
-    overflow: HostFlag
+    found_inf: Tensor  # float32, shape []: != 0 is an overflow
+    overflow: HostFlag  # the same on its way to the host
     skips: bool  # whether an overflow skips the step, or is only reported
     checked: list[Checked]
     loss: Tensor
+
+
+class Rows(NamedTuple):
+    """What an optimizer steps, one row for each parameter in the order of its groups.
+
+    Attributes:
+        weights: masters, or the parameters themselves.
+        gradients: low-precision and scaled where they were kept, else as `.grad` has them.
+        copies: the model's parameters behind masters.
+        scaled: which gradients are still scaled,
+        unscaling: and what by.
+    """
+
+    weights: list[Tensor]
+    gradients: list[Tensor | None]
+    copies: list[Tensor | None]
+    scaled: list[bool]
+    unscaling: Unscaling | None
 
 
 class SteppedOptimizer:
@@ -68,8 +92,12 @@ class SteppedOptimizer:
         self.in_backward = False
         self.backward_seen = False  # since the last step
         self.verdicts: list[Verdict] = []
-        self.skipped = False
+        # Of steps that the device decided: what the host has not been told yet, oldest first.
+        self._undecided: deque[list[Verdict]] = deque()
+        self._skipped = False
         self.skips_in_a_row = 0
+        self._pass_one: PassOne | None = None
+        self._list_check = kernels.ListCheck()
         self._casts_off = casts_off
         self._is_scaled = is_scaled
         self._adopt_data_writes = adopt_data_writes
@@ -88,6 +116,12 @@ class SteppedOptimizer:
         assert optimizer is not None
         return optimizer
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped. Waits for the device if that decided."""
+        self._hear_of_steps(wait=True)
+        return self._skipped
+
     def enter_backward(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot) -> None:
         """Entry of `scale_loss`: look for new parameters and foreign writes, open or re-enter the window."""
         if self.in_backward:
@@ -95,6 +129,8 @@ class SteppedOptimizer:
                 f"scale_loss() was entered again for {type(self.optimizer).__name__} inside of its own body.  Leave "
                 "the first `with amp.scale_loss(...)` before the next one, or call scale_loss once on the sum."
             )
+        self._hear_of_steps(wait=False)
+        self._pass_one = None
         if self.masters is not None:
             self.masters.scan()
             self.masters.refresh()
@@ -110,10 +146,10 @@ class SteppedOptimizer:
         self.in_backward = False
         self.window.leave_open(loss)
 
-    def close_window(self, check: bool, unscaled: set[int]) -> Checked:
+    def close_window(self, check: bool, unscaled: set[int]) -> list[Checked]:
         """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""
         assert self.window is not None
-        checked = self.window.close(check, unscaled)
+        checked, self._pass_one = self.window.close(check, unscaled, self._list_check)
         self.in_backward = False
         self.backward_seen = True
         self.window = None
@@ -124,6 +160,27 @@ class SteppedOptimizer:
         """Keep a verdict for the next step, and no more than that needs, however many backwards it takes."""
         self.verdicts = [v for v in self.verdicts if not v.overflow.is_known_clean()]
         self.verdicts.append(verdict)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor | None:
+        """Clip what the last backward brought without reading it again; None if something else is in the gradients.
+
+        Returns the norm of all unscaled gradients before clipping, float32, shape []. No host sync.
+        """
+        one = self._pass_one
+        if one is None or one.unscaling.norm is not None or norm_type not in (2.0, math.inf) or not one.is_untouched():
+            return None
+        norm = one.norm
+        if norm_type == math.inf:
+            norm = (one.checked.checks.largest.max().double() * one.unscaling.inv_scale.double()).float()
+        one.unscaling.clip(norm, max_norm)
+        if one.plain:
+            factor = clip_factor(norm, max_norm).float()
+            grads = [seen.grad for seen in one.plain if seen.grad is not None]
+            torch._foreach_mul_([g for g in grads if g.dtype == torch.float32], factor)
+            for g in grads:
+                if g.dtype != torch.float32:  # a 0-d factor would be rounded to their type
+                    g.copy_(g.float() * factor)
+        return norm
 
     def abandon(self) -> None:
         """The body of `scale_loss` raised."""
@@ -138,6 +195,8 @@ class SteppedOptimizer:
         if self.window is not None:
             self.window.discard()
             self.window = None
+        self._hear_of_steps(wait=True)
+        release_fused_step(self.optimizer)
         if any(v.skips and v.overflow.read() for v in self.verdicts):
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
@@ -168,28 +227,56 @@ class SteppedOptimizer:
             )
         if self.window is not None:
             self._on_window_left_open(self)
+        self._hear_of_steps(wait=False)
         backward_seen, self.backward_seen = self.backward_seen, False
-        if not self._skip():
-            if not backward_seen:
-                self._warn_of_unseen_gradients()
-            self._step(optimizer, args, kwargs, nullcontext() if casts_off is None else casts_off)
+        casts_off = nullcontext() if casts_off is None else casts_off
+        fused = fused_step_of(optimizer) if len(args) == 1 and not kwargs else None
+        flags: list[Tensor] = []
+        if fused is not None and any(not v.overflow.is_known() for v in self.verdicts) and self._takes(fused):
+            flags = self._leave_to_device()
+        elif self._skip():
+            return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
+        if not backward_seen:
+            self._warn_of_unseen_gradients()
+        self._step(optimizer, args, kwargs, casts_off, fused, flags)
         return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
 
     def _skip(self) -> bool:
         """Whether a backward since the last step overflowed. Waits for the device if one was checked."""
+        self._hear_of_steps(wait=True)
         verdicts, self.verdicts = self.verdicts, []
+        self._conclude(verdicts)
+        if self._skipped and self.masters is not None:
+            self.masters.drop_gradients()
+        return self._skipped
+
+    def _leave_to_device(self) -> list[Tensor]:
+        """The flags that the next step reads itself; the host is told when they have arrived."""
+        flags = [v.found_inf for v in self.verdicts if v.skips]
+        self._undecided.append([v for v in self.verdicts if not v.overflow.is_captured])
+        self.verdicts = []
+        return flags
+
+    def _hear_of_steps(self, wait: bool) -> None:
+        """Report steps that the device decided, as far as the host knows of them by now."""
+        while self._undecided and (wait or all(v.overflow.is_known() for v in self._undecided[0])):
+            self._conclude(self._undecided.popleft())
+
+    def _conclude(self, verdicts: Sequence[Verdict]) -> None:
+        """Say, and remember, what `verdicts` meant for their step."""
         overflowed = [v for v in verdicts if v.overflow.read()]
         skipping = [v for v in overflowed if v.skips]
         for verdict in overflowed:
             if not verdict.skips:
                 self._on_report(verdict)
-        self.skipped = bool(skipping)
+        self._skipped = bool(skipping)
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipping else 0
         if skipping:
-            if self.masters is not None:
-                self.masters.drop_gradients()
             self._on_skip(self, skipping)
-        return self.skipped
+
+    def _takes(self, fused: FusedStep) -> bool:
+        rows = self._rows()
+        return fused.takes(rows.weights, rows.gradients, rows.scaled)
 
     def _step(
         self,
@@ -197,6 +284,8 @@ class SteppedOptimizer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         casts_off: AbstractContextManager[None],
+        fused: FusedStep | None,
+        flags: list[Tensor],
     ) -> None:
         self._stepping = True
         try:
@@ -204,16 +293,61 @@ class SteppedOptimizer:
                 if self.masters is not None:
                     self.masters.scan()
                     self.masters.refresh(self._adopt_data_writes)
-                try:
-                    _unhooked_step(optimizer)(optimizer, *args[1:], **kwargs)
-                finally:
-                    # Also after an exception: a parameter never disagrees with its master.
-                    if self.masters is not None:
-                        self.masters.write_back()
+                rows = self._rows()
+                if fused is not None and fused.takes(rows.weights, rows.gradients, rows.scaled):
+                    self._step_fused(fused, rows, flags)
+                else:
+                    self._step_unfused(optimizer, args, kwargs)
             if self.masters is not None:
                 self.masters.drop_gradients()
         finally:
             self._stepping = False
+            self._pass_one = None
+
+    def _step_fused(self, fused: FusedStep, rows: Rows, flags: list[Tensor]) -> None:
+        """Pass 2: unscale, clip, step and write the model's weights in one go; nothing if one of `flags` is != 0."""
+        found_inf = None
+        for flag in flags:
+            found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
+        unscaling = rows.unscaling
+        one = self._pass_one
+        whole = one is not None and not one.plain and one.is_untouched()
+        fused.step(
+            rows.weights,
+            rows.gradients,
+            rows.copies,
+            rows.scaled,
+            inv_scale=None if unscaling is None else unscaling.inv_scale,
+            found_inf=found_inf,
+            norm=None if unscaling is None else unscaling.norm,
+            max_norm=math.inf if unscaling is None else unscaling.max_norm,
+            checks=one.checked.checks if whole and one is not None else None,
+        )
+        if self.masters is not None:
+            self.masters.mark_in_sync()
+
+    def _step_unfused(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The optimizer's own step, on gradients that it finds where it looks for them."""
+        if self.masters is not None:
+            self.masters.materialize()
+        try:
+            with _foreach_as_by_default(optimizer):
+                _unhooked_step(optimizer)(optimizer, *args[1:], **kwargs)
+        finally:
+            # Also after an exception: a parameter never disagrees with its master.
+            if self.masters is not None:
+                self.masters.write_back()
+
+    def _rows(self) -> Rows:
+        roster = roster_of(self.optimizer, self.masters)
+        kept = [None if m is None else m.kept for m in roster.masters]
+        return Rows(
+            list(roster.weights),
+            [w.grad if k is None else k.grad for w, k in zip(roster.weights, kept, strict=True)],
+            [None if m is None else m.param for m in roster.masters],
+            [k is not None for k in kept],
+            next((k.unscaling for k in kept if k is not None), None),
+        )
 
     def _ghost(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
         """A ghost that this class can step; which kind is found out once."""
@@ -236,7 +370,7 @@ class SteppedOptimizer:
     def _warn_of_unseen_gradients(self) -> None:
         """Of a backward outside of `scale_loss`, whose gradients never reach the masters."""
         masters = [] if self.masters is None else self.masters.in_groups
-        if any(m.param.grad is not None and m.weight.grad is None for m in masters):
+        if any(m.param.grad is not None and m.kept is None and m.gradient() is None for m in masters):
             warnings.warn(
                 f"{type(self.optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
                 "which never reach the FP32 masters that it steps.  Type `with amp.scale_loss(loss, optimizer) as "
@@ -250,6 +384,28 @@ class SteppedOptimizer:
         if next(reversed(hooks)) != self._step_hook.id:
             self._step_hook.remove()
             self._step_hook = self.optimizer.register_step_pre_hook(self._before_step)
+
+
+@contextmanager
+def _foreach_as_by_default(optimizer: Optimizer) -> Iterator[None]:
+    """torch.optim chooses its foreach variant for exact Parameters on a GPU; a master, which is none, gets it too."""
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if group.get("foreach", False) is None
+        and not group.get("fused")
+        and not group.get("differentiable")
+        and all(isinstance(p, MasterParameter) or type(p) is nn.Parameter for p in group["params"])
+        and any(isinstance(p, MasterParameter) for p in group["params"])
+        and all(p.is_cuda for p in group["params"])
+    ]
+    for group in groups:
+        group["foreach"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["foreach"] = None
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

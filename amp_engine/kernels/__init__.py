@@ -1,10 +1,59 @@
 """Multi-tensor operations: one name each, one answer on every backend."""
 
+from amp_engine.kernels.hyperparameters import Hyperparameters as Hyperparameters
+from amp_engine.kernels.list_check import ListCheck as ListCheck
+from amp_engine.kernels.ops import adagrad_ as adagrad_
+from amp_engine.kernels.ops import adam_ as adam_
+from amp_engine.kernels.ops import axpby_ as axpby_
+from amp_engine.kernels.ops import cast_copy_ as cast_copy_
+from amp_engine.kernels.ops import check as check
+from amp_engine.kernels.ops import l2norm as l2norm
+from amp_engine.kernels.ops import lamb_ as lamb_
+from amp_engine.kernels.ops import novograd_ as novograd_
+from amp_engine.kernels.ops import scale_ as scale_
+from amp_engine.kernels.ops import sgd_ as sgd_
+from amp_engine.kernels.ops import unscale_ as unscale_
+from amp_engine.kernels.ops import unscaled as unscaled
+from amp_engine.kernels.ops import update_scale_ as update_scale_
+from amp_engine.kernels.reference import Checks as Checks
 from amp_engine.kernels.reference import accumulate_ as accumulate_
-from amp_engine.kernels.reference import cast_copy_ as cast_copy_
 from amp_engine.kernels.reference import nonfinite as nonfinite
-from amp_engine.kernels.reference import unscale_ as unscale_
-from amp_engine.kernels.reference import unscaled as unscaled
-from amp_engine.kernels.reference import update_scale_ as update_scale_
+from amp_engine.kernels.table import StepTable as StepTable
+from amp_engine.kernels.table import has_native as has_native
+from amp_engine.kernels.walk import FLOATS as FLOATS
+from amp_engine.kernels.walk import drop_gradients as drop_gradients
+from amp_engine.kernels.walk import gradients as gradients
+from amp_engine.kernels.walk import is_dense as is_dense
+from amp_engine.kernels.walk import lazy_clone_gradients as lazy_clone_gradients
+from amp_engine.kernels.walk import same_layout as same_layout
+from amp_engine.kernels.walk import stamps as stamps
 
-__all__ = ["accumulate_", "cast_copy_", "nonfinite", "unscale_", "unscaled", "update_scale_"]
+__all__ = [
+    "FLOATS",
+    "Checks",
+    "Hyperparameters",
+    "ListCheck",
+    "StepTable",
+    "accumulate_",
+    "adagrad_",
+    "adam_",
+    "axpby_",
+    "cast_copy_",
+    "check",
+    "drop_gradients",
+    "gradients",
+    "has_native",
+    "is_dense",
+    "l2norm",
+    "lamb_",
+    "lazy_clone_gradients",
+    "nonfinite",
+    "novograd_",
+    "same_layout",
+    "scale_",
+    "sgd_",
+    "stamps",
+    "unscale_",
+    "unscaled",
+    "update_scale_",
+]

@@ -17,6 +17,7 @@ from tests.models import MLP, NORMED_MLP
 from tests.support import (
     LEVELS,
     assert_bitwise,
+    assert_same_step,
     backward,
     frozen,
     group_params,
@@ -175,7 +176,10 @@ def test_steps_around_a_skip_are_bitwise_those_without_it(maker: str, level: str
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_masters_at_o2_take_the_step_of_the_bare_optimizer(maker: str) -> None:
-    """The optimizer, given the masters and their gradients, without any engine, does the same bit by bit."""
+    """The optimizer, given the masters and their gradients, without any engine, does the same.
+
+    Bit by bit, but for Adam, whose fused step rounds at other places than torch's (tests/kernels holds it to float64).
+    """
     model, optimizer = started(maker, "O2")
     start = [[param.detach().clone() for param in g["params"]] for g in optimizer.param_groups]
     bare = MAKERS[maker]([{"params": [nn.Parameter(value) for value in group]} for group in start])
@@ -186,7 +190,7 @@ def test_masters_at_o2_take_the_step_of_the_bare_optimizer(maker: str) -> None:
             theirs.grad = ours.grad.clone()
         optimizer.step()
         bare.step()
-    assert_bitwise(masters(optimizer), [param.detach() for param in group_params(bare)])
+    assert_same_step(optimizer, masters(optimizer), [param.detach() for param in group_params(bare)])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,0 +1,58 @@
+"""The compiled kernels, or why there are none. The only file that imports `amp_engine._C`."""
+
+import importlib
+import importlib.machinery
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+PACKAGE = Path(__file__).parents[1]
+# setup.py leaves its record beside the extension, one per Python.
+RECORD = (PACKAGE / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").with_suffix(".json")
+if (PACKAGE.parent / "setup.py").exists():
+    INSTALL = f"pip install --no-deps --editable {PACKAGE.parent}"
+else:
+    INSTALL = "pip install --no-deps --force-reinstall . (in the clone of amp_engine)"
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What setup.py wrote: the mode that it built, the torch it built against, and why it built no better one."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, TypeError, ValueError):
+        return {}
+
+
+def other_torch(built: str | None) -> str:
+    """The reason of an extension that was compiled against a torch that is not the installed one."""
+    return f"they were compiled against torch {built}, and torch {torch.__version__} is installed; type: {INSTALL}"
+
+
+def load(record: dict[str, Any]) -> tuple[ModuleType | None, str | None]:
+    """The extension, or the reason why there is none and what to do. Raises nothing."""
+    if os.environ.get("AMP_ENGINE_BUILD") == "none":
+        return None, "AMP_ENGINE_BUILD=none turns the compiled kernels off; unset it"
+    if record.get("mode") == "none":
+        return None, f"nothing was compiled: {record.get('reason')}; then type: {INSTALL}"
+    if record and record.get("torch") != torch.__version__:
+        return None, other_torch(record.get("torch"))
+    try:
+        extension = importlib.import_module("amp_engine._C")
+        built = extension.build_info()["torch"]
+    except ModuleNotFoundError:
+        return None, f"nothing was compiled for this Python; type: {INSTALL}"
+    except Exception as error:
+        if "undefined symbol" in str(error):
+            return None, other_torch(f"another version, {error}")
+        return None, f"{error}; type: {INSTALL}"
+    if not torch.__version__.startswith(built):
+        return None, other_torch(built)
+    return extension, None
+
+
+record = read_record(RECORD)
+module, reason = load(record)

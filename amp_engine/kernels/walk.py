@@ -1,0 +1,77 @@
+"""Loops over parameters: native where there is a native module, since Python takes a microsecond or more a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_engine.kernels import _native
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""The types that the kernels take."""
+
+# How the kernels can take a gradient: there is none; in its own memory; in memory that other tensors share; not at all.
+NONE, OWN, SHARED, OTHER = range(4)
+
+_GRAD: Any = torch.Tensor.grad
+
+Stamp = tuple[int, int, torch.dtype, torch.device] | bytes
+
+
+def stamps(tensors: Sequence[Tensor]) -> list[Stamp]:
+    """What tells that a tensor was written or replaced since: its address, version, type and device."""
+    if _native.module is not None:
+        return _native.module.stamps(tensors)
+    # Inference tensors keep no version.
+    return [(t.data_ptr(), -1 if t.is_inference() else t._version, t.dtype, t.device) for t in tensors]
+
+
+def gradients(params: Sequence[Tensor]) -> tuple[list[Tensor | None], Sequence[int]]:
+    """The gradient of each parameter, and how the kernels can take it."""
+    if _native.module is not None:
+        return _native.module.gradients(params)
+    grads = [p.grad for p in params]
+    return grads, [NONE if g is None else _walk_of(g, p) for p, g in zip(params, grads, strict=True)]
+
+
+def lazy_clone_gradients(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """`param.grad = grad`'s copy-on-write clone, pairwise: writing to it leaves `grad` alone."""
+    if _native.module is not None:
+        _native.module.lazy_clone_gradients(params, grads)
+        return
+    for p, g in zip(params, grads, strict=True):
+        p.grad = torch._lazy_clone(g)
+
+
+def drop_gradients(tensors: Sequence[Tensor]) -> None:
+    """`tensor.grad = None` for each, without asking a subclass."""
+    if _native.module is not None:
+        _native.module.drop_gradients(tensors)
+        return
+    for t in tensors:
+        _GRAD.__set__(t, None)
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether every element lies once, without gaps, in the tensor's memory. In any order: channels_last is dense."""
+    return t.layout is torch.strided and (t.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(t)))
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether `a` and `b` are of one shape and one order in memory."""
+    if a.shape != b.shape:
+        return False
+    return a.stride() == b.stride() or all(
+        n <= 1 or x == y for n, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
+    )
+
+
+def _walk_of(grad: Tensor, param: Tensor) -> int:
+    walked = type(grad) is Tensor and grad.dtype in FLOATS and is_dense(grad) and same_layout(grad, param)
+    if not walked:
+        return OTHER
+    shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
+    return SHARED if shared else OWN

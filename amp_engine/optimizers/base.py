@@ -1,0 +1,149 @@
+"""What the fused optimizers share: the step, and loading what torch.optim, apex or an earlier version saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.optimizers.fused_step import NORM, fused_step_of
+from amp_engine.optimizers.rules import Rule
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+class FusedOptimizer(Optimizer):
+    """An optimizer whose step is one pass over gradients, weights and state, on CPU and CUDA.
+
+    Parameters may be float32, float16 and bfloat16, mixed; state is always float32. Under `amp.initialize` the step
+    unscales, clips, skips and writes the model's half parameters in that same pass.
+    """
+
+    rule: ClassVar[Rule]
+
+    def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
+        self.set_grad_none = set_grad_none
+        super().__init__(params, defaults)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, or with `set_to_none=False` fill them with 0.
+
+        Args:
+            set_to_none: None stands for `set_grad_none` of the constructor.
+        """
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **removed: Any) -> Any:
+        """Step every parameter that has a gradient. No host sync.
+
+        Args:
+            closure: evaluated first, with gradients on; its value is returned.
+
+        Raises AmpTypeError for `grads`, `output_params`, `scale` and `grad_norms`, which ancient versions of apex took,
+        and AmpStateError for sparse gradients.
+        """
+        if removed:
+            raise AmpTypeError(
+                f"{type(self).__name__}.step() got {', '.join(removed)}, which apex removed.  Call step() without "
+                "arguments, inside of amp.initialize and amp.scale_loss where gradients are scaled."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        fused = fused_step_of(self)
+        assert fused is not None
+        weights = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in weights]
+        if not fused.takes(weights, gradients):
+            self._refuse(weights, gradients)
+        masters = self._own_masters(weights, gradients)
+        if masters is None:
+            fused.step(weights, gradients)
+        else:
+            copies = [None if m is w else w for m, w in zip(masters, weights, strict=True)]
+            fused.step(weights, gradients, copies, weights=masters)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class, the class of torch.optim with the same state, or apex's saved.
+
+        State stays float32 for half parameters too, where torch would round it.
+        """
+        state_dict = self._with_defaults(state_dict)
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, p in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                    self.state[p][name] = value.to(device=p.device, dtype=torch.float32, copy=True)
+
+    def _own_masters(self, weights: list[Tensor], gradients: list[Tensor | None]) -> list[Tensor] | None:
+        """The float32 weights to step instead of half ones, for optimizers that keep their own."""
+        return None
+
+    def _with_defaults(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """`state_dict` with this class's settings where another class saved none, and counts where torch has them."""
+        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        state = {key: dict(value) for key, value in state_dict["state"].items()}
+        for group, own in zip(groups, self.param_groups, strict=False):
+            self._spread(group, state, own["params"])
+        return {**state_dict, "state": state, "param_groups": groups}
+
+    def _spread(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]], params: list[nn.Parameter]) -> None:
+        """apex counts the steps of a group, and keeps NovoGrad's norms there; here each parameter has its own."""
+        step = group.pop("step", None)
+        norms = group.pop(NORM, None)
+        for index in group["params"]:
+            if step is not None and index in state:
+                state[index].setdefault("step", torch.tensor(float(step)))
+        if norms is not None:
+            halves, singles = (list(chunk.flatten().unbind()) if isinstance(chunk, Tensor) else [] for chunk in norms)
+            for index, p in zip(group["params"], params, strict=True):
+                if index in state:
+                    state[index].setdefault(NORM, (singles if p.dtype == torch.float32 else halves).pop(0).float())
+
+    def _refuse(self, weights: list[Tensor], gradients: list[Tensor | None]) -> None:
+        for i, (p, g) in enumerate(zip(weights, gradients, strict=True)):
+            if g is not None and g.is_sparse:
+                raise AmpStateError(
+                    f"{type(self).__name__} does not support sparse gradients; parameter {i} of shape "
+                    f"{tuple(p.shape)} has one.  Use torch.optim.SparseAdam for it."
+                )
+            if g is not None and (p.dtype not in _FLOATS or g.dtype not in _FLOATS):
+                raise AmpTypeError(
+                    f"{type(self).__name__} steps float32, float16 and bfloat16; parameter {i} is {p.dtype} with a "
+                    f"{g.dtype} gradient.  Use the optimizer of torch.optim for it."
+                )
+        raise AmpTypeError(
+            f"{type(self).__name__} cannot step these parameters: {[type(g).__name__ for g in gradients]}."
+        )
+
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_not_negative(**values: float | Tensor) -> None:
+    """Raise AmpValueError for the first value below 0."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and not value >= 0.0:
+            raise AmpValueError(f"{name}={value!r}, but it must be 0 or more.  Type for example {name}=1e-3.")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raise AmpValueError unless both are in [0, 1)."""
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise AmpValueError(f"betas={betas!r}, but both must be in [0, 1).  Type for example betas=(0.9, 0.999).")
+
+
+def refuse_amsgrad(name: str, amsgrad: bool) -> None:
+    """Raise AmpStateError, a RuntimeError as apex's, for the variant that no kernel computes."""
+    if amsgrad:
+        raise AmpStateError(f"{name} does not support the AMSGrad variant.  Use torch.optim.AdamW(amsgrad=True).")

@@ -1,0 +1,46 @@
+"""FusedAdagrad: Adagrad in one pass."""
+
+from __future__ import annotations
+
+from amp_engine.kernels import Hyperparameters
+from amp_engine.optimizers.base import FusedOptimizer, Params, check_not_negative
+from amp_engine.optimizers.rules import Group, Rule
+
+
+def _hyperparameters(group: Group) -> Hyperparameters:
+    return Hyperparameters(
+        lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"], decoupled=group["adagrad_w_mode"]
+    )
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad (Duchi et al. 2011).
+
+    State per parameter: `step`, `sum`, as torch.optim.Adagrad's without its decay of the learning rate.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        eps: added to the root of the sum.
+        weight_decay: its factor.
+        set_grad_none: what `zero_grad()` does by default.
+        adagrad_w_mode: decoupled weight decay; False adds it to the gradient.
+
+    Raises AmpValueError for negative values.
+    """
+
+    rule = Rule("adagrad", "sum", None, _hyperparameters)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        self.adagrad_w_mode = adagrad_w_mode
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "adagrad_w_mode": adagrad_w_mode}
+        super().__init__(params, defaults, set_grad_none)

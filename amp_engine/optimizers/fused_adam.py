@@ -1,0 +1,97 @@
+"""FusedAdam: Adam and AdamW in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_engine.errors import AmpStateError
+from amp_engine.kernels import Hyperparameters
+from amp_engine.optimizers.base import FusedOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
+from amp_engine.optimizers.rules import Group, Rule
+
+
+def _hyperparameters(group: Group) -> Hyperparameters:
+    beta1, beta2 = group["betas"]
+    return Hyperparameters(
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["adam_w_mode"],
+        bias_correction=bool(group["bias_correction"]),
+    )
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam (Kingma & Ba 2015), by default with AdamW's decoupled weight decay (Loshchilov & Hutter 2019), as in apex.
+
+    State per parameter: `step`, `exp_avg`, `exp_avg_sq`, as torch.optim.AdamW's, so the two load each other's.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate; a number, or a float32 tensor of shape [], which is read on its device.
+        bias_correction: divide the moments by 1 - beta^t.
+        betas: decay of the moments.
+        eps: added to the root of the second moment.
+        adam_w_mode: decoupled weight decay; False adds it to the gradient.
+        weight_decay: its factor.
+        amsgrad: refused, as in apex.
+        set_grad_none: what `zero_grad()` does by default.
+        capturable: accepted; every step can be captured in a CUDA graph.
+        master_weights: keep float32 masters of half parameters as state. Not needed under `amp.initialize`.
+
+    Raises AmpStateError for `amsgrad`, and for `master_weights` without `capturable` as in apex.
+    """
+
+    rule = Rule("adam", "exp_avg", "exp_avg_sq", _hyperparameters)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        refuse_amsgrad("FusedAdam", amsgrad)
+        if master_weights and not capturable:
+            raise AmpStateError(
+                "FusedAdam(master_weights=True) needs capturable=True, as in apex.  Under amp.initialize leave both "
+                "out: O2 keeps the masters."
+            )
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        self.adam_w_mode = bool(adam_w_mode)
+        self.capturable = capturable
+        self.master_weights = master_weights
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam_w_mode": bool(adam_w_mode),
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def _own_masters(self, weights: list[Tensor], gradients: list[Tensor | None]) -> list[Tensor] | None:
+        if not self.master_weights:
+            return None
+        masters: list[Tensor] = []
+        for p, g in zip(weights, gradients, strict=True):
+            state: dict[str, Any] = self.state[p] if g is not None else self.state.get(p, {})
+            if p.dtype == torch.float32 or (g is None and "master_param" not in state):
+                masters.append(p)
+            else:
+                masters.append(state.setdefault("master_param", p.detach().float()))
+        return masters

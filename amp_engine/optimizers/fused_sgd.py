@@ -1,0 +1,80 @@
+"""FusedSGD: SGD with momentum in one pass."""
+
+from __future__ import annotations
+
+from amp_engine.errors import AmpValueError
+from amp_engine.kernels import Hyperparameters
+from amp_engine.optimizers.base import FusedOptimizer, Params, check_not_negative
+from amp_engine.optimizers.rules import Group, Rule
+
+
+def _hyperparameters(group: Group) -> Hyperparameters:
+    return Hyperparameters(
+        lr=group["lr"],
+        momentum=group["momentum"],
+        dampening=group["dampening"],
+        weight_decay=group["weight_decay"],
+        nesterov=group["nesterov"],
+        decay_after_momentum=group["wd_after_momentum"],
+    )
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum; on float32 the same bits as torch.optim.SGD (its loop and foreach, not its fused variant).
+
+    State per parameter: `momentum_buffer`, as torch.optim.SGD's. Each tensor's buffer starts at its own first gradient.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate, required.
+        momentum: 0 keeps no buffer.
+        dampening: of the gradient that enters the buffer; not of the first.
+        weight_decay: added to the gradient times the weight.
+        nesterov: Nesterov's variant; needs momentum without dampening.
+        wd_after_momentum: add the weight decay after the momentum.
+        materialize_master_grads: accepted; under `amp.initialize` masters' gradients exist once somebody looks.
+        set_grad_none: what `zero_grad()` does by default.
+
+    Raises AmpValueError for values outside of these.
+    """
+
+    rule = Rule(
+        "sgd",
+        "momentum_buffer",
+        None,
+        _hyperparameters,
+        keeps_step=False,
+        needs_state1=lambda group: group["momentum"] != 0,
+    )
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | None = None,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        if lr is None:
+            raise AmpValueError("FusedSGD needs a learning rate.  Type for example FusedSGD(params, lr=0.1).")
+        check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise AmpValueError(
+                f"Nesterov momentum requires a momentum and zero dampening, not momentum={momentum!r}, "
+                f"dampening={dampening!r}."
+            )
+        self.materialize_master_grads = materialize_master_grads
+        self.wd_after_momentum = wd_after_momentum
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "wd_after_momentum": wd_after_momentum,
+        }
+        super().__init__(params, defaults, set_grad_none)

@@ -1,0 +1,75 @@
+// What a backend computes. The two namespaces hold the same functions and give the same bits; ops.cpp picks one by
+// the device of the tensors. All pointers point into that device's memory, tables included. Nothing here checks
+// its arguments, allocates, or waits; checks are in checks.h, memory and tables in table.h.
+#pragma once
+
+#include "math/loss_scale.h"
+#include "math/rows.h"
+
+namespace amp_engine {
+
+// One tensor of a plain list operation, 64 bytes. `x.data` null: the tensor takes no part.
+struct alignas(16) ListRow {
+  Entry x;    // read and checked
+  Entry y;    // axpby: read; null otherwise
+  Entry out;  // written; null: x is checked only. May be x itself or y itself
+  int64_t numel;
+  uint32_t first_chunk;
+  uint32_t n_chunks;
+};
+static_assert(sizeof(ListRow) == 64);
+
+// Results of `check` and `axpby` about x, as given. Per tensor, 0 where it takes no part.
+struct Sums {
+  double* sum_squares;  // [n]
+  float* largest;       // [n], largest magnitude
+  bool* nonfinite;      // [n]
+};
+
+struct CheckArgs {
+  ListRow const* rows;
+  Chunk const* chunks;
+  int64_t n_tensors;
+  int64_t n_chunks;
+  float const* a;        // out = x * a; null: 1
+  bool reciprocal;       // out = x * (1 / a) instead, with 1 / a rounded once from float64
+  float const* b;        // axpby: out = fma(a, x, b * y)
+  Partial* partials;     // [n_chunks], scratch; null: nothing is checked, all of the following are ignored
+  Sums sums;
+  double* total;         // [], sum of squares over all tensors; null: not wanted
+  float* norm;           // [], its square root, times 1 / *norm_scale if that is not null; null: not wanted
+  float const* norm_scale;
+  float* found_inf;      // [], set to 1 if a tensor is not finite, else left alone; null: not wanted
+};
+
+enum class Kind : int { adam, sgd, adagrad, novograd, lamb };
+
+struct StepArgs {
+  Kind kind;
+  Row const* rows;
+  Entry const* gradients;     // [n_tensors]; data null: the tensor takes no part
+  Chunk const* chunks;
+  int64_t n_tensors;
+  int64_t n_chunks;
+  Group const* groups;
+  Control control;
+  float* steps;               // [n_tensors], advanced by 1 where stepped
+  float* norms;               // [n_tensors], NovoGrad; null otherwise
+  double const* sum_squares;  // [n_tensors], of the gradients as given: NovoGrad, LAMB; null otherwise
+  float const* largest;       // [n_tensors], likewise
+  float const* gradient_norm; // [], LAMB: of all gradients times their factors; null: over the tensors of this step
+  float* const* lamb_steps;   // [n_tensors], LAMB: numel floats of scratch each
+  void* coefficients;         // [n_tensors * kCoefficientBytes], scratch
+  Partial* partials;          // [2 * n_chunks], scratch of LAMB: of weights, then of steps
+};
+constexpr int64_t kCoefficientBytes = 64;
+
+namespace cpu {
+void check(CheckArgs const& args);
+void axpby(CheckArgs const& args);
+void step(StepArgs const& args);
+void update_scale(ScaleState const& state, ScaleRule const& rule);
+char const* capability();  // "avx512", "avx2" or "portable"
+}  // namespace cpu
+
+}  // namespace amp_engine

@@ -1,0 +1,193 @@
+// The Python face of ops.h: amp_engine._C. amp_engine/kernels is its only user and documents each operation.
+#include <torch/extension.h>
+
+#include "ops.h"
+#include "walk.h"
+
+namespace py = pybind11;
+
+namespace amp_engine {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }
+
+Kind kind_of(std::string const& name) {
+  char const* const names[] = {"adam", "sgd", "adagrad", "novograd", "lamb"};
+  for (int i = 0; i < 5; ++i) {
+    if (name == names[i]) {
+      return Kind(i);
+    }
+  }
+  throw py::value_error("StepTable: kind is '" + name + "', but must be adam, sgd, adagrad, novograd or lamb.");
+}
+
+// From amp_engine.kernels.Hyperparameters. Keeps a learning rate that is on the device alive in `learning_rates`.
+Group group_of(py::handle h, at::Device device, std::vector<at::Tensor>& learning_rates) {
+  auto const number = [&](char const* name) { return h.attr(name).cast<double>(); };
+  auto const flag = [&](char const* name) { return uint32_t(h.attr(name).cast<bool>()); };
+  Group group{};
+  py::object const lr = h.attr("lr");
+  if (THPVariable_Check(lr.ptr())) {
+    auto const tensor = lr.cast<at::Tensor>();
+    if (tensor.device() == device && !device.is_cpu()) {
+      learning_rates.push_back(tensor.to(at::kFloat));
+      group.lr_on_device = learning_rates.back().const_data_ptr<float>();
+    } else {
+      group.lr = tensor.item<double>();
+    }
+  } else {
+    group.lr = lr.cast<double>();
+  }
+  group.beta1 = number("beta1");
+  group.beta2 = number("beta2");
+  group.eps = number("eps");
+  group.weight_decay = number("weight_decay");
+  group.momentum = number("momentum");
+  group.dampening = number("dampening");
+  group.lr_decay = number("lr_decay");
+  group.max_grad_norm = number("max_grad_norm");
+  group.decoupled = flag("decoupled");
+  group.bias_correction = flag("bias_correction");
+  group.maximize = flag("maximize");
+  group.nesterov = flag("nesterov");
+  group.decay_after_momentum = flag("decay_after_momentum");
+  group.grad_averaging = flag("grad_averaging");
+  group.use_nvlamb = flag("use_nvlamb");
+  group.decay_inside_moment = flag("decay_inside_moment");
+  group.infinity_norm = flag("infinity_norm");
+  group.init_zero = flag("init_zero");
+  return group;
+}
+
+py::tuple check(OptionalTensors const& xs, std::optional<OptionalTensors> const& outs, OptionalTensor const& factor,
+                bool reciprocal) {
+  return as_tuple(ListOperation().run(outs ? "scale_" : "check", xs, outs ? &*outs : nullptr, nullptr, factor,
+                                      reciprocal, {}, {}, {}, {}, true));
+}
+
+void copy(OptionalTensors const& outs, OptionalTensors const& xs) {
+  ListOperation().run("cast_copy_", xs, &outs, nullptr, {}, false, {}, {}, {}, {}, false);
+}
+
+py::tuple axpby(OptionalTensors const& outs, OptionalTensors const& xs, OptionalTensors const& ys,
+                OptionalTensor const& a, OptionalTensor const& b) {
+  return as_tuple(ListOperation().run("axpby_", xs, &outs, &ys, a, false, b, {}, {}, {}, true));
+}
+
+py::tuple l2norm(OptionalTensors const& xs) {
+  at::Device const device = !xs.empty() && xs[0] ? xs[0]->device() : at::Device(at::kCPU);
+  at::Tensor const norm = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
+  Checks const checks = ListOperation().run("l2norm", xs, nullptr, nullptr, {}, false, {}, {}, norm, {}, true);
+  return py::make_tuple(norm, checks.sum_squares.sqrt().to(at::kFloat));
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["torch"] = TORCH_VERSION;
+#ifdef AMP_WITH_CUDA
+  info["cuda"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+#else
+  info["cuda"] = py::none();
+#endif
+#if defined(__clang__)
+  info["compiler"] = "clang " __clang_version__;
+#else
+  info["compiler"] = "g++ " __VERSION__;
+#endif
+  info["cpu_capability"] = cpu::capability();
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Native kernels of amp_engine. Use amp_engine.kernels, which falls back to PyTorch without them.";
+  m.attr("has_cuda") = has_cuda();
+  m.def("build_info", &build_info, "What this module was compiled against, and the instruction set that it chose.");
+  m.def("check", &check, py::arg("xs"), py::arg("outputs") = py::none(), py::arg("factor") = py::none(),
+        py::arg("reciprocal") = false, "outputs = xs * factor where there are outputs; the sums of xs.");
+  m.def("cast_copy", &copy, py::arg("outputs"), py::arg("inputs"), "outputs = inputs, rounded to nearest even.");
+  m.def("axpby", &axpby, "outputs = fma(a, xs, b * ys); the sums of xs.");
+  m.def("l2norm", &l2norm, "(norm over the list, norm of each tensor), float32.");
+  m.def(
+      "update_scale",
+      [](at::Tensor const& scale, at::Tensor const& growth_tracker, OptionalTensor const& hysteresis_tracker,
+         at::Tensor const& found_inf, OptionalTensor const& inv_scale_used, double growth_factor, double backoff_factor,
+         int growth_interval, int hysteresis, double min_scale, double max_scale, bool dynamic,
+         OptionalTensor const& found_inf_used) {
+        update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, inv_scale_used, found_inf_used,
+                     {growth_factor, backoff_factor, min_scale, max_scale, growth_interval, hysteresis, dynamic});
+      },
+      py::arg("scale"), py::arg("growth_tracker"), py::arg("hysteresis_tracker"), py::arg("found_inf"),
+      py::arg("inv_scale_used"), py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("growth_interval"),
+      py::arg("hysteresis"), py::arg("min_scale"), py::arg("max_scale"), py::arg("dynamic") = true,
+      py::arg("found_inf_used") = py::none(), "The dynamic loss scale after one backward, in place.");
+
+  m.def(
+      "stamps",
+      [](std::vector<at::Tensor> const& tensors) {
+        py::list result;
+        for (std::string const& stamp : stamps(tensors)) {
+          result.append(py::bytes(stamp));
+        }
+        return result;
+      },
+      "What tells that a tensor was written or replaced.");
+  m.def(
+      "gradients",
+      [](std::vector<at::Tensor> const& params) {
+        std::string walks;
+        auto grads = gradients(params, walks);
+        return py::make_tuple(std::move(grads), py::bytes(walks));
+      },
+      "The gradient of each parameter, and how the kernels can take it.");
+  m.def("lazy_clone_gradients", &lazy_clone_gradients, "param.grad = a copy-on-write clone of grad, pairwise.");
+  m.def("drop_gradients", &drop_gradients, "tensor.grad = None for each.");
+
+  py::class_<ListOperation>(m, "ListOperation", "check and scale over one list, again and again.")
+      .def(py::init<>())
+      .def(
+          "check",
+          [](ListOperation& self, OptionalTensors const& xs, std::optional<OptionalTensors> const& outs,
+             OptionalTensor const& factor, bool reciprocal, OptionalTensor const& found_inf, OptionalTensor const& norm,
+             OptionalTensor const& norm_scale) {
+            return as_tuple(self.run("check", xs, outs ? &*outs : nullptr, nullptr, factor, reciprocal, {}, found_inf,
+                                     norm, norm_scale, true));
+          },
+          py::arg("xs"), py::arg("outputs") = py::none(), py::arg("factor") = py::none(), py::arg("reciprocal") = false,
+          py::arg("found_inf") = py::none(), py::arg("norm") = py::none(), py::arg("norm_scale") = py::none());
+
+  py::class_<StepTable>(m, "StepTable", "The tensors of one optimizer, stepped together.")
+      .def(py::init([](std::string const& kind, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
+                       OptionalTensors state2, std::vector<uint32_t> const& groups, at::Tensor steps,
+                       OptionalTensor norms) {
+             return std::make_unique<StepTable>(kind_of(kind), std::move(weights), std::move(copies), std::move(state1),
+                                                std::move(state2), groups, std::move(steps), std::move(norms));
+           }),
+           py::arg("kind"), py::arg("weights"), py::arg("copies"), py::arg("state1"), py::arg("state2"),
+           py::arg("groups"), py::arg("steps"), py::arg("norms") = py::none())
+      .def("is_current", &StepTable::is_current)
+      .def("__len__", &StepTable::size)
+      .def(
+          "step",
+          [](StepTable& self, OptionalTensors const& grads, std::vector<bool> const& scaled, py::list const& groups,
+             OptionalTensor const& inv_scale, OptionalTensor const& found_inf, OptionalTensor const& norm,
+             double max_norm, OptionalTensor const& sum_squares, OptionalTensor const& largest,
+             OptionalTensor const& gradient_norm) {
+            std::vector<at::Tensor> learning_rates;
+            std::vector<Group> native;
+            for (py::handle group : groups) {
+              native.push_back(group_of(group, self.device(), learning_rates));
+            }
+            py::gil_scoped_release const no_gil;
+            self.step(grads, scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest, gradient_norm);
+          },
+          py::arg("grads"), py::arg("scaled"), py::arg("groups"), py::arg("inv_scale") = py::none(),
+          py::arg("found_inf") = py::none(), py::arg("norm") = py::none(),
+          py::arg("max_norm") = std::numeric_limits<double>::infinity(), py::arg("sum_squares") = py::none(),
+          py::arg("largest") = py::none(), py::arg("gradient_norm") = py::none());
+}
+
+}  // namespace amp_engine

@@ -1,0 +1,20 @@
+// Tensor lists -> work table. Host code, no PyTorch.
+#pragma once
+
+#include <vector>
+
+#include "backend.h"
+
+namespace amp_engine {
+
+struct Chunking {
+  std::vector<Chunk> chunks;           // tensor by tensor, in list order; an empty tensor has none
+  std::vector<uint32_t> first_chunk;   // of each tensor
+
+  // Throws std::length_error beyond 2^32 - 1 chunks, which is 2^47 elements.
+  explicit Chunking(std::vector<int64_t> const& numels);
+};
+
+inline int64_t chunks_of(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
+
+}  // namespace amp_engine

@@ -1,0 +1,30 @@
+// Chunk kernels for AVX2. Everything in this file is compiled for it, so it must not instantiate what the linker
+// could pick for other files: no standard library here.
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "cpu/lanes_avx2.h"
+
+#define SET avx2
+#include "cpu/chunk_kernels.inl"
+
+namespace amp_engine::cpu {
+
+ChunkKernels const kAvx2 = {
+    "avx2",
+    avx2::check,
+    avx2::scale,
+    {avx2::step<Adam>, avx2::step<Sgd>, avx2::step<Adagrad>, avx2::step<NovoGrad>, avx2::lamb_apply},
+    avx2::lamb_moments,
+};
+
+}  // namespace amp_engine::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

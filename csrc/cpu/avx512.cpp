@@ -1,0 +1,33 @@
+// Chunk kernels for AVX-512. Everything in this file is compiled for it, so it must not instantiate what the linker
+// could pick for other files: no standard library here.
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
+
+// GCC 12 takes the undefined vectors inside of its own intrinsics for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include "cpu/lanes_avx512.h"
+
+#define SET avx512
+#include "cpu/chunk_kernels.inl"
+
+namespace amp_engine::cpu {
+
+ChunkKernels const kAvx512 = {
+    "avx512",
+    avx512::check,
+    avx512::scale,
+    {avx512::step<Adam>, avx512::step<Sgd>, avx512::step<Adagrad>, avx512::step<NovoGrad>, avx512::lamb_apply},
+    avx512::lamb_moments,
+};
+
+}  // namespace amp_engine::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,74 @@
+// check and axpby: map a list of tensors and sum it up.
+#include <limits>
+
+#include "cpu/chunk_kernels.h"
+#include "cpu/parallel.h"
+
+namespace amp_engine::cpu {
+namespace {
+
+void sum_tensors(CheckArgs const& args) {
+  for (int64_t t = 0; t < args.n_tensors; ++t) {
+    ListRow const& row = args.rows[t];
+    int64_t const n = row.x.data ? row.n_chunks : 0;
+    Partial const* leaf = args.partials + row.first_chunk;
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      uint32_t const bits = bits_of(leaf[i].largest);
+      largest = bits > largest ? bits : largest;
+    }
+    args.sums.sum_squares[t] = tensor_sum(leaf, n);
+    args.sums.largest[t] = float_of(largest);
+    args.sums.nonfinite[t] = largest >= 0x7f800000u;
+  }
+}
+
+void sum_list(CheckArgs const& args) {
+  bool nonfinite = false;
+  for (int64_t t = 0; t < args.n_tensors; ++t) {
+    nonfinite |= args.sums.nonfinite[t];
+  }
+  if (args.found_inf && nonfinite) {
+    *args.found_inf = 1.0f;
+  }
+  if (!args.total && !args.norm) {
+    return;
+  }
+  double const total = list_sum(args.n_tensors, [&](int64_t t) { return args.sums.sum_squares[t]; });
+  if (args.total) {
+    *args.total = total;
+  }
+  if (args.norm) {
+    *args.norm = float(::sqrt(total) * (args.norm_scale ? 1.0 / double(*args.norm_scale) : 1.0));
+  }
+}
+
+void run(CheckArgs const& args) {
+  ChunkKernels const& kernels = chunk_kernels();
+  float const a = !args.a ? 1.0f : args.reciprocal ? reciprocal(*args.a) : *args.a;
+  float const b = args.b ? *args.b : 1.0f;
+  for_each_chunk(
+      args.n_tensors, [&](int64_t t) { return args.rows[t].x.data ? args.rows[t].numel : 0; },
+      [&](int64_t t, int64_t chunk) {
+        ListRow const& row = args.rows[t];
+        if (args.partials) {
+          args.partials[row.first_chunk + chunk] = kernels.check(row, chunk, a, b);
+        } else {
+          kernels.scale(row, chunk, a, b);
+        }
+      });
+  if (args.partials) {
+    sum_tensors(args);
+    sum_list(args);
+  }
+}
+
+}  // namespace
+
+void check(CheckArgs const& args) { run(args); }
+
+void axpby(CheckArgs const& args) { run(args); }
+
+void update_scale(ScaleState const& state, ScaleRule const& rule) { amp_engine::update_scale(state, rule); }
+
+}  // namespace amp_engine::cpu

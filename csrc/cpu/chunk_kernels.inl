@@ -1,0 +1,218 @@
+// The chunk kernels over lanes of type `Lanes`, which the including file defines together with SET, the name of the
+// instruction set. Lanes::kWidth divides kAccumulators.
+
+#include "cpu/chunk_kernels.h"
+#include "math/adagrad.h"
+#include "math/adam.h"
+#include "math/lamb.h"
+#include "math/novograd.h"
+#include "math/sgd.h"
+
+namespace amp_engine::cpu::SET {
+namespace {
+
+// Not hidden by those of Lanes.
+using amp_engine::fma;
+using amp_engine::sqrt;
+
+// One element as a lane, for the end of a chunk.
+struct Single {
+  static constexpr int kWidth = 1;
+
+  static float load(Type type, void const* data, int64_t i) {
+    return type == Type::float32 ? static_cast<float const*>(data)[i]
+                                 : widened(static_cast<uint16_t const*>(data)[i], type);
+  }
+  static void store(Type type, void* data, int64_t i, float x) {
+    if (type == Type::float32) {
+      static_cast<float*>(data)[i] = x;
+    } else {
+      static_cast<uint16_t*>(data)[i] = type == Type::float16 ? f16_from_float(x) : bf16_from_float(x);
+    }
+  }
+};
+
+template <class L>
+struct ValueOf {
+  using type = L;
+};
+template <>
+struct ValueOf<Single> {
+  using type = float;
+};
+
+struct Span {
+  int64_t begin, end;
+};
+
+inline Span span(int64_t chunk, int64_t numel) {
+  int64_t const begin = chunk * kChunk;
+  return {begin, begin + kChunk < numel ? begin + kChunk : numel};
+}
+
+// Calls body(L{}, i) for vectors from `begin` on, then body(Single{}, i) for what is left.
+template <class Body>
+inline __attribute__((always_inline)) void for_each(Span s, Body&& body) {
+  int64_t i = s.begin;
+  for (; i + Lanes::kWidth <= s.end; i += Lanes::kWidth) {
+    body(Lanes{}, i);
+  }
+  for (; i < s.end; ++i) {
+    body(Single{}, i);
+  }
+}
+
+// The largest bits of |x|. Not part of a Leaf, so that the compiler keeps it in a register.
+struct Magnitudes {
+  Lanes::Magnitudes lanes;
+  uint32_t single;
+
+  AMP_HD Magnitudes() : single(0) {}
+  AMP_HD void add(Lanes x) { lanes.add(x); }
+  AMP_HD void add(float x) {
+    uint32_t const bits = bits_of(x) & 0x7fffffffu;
+    single = bits > single ? bits : single;
+  }
+  AMP_HD uint32_t largest() const { return lanes.largest(single); }
+};
+
+// Float accumulators of one leaf; math/reduction.h says which element goes where.
+struct Leaf {
+  alignas(64) float accumulator[kAccumulators];
+  int64_t used;
+
+  // For n elements. Accumulators that no element reaches are not even cleared.
+  AMP_HD explicit Leaf(int64_t n) : used(n < kAccumulators ? (n + kSlots - 1) / kSlots * kSlots : kAccumulators) {
+    std::memset(accumulator, 0, size_t(used) * sizeof(float));
+  }
+  AMP_HD void add(Lanes x, int64_t i) {
+    float* const at = accumulator + (uint64_t(i) & (kAccumulators - 1));
+    fma(x, x, Lanes::load(Type::float32, at, 0)).store(Type::float32, at, 0);
+  }
+  AMP_HD void add(float x, int64_t i) {
+    float* const at = accumulator + (uint64_t(i) & (kAccumulators - 1));
+    *at = amp_engine::fma(x, x, *at);
+  }
+  Partial sum(Magnitudes const& magnitudes) const {
+    double lane[kLanes];
+    int64_t const lanes = used / kSlots;
+    for (int64_t j = 0; j < lanes; ++j) {
+      lane[j] = lane_sum(accumulator + j * kSlots);
+    }
+    uint32_t const bits = magnitudes.largest();
+    return {tree_sum(lane, int(lanes)), float_of(bits), bits >= 0x7f800000u};
+  }
+};
+
+template <bool kSums>
+inline __attribute__((always_inline)) Partial map(ListRow const& row, int64_t chunk, float a, float b) {
+  Span const s = span(chunk, row.numel);
+  Entry const in = row.x, other = row.y, out = row.out;
+  Leaf leaf(kSums ? s.end - s.begin : 0);
+  Magnitudes magnitudes;
+  auto const run = [&](auto&& write) {
+    for_each(s, [&](auto lanes, int64_t i) {
+      using L = decltype(lanes);
+      auto const x = L::load(in.type, in.data, i);
+      if constexpr (kSums) {
+        leaf.add(x, i - s.begin);
+        magnitudes.add(x);
+      }
+      write(lanes, x, i);
+    });
+  };
+  if (!out.data) {
+    run([](auto, auto, int64_t) {});
+  } else if (!other.data) {
+    run([&](auto lanes, auto x, int64_t i) {
+      using L = decltype(lanes);
+      L::store(out.type, out.data, i, x * typename ValueOf<L>::type(a));
+    });
+  } else {
+    run([&](auto lanes, auto x, int64_t i) {
+      using L = decltype(lanes);
+      using V = typename ValueOf<L>::type;
+      V const y = L::load(other.type, other.data, i);
+      L::store(out.type, out.data, i, fma(V(a), x, V(b) * y));
+    });
+  }
+  if constexpr (kSums) {
+    return leaf.sum(magnitudes);
+  }
+  return {};
+}
+
+Partial check(ListRow const& row, int64_t chunk, float a, float b) { return map<true>(row, chunk, a, b); }
+void scale(ListRow const& row, int64_t chunk, float a, float b) { map<false>(row, chunk, a, b); }
+
+template <class Update>
+void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coefficients) {
+  auto const c = *static_cast<typename Update::Coefficients const*>(coefficients);
+  // Local copies: a store to a tensor might, for all the compiler knows, change the row.
+  Row const r = row;
+  Entry const g = gradient;
+  for_each(span(chunk, r.numel), [&](auto lanes, int64_t i) {
+    using L = decltype(lanes);
+    using V = typename ValueOf<L>::type;
+    V weight = L::load(r.weight_type, r.weight, i);
+    V state1 = r.state1 ? L::load(Type::float32, r.state1, i) : V(0.0f);
+    V state2 = Update::kState2 ? L::load(Type::float32, r.state2, i) : V(0.0f);
+    Update::update(V(L::load(g.type, g.data, i)), weight, state1, state2, c);
+    L::store(r.weight_type, r.weight, i, weight);
+    if (r.state1) {
+      L::store(Type::float32, r.state1, i, state1);
+    }
+    if constexpr (Update::kState2) {
+      L::store(Type::float32, r.state2, i, state2);
+    }
+    if (r.copy) {
+      L::store(r.copy_type, r.copy, i, weight);
+    }
+  });
+}
+
+void lamb_moments(Row const& row, Entry const& gradient, int64_t chunk, float* steps, void const* coefficients,
+                  Partial* of_weight, Partial* of_step) {
+  auto const c = *static_cast<LambMoments::Coefficients const*>(coefficients);
+  Row const r = row;
+  Entry const g = gradient;
+  Span const s = span(chunk, r.numel);
+  Leaf weights(s.end - s.begin), steps_leaf(s.end - s.begin);
+  Magnitudes of_weights, of_steps;
+  for_each(s, [&](auto lanes, int64_t i) {
+    using L = decltype(lanes);
+    using V = typename ValueOf<L>::type;
+    V const weight = L::load(r.weight_type, r.weight, i);
+    V exp_avg = L::load(Type::float32, r.state1, i);
+    V exp_avg_sq = L::load(Type::float32, r.state2, i);
+    V const u = LambMoments::step(V(L::load(g.type, g.data, i)), weight, exp_avg, exp_avg_sq, c);
+    L::store(Type::float32, r.state1, i, exp_avg);
+    L::store(Type::float32, r.state2, i, exp_avg_sq);
+    L::store(Type::float32, steps, i, u);
+    weights.add(weight, i - s.begin);
+    of_weights.add(weight);
+    steps_leaf.add(u, i - s.begin);
+    of_steps.add(u);
+  });
+  *of_weight = weights.sum(of_weights);
+  *of_step = steps_leaf.sum(of_steps);
+}
+
+// Second stage: `gradient` is the step, `coefficients` one float.
+void lamb_apply(Row const& row, Entry const& step, int64_t chunk, void const* coefficients) {
+  float const minus_rate = *static_cast<float const*>(coefficients);
+  Row const r = row;
+  for_each(span(chunk, r.numel), [&](auto lanes, int64_t i) {
+    using L = decltype(lanes);
+    using V = typename ValueOf<L>::type;
+    V const u = L::load(Type::float32, step.data, i);
+    V const weight = fma(V(minus_rate), u, V(L::load(r.weight_type, r.weight, i)));
+    L::store(r.weight_type, r.weight, i, weight);
+    if (r.copy) {
+      L::store(r.copy_type, r.copy, i, weight);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace amp_engine::cpu::SET

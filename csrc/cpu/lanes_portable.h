@@ -1,0 +1,46 @@
+// One float at a time, for machines without the vector instructions that we know.
+#pragma once
+
+#include "math/types.h"
+
+namespace amp_engine::cpu::portable {
+
+struct Lanes {
+  static constexpr int kWidth = 1;
+  float v;
+
+  Lanes() = default;
+  AMP_HD Lanes(float x) : v(x) {}
+
+  static AMP_HD Lanes load(Type type, void const* data, int64_t i) {
+    return type == Type::float32 ? static_cast<float const*>(data)[i]
+                                 : widened(static_cast<uint16_t const*>(data)[i], type);
+  }
+  static AMP_HD void store(Type type, void* data, int64_t i, Lanes x) { x.store(type, data, i); }
+  AMP_HD void store(Type type, void* data, int64_t i) const {
+    if (type == Type::float32) {
+      static_cast<float*>(data)[i] = v;
+    } else {
+      static_cast<uint16_t*>(data)[i] = type == Type::float16 ? f16_from_float(v) : bf16_from_float(v);
+    }
+  }
+
+  struct Magnitudes {
+    uint32_t bits = 0;
+
+    AMP_HD void add(Lanes x) {
+      uint32_t const magnitude = bits_of(x.v) & 0x7fffffffu;
+      bits = magnitude > bits ? magnitude : bits;
+    }
+    AMP_HD uint32_t largest(uint32_t other) const { return other > bits ? other : bits; }
+  };
+};
+
+AMP_HD Lanes operator+(Lanes a, Lanes b) { return a.v + b.v; }
+AMP_HD Lanes operator-(Lanes a, Lanes b) { return a.v - b.v; }
+AMP_HD Lanes operator*(Lanes a, Lanes b) { return a.v * b.v; }
+AMP_HD Lanes operator/(Lanes a, Lanes b) { return a.v / b.v; }
+AMP_HD Lanes fma(Lanes a, Lanes b, Lanes c) { return amp_engine::fma(a.v, b.v, c.v); }
+AMP_HD Lanes sqrt(Lanes a) { return amp_engine::sqrt(a.v); }
+
+}  // namespace amp_engine::cpu::portable

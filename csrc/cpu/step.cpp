@@ -1,0 +1,116 @@
+// The steps: coefficients of each tensor first, then every element once (LAMB: twice).
+#include <memory>
+
+#include "cpu/chunk_kernels.h"
+#include "cpu/parallel.h"
+#include "math/adagrad.h"
+#include "math/adam.h"
+#include "math/lamb.h"
+#include "math/novograd.h"
+#include "math/sgd.h"
+
+namespace amp_engine::cpu {
+namespace {
+
+double factor_of(StepArgs const& args, int64_t t) {
+  return gradient_factor(args.control, args.gradients[t].scaled, args.groups[args.rows[t].group].maximize);
+}
+
+double norm_of_all(StepArgs const& args) {
+  if (args.gradient_norm) {
+    return double(*args.gradient_norm);
+  }
+  return ::sqrt(list_sum(args.n_tensors, [&](int64_t t) {
+    double const factor = args.gradients[t].data ? factor_of(args, t) : 0.0;
+    return factor == 0.0 ? 0.0 : factor * factor * args.sum_squares[t];
+  }));
+}
+
+double norm_of_one(StepArgs const& args, int64_t t, double factor) {
+  bool const infinity = args.groups[args.rows[t].group].infinity_norm;
+  return ::fabs(factor) * (infinity ? double(args.largest[t]) : ::sqrt(args.sum_squares[t]));
+}
+
+void* coefficients_of(StepArgs const& args, int64_t t) {
+  return static_cast<char*>(args.coefficients) + t * kCoefficientBytes;
+}
+
+template <class Update>
+void prepare(StepArgs const& args) {
+  static_assert(sizeof(typename Update::Coefficients) <= kCoefficientBytes);
+  bool const is_lamb = args.kind == Kind::lamb;
+  double const norm = is_lamb ? norm_of_all(args) : 0.0;
+  for (int64_t t = 0; t < args.n_tensors; ++t) {
+    if (!args.gradients[t].data) {
+      continue;
+    }
+    Group const& group = args.groups[args.rows[t].group];
+    double const factor = factor_of(args, t);
+    Prepared const prepared{factor, double(args.steps[t] += 1.0f),
+                            args.kind == Kind::novograd ? norm_of_one(args, t, factor) : 0.0,
+                            args.norms ? args.norms + t : nullptr, is_lamb ? lamb_clip(group, norm) : 1.0};
+    *static_cast<typename Update::Coefficients*>(coefficients_of(args, t)) = Update::prepare(group, prepared);
+  }
+}
+
+int64_t numel(StepArgs const& args, int64_t t) { return args.gradients[t].data ? args.rows[t].numel : 0; }
+
+void update(StepArgs const& args, Entry const* gradients) {
+  auto const kernel = chunk_kernels().step[int(args.kind)];
+  for_each_chunk(
+      args.n_tensors, [&](int64_t t) { return numel(args, t); },
+      [&](int64_t t, int64_t chunk) { kernel(args.rows[t], gradients[t], chunk, coefficients_of(args, t)); });
+}
+
+void lamb(StepArgs const& args) {
+  prepare<LambMoments>(args);
+  auto const moments = chunk_kernels().lamb_moments;
+  for_each_chunk(
+      args.n_tensors, [&](int64_t t) { return numel(args, t); },
+      [&](int64_t t, int64_t chunk) {
+        Row const& row = args.rows[t];
+        Partial* const of_weight = args.partials + row.first_chunk + chunk;
+        moments(row, args.gradients[t], chunk, args.lamb_steps[t], coefficients_of(args, t), of_weight,
+                of_weight + args.n_chunks);
+      });
+  std::unique_ptr<Entry[]> const steps(new Entry[args.n_tensors]);
+  for (int64_t t = 0; t < args.n_tensors; ++t) {
+    if (!args.gradients[t].data) {
+      continue;
+    }
+    Row const& row = args.rows[t];
+    Partial const* const of_weight = args.partials + row.first_chunk;
+    steps[t] = {args.lamb_steps[t], Type::float32, 0};
+    *static_cast<float*>(coefficients_of(args, t)) =
+        lamb_minus_rate(args.groups[row.group], ::sqrt(tensor_sum(of_weight, row.n_chunks)),
+                        ::sqrt(tensor_sum(of_weight + args.n_chunks, row.n_chunks)));
+  }
+  update(args, steps.get());
+}
+
+}  // namespace
+
+void step(StepArgs const& args) {
+  if (args.control.found_inf && *args.control.found_inf != 0.0f) {
+    return;
+  }
+  switch (args.kind) {
+    case Kind::adam:
+      prepare<Adam>(args);
+      break;
+    case Kind::sgd:
+      prepare<Sgd>(args);
+      break;
+    case Kind::adagrad:
+      prepare<Adagrad>(args);
+      break;
+    case Kind::novograd:
+      prepare<NovoGrad>(args);
+      break;
+    case Kind::lamb:
+      return lamb(args);
+  }
+  update(args, args.gradients);
+}
+
+}  // namespace amp_engine::cpu

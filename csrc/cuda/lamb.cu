@@ -1,0 +1,158 @@
+// LAMB: norm over all gradients (unless it is given), coefficients, moments and step with their norms, sums of those,
+// trust ratios, weights.
+#include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/step.cuh"
+#include "math/lamb.h"
+
+namespace amp_engine::cuda {
+namespace {
+
+// The norm over all gradients lives behind the coefficients of the first tensor until `prepare` has read it.
+constexpr int64_t kNormOffset = kCoefficientBytes - sizeof(double);
+static_assert(sizeof(LambMoments::Coefficients) <= kNormOffset);
+
+AMP_DEVICE double* norm_of_all(StepArgs const& args) {
+  return reinterpret_cast<double*>(coefficients_of(args, 0) + kNormOffset);
+}
+
+__global__ void __launch_bounds__(kListThreads) gradient_norm(StepArgs const args) {
+  if (is_skipped(args)) {
+    return;
+  }
+  double const sum = sum_list(args.n_tensors, [&](int64_t t) {
+    Entry const gradient = args.gradients[t];
+    uint32_t const maximize = args.groups[args.rows[t].group].maximize;
+    double const factor = gradient.data ? gradient_factor(args.control, gradient.scaled, maximize) : 0.0;
+    return factor == 0.0 ? 0.0 : factor * factor * args.sum_squares[t];
+  });
+  if (threadIdx.x == 0) {
+    *norm_of_all(args) = ::sqrt(sum);
+  }
+}
+
+__global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) {
+  prepare_tensor<LambMoments>(args, [&](Prepared& prepared, int64_t, Group const& group) {
+    prepared.clip = lamb_clip(group, args.gradient_norm ? double(*args.gradient_norm) : *norm_of_all(args));
+  });
+}
+
+// As update_chunk, but in the order of a leaf to the end, for the sums: the last octet is its lane's, and a tensor that
+// is not aligned goes by octets too.
+__global__ void __launch_bounds__(kThreads, 2) moments(StepArgs const args) {
+  Chunk const chunk = args.chunks[blockIdx.x];
+  if (is_skipped(args)) {
+    return;
+  }
+  Entry const gradient = args.gradients[chunk.tensor];
+  if (!gradient.data) {
+    return;
+  }
+  Row const row = args.rows[chunk.tensor];
+  auto const c = *reinterpret_cast<LambMoments::Coefficients const*>(coefficients_of(args, chunk.tensor));
+  int const n = elements_of(chunk.index, row.numel);
+  List const g(gradient.data, gradient.type, chunk.index);
+  List const weight(row.weight, row.weight_type, chunk.index);
+  List const exp_avg(row.state1, Type::float32, chunk.index);
+  List const exp_avg_sq(row.state2, Type::float32, chunk.index);
+  List const step(args.lamb_steps[chunk.tensor], Type::float32, chunk.index);
+  Leaf weights;
+  Leaf steps;
+#pragma unroll 1
+  for (int i = int(threadIdx.x) * kOctet; i < n; i += kStride) {
+    int const count = octet_size(i, n);
+    Raw const raw_g = g.load(i, count);
+    Raw const raw_weight = weight.load(i, count);
+    Raw raw1 = exp_avg.load(i, count);
+    Raw raw2 = exp_avg_sq.load(i, count);
+    Floats const x = widened(raw_g, g.type);
+    Floats const w = widened(raw_weight, weight.type);
+    Floats u;
+#pragma unroll
+    for (int k = 0; k < kOctet; ++k) {
+      float s1 = float_of(raw1.word[k]);
+      float s2 = float_of(raw2.word[k]);
+      // With eps = 0 the step of an element that is missing would be 0 / 0.
+      u.at[k] = LambMoments::step(x.at[k], w.at[k], s1, s2, c);
+      u.at[k] = k < count ? u.at[k] : 0.0f;
+      raw1.word[k] = bits_of(s1);
+      raw2.word[k] = bits_of(s2);
+    }
+    exp_avg.store(i, count, raw1);
+    exp_avg_sq.store(i, count, raw2);
+    step.store(i, count, rounded(u, Type::float32));
+    weights.add(w);
+    steps.add(u);
+  }
+  Partial const of_weight = weights.sum(Type::float32);
+  Partial const of_step = steps.sum(Type::float32);
+  if (threadIdx.x == 0) {
+    args.partials[blockIdx.x] = of_weight;
+    args.partials[args.n_chunks + blockIdx.x] = of_step;
+  }
+}
+
+struct StepTable {
+  StepArgs const& args;
+  AMP_DEVICE int64_t leaves(int64_t t) const { return args.gradients[t].data ? args.rows[t].n_chunks : 0; }
+};
+
+// The first half of the blocks is for the weights, the second for the steps.
+__global__ void __launch_bounds__(kThreads) segments(StepArgs const args) {
+  if (is_skipped(args)) {
+    return;
+  }
+  unsigned const half = gridDim.x / 2;
+  bool const of_steps = blockIdx.x >= half;
+  int64_t const mine = int64_t(of_steps ? blockIdx.x - half : blockIdx.x) * kThreads + threadIdx.x;
+  sum_segments(args.partials + (of_steps ? args.n_chunks : 0), args.chunks, args.n_chunks, mine, StepTable{args});
+}
+
+__global__ void __launch_bounds__(kPrepareThreads) ratios(StepArgs const args) {
+  int64_t const t = int64_t(blockIdx.x) * kPrepareThreads + threadIdx.x;
+  if (t >= args.n_tensors || is_skipped(args) || !args.gradients[t].data) {
+    return;
+  }
+  Partial const* const of_weight = args.partials + args.rows[t].first_chunk;
+  int64_t const leaves = args.rows[t].n_chunks;
+  double const weight_norm = ::sqrt(sum_tensor(of_weight, leaves).sum_squares);
+  double const step_norm = ::sqrt(sum_tensor(of_weight + args.n_chunks, leaves).sum_squares);
+  *reinterpret_cast<float*>(coefficients_of(args, t)) = lamb_minus_rate(group_of(args, t), weight_norm, step_norm);
+}
+
+// The second stage as an update by a gradient that is the step.
+struct Apply {
+  static constexpr bool kState1 = false;
+  static constexpr bool kState2 = false;
+
+  struct Coefficients {
+    float minus_rate;
+  };
+
+  static AMP_DEVICE void update(float step, float& weight, float&, float&, Coefficients const& c) {
+    weight = fma(c.minus_rate, step, weight);
+  }
+};
+
+__global__ void __launch_bounds__(kThreads, 4) apply(StepArgs const args) {
+  Chunk const chunk = args.chunks[blockIdx.x];
+  if (is_skipped(args) || !args.gradients[chunk.tensor].data) {
+    return;
+  }
+  update_chunk<Apply>(args, chunk, Entry{args.lamb_steps[chunk.tensor], Type::float32, 0});
+}
+
+}  // namespace
+
+void lamb(StepArgs const& args, cudaStream_t stream) {
+  if (!args.gradient_norm && args.n_tensors > 0) {
+    launch(gradient_norm, 1, kListThreads, stream, args);
+  }
+  launch(prepare, prepare_blocks(args), kPrepareThreads, stream, args);
+  launch(moments, args.n_chunks, kThreads, stream, args);
+  launch(segments, 2 * ((args.n_chunks + kThreads - 1) / kThreads), kThreads, stream, args);
+  launch(ratios, prepare_blocks(args), kPrepareThreads, stream, args);
+  launch(apply, args.n_chunks, kThreads, stream, args);
+}
+
+}  // namespace amp_engine::cuda

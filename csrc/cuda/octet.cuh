@@ -1,0 +1,165 @@
+// Eight neighbouring elements, the share of one thread, and the chunk of a list that they come from.
+#pragma once
+
+#include "cuda/memory.cuh"
+#include "math/rows.h"
+
+namespace amp_engine::cuda {
+
+constexpr int kThreads = 256;  // of a block that does a chunk
+constexpr int kOctet = 8;
+constexpr int kStride = kThreads * kOctet;  // elements from one octet of a thread to its next
+
+// Raw bits of eight elements. 16-bit types: two to a word, the first four words.
+struct Raw {
+  uint32_t word[kOctet];
+};
+
+struct Floats {
+  float at[kOctet];
+};
+
+AMP_DEVICE Floats widened(Raw const& raw, Type type) {
+  Floats x;
+  if (type == Type::float32) {
+#pragma unroll
+    for (int k = 0; k < kOctet; ++k) {
+      x.at[k] = float_of(raw.word[k]);
+    }
+  } else if (type == Type::float16) {
+#pragma unroll
+    for (int k = 0; k < kOctet; k += 2) {
+      x.at[k] = widened_f16(raw.word[k / 2] & 0xffffu);
+      x.at[k + 1] = widened_f16(raw.word[k / 2] >> 16);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kOctet; k += 2) {
+      x.at[k] = float_of(raw.word[k / 2] << 16);
+      x.at[k + 1] = float_of(raw.word[k / 2] & 0xffff0000u);
+    }
+  }
+  return x;
+}
+
+AMP_DEVICE Raw rounded(Floats const& x, Type type) {
+  Raw raw;
+  if (type == Type::float32) {
+#pragma unroll
+    for (int k = 0; k < kOctet; ++k) {
+      raw.word[k] = bits_of(x.at[k]);
+    }
+  } else if (type == Type::float16) {
+#pragma unroll
+    for (int k = 0; k < kOctet; k += 2) {
+      raw.word[k / 2] = packed_f16(x.at[k], x.at[k + 1]);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kOctet; k += 2) {
+      raw.word[k / 2] = packed_bf16(x.at[k], x.at[k + 1]);
+    }
+  }
+  return raw;
+}
+
+// One chunk of one tensor. Indices count from the chunk's start and fit an int; the address of the start needs 64 bits.
+struct List {
+  char* start;
+  Type type;
+  bool wide;  // 16-byte accesses are allowed; the chunk is as aligned as its tensor
+
+  AMP_DEVICE List(void* data, Type type, uint32_t chunk)
+      : start(static_cast<char*>(data) + int64_t(chunk) * kChunk * size_of(type)), type(type), wide(is_wide(start)) {}
+
+  // Octets whose eight elements all exist, of a list that is wide.
+  AMP_DEVICE Raw load_wide(int i) const {
+    Raw raw;
+    if (type == Type::float32) {
+      load_16(raw.word, start + int64_t(i) * 4);
+      load_16(raw.word + 4, start + int64_t(i) * 4 + 16);
+    } else {
+      load_16(raw.word, start + int64_t(i) * 2);
+    }
+    return raw;
+  }
+  AMP_DEVICE void store_wide(int i, Raw const& raw) const {
+    if (type == Type::float32) {
+      store_16(start + int64_t(i) * 4, raw.word);
+      store_16(start + int64_t(i) * 4 + 16, raw.word + 4);
+    } else {
+      store_16(start + int64_t(i) * 2, raw.word);
+    }
+  }
+
+  // The first `count` elements of any octet; those missing are 0.
+  AMP_DEVICE Raw load_narrow(int i, int count) const {
+    Raw raw;
+    if (type == Type::float32) {
+#pragma unroll
+      for (int k = 0; k < kOctet; ++k) {
+        raw.word[k] = k < count ? load_4(start + int64_t(i + k) * 4) : 0u;
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kOctet; k += 2) {
+        uint32_t const low = k < count ? load_2(start + int64_t(i + k) * 2) : 0u;
+        uint32_t const high = k + 1 < count ? load_2(start + int64_t(i + k + 1) * 2) : 0u;
+        raw.word[k / 2] = low | high << 16;
+      }
+    }
+    return raw;
+  }
+  AMP_DEVICE void store_narrow(int i, int count, Raw const& raw) const {
+    if (type == Type::float32) {
+#pragma unroll
+      for (int k = 0; k < kOctet; ++k) {
+        if (k < count) {
+          store_4(start + int64_t(i + k) * 4, raw.word[k]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kOctet; ++k) {
+        if (k < count) {
+          store_2(start + int64_t(i + k) * 2, raw.word[k / 2] >> k % 2 * 16);
+        }
+      }
+    }
+  }
+
+  AMP_DEVICE Raw load(int i, int count) const {
+    return wide && count == kOctet ? load_wide(i) : load_narrow(i, count);
+  }
+  AMP_DEVICE void store(int i, int count, Raw const& raw) const {
+    if (wide && count == kOctet) {
+      store_wide(i, raw);
+    } else {
+      store_narrow(i, count, raw);
+    }
+  }
+
+  AMP_DEVICE float load_one(int i) const {
+    if (type == Type::float32) {
+      return float_of(load_4(start + int64_t(i) * 4));
+    }
+    uint32_t const bits = load_2(start + int64_t(i) * 2);
+    return type == Type::float16 ? widened_f16(bits) : float_of(bits << 16);
+  }
+  AMP_DEVICE void store_one(int i, float x) const {
+    if (type == Type::float32) {
+      store_4(start + int64_t(i) * 4, bits_of(x));
+    } else {
+      store_2(start + int64_t(i) * 2, type == Type::float16 ? packed_f16(x, 0.0f) : packed_bf16(x, 0.0f));
+    }
+  }
+};
+
+AMP_DEVICE int elements_of(uint32_t chunk, int64_t numel) {
+  int64_t const left = numel - int64_t(chunk) * kChunk;
+  return int(left < kChunk ? left : kChunk);
+}
+
+AMP_DEVICE int octet_size(int i, int n) { return n - i < kOctet ? n - i : kOctet; }
+
+}  // namespace amp_engine::cuda

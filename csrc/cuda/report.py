@@ -1,0 +1,135 @@
+"""Compiles each kernel for sm_80 and sm_90 and prints what it costs: `python csrc/cuda/report.py`.
+
+Exits with 1 where a kernel spills, has a stack frame, takes more registers than its occupancy allows, or reads or
+writes through generic addresses (LD, ST instead of LDG, STG). Needs nvcc, not a GPU. The machine code is read with
+nvdisasm, from the toolkit or from Triton's wheel; without one the PTX is read instead, which is said so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+ARCHITECTURES = ("sm_80", "sm_90")
+FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-I", str(FOLDER.parent)]
+# 65,536 registers over the threads of the resident blocks that each kernel was designed for.
+REGISTERS = {"map": 64, "apply": 64, "update": 80, "moments": 128, "total": 64, "gradient_norm": 64}
+OTHERS = 128
+
+
+@dataclass
+class Kernel:
+    """One kernel in one architecture. Registers per thread; stack and spills in bytes per thread."""
+
+    name: str
+    architecture: str
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with it, in words."""
+        limit = REGISTERS.get(self.name.partition("<")[0], OTHERS)
+        faults = [f"{self.registers} registers, more than {limit}"] if self.registers > limit else []
+        faults += [f"a stack frame of {self.stack} bytes"] if self.stack else []
+        return faults + ([f"{self.spills} bytes of spills"] if self.spills else [])
+
+
+def kernel_name(mangled: str) -> str:
+    """`update<Adam>` from the mangled name of a kernel in an anonymous namespace."""
+    names, rest = [], mangled.removeprefix("_ZN")
+    while match := re.match(r"(\d+)", rest):
+        start = match.end()
+        end = start + int(match[1])
+        names.append(rest[start:end])
+        rest = rest[end:]
+    arguments = re.match(r"I(?:Lb(?P<flag>\d)E|NS_\d+(?P<type>[A-Za-z]+?)E)E", rest)
+    if not arguments:
+        return names[-1]
+    return f"{names[-1]}<{arguments['type'] or ('false', 'true')[int(arguments['flag'])]}>"
+
+
+def compiled(source: Path, architecture: str, cubin: Path) -> list[Kernel]:
+    """Compiles a file into `cubin`; its kernels with what ptxas said of them."""
+    command = ["nvcc", *FLAGS, "-cubin", f"-arch={architecture}", "-Xptxas", "-v", "-o", str(cubin), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"{source.name} does not compile for {architecture}:\n{result.stderr}")
+    kernels: list[Kernel] = []
+    for line in result.stderr.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            kernels.append(Kernel(kernel_name(match[1]), architecture))
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            kernels[-1].stack = int(match[1])
+            kernels[-1].spills = int(match[2]) + int(match[3])
+        elif match := re.search(r"Used (\d+) registers", line):
+            kernels[-1].registers = int(match[1])
+    return kernels
+
+
+def disassembler() -> str | None:
+    """The path of an nvdisasm."""
+    if found := shutil.which("nvdisasm"):
+        return found
+    spec = importlib.util.find_spec("triton")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        candidate = Path(folder, "backends", "nvidia", "bin", "nvdisasm")
+        if candidate.exists():
+            candidate.chmod(candidate.stat().st_mode | 0o111)
+            return str(candidate)
+    return None
+
+
+def accesses(source: Path, architecture: str, cubin: Path) -> Counter[str]:
+    """How often each kind of memory instruction occurs in the code of a file."""
+    if tool := disassembler():
+        code = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+        return Counter(re.findall(r"\s((?:LDG|STG|LDL|STL|LD|ST)(?:\.[A-Z0-9]+)*)\s", code))
+    ptx = cubin.with_suffix(".ptx")
+    target = architecture.replace("sm", "compute")
+    subprocess.run(["nvcc", *FLAGS, "-ptx", f"-arch={target}", "-o", str(ptx), str(source)], check=True)
+    return Counter(re.findall(r"\s((?:ld|st)(?:\.[A-Za-z0-9:_]+)+)\s", ptx.read_text()))
+
+
+def is_generic_or_local(access: str) -> bool:
+    """Whether an instruction of `accesses` uses a generic address or a thread's own memory."""
+    if access.isupper():
+        return access.split(".")[0] in ("LD", "ST", "LDL", "STL")
+    return not {"global", "param", "shared", "const"} & set(access.split("."))
+
+
+def main() -> int:
+    """Prints the report; 1 if there is a fault."""
+    faults = []
+    print(f"| kernel | architecture | registers | stack | spills |\n|{'---|' * 5}")
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for source in sorted(FOLDER.glob("*.cu")):
+            for architecture in ARCHITECTURES:
+                cubin = Path(folder, f"{source.stem}.{architecture}.cubin")
+                for k in compiled(source, architecture, cubin):
+                    print(f"| {k.name} | {k.architecture} | {k.registers} | {k.stack} | {k.spills} |")
+                    faults += [f"{k.name}, {k.architecture}: {fault}" for fault in k.faults]
+                found = accesses(source, architecture, cubin)
+                counts += found
+                generic = {access: n for access, n in found.items() if is_generic_or_local(access)}
+                faults += [f"{source.name}, {architecture}: {n} times {access}" for access, n in generic.items()]
+    read = "machine code" if disassembler() else "PTX, for want of an nvdisasm"
+    print(f"\nMemory instructions, from the {read}: {', '.join(f'{n} {access}' for access, n in counts.most_common())}")
+    if not counts:
+        faults.append("no memory instruction was found")
+    print("\n".join(["", *faults]) if faults else "\nNo faults.")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

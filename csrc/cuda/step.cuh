@@ -1,0 +1,125 @@
+// What the kernels of the steps have in common.
+#pragma once
+
+#include "../backend.h"
+#include "cuda/octet.cuh"
+#include "math/coefficients.h"
+
+namespace amp_engine::cuda {
+
+AMP_DEVICE bool is_skipped(StepArgs const& args) {
+  return args.control.found_inf && *args.control.found_inf != 0.0f;
+}
+
+// A copy without a pointer to look behind.
+AMP_DEVICE Group group_of(StepArgs const& args, int64_t t) {
+  Group group = args.groups[args.rows[t].group];
+  if (group.lr_on_device) {
+    group.lr = double(float_of(load_4(group.lr_on_device)));
+  }
+  group.lr_on_device = nullptr;
+  return group;
+}
+
+AMP_DEVICE char* coefficients_of(StepArgs const& args, int64_t t) {
+  return static_cast<char*>(args.coefficients) + t * kCoefficientBytes;
+}
+
+// One thread per tensor: counts the step and writes the tensor's coefficients. `prepared(p, t, group)` fills in what
+// the optimizer asks for besides.
+template <class Update, class Fill>
+AMP_DEVICE void prepare_tensor(StepArgs const& args, Fill const& fill) {
+  static_assert(sizeof(typename Update::Coefficients) <= kCoefficientBytes);
+  int64_t const t = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (t >= args.n_tensors || is_skipped(args)) {
+    return;
+  }
+  Entry const gradient = args.gradients[t];
+  if (!gradient.data) {
+    return;
+  }
+  Group const group = group_of(args, t);
+  float const step = args.steps[t] + 1.0f;
+  args.steps[t] = step;
+  Prepared prepared{gradient_factor(args.control, gradient.scaled, group.maximize), double(step), 0.0, nullptr, 1.0};
+  fill(prepared, t, group);
+  *reinterpret_cast<typename Update::Coefficients*>(coefficients_of(args, t)) = Update::prepare(group, prepared);
+}
+
+// Small blocks: a thousand tensors keep eight multiprocessors busy, not four, with arithmetic in float64.
+constexpr int kPrepareThreads = 128;
+
+inline int64_t prepare_blocks(StepArgs const& args) { return (args.n_tensors + kPrepareThreads - 1) / kPrepareThreads; }
+
+// One chunk of `update`: every list wide or, in the loop, gradient and copy narrow, for they are views as others made
+// them. A weight or state that is not aligned sends its tensor through the loop over single elements.
+template <class Update>
+AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gradient) {
+  Row const row = args.rows[chunk.tensor];
+  auto const c = *reinterpret_cast<typename Update::Coefficients const*>(coefficients_of(args, chunk.tensor));
+  int const n = elements_of(chunk.index, row.numel);
+  List const g(gradient.data, gradient.type, chunk.index);
+  List const weight(row.weight, row.weight_type, chunk.index);
+  List const copy(row.copy, row.copy_type, chunk.index);
+  List const state1(row.state1, Type::float32, chunk.index);
+  List const state2(row.state2, Type::float32, chunk.index);
+  bool const has_state1 = Update::kState1 && row.state1;
+  bool const has_copy = row.copy;
+  bool const wide = weight.wide && (!has_state1 || state1.wide) && (!Update::kState2 || state2.wide);
+  if (wide) {
+    for (int i = int(threadIdx.x) * kOctet; i + kOctet <= n; i += kStride) {
+      Raw const raw_g = g.load(i, kOctet);
+      Raw const raw_weight = weight.load_wide(i);
+      Raw raw1 = {};
+      Raw raw2 = {};
+      if (has_state1) {
+        raw1 = state1.load_wide(i);
+      }
+      if constexpr (Update::kState2) {
+        raw2 = state2.load_wide(i);
+      }
+      Floats const x = widened(raw_g, g.type);
+      Floats w = widened(raw_weight, weight.type);
+#pragma unroll
+      for (int k = 0; k < kOctet; ++k) {
+        float s1 = float_of(raw1.word[k]);
+        float s2 = float_of(raw2.word[k]);
+        Update::update(x.at[k], w.at[k], s1, s2, c);
+        raw1.word[k] = bits_of(s1);
+        raw2.word[k] = bits_of(s2);
+      }
+      if (has_state1) {
+        state1.store_wide(i, raw1);
+      }
+      if constexpr (Update::kState2) {
+        state2.store_wide(i, raw2);
+      }
+      weight.store_wide(i, rounded(w, weight.type));
+      if (has_copy) {
+        copy.store(i, kOctet, rounded(w, copy.type));
+      }
+    }
+  }
+#pragma unroll 1
+  for (int i = (wide ? n / kOctet * kOctet : 0) + int(threadIdx.x); i < n; i += kThreads) {
+    float const x = g.load_one(i);
+    float w = weight.load_one(i);
+    float s1 = has_state1 ? state1.load_one(i) : 0.0f;
+    float s2 = Update::kState2 ? state2.load_one(i) : 0.0f;
+    Update::update(x, w, s1, s2, c);
+    weight.store_one(i, w);
+    if (has_state1) {
+      state1.store_one(i, s1);
+    }
+    if constexpr (Update::kState2) {
+      state2.store_one(i, s2);
+    }
+    if (has_copy) {
+      copy.store_one(i, w);
+    }
+  }
+}
+
+void lamb(StepArgs const& args, cudaStream_t stream);
+
+}  // namespace amp_engine::cuda

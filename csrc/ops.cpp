@@ -1,0 +1,342 @@
+#include "ops.h"
+
+#include <algorithm>
+
+namespace amp_engine {
+namespace {
+
+at::Device device_of(OptionalTensors const& tensors, at::Device otherwise = at::kCPU) {
+  for (auto const& t : tensors) {
+    if (t) {
+      return t->device();
+    }
+  }
+  return otherwise;
+}
+
+void check_device(char const* op, at::Device device) {
+  TORCH_CHECK_VALUE(device.is_cpu() || (has_cuda() && device.is_cuda()), op, ": the tensors are on ", device,
+                    ", but this build of amp_engine._C computes on ", has_cuda() ? "CPUs and CUDA GPUs." : "CPUs only.");
+}
+
+// An empty tensor has no address, but takes part: its step is counted. Never read.
+char const kEmpty = 0;
+
+// Reading must not wake copy-on-write memory up, so only what is written asks for mutable_data_ptr.
+Entry read(std::optional<at::Tensor> const& t, bool scaled = false) {
+  if (!t) {
+    return {nullptr, Type::float32, 0};
+  }
+  void const* const data = t->numel() > 0 ? t->const_data_ptr() : &kEmpty;
+  return {const_cast<void*>(data), type_of(*t), scaled};
+}
+
+Entry written(std::optional<at::Tensor> const& t) {
+  return t ? Entry{t->mutable_data_ptr(), type_of(*t), 0} : Entry{nullptr, Type::float32, 0};
+}
+
+template <class T>
+T const* pointer(std::optional<at::Tensor> const& t) {
+  return t ? t->const_data_ptr<T>() : nullptr;
+}
+
+template <class T>
+T* mutable_pointer(std::optional<at::Tensor> const& t) {
+  return t ? t->mutable_data_ptr<T>() : nullptr;
+}
+
+void bump_versions(OptionalTensors const& tensors) {
+  for (auto const& t : tensors) {
+    if (t && !t->is_inference()) {
+      t->unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+at::Tensor scratch(int64_t bytes, at::Device device) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+Partial* partials_in(at::Tensor& memory, int64_t n, at::Device device) {
+  int64_t const bytes = n * int64_t(sizeof(Partial));
+  if (!memory.defined() || memory.size(0) < bytes || memory.device() != device) {
+    memory = scratch(bytes, device);
+  }
+  return static_cast<Partial*>(memory.mutable_data_ptr());
+}
+
+}  // namespace
+
+#ifndef AMP_WITH_CUDA
+struct DeviceTables {};
+bool has_cuda() { return false; }
+#endif
+
+ListOperation::ListOperation() = default;
+ListOperation::~ListOperation() = default;
+
+Checks ListOperation::run(char const* op, OptionalTensors const& xs, OptionalTensors const* outs,
+                          OptionalTensors const* ys, std::optional<at::Tensor> const& a, bool reciprocal,
+                          std::optional<at::Tensor> const& b, std::optional<at::Tensor> const& found_inf,
+                          std::optional<at::Tensor> const& norm, std::optional<at::Tensor> const& norm_scale,
+                          bool checked) {
+  at::Device const device = device_of(xs, found_inf ? found_inf->device() : at::Device(at::kCPU));
+  check_device(op, device);
+  Named const x_list{op, "xs", xs};
+  check_tensors(x_list, device);
+  if (outs) {
+    Named const out_list{op, "outputs", *outs};
+    check_length(out_list, xs.size(), "xs");
+    check_tensors(out_list, device);
+    check_same_layout(out_list, x_list);
+    Written().add(out_list);
+  }
+  if (ys) {
+    Named const y_list{op, "ys", *ys};
+    check_length(y_list, xs.size(), "xs");
+    check_tensors(y_list, device);
+    check_same_layout(y_list, x_list);
+  }
+  check_scalar(op, "a", a, at::kFloat, device);
+  check_scalar(op, "b", b, at::kFloat, device);
+  check_scalar(op, "found_inf", found_inf, at::kFloat, device);
+  check_scalar(op, "norm", norm, at::kFloat, device);
+  check_scalar(op, "norm_scale", norm_scale, at::kFloat, device);
+
+  int64_t const n = int64_t(xs.size());
+  std::vector<int64_t> numels(n);
+  for (int64_t t = 0; t < n; ++t) {
+    numels[t] = xs[t] ? xs[t]->numel() : 0;
+  }
+  if (!chunking_ || numels != numels_) {
+    numels_ = std::move(numels);
+    chunking_ = std::make_unique<Chunking>(numels_);
+    rows_.resize(n);
+  }
+  for (int64_t t = 0; t < n; ++t) {
+    rows_[t] = {read(xs[t]),
+                ys ? read((*ys)[t]) : Entry{},
+                outs ? written((*outs)[t]) : Entry{},
+                numels_[t],
+                chunking_->first_chunk[t],
+                uint32_t(chunks_of(numels_[t]))};
+  }
+
+  Checks result;
+  CheckArgs args{};
+  args.n_tensors = n;
+  args.n_chunks = int64_t(chunking_->chunks.size());
+  args.a = pointer<float>(a);
+  args.reciprocal = reciprocal;
+  args.b = pointer<float>(b);
+  if (checked) {
+    auto const options = at::TensorOptions().device(device);
+    result = {at::empty({n}, options.dtype(at::kBool)), at::empty({n}, options.dtype(at::kDouble)),
+              at::empty({n}, options.dtype(at::kFloat))};
+    args.partials = partials_in(partials_, std::max<int64_t>(args.n_chunks, 1), device);
+    args.sums = {result.sum_squares.mutable_data_ptr<double>(), result.largest.mutable_data_ptr<float>(),
+                 result.nonfinite.mutable_data_ptr<bool>()};
+    args.norm = mutable_pointer<float>(norm);
+    args.norm_scale = pointer<float>(norm_scale);
+    args.found_inf = mutable_pointer<float>(found_inf);
+  }
+  if (device.is_cpu()) {
+    args.rows = rows_.data();
+    args.chunks = chunking_->chunks.data();
+    ys ? cpu::axpby(args) : cpu::check(args);
+  } else {
+    run_on_device(args, rows_, *chunking_, device_, ys != nullptr, device);
+  }
+  if (outs) {
+    bump_versions(*outs);
+  }
+  return result;
+}
+
+void update_scale(at::Tensor const& scale, at::Tensor const& growth_tracker,
+                  std::optional<at::Tensor> const& hysteresis_tracker, at::Tensor const& found_inf,
+                  std::optional<at::Tensor> const& inv_scale_used, std::optional<at::Tensor> const& found_inf_used,
+                  ScaleRule const& rule) {
+  char const* const op = "update_scale_";
+  at::Device const device = scale.device();
+  check_device(op, device);
+  check_scalar(op, "scale", scale, at::kFloat, device);
+  check_scalar(op, "growth_tracker", growth_tracker, at::kInt, device);
+  check_scalar(op, "hysteresis_tracker", hysteresis_tracker, at::kInt, device);
+  check_scalar(op, "found_inf", found_inf, at::kFloat, device);
+  check_scalar(op, "inv_scale_used", inv_scale_used, at::kFloat, device);
+  check_scalar(op, "found_inf_used", found_inf_used, at::kFloat, device);
+  ScaleState const state{scale.mutable_data_ptr<float>(),     growth_tracker.mutable_data_ptr<int32_t>(),
+                         found_inf.mutable_data_ptr<float>(), mutable_pointer<int32_t>(hysteresis_tracker),
+                         mutable_pointer<float>(inv_scale_used), mutable_pointer<float>(found_inf_used)};
+  if (device.is_cpu()) {
+    cpu::update_scale(state, rule);
+  } else {
+    update_scale_on_device(state, rule, device);
+  }
+  bump_versions({scale, growth_tracker, found_inf, hysteresis_tracker, inv_scale_used, found_inf_used});
+}
+
+StepTable::StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
+                     OptionalTensors state2, std::vector<uint32_t> const& groups, at::Tensor steps,
+                     std::optional<at::Tensor> norms)
+    : kind_(kind),
+      weights_(std::move(weights)),
+      copies_(std::move(copies)),
+      state1_(std::move(state1)),
+      state2_(std::move(state2)),
+      steps_(std::move(steps)),
+      norms_(std::move(norms)) {
+  char const* const op = "StepTable";
+  size_t const n = weights_.size();
+  at::Device const device = steps_.device();
+  check_device(op, device);
+  Named const weight_list{op, "weights", weights_}, copy_list{op, "copies", copies_}, list1{op, "state1", state1_},
+      list2{op, "state2", state2_};
+  for (Named const* list : {&copy_list, &list1, &list2}) {
+    check_length(*list, n, "weights");
+  }
+  TORCH_CHECK_VALUE(groups.size() == n, op, ": groups has ", groups.size(), " entries, but weights has ", n, ".");
+  check_tensors(weight_list, device);
+  check_tensors(copy_list, device);
+  check_tensors(list1, device, false);
+  check_tensors(list2, device, false);
+  for (Named const* list : {&copy_list, &list1, &list2}) {
+    check_same_layout(*list, weight_list);
+  }
+  Written all;
+  for (Named const* list : {&weight_list, &copy_list, &list1, &list2}) {
+    all.add(*list);
+  }
+  check_vector(op, "steps", steps_, int64_t(n), at::kFloat, device);
+  check_vector(op, "norms", norms_, int64_t(n), at::kFloat, device);
+  TORCH_CHECK_VALUE(kind != Kind::novograd || norms_, op, ": novograd keeps norms; pass a float32 tensor of shape [", n,
+                    "].");
+
+  std::vector<int64_t> numels(n);
+  for (size_t t = 0; t < n; ++t) {
+    numels[t] = weights_[t] ? weights_[t]->numel() : 0;
+  }
+  chunking_ = std::make_unique<Chunking>(numels);
+  rows_.resize(n);
+  entries_.resize(n);
+  for (size_t t = 0; t < n; ++t) {
+    rows_[t] = {weights_[t] ? weights_[t]->mutable_data_ptr() : nullptr,
+                state1_[t] ? state1_[t]->mutable_data_ptr<float>() : nullptr,
+                state2_[t] ? state2_[t]->mutable_data_ptr<float>() : nullptr,
+                copies_[t] ? copies_[t]->mutable_data_ptr() : nullptr,
+                numels[t],
+                groups[t],
+                weights_[t] ? type_of(*weights_[t]) : Type::float32,
+                copies_[t] ? type_of(*copies_[t]) : Type::float32,
+                chunking_->first_chunk[t],
+                uint32_t(chunks_of(numels[t])),
+                0};
+  }
+  coefficients_ = scratch(std::max<int64_t>(int64_t(n), 1) * kCoefficientBytes, device);
+}
+
+StepTable::~StepTable() = default;
+
+bool StepTable::is_current() const {
+  auto const same = [](std::optional<at::Tensor> const& t, void const* address, Type type) {
+    return t ? t->const_data_ptr() == address && type_of(*t) == type : address == nullptr;
+  };
+  for (size_t t = 0; t < rows_.size(); ++t) {
+    Row const& row = rows_[t];
+    if (!same(weights_[t], row.weight, row.weight_type) || !same(state1_[t], row.state1, Type::float32) ||
+        !same(state2_[t], row.state2, Type::float32) || !same(copies_[t], row.copy, row.copy_type) ||
+        (weights_[t] && weights_[t]->numel() != row.numel)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& scaled,
+                     std::vector<Group> const& groups, std::optional<at::Tensor> const& inv_scale,
+                     std::optional<at::Tensor> const& found_inf, std::optional<at::Tensor> const& norm, double max_norm,
+                     std::optional<at::Tensor> sum_squares, std::optional<at::Tensor> largest,
+                     std::optional<at::Tensor> const& gradient_norm) {
+  char const* const op = "StepTable.step";
+  size_t const n = rows_.size();
+  at::Device const device = steps_.device();
+  Named const list{op, "gradients", gradients};
+  check_length(list, n, "weights");
+  check_tensors(list, device);
+  check_same_layout(list, {op, "weights", weights_});
+  TORCH_CHECK_VALUE(scaled.size() == n, op, ": scaled has ", scaled.size(), " entries, but weights has ", n, ".");
+  check_scalar(op, "inv_scale", inv_scale, at::kFloat, device);
+  check_scalar(op, "found_inf", found_inf, at::kFloat, device);
+  check_scalar(op, "norm", norm, at::kFloat, device);
+  check_scalar(op, "gradient_norm", gradient_norm, at::kFloat, device);
+  check_vector(op, "sum_squares", sum_squares, int64_t(n), at::kDouble, device);
+  check_vector(op, "largest", largest, int64_t(n), at::kFloat, device);
+  bool const needs_state2 = kind_ == Kind::adam || kind_ == Kind::lamb;
+  for (size_t t = 0; t < n; ++t) {
+    TORCH_CHECK_VALUE(rows_[t].group < groups.size(), op, ": weights[", t, "] is in group ", rows_[t].group, " of ",
+                      groups.size(), ".");
+    if (!gradients[t]) {
+      continue;
+    }
+    bool const needs_state1 = kind_ != Kind::sgd || groups[rows_[t].group].momentum != 0.0;
+    TORCH_CHECK_VALUE(weights_[t].has_value(), op, ": gradients[", t, "] is given, but weights[", t, "] is None.");
+    TORCH_CHECK_VALUE((!needs_state1 || state1_[t]) && (!needs_state2 || state2_[t]), op, ": weights[", t,
+                      "] has a gradient, but no optimizer state.");
+  }
+  bool const needs_sums = kind_ == Kind::novograd || kind_ == Kind::lamb;
+  if (needs_sums && !(sum_squares && largest)) {
+    Checks const checks = sums_.run(op, gradients, nullptr, nullptr, {}, false, {}, {}, {}, {}, true);
+    sum_squares = checks.sum_squares;
+    largest = checks.largest;
+  }
+
+  for (size_t t = 0; t < n; ++t) {
+    entries_[t] = read(gradients[t], scaled[t]);
+  }
+  StepArgs args{};
+  args.kind = kind_;
+  args.n_tensors = int64_t(n);
+  args.n_chunks = int64_t(chunking_->chunks.size());
+  args.control = {pointer<float>(inv_scale), pointer<float>(found_inf), pointer<float>(norm), max_norm};
+  args.steps = steps_.mutable_data_ptr<float>();
+  args.norms = mutable_pointer<float>(norms_);
+  args.sum_squares = pointer<double>(sum_squares);
+  args.largest = pointer<float>(largest);
+  args.gradient_norm = pointer<float>(gradient_norm);
+  args.coefficients = coefficients_.mutable_data_ptr();
+  if (kind_ == Kind::lamb) {
+    args.partials = partials_in(partials_, std::max<int64_t>(2 * args.n_chunks, 1), device);
+    if (!lamb_scratch_.defined()) {
+      lamb_scratch_ = scratch(args.n_chunks * kChunk * int64_t(sizeof(float)), device);
+      lamb_steps_.resize(n);
+      for (size_t t = 0; t < n; ++t) {
+        lamb_steps_[t] = static_cast<float*>(lamb_scratch_.mutable_data_ptr()) + rows_[t].first_chunk * kChunk;
+      }
+    }
+  }
+  if (device.is_cpu()) {
+    args.rows = rows_.data();
+    args.gradients = entries_.data();
+    args.chunks = chunking_->chunks.data();
+    args.groups = groups.data();
+    args.lamb_steps = lamb_steps_.data();
+    cpu::step(args);
+  } else {
+    step_on_device(args, rows_, entries_, groups, lamb_steps_, *chunking_, device_, device);
+  }
+  bump_versions(weights_);
+  bump_versions(copies_);
+  bump_versions(state1_);
+  bump_versions(state2_);
+}
+
+#ifndef AMP_WITH_CUDA
+void run_on_device(CheckArgs&, std::vector<ListRow> const&, Chunking const&, std::shared_ptr<DeviceTables>&, bool,
+                   at::Device) {}
+void step_on_device(StepArgs&, std::vector<Row> const&, std::vector<Entry> const&, std::vector<Group> const&,
+                    std::vector<float*> const&, Chunking const&, std::shared_ptr<DeviceTables>&, at::Device) {}
+void update_scale_on_device(ScaleState const&, ScaleRule const&, at::Device) {}
+#endif
+
+}  // namespace amp_engine

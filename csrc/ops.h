@@ -1,0 +1,110 @@
+// Every operation, declared once. `ops.cpp` checks the arguments, builds tables and hands them to the backend of the
+// tensors' device. All raise ValueError for wrong arguments before anything is written. None waits for a device.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <limits>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "checks.h"
+#include "chunking.h"
+
+namespace amp_engine {
+
+// bool[n], float64[n], float32[n] on the device of the tensors: of the values as given.
+struct Checks {
+  at::Tensor nonfinite, sum_squares, largest;
+};
+
+// Defined in cuda/device_tables.cpp, or as nothing where CUDA was not built.
+struct DeviceTables;  // what stays on the device between calls
+bool has_cuda();
+void run_on_device(CheckArgs& args, std::vector<ListRow> const& rows, Chunking const& chunking,
+                   std::shared_ptr<DeviceTables>& tables, bool is_axpby, at::Device device);
+void step_on_device(StepArgs& args, std::vector<Row> const& rows, std::vector<Entry> const& gradients,
+                    std::vector<Group> const& groups, std::vector<float*> const& lamb_steps, Chunking const& chunking,
+                    std::shared_ptr<DeviceTables>& tables, at::Device device);
+void update_scale_on_device(ScaleState const& state, ScaleRule const& rule, at::Device device);
+
+// check, scale, unscale, axpby and l2norm. An object may be called again and again; on a GPU it uploads what changed.
+class ListOperation {
+ public:
+  ListOperation();
+  ~ListOperation();
+
+  // Where outs[i] is given, outs[i] = a * xs[i] (+ b * ys[i]), computed in float32 and rounded once.
+  //   xs         float16, bfloat16 or float32; an entry None takes no part
+  //   outs, ys   as xs; of equal shapes and strides, on one device
+  //   a, b       float32 []; None is 1. `reciprocal`: 1 / a instead of a
+  //   found_inf  float32 [], set to 1 if an element of xs is not finite, else left alone
+  //   norm       float32 [], the 2-norm over all xs; divided by `norm_scale` (float32 []) if given
+  // With `checked` false nothing is summed and the result is empty. Bumps the versions of outs.
+  Checks run(char const* op, OptionalTensors const& xs, OptionalTensors const* outs, OptionalTensors const* ys,
+             std::optional<at::Tensor> const& a, bool reciprocal, std::optional<at::Tensor> const& b,
+             std::optional<at::Tensor> const& found_inf, std::optional<at::Tensor> const& norm,
+             std::optional<at::Tensor> const& norm_scale, bool checked);
+
+ private:
+  std::vector<int64_t> numels_;
+  std::unique_ptr<Chunking> chunking_;
+  std::vector<ListRow> rows_;
+  at::Tensor partials_;
+  std::shared_ptr<DeviceTables> device_;
+};
+
+// See math/loss_scale.h. float32 [] but for the trackers, int32 []; all on one device.
+void update_scale(at::Tensor const& scale, at::Tensor const& growth_tracker,
+                  std::optional<at::Tensor> const& hysteresis_tracker, at::Tensor const& found_inf,
+                  std::optional<at::Tensor> const& inv_scale_used, std::optional<at::Tensor> const& found_inf_used,
+                  ScaleRule const& rule);
+
+// The steps of one optimizer: what it steps, and what it keeps, as a table that is built once.
+class StepTable {
+ public:
+  // n tensors each; None where there is none.
+  //   weights         masters (float32), or parameters (any of the types)
+  //   copies          low-precision parameters that the weights are rounded into
+  //   state1, state2  float32: exp_avg | momentum_buffer | sum, and exp_avg_sq
+  //   groups          index of each tensor's hyperparameters
+  //   steps, norms    float32 [n]: counts of steps taken; NovoGrad's norms
+  StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1, OptionalTensors state2,
+            std::vector<uint32_t> const& groups, at::Tensor steps, std::optional<at::Tensor> norms);
+  ~StepTable();
+
+  // Whether every tensor still has the memory that the table points to.
+  bool is_current() const;
+
+  // One step of every tensor that has a gradient; of none where *found_inf != 0.
+  //   gradients    any of the types; shapes and strides of the weights
+  //   scaled       which of them are multiplied by inv_scale * min(1, max_norm / (norm + 1e-6))
+  //   inv_scale, found_inf, norm, gradient_norm   float32 []
+  //   sum_squares, largest   float64 [n], float32 [n] of these gradients; NovoGrad and LAMB read them once more if
+  //                          these are not given
+  // Bumps the versions of weights, copies and state.
+  void step(OptionalTensors const& gradients, std::vector<bool> const& scaled, std::vector<Group> const& groups,
+            std::optional<at::Tensor> const& inv_scale, std::optional<at::Tensor> const& found_inf,
+            std::optional<at::Tensor> const& norm, double max_norm, std::optional<at::Tensor> sum_squares,
+            std::optional<at::Tensor> largest, std::optional<at::Tensor> const& gradient_norm);
+
+  at::Device device() const { return steps_.device(); }
+  size_t size() const { return rows_.size(); }
+
+ private:
+  Kind kind_;
+  OptionalTensors weights_, copies_, state1_, state2_;
+  at::Tensor steps_;
+  std::optional<at::Tensor> norms_;
+  std::unique_ptr<Chunking> chunking_;
+  std::vector<Row> rows_;
+  std::vector<Entry> entries_;
+  at::Tensor coefficients_, partials_, lamb_scratch_;
+  std::vector<float*> lamb_steps_;
+  ListOperation sums_;
+  std::shared_ptr<DeviceTables> device_;
+};
+
+}  // namespace amp_engine

@@ -1,0 +1,69 @@
+#include "walk.h"
+
+#include <ATen/ops/_lazy_clone.h>
+#include <c10/core/GradMode.h>
+
+#include "checks.h"
+
+namespace amp_engine {
+namespace {
+
+Walk walk_of(at::Tensor const& grad, at::Tensor const& param) {
+  auto const type = grad.scalar_type();
+  if (grad.layout() != at::kStrided || (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) ||
+      grad.unsafeGetTensorImpl()->is_python_dispatch() || !grad.is_non_overlapping_and_dense() ||
+      !same_layout(grad, param)) {
+    return Walk::other;
+  }
+  bool const shared = grad.is_view() || grad.storage().nbytes() > size_t(grad.numel() * grad.element_size());
+  return shared ? Walk::shared : Walk::own;
+}
+
+}  // namespace
+
+std::vector<std::string> stamps(std::vector<at::Tensor> const& tensors) {
+  std::vector<std::string> result;
+  result.reserve(tensors.size());
+  for (at::Tensor const& t : tensors) {
+    struct {
+      void const* address;
+      int64_t version;
+      int type, device, index, unused;
+    } const stamp{t.const_data_ptr(),    t.is_inference() ? -1 : int64_t(t._version()), int(t.scalar_type()),
+                  int(t.device().type()), t.device().index(),                          0};
+    result.emplace_back(reinterpret_cast<char const*>(&stamp), sizeof stamp);
+  }
+  return result;
+}
+
+std::vector<std::optional<at::Tensor>> gradients(std::vector<at::Tensor> const& params, std::string& walks) {
+  std::vector<std::optional<at::Tensor>> result;
+  result.reserve(params.size());
+  walks.clear();
+  for (at::Tensor const& p : params) {
+    at::Tensor const& grad = p.grad();
+    if (grad.defined()) {
+      result.emplace_back(grad);
+      walks.push_back(char(walk_of(grad, p)));
+    } else {
+      result.emplace_back(std::nullopt);
+      walks.push_back(char(Walk::none));
+    }
+  }
+  return result;
+}
+
+void lazy_clone_gradients(std::vector<at::Tensor> const& params, std::vector<at::Tensor> const& grads) {
+  c10::NoGradGuard const no_grad;
+  for (size_t i = 0; i < params.size(); ++i) {
+    params[i].mutable_grad() = at::_lazy_clone(grads[i]);
+  }
+}
+
+void drop_gradients(std::vector<at::Tensor> const& tensors) {
+  for (at::Tensor const& t : tensors) {
+    t.mutable_grad() = at::Tensor();
+  }
+}
+
+}  // namespace amp_engine

@@ -1,0 +1,29 @@
+// Loops over parameters, for which Python would take a microsecond or more each. amp_engine/kernels/walk.py has the
+// same in Python.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace amp_engine {
+
+// What tells that a tensor was written or replaced: address, version, type, device. One string each.
+std::vector<std::string> stamps(std::vector<at::Tensor> const& tensors);
+
+// How the kernels can take a gradient.
+enum class Walk : char { none, own, shared, other };
+
+// The gradient of each parameter, and how it can be taken: `own` memory, memory `shared` with other tensors, or not at
+// all (`other`: sparse, of another type, a subclass, or in another order than its parameter).
+std::vector<std::optional<at::Tensor>> gradients(std::vector<at::Tensor> const& params, std::string& walks);
+
+// param.grad = a copy-on-write clone of grad, pairwise.
+void lazy_clone_gradients(std::vector<at::Tensor> const& params, std::vector<at::Tensor> const& grads);
+
+// tensor.grad = None for each.
+void drop_gradients(std::vector<at::Tensor> const& tensors);
+
+}  // namespace amp_engine

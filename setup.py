@@ -1,0 +1,86 @@
+"""Builds amp_engine._C, the compiled kernels: with CUDA where nvcc fits the installed torch, else for the CPU.
+
+AMP_ENGINE_BUILD=none|cpu|cuda forces one of the three; what is impossible is then an error. Otherwise no failure stops
+the install: it goes on with less, down to plain PyTorch. What was built, and why not more, is written beside the
+extension as JSON, for `python -m amp_engine info`.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+from toolchain import best_mode, find_compiler, find_toolkit, find_torch, plan  # noqa: E402
+
+NAME = "amp_engine._C"
+SUFFIXES = (".cpp", ".cu")
+# Linked without -fopenmp: its symbols are found in the libgomp that torch has loaded, so that there is one thread pool.
+CXX = "-O3 -g1 -std=c++20 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden"
+NVCC = "-O3 -std=c++20 -fmad=false -Xcompiler=-ffp-contract=off,-fvisibility=hidden"
+
+
+def extension(mode):
+    """The extension for CPU or CUDA; for "none" an empty one."""
+    if mode == "none":
+        return Extension(NAME, [])
+    cuda = mode == "cuda"
+    cpp_extension = importlib.import_module("torch.utils.cpp_extension")
+    return (cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension)(
+        NAME,
+        sorted(str(p) for p in Path("csrc").rglob("*") if p.suffix in SUFFIXES and (cuda or p.parent.name != "cuda")),
+        include_dirs=[str(ROOT / "csrc")],
+        define_macros=[("AMP_WITH_CUDA", None)] if cuda else [],
+        extra_compile_args={"cxx": CXX.split(), "nvcc": NVCC.split()},
+    )
+
+
+def build_command(torch, toolkit, modes, why):
+    """The build_ext that tries the modes until one builds. Only a failure of the last one is an error."""
+    if toolkit:
+        os.environ["CUDA_HOME"] = toolkit.home
+    if torch:
+        os.environ["PATH"] += (
+            f"{os.pathsep}{Path(sys.executable).parent}"  # ninja, in an environment that is not active
+        )
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    base = importlib.import_module("torch.utils.cpp_extension").BuildExtension if torch else build_ext
+
+    class BuildNative(base):
+        def run(self):
+            self.force, inplace, reason = True, self.inplace, why
+            for mode in modes:
+                try:
+                    vars(self.extensions[0]).update(vars(extension(mode)))
+                    self.compiler, self.inplace = None, inplace
+                    self.build_temp = f"build/{mode}-{torch and torch.__version__}-{sys.implementation.cache_tag}"
+                    if mode != "none":
+                        super().run()
+                    break
+                except Exception as error:
+                    if mode == modes[-1]:
+                        raise
+                    reason = f"the build for {mode} failed, {error}: see `pip install -v .`"
+            self.warn(f"compiled kernels: {mode}" + (f", because {reason}" if reason else ""))
+
+            file = Path(self.get_ext_filename(NAME))
+            record = {"mode": mode, "torch": torch and torch.__version__, "reason": reason}
+            for folder in [self.build_lib, "."] if inplace else [self.build_lib]:
+                if mode == "none":
+                    Path(folder, file).unlink(missing_ok=True)
+                Path(folder, file.parent).mkdir(parents=True, exist_ok=True)
+                Path(folder, file).with_suffix(".json").write_text(json.dumps(record) + "\n")
+
+    return BuildNative
+
+
+if __name__ == "__main__":
+    found, tools = find_torch(), find_toolkit()
+    chosen = plan(os.environ.get("AMP_ENGINE_BUILD", ""), *best_mode(found, find_compiler(), tools))
+    setup(ext_modules=[extension("none")], cmdclass={"build_ext": build_command(found, tools, *chosen)})

@@ -1,0 +1,518 @@
+"""`amp.clip_grad_norm_(optimizer, ...)` does what torch's clip_grad_norm_ does on `amp.master_params(optimizer)`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import Engine, amp
+from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from tests.models import MLP, NORMED_MLP
+from tests.support import (
+    LEVELS,
+    MASTER_LEVELS,
+    assert_bitwise,
+    backward,
+    frozen,
+    masters,
+    optimizer_values,
+    scaler_numbers,
+    train,
+)
+
+INF = float("inf")
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "FusedAdam": lambda params: FusedAdam(params, lr=1e-2),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=1e-2),
+    "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=1e-2),
+    "FusedAdagrad": lambda params: FusedAdagrad(params, lr=1e-2),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-2),
+}
+
+Clip = Callable[..., Tensor]
+
+
+def by_torch(optimizer: Optimizer, max_norm: float, *args: Any, **keywords: Any) -> Tensor:
+    return nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), max_norm, *args, **keywords)
+
+
+def started(
+    level: str = "O2", make: Callable[[Any], Optimizer] = OPTIMIZERS["SGD"], task: Any = NORMED_MLP, **keywords: Any
+) -> tuple[nn.Module, Optimizer]:
+    model = task.model()
+    optimizer = make(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    return model, optimizer
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor | None]:
+    return [None if master.grad is None else master.grad.clone() for master in amp.master_params(optimizer)]
+
+
+def true_norm(values: list[Tensor | None], norm_type: float = 2.0) -> float:
+    flat = torch.cat([value.double().flatten() for value in values if value is not None])
+    return torch.linalg.vector_norm(flat, norm_type).item()
+
+
+def assert_same_clip(prepare: Callable[[], Optimizer], use: Callable[[Optimizer, Clip], Any]) -> None:
+    """`use(optimizer, clip)` returns the same norms with both clips, and the next step moves the same way."""
+    outcomes = []
+    for clip in (amp.clip_grad_norm_, by_torch):
+        optimizer = prepare()
+        norms = use(optimizer, clip)
+        optimizer.step()
+        outcomes.append((norms, masters(optimizer), [frozen(s) for s in optimizer.state.values()]))
+        amp.close()
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-5, atol=1e-7)
+
+
+def one_backward(
+    level: str, make: Callable[[Any], Optimizer] = OPTIMIZERS["SGD"], task: Any = NORMED_MLP
+) -> Callable[[], Optimizer]:
+    def prepare() -> Optimizer:
+        model, optimizer = started(level, make, task)
+        train(task, model, optimizer, "c")
+        optimizer.zero_grad()
+        backward(task.loss(model, task.batch(1)), optimizer)
+        return optimizer
+
+    return prepare
+
+
+# --- the same as torch's --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1e-2, 1e-12, 0.0, 1e6, INF])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_clip_is_the_one_of_torch(level: str, max_norm: float) -> None:
+    assert_same_clip(one_backward(level), lambda optimizer, clip: clip(optimizer, max_norm))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("task", [MLP, NORMED_MLP], ids=lambda task: task.name)
+def test_every_optimizer_is_clipped(name: str, task: Any) -> None:
+    assert_same_clip(one_backward("O2", OPTIMIZERS[name], task), lambda optimizer, clip: clip(optimizer, max_norm=1e-2))
+
+
+@pytest.mark.parametrize("norm_type", [2, 1.0, INF, 3.0, 0.5, "inf", -INF])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_every_order_of_norm_is_the_one_of_torch(level: str, norm_type: Any) -> None:
+    assert_same_clip(one_backward(level), lambda optimizer, clip: clip(optimizer, 1e-2, norm_type))
+    assert_same_clip(one_backward(level), lambda optimizer, clip: clip(optimizer, 1e-2, norm_type=norm_type))
+
+
+def test_pure_half_gradients_are_clipped_too() -> None:
+    _, optimizer = started("O3")
+    for master in amp.master_params(optimizer):
+        master.grad = torch.full_like(master, 0.5)
+    norm = amp.clip_grad_norm_(optimizer, 1.0)
+    expected = true_norm([torch.full_like(master, 0.5) for master in amp.master_params(optimizer)])
+    assert norm.item() == pytest.approx(expected, rel=1e-2)
+    assert true_norm(gradients(optimizer)) == pytest.approx(1.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_clip_with_no_gradients_at_all_gives_zero(level: str) -> None:
+    _, optimizer = started(level)
+    norm = amp.clip_grad_norm_(optimizer, 1.0)
+    assert_bitwise(norm, by_torch(optimizer, 1.0))
+    before = masters(optimizer)
+    optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_clip_after_the_step_gives_the_norm_of_what_is_left(level: str) -> None:
+    model, optimizer = started(level)
+    train(NORMED_MLP, model, optimizer, "c")
+    assert_bitwise(amp.clip_grad_norm_(optimizer, INF), by_torch(optimizer, INF))
+    optimizer.zero_grad()
+    assert amp.clip_grad_norm_(optimizer, 1.0).item() == 0
+
+
+@pytest.mark.parametrize("engine", ["none", "another", "closed"])
+def test_an_optimizer_that_no_engine_knows_is_clipped(engine: str) -> None:
+    if engine == "another":
+        started("O2")
+    elif engine == "closed":
+        started("O2")
+        amp.close()
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    MLP.loss(model, MLP.batch()).backward()
+    expected = true_norm([param.grad for param in model.parameters()])
+    norm = amp.clip_grad_norm_(optimizer, 1e-2)
+    assert norm.item() == pytest.approx(expected, rel=1e-5)
+    assert true_norm([param.grad for param in model.parameters()]) == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_an_engine_without_amp_clips() -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Engine() as engine:
+        engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        backward(MLP.loss(model, MLP.batch()), optimizer, engine=engine)
+        norm = engine.clip_grad_norm_(optimizer, 1e-2)
+        assert norm.item() == pytest.approx(true_norm(gradients(optimizer)) * norm.item() / 1e-2, rel=1e-3)
+        assert true_norm(gradients(optimizer)) == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_amp_that_is_not_enabled_clips() -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, enabled=False)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    amp.clip_grad_norm_(optimizer, 1e-2)
+    assert true_norm(gradients(optimizer)) == pytest.approx(1e-2, rel=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", *MASTER_LEVELS])
+def test_the_norm_is_a_float32_scalar_of_the_unscaled_gradients(level: str) -> None:
+    optimizer = one_backward(level)()
+    norm = amp.clip_grad_norm_(optimizer, INF)
+    assert norm.dtype == torch.float32
+    assert norm.shape == ()
+    assert not norm.requires_grad
+    assert norm.item() == pytest.approx(true_norm(gradients(optimizer)), rel=1e-6)
+
+
+def test_the_norm_is_the_users_to_keep() -> None:
+    """Writing into it clips nothing; later clips leave it alone."""
+    optimizer = one_backward("O2")()
+    norm = amp.clip_grad_norm_(optimizer, 1e-2)
+    value = norm.item()
+    norm.fill_(1e9)
+    assert true_norm(gradients(optimizer)) == pytest.approx(1e-2, rel=1e-3)
+    amp.close()
+    optimizer = one_backward("O2")()
+    norm = amp.clip_grad_norm_(optimizer, 1e-2)
+    amp.clip_grad_norm_(optimizer, 1e-3)
+    optimizer.step()
+    assert norm.item() == value
+
+
+# --- when it is looked at -------------------------------------------------------------------------
+
+
+def look(optimizer: Optimizer) -> None:
+    for master in amp.master_params(optimizer):
+        assert master.grad is None or master.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O1", *MASTER_LEVELS])
+@pytest.mark.parametrize("norm_type", [2.0, INF, 1.0])
+def test_the_factor_shows_when_gradients_are_looked_at_after_the_clip(level: str, norm_type: float) -> None:
+    optimizer = one_backward(level)()
+    whole = gradients(optimizer)
+    amp.close()
+    optimizer = one_backward(level)()
+    norm = amp.clip_grad_norm_(optimizer, 1e-2, norm_type)
+    torch.testing.assert_close(gradients(optimizer), [g * (1e-2 / (norm + 1e-6)) for g in whole], rtol=1e-5, atol=1e-9)
+    assert true_norm(gradients(optimizer), norm_type) == pytest.approx(1e-2, rel=1e-3)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_looking_after_a_clip_changes_no_bit_of_the_step(name: str, level: str) -> None:
+    def run(*, looking: bool) -> dict[str, Any]:
+        optimizer = one_backward(level, OPTIMIZERS[name])()
+        amp.clip_grad_norm_(optimizer, 1e-2)
+        if looking:
+            look(optimizer)
+        optimizer.step()
+        values = optimizer_values(optimizer)
+        amp.close()
+        return values
+
+    seen, unseen = run(looking=True), run(looking=False)
+    if name in ("FusedLAMB", "FusedNovoGrad"):  # their own norms are of rounded gradients, or of half ones
+        torch.testing.assert_close(seen["params"], unseen["params"], rtol=1e-5, atol=1e-7)
+    else:
+        assert_bitwise(seen, unseen)
+
+
+@pytest.mark.parametrize("which", [slice(0, 1), slice(1, 3), slice(None)], ids=["first", "some", "all"])
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_clip_of_gradients_that_were_looked_at_or_edited_is_the_one_of_torch(which: slice, edited: bool) -> None:
+    def use(optimizer: Optimizer, clip: Clip) -> Tensor:
+        for master in list(amp.master_params(optimizer))[which]:
+            if edited:
+                master.grad.mul_(3)
+            else:
+                assert master.grad is not None
+        return clip(optimizer, 1e-2)
+
+    assert_same_clip(one_backward("O2"), use)
+
+
+@pytest.mark.parametrize("which", [slice(0, 1), slice(1, 3), slice(None)], ids=["first", "some", "all"])
+def test_gradients_edited_after_a_clip_are_stepped_as_they_are(which: slice) -> None:
+    def use(optimizer: Optimizer, clip: Clip) -> Tensor:
+        norm = clip(optimizer, 1e-2)
+        for master in list(amp.master_params(optimizer))[which]:
+            master.grad.mul_(3)
+        return norm
+
+    assert_same_clip(one_backward("O2"), use)
+
+
+@pytest.mark.parametrize("how", ["none", "assigned"])
+def test_gradients_replaced_before_a_clip_count(how: str) -> None:
+    def use(optimizer: Optimizer, clip: Clip) -> Tensor:
+        master = next(iter(amp.master_params(optimizer)))
+        master.grad = None if how == "none" else torch.ones_like(master)
+        return clip(optimizer, 1e-2)
+
+    assert_same_clip(one_backward("O2"), use)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_undoes_a_clip(set_to_none: bool) -> None:
+    model, optimizer = started()
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    amp.clip_grad_norm_(optimizer, 1e-6)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+    after = gradients(optimizer)
+    amp.close()
+    model, optimizer = started()
+    model(NORMED_MLP.batch()[0])
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+    assert_bitwise(after, gradients(optimizer))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_clip_counts_for_one_step_only(level: str) -> None:
+    def use(optimizer: Optimizer, clip: Clip) -> Tensor:
+        norm = clip(optimizer, 1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+        for master in amp.master_params(optimizer):
+            master.grad = torch.ones_like(master)
+        return norm
+
+    assert_same_clip(one_backward(level), use)
+
+
+# --- several clips, several backwards -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", *MASTER_LEVELS])
+@pytest.mark.parametrize(
+    "max_norms", [(1e-2, 1e-3), (1e-3, 1e-2), (1e-2, 1e-2), (1e6, 1e-2), (1e-2, INF), (1e-2, 1e-3, 1e-4)], ids=str
+)
+@pytest.mark.parametrize("norm_types", [(2.0, 2.0, 2.0), (2.0, INF, 1.0), (1.0, 2.0, INF)], ids=str)
+def test_clips_in_a_row_are_those_of_torch(level: str, max_norms: Any, norm_types: Any) -> None:
+    assert_same_clip(
+        one_backward(level),
+        lambda optimizer, clip: [clip(optimizer, m, t) for m, t in zip(max_norms, norm_types, strict=False)],
+    )
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", *MASTER_LEVELS])
+@pytest.mark.parametrize("between", [None, 1e-2])
+@pytest.mark.parametrize("task", [MLP, NORMED_MLP], ids=lambda task: task.name)
+def test_a_clip_after_accumulation_is_the_one_of_torch(level: str, between: float | None, task: Any) -> None:
+    models: list[nn.Module] = []
+
+    def prepare() -> Optimizer:
+        model, optimizer = started(level, task=task)
+        models.append(model)
+        backward(task.loss(model, task.batch()), optimizer)
+        return optimizer
+
+    def use(optimizer: Optimizer, clip: Clip) -> list[Tensor]:
+        norms = [] if between is None else [clip(optimizer, between)]
+        backward(task.loss(models[-1], task.batch(1)), optimizer)
+        return [*norms, clip(optimizer, 2e-2)]
+
+    assert_same_clip(prepare, use)
+
+
+def test_a_clip_over_parameters_of_which_some_were_reached_twice() -> None:
+    heads: list[nn.ModuleList] = []
+
+    def loss(*indices: int) -> Tensor:
+        return sum(heads[-1][i](torch.ones(2, 4).half()).float().square().mean() for i in indices)
+
+    def prepare() -> Optimizer:
+        torch.manual_seed(0)
+        heads.append(nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]))
+        optimizer = torch.optim.SGD(heads[-1].parameters(), lr=0.1)
+        amp.initialize(heads[-1], optimizer, opt_level="O2", verbosity=0, loss_scale=128.0)
+        backward(loss(0), optimizer)
+        backward(loss(0, 1), optimizer)
+        return optimizer
+
+    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2))
+    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2, INF))
+
+
+def test_a_clip_after_losses_of_two_scales_is_the_one_of_torch() -> None:
+    def prepare() -> Optimizer:
+        model, optimizer = started(num_losses=2)
+        amp._amp_state.loss_scalers[1]._loss_scale = 2.0**7
+        for index in range(2):
+            backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, loss_id=index)
+        return optimizer
+
+    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2))
+
+
+def test_a_clip_after_a_delayed_window_is_the_one_of_torch() -> None:
+    def prepare() -> Optimizer:
+        model, optimizer = started()
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) / 2, optimizer, delay_unscale=True)
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)) / 2, optimizer)
+        return optimizer
+
+    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0, 2.0**-3])
+def test_a_clip_under_a_static_scale_is_the_one_of_torch(scale: float) -> None:
+    def prepare() -> Optimizer:
+        model, optimizer = started(loss_scale=scale)
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+        return optimizer
+
+    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_frozen_parameters_do_not_count(level: str, when: str) -> None:
+    def prepare() -> Optimizer:
+        model = NORMED_MLP.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if when == "before":
+            model[0].requires_grad_(False)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        if when == "after":
+            train(NORMED_MLP, model, optimizer, "c")
+            model[0].requires_grad_(False)
+        optimizer.zero_grad()
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+        return optimizer
+
+    assert_same_clip(prepare, lambda optimizer, clip: clip(optimizer, 1e-2))
+
+
+def test_each_of_two_optimizers_is_clipped_by_its_own_norm() -> None:
+    def run(*, clipping: bool) -> list[float]:
+        model = NORMED_MLP.model()
+        params = list(model.parameters())
+        optimizers = [torch.optim.SGD(half, lr=0.1) for half in (params[:3], params[3:])]
+        amp.initialize(model, optimizers, opt_level="O2", verbosity=0)
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizers)
+        if clipping:
+            amp.clip_grad_norm_(optimizers[0], 1e-2)
+        norms = [true_norm(gradients(optimizer)) for optimizer in optimizers]
+        amp.close()
+        return norms
+
+    whole, clipped = run(clipping=False), run(clipping=True)
+    assert clipped == [pytest.approx(1e-2, rel=1e-3), whole[1]]
+
+
+def test_gradients_that_are_exactly_zero_stay_zero() -> None:
+    model, optimizer = started(task=MLP)
+    backward(MLP.loss(model, MLP.batch()) * 0.0, optimizer)
+    assert amp.clip_grad_norm_(optimizer, 1.0).item() == 0
+    before = masters(optimizer)
+    optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+
+
+# --- overflow -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [2.0, INF, 1.0])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_clip_of_an_overflow_skips_and_leaves_every_bit(name: str, level: str, norm_type: float) -> None:
+    model, optimizer = started(level, OPTIMIZERS[name])
+    train(NORMED_MLP, model, optimizer, "c")
+    before, halves = optimizer_values(optimizer), frozen(list(model.parameters()))
+    optimizer.zero_grad()
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer, overflow=True)
+    norm = amp.clip_grad_norm_(optimizer, 1.0, norm_type)
+    assert not math.isfinite(norm.item())
+    optimizer.step()
+    assert_bitwise(optimizer_values(optimizer), before)
+    assert_bitwise(frozen(list(model.parameters())), halves)
+    assert scaler_numbers() == (32768.0, 0)
+    train(NORMED_MLP, model, optimizer, "c", first=2)
+    assert all(master.isfinite().all() for master in masters(optimizer))
+    assert not torch.equal(masters(optimizer)[0], before["params"][0])
+
+
+@pytest.mark.parametrize("norm_type", [2.0, INF, 1.0])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_error_if_nonfinite_raises_and_clips_nothing(level: str, norm_type: float) -> None:
+    model, optimizer = started(level, loss_scale="dynamic")
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer, overflow=True)
+    with pytest.raises(RuntimeError, match="norm"):
+        amp.clip_grad_norm_(optimizer, 1.0, norm_type, error_if_nonfinite=True)
+    before = optimizer_values(optimizer)
+    optimizer.step()
+    assert_bitwise(optimizer_values(optimizer), before)
+    optimizer.zero_grad()
+    train(NORMED_MLP, model, optimizer, "c")
+    assert not torch.equal(masters(optimizer)[0], before["params"][0])
+
+
+def test_a_refused_clip_leaves_the_gradients_as_they_were() -> None:
+    model, optimizer = started(task=MLP)
+    with amp.scale_loss(MLP.loss(model, MLP.batch()), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        model[0].bias.grad[0] = INF
+        kept = [param.grad.float() / 65536 for param in model.parameters()]
+    with pytest.raises(RuntimeError):
+        amp.clip_grad_norm_(optimizer, 1e-3, error_if_nonfinite=True)
+    assert_bitwise(gradients(optimizer), kept)
+
+
+@pytest.mark.parametrize("error_if_nonfinite", [False, True])
+def test_a_finite_norm_is_no_error(error_if_nonfinite: bool) -> None:
+    optimizer = one_backward("O2")()
+    norm = amp.clip_grad_norm_(optimizer, 1e-2, error_if_nonfinite=error_if_nonfinite)
+    assert math.isfinite(norm.item())
+
+
+@pytest.mark.parametrize("outcomes", ["oc", "co"])
+def test_a_clip_after_an_overflow_among_several_backwards_skips(outcomes: str) -> None:
+    model, optimizer = started()
+    before = optimizer_values(optimizer)
+    for index, outcome in enumerate(outcomes):
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, overflow=outcome == "o")
+    assert not math.isfinite(amp.clip_grad_norm_(optimizer, 1.0).item())
+    optimizer.step()
+    assert_bitwise(optimizer_values(optimizer), before)
+
+
+@pytest.mark.parametrize("max_norm", [1.0, INF])
+def test_a_static_scale_steps_on_the_gradients_that_torch_would_clip(max_norm: float) -> None:
+    """A non-finite norm is not skipped there: what torch's factor makes of the gradients goes into the weights."""
+    finite = []
+    for clip in (amp.clip_grad_norm_, by_torch):
+        model, optimizer = started(task=MLP, loss_scale=1024.0)
+        with amp.scale_loss(MLP.loss(model, MLP.batch()), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            model[2].bias.grad[0] = INF
+        norm = clip(optimizer, max_norm)
+        assert norm.item() == INF
+        optimizer.step()
+        finite.append([master.isnan() for master in masters(optimizer)])
+        amp.close()
+    assert_bitwise(*finite)

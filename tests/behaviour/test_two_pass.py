@@ -1,0 +1,1185 @@
+"""The step that unscales, clips, updates and writes half weights in one pass is the step of torch's optimizer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+from amp_engine import Engine, amp, kernels
+from amp_engine.devices import HostFlag
+from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from tests.models import MLP, NORMED_MLP
+from tests.support import (
+    MASTER_LEVELS,
+    assert_bitwise,
+    assert_same_step,
+    backward,
+    frozen,
+    group_params,
+    masters,
+    optimizer_values,
+    scaler_numbers,
+    train,
+)
+
+Make = Callable[[Any], Optimizer]
+
+native_only = pytest.mark.skipif(
+    not kernels.has_native(torch.device("cpu")), reason="without kernels every flag is waited for"
+)
+OVERFLOW = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to"
+
+
+class CallsSuper(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-2),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=1e-1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=1e-2),
+    "FusedAdam": lambda p: FusedAdam(p, lr=1e-2, weight_decay=1e-1),
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=1e-2),
+    "FusedLAMB": lambda p: FusedLAMB(p, lr=1e-2),
+    "FusedNovoGrad": lambda p: FusedNovoGrad(p, lr=1e-2, weight_decay=1e-2),
+    "FusedAdagrad": lambda p: FusedAdagrad(p, lr=1e-2, weight_decay=1e-2),
+}
+
+VARIANTS: dict[str, Make] = OPTIMIZERS | {
+    "Adam without decay": torch.optim.Adam,
+    "Adam maximize": lambda p: torch.optim.Adam(p, maximize=True, weight_decay=1e-2),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "Adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "Adam loop": lambda p: torch.optim.Adam(p, foreach=False),
+    "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
+    "Adam decoupled": lambda p: torch.optim.Adam(p, weight_decay=0.1, decoupled_weight_decay=True),
+    "AdamW tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "AdamW tensor betas": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(1e-2), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False
+    ),
+    "AdamW amsgrad maximize": lambda p: torch.optim.AdamW(p, amsgrad=True, maximize=True),
+    "AdamW fast betas": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.5, 0.6), eps=1e-3),
+    "AdamW without momentum": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.0, 0.9)),
+    "AdamW calls super": lambda p: CallsSuper(p, lr=1e-2),
+    "SGD nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "SGD maximize": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, maximize=True, weight_decay=1e-2),
+    "SGD decay": lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.1),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
+    "SGD loop": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=False),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "SGD tensor lr": lambda p: torch.optim.SGD(p, lr=torch.tensor(0.05), momentum=0.9),
+    "one group amsgrad": lambda p: torch.optim.AdamW([p[0], p[1] | {"amsgrad": True}]),
+    "one group momentum": lambda p: torch.optim.SGD([p[0], p[1] | {"momentum": 0.9}], lr=0.05),
+    "a rate each": lambda p: torch.optim.AdamW([p[0] | {"lr": 1e-2, "betas": (0.5, 0.9)}, p[1] | {"weight_decay": 0}]),
+    "RMSprop": torch.optim.RMSprop,
+}
+
+
+def grouped(params: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+    """Two groups: matrices, and the rest."""
+    params = list(params)
+    return [{"params": [p for _, p in params if p.ndim == 2]}, {"params": [p for _, p in params if p.ndim != 2]}]
+
+
+def started(
+    make: Make, level: str = "O2", task: Any = NORMED_MLP, engine: Any = amp, **keywords: Any
+) -> tuple[nn.Module, Optimizer]:
+    model = task.model()
+    optimizer = make(grouped(model.named_parameters()))
+    engine.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **keywords})
+    return model, optimizer
+
+
+class Lockstep:
+    """An optimizer in the engine beside a bare one, which gets FP32 parameters and the same gradients, unscaled."""
+
+    def __init__(self, name: str, level: str = "O2", task: Any = NORMED_MLP, **keywords: Any) -> None:
+        self.name, self.task, self.taken = name, task, 0
+        self.model, self.optimizer = started(VARIANTS[name], level, task, **keywords)
+        self.bare_params = {n: nn.Parameter(p.detach().clone()) for n, p in self.task.model().named_parameters()}
+        self.bare = VARIANTS[name](grouped(self.bare_params.items()))
+
+    @property
+    def both(self) -> tuple[Optimizer, Optimizer]:
+        return self.optimizer, self.bare
+
+    def exit(self) -> None:
+        """A backward, into both."""
+        for optimizer in self.both:
+            optimizer.zero_grad(set_to_none=True)
+        scale = amp._amp_state.loss_scalers[0].loss_scale()
+        loss = self.task.loss(self.model, self.task.batch(self.taken))
+        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+            for name, param in self.model.named_parameters():
+                if param.grad is not None:
+                    self.bare_params[name].grad = param.grad.float() / scale
+        self.taken += 1
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.exit()
+            for optimizer in self.both:
+                optimizer.step()
+
+    def check(self) -> None:
+        """Weights, half weights, state and its form are those of the bare optimizer."""
+        for param, master in zip(
+            [p for group in grouped(self.model.named_parameters()) for p in group["params"]],
+            group_params(self.optimizer),
+            strict=True,
+        ):
+            assert_bitwise(param.detach(), master.detach().to(param.dtype))
+        self.assert_same(masters(self.optimizer), masters(self.bare))
+        for ours, theirs in zip(*(group_params(optimizer) for optimizer in self.both), strict=True):
+            self.assert_same_state(self.optimizer.state.get(ours, {}), self.bare.state.get(theirs, {}))
+        self.assert_same_state_dict(self.optimizer.state_dict(), self.bare.state_dict())
+
+    def assert_same(self, ours: Any, theirs: Any) -> None:
+        if "fused" in self.name or self.name.startswith("one group"):
+            torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-7)
+        else:
+            assert_same_step(self.optimizer, ours, theirs)
+
+    def assert_same_state(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+        assert list(ours) == list(theirs)
+        for key, value in theirs.items():
+            if isinstance(value, Tensor):
+                assert (ours[key].dtype, ours[key].shape, ours[key].device) == (value.dtype, value.shape, value.device)
+                assert key == "step" or ours[key].stride() == value.stride()
+            self.assert_same(ours[key], value)
+
+    def assert_same_state_dict(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+        assert list(ours) == list(theirs)
+        assert_bitwise(ours["param_groups"], theirs["param_groups"])
+        assert list(ours["state"]) == list(theirs["state"])
+        for index, state in theirs["state"].items():
+            self.assert_same_state(ours["state"][index], state)
+
+
+# --- the step of torch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights_and_state_are_those_of_the_bare_optimizer(name: str, level: str) -> None:
+    pair = Lockstep(name, level)
+    for _ in range(4):
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_a_differentiable_step_fails_as_in_torch(name: str) -> None:
+    """It cannot write to leaves that require a gradient, and nothing of it is left behind."""
+    make = getattr(torch.optim, name)
+    model, optimizer = started(lambda params: make(params, lr=0.1, differentiable=True))
+    before, halves = masters(optimizer), frozen(list(model.parameters()))
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    with pytest.raises(RuntimeError, match="leaf"):
+        optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+    assert_bitwise(frozen(list(model.parameters())), halves)
+
+
+def test_a_capturable_step_is_torchs_or_right() -> None:
+    """torch's own refuses the CPU."""
+    model, optimizer = started(lambda params: torch.optim.AdamW(params, capturable=True))
+    plain = started(torch.optim.AdamW, engine=Engine())
+    before = masters(optimizer)
+    try:
+        train(NORMED_MLP, model, optimizer, "cc")
+    except (AssertionError, RuntimeError):
+        assert_bitwise(masters(optimizer), before)
+    else:
+        amp.close()
+        model, plain = started(torch.optim.AdamW)
+        train(NORMED_MLP, model, plain, "cc")
+        torch.testing.assert_close(masters(optimizer), masters(plain))
+
+
+def test_the_bare_optimizer_itself_is_left_to_torch() -> None:
+    """A class that is stepped here is stepped by torch everywhere else, also while an engine is open."""
+    started(OPTIMIZERS["AdamW"])
+    values = []
+    for _ in range(2):
+        model = MLP.model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for index in range(2):
+            optimizer.zero_grad()
+            MLP.loss(model, MLP.batch(index)).backward()
+            optimizer.step()
+        values.append(optimizer_values(optimizer))
+        amp.close()
+    assert_bitwise(*values)
+
+
+def test_a_second_step_without_a_backward_does_nothing_to_masters() -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP)
+    train(MLP, model, optimizer, "cc")
+    before, halves = optimizer_values(optimizer), frozen(list(model.parameters()))
+    optimizer.step()
+    assert_bitwise(optimizer_values(optimizer), before)
+    assert_bitwise(frozen(list(model.parameters())), halves)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_before_any_backward_does_nothing(name: str) -> None:
+    model, optimizer = started(OPTIMIZERS[name])
+    before, halves = masters(optimizer), frozen(list(model.parameters()))
+    optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+    assert_bitwise(frozen(list(model.parameters())), halves)
+    train(NORMED_MLP, model, optimizer, "c")
+    assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_that_get_their_first_gradient_late_count_their_own_steps(name: str) -> None:
+    def run(*, engine: bool) -> tuple[list[Tensor], list[Any]]:
+        torch.manual_seed(0)
+        heads = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        if not engine:
+            for param in heads.parameters():
+                param.data = param.data.half().float()
+        optimizer = OPTIMIZERS[name](grouped(heads.named_parameters()))
+        if engine:
+            for param in heads.parameters():
+                param.data = param.data.half().float()
+            amp.initialize(heads, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
+        for reached in ([0], [0, 1], [1, 2], [0, 2]):
+            optimizer.zero_grad(set_to_none=True)
+            params = [p for i in reached for p in heads[i].parameters()]
+            loss = sum((p.float() * torch.arange(p.numel()).reshape(p.shape) / 64).sum() for p in params)
+            if engine:
+                backward(loss, optimizer)
+            else:
+                loss.backward()
+            optimizer.step()
+        values = masters(optimizer), [list(optimizer.state.get(p, {})) for p in group_params(optimizer)]
+        amp.close()
+        return values
+
+    ours, theirs = run(engine=True), run(engine=False)
+    assert ours[1] == theirs[1]
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2e-6, atol=2e-7)
+
+
+# --- what users do to an optimizer between steps --------------------------------------------------
+
+
+def states(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [optimizer.state[param] for param in group_params(optimizer)]
+
+
+def zero_state(optimizer: Optimizer) -> None:
+    for state in states(optimizer):
+        for key, value in state.items():
+            if key != "step":
+                value.zero_()
+
+
+def replace_state(optimizer: Optimizer) -> None:
+    for state in states(optimizer):
+        for key, value in state.items():
+            if key != "step":
+                state[key] = value * 0.5
+
+
+def replace_one_state(optimizer: Optimizer) -> None:
+    state = states(optimizer)[1]
+    key = [key for key in state if key != "step"][-1]
+    state[key] = state[key].clone().fill_(0.25)
+
+
+def replace_state_data(optimizer: Optimizer) -> None:
+    for state in states(optimizer):
+        for key, value in state.items():
+            if key != "step":
+                value.data = value.data * 0.5
+
+
+def clear_state(optimizer: Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def drop_one_state(optimizer: Optimizer) -> None:
+    del optimizer.state[group_params(optimizer)[1]]
+
+
+def write_steps(optimizer: Optimizer) -> None:
+    for state in states(optimizer):
+        state["step"].fill_(20.0)
+
+
+def replace_steps(optimizer: Optimizer) -> None:
+    for state in states(optimizer):
+        state["step"] = torch.tensor(20.0)
+
+
+def write_one_step(optimizer: Optimizer) -> None:
+    states(optimizer)[2]["step"] += 5
+
+
+def change_group(key: str, value: Any) -> Callable[[Optimizer], None]:
+    def change(optimizer: Optimizer) -> None:
+        optimizer.param_groups[0][key] = value
+
+    change.__name__ = f"{key}={value}"
+    return change
+
+
+def own_state_dict(optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def copied_state_dict(optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+
+
+def edited_state_dict(optimizer: Optimizer) -> None:
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for state in state_dict["state"].values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                value.mul_(2 if key == "step" else 0.5)
+    for group in state_dict["param_groups"]:
+        group["lr"] = 2e-3
+    optimizer.load_state_dict(state_dict)
+
+
+def drop_param(optimizer: Optimizer) -> None:
+    optimizer.param_groups[1]["params"].pop()
+
+
+def reverse_params(optimizer: Optimizer) -> None:
+    optimizer.param_groups[1]["params"].reverse()
+
+
+def swap_groups(optimizer: Optimizer) -> None:
+    optimizer.param_groups.reverse()
+
+
+def new_group_dict(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0] = dict(optimizer.param_groups[0], lr=2e-3)
+
+
+ANY_CHANGES = [
+    clear_state,
+    drop_one_state,
+    zero_state,
+    replace_state,
+    replace_one_state,
+    replace_state_data,
+    change_group("lr", 1e-3),
+    change_group("lr", 0.0),
+    change_group("weight_decay", 0.3),
+    own_state_dict,
+    copied_state_dict,
+    edited_state_dict,
+    new_group_dict,
+]
+CHANGES = [
+    *((name, change) for name in ("AdamW", "SGD momentum", "FusedAdam", "FusedSGD") for change in ANY_CHANGES),
+    *((name, change) for name in ("FusedLAMB", "FusedNovoGrad", "FusedAdagrad") for change in ANY_CHANGES),
+    *(
+        (name, change)
+        for name in ("AdamW", "Adam", "FusedAdam")
+        for change in (
+            write_steps,
+            replace_steps,
+            write_one_step,
+            change_group("betas", (0.5, 0.7)),
+            change_group("eps", 1e-2),
+        )
+    ),
+    *(
+        (name, change)
+        for name in ("AdamW", "Adam")
+        for change in (change_group("maximize", True), change_group("lr", torch.tensor(3e-3)))
+    ),
+    *(
+        (name, change)
+        for name in ("SGD", "SGD momentum", "FusedSGD")
+        for change in (change_group("momentum", 0.5), change_group("momentum", 0.0), change_group("dampening", 0.0))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES, ids=[f"{n}-{c.__name__}" for n, c in CHANGES])
+def test_a_change_between_steps_counts_as_in_the_bare_optimizer(name: str, change: Any) -> None:
+    pair = Lockstep(name)
+    pair.step(2)
+    for optimizer in pair.both:
+        change(optimizer)
+    pair.step()
+    pair.check()
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedLAMB"])
+@pytest.mark.parametrize(
+    "change", [clear_state, replace_state, edited_state_dict, change_group("lr", 1e-3)], ids=lambda c: c.__name__
+)
+def test_a_change_between_exit_and_step_counts_as_in_the_bare_optimizer(name: str, change: Any) -> None:
+    pair = Lockstep(name)
+    pair.step(2)
+    pair.exit()
+    for optimizer in pair.both:
+        change(optimizer)
+        optimizer.step()
+    pair.check()
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedSGD"])
+@pytest.mark.parametrize("change", [reverse_params, swap_groups])
+@pytest.mark.parametrize("pending", [False, True])
+def test_parameters_in_another_order_are_stepped_each_with_its_own(name: str, change: Any, pending: bool) -> None:
+    pair = Lockstep(name)
+    pair.step(2)
+    if pending:
+        pair.exit()
+    for optimizer in pair.both:
+        change(optimizer)
+        if pending:
+            optimizer.step()
+    pair.step()
+    pair.assert_same(masters(pair.optimizer), masters(pair.bare))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam"])
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_parameter_taken_out_of_its_group_stays_where_it_is(name: str, pending: bool) -> None:
+    pair = Lockstep(name)
+    pair.step(2)
+    if pending:
+        pair.exit()
+    kept = group_params(pair.optimizer)[-1].detach().clone()
+    dropped = group_params(pair.optimizer)[-1]
+    for optimizer in pair.both:
+        drop_param(optimizer)
+        if pending:
+            optimizer.step()
+    if not pending:
+        pair.step()
+    pair.assert_same(masters(pair.optimizer), masters(pair.bare))
+    assert_bitwise(dropped.detach(), kept)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedSGD", "FusedLAMB"])
+def test_the_state_dict_trains_on_in_a_bare_optimizer(name: str) -> None:
+    pair = Lockstep(name)
+    pair.step(3)
+    values = masters(pair.optimizer)
+    bare = VARIANTS[name]([{"params": [nn.Parameter(v) for v in values[:2]]}, {"params": values[2:]}])
+    bare.load_state_dict(pickle.loads(pickle.dumps(pair.optimizer.state_dict())))
+    pair.exit()
+    for param, other in zip(group_params(bare), group_params(pair.bare), strict=True):
+        param.grad = other.grad.clone()
+    bare.step()
+    pair.optimizer.step()
+    pair.assert_same(masters(pair.optimizer), masters(bare))
+    pair.assert_same_state_dict(pair.optimizer.state_dict(), bare.state_dict())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedSGD", "FusedLAMB"])
+@pytest.mark.parametrize("first", [0, 2], ids=["into a fresh one", "mid-run"])
+def test_the_state_of_a_bare_optimizer_is_loaded_and_trained_on(name: str, first: int) -> None:
+    pair = Lockstep(name)
+    pair.step(first)
+    donor = Lockstep.__new__(Lockstep)
+    donor.bare_params = {n: nn.Parameter(p.detach() * 0.5) for n, p in pair.bare_params.items()}
+    donor.bare = VARIANTS[name](grouped(donor.bare_params.items()))
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for param in donor.bare_params.values():
+            param.grad = torch.randn(param.shape, generator=generator)
+        donor.bare.step()
+    saved = pickle.dumps(donor.bare.state_dict())
+    for optimizer in pair.both:
+        optimizer.load_state_dict(pickle.loads(saved))
+    pair.step(2)
+    pair.check()
+
+
+@pytest.mark.parametrize(("fused", "bare"), [("FusedAdam", "AdamW"), ("FusedSGD", "SGD momentum")])
+def test_a_fused_optimizer_and_the_one_of_torch_load_each_others_state(fused: str, bare: str) -> None:
+    start = Lockstep(bare)
+    start.step(3)
+    saved, values = copy.deepcopy(start.optimizer.state_dict()), masters(start.optimizer)
+    weights = frozen(start.model.state_dict())
+    amp.close()
+    after = []
+    for name in (fused, bare):
+        model, optimizer = started(VARIANTS[name])
+        model.load_state_dict(weights)
+        own = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": copy.deepcopy(saved["state"]), "param_groups": own})
+        assert_bitwise(masters(optimizer), values)
+        train(NORMED_MLP, model, optimizer, "cc", first=3)
+        after.append(masters(optimizer))
+        amp.close()
+    torch.testing.assert_close(*after, rtol=2e-6, atol=2e-7)
+
+
+def test_the_count_of_steps_can_be_read_at_any_time() -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"])
+    for index, outcome in enumerate("cocc", start=1):
+        train(NORMED_MLP, model, optimizer, outcome)
+        steps = {float(state["step"]) for state in optimizer.state.values()}
+        assert steps == {float(index - (index > 1))}
+
+
+# --- groups that change ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedLAMB"])
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_group_added_mid_run_starts_counting_there(name: str, pending: bool) -> None:
+    model = MLP.model()
+    names = dict(model.named_parameters())
+    bare_params = {key: nn.Parameter(value.detach().clone()) for key, value in names.items()}
+    optimizer = OPTIMIZERS[name]([names["2.weight"], names["2.bias"]])
+    bare = OPTIMIZERS[name]([bare_params["2.weight"], bare_params["2.bias"]])
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for index in range(4):
+        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad()
+        bare.zero_grad(set_to_none=True)
+        if index == 2 and not pending:
+            optimizer.add_param_group({"params": [names["0.weight"], names["0.bias"]]})
+        with amp.scale_loss(MLP.loss(model, MLP.batch(index)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            for key, param in names.items():
+                if key[0] == "2" or index > (2 if pending else 1):
+                    bare_params[key].grad = param.grad.float() / 65536
+        if index == 2 and pending:
+            model[0].zero_grad()
+            optimizer.add_param_group({"params": [names["0.weight"], names["0.bias"]]})
+        if index == 2:
+            exact = [m.detach().clone() for m in list(amp.master_params(optimizer))[2:]]
+            for param, value in zip((bare_params["0.weight"], bare_params["0.bias"]), exact, strict=True):
+                param.data = value
+            bare.add_param_group({"params": [bare_params["0.weight"], bare_params["0.bias"]]})
+        optimizer.step()
+        bare.step()
+    assert_same_step(optimizer, masters(optimizer), masters(bare))
+    assert [float(s["step"]) for s in optimizer.state.values() if "step" in s] == [
+        float(s["step"]) for s in bare.state.values() if "step" in s
+    ]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam"])
+def test_frozen_parameters_rest_with_their_state_and_go_on_afterwards(name: str) -> None:
+    pair = Lockstep(name)
+    pair.step(2)
+    pair.model[0].requires_grad_(False)
+    index = next(i for i, p in enumerate(group_params(pair.bare)) if p is pair.bare_params["0.weight"])
+    kept = frozen(pair.optimizer.state[group_params(pair.optimizer)[index]])
+    pair.step(2)
+    pair.assert_same(masters(pair.optimizer), masters(pair.bare))
+    assert_bitwise(frozen(pair.optimizer.state[group_params(pair.optimizer)[index]]), kept)
+    pair.model[0].requires_grad_(True)
+    pair.step(2)
+    pair.check()
+
+
+def test_freezing_between_exit_and_step_does_not_take_the_gradient_back() -> None:
+    """As in torch, where an optimizer looks at `.grad` only."""
+    pair = Lockstep("SGD momentum")
+    pair.step()
+    pair.exit()
+    pair.model[0].requires_grad_(False)
+    for optimizer in pair.both:
+        optimizer.step()
+    pair.model[0].requires_grad_(True)
+    pair.check()
+
+
+# --- learning rates -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "AdamW tensor lr"])
+@pytest.mark.parametrize("scheduler", ["lambda", "one cycle", "plateau"])
+def test_schedulers_are_followed(name: str, scheduler: str) -> None:
+    if scheduler == "plateau" and "tensor" in name:
+        pytest.skip("torch's own scheduler compares numbers")
+    make = {
+        "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+        "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.01, total_steps=8),
+        "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0),
+    }[scheduler]
+    pair = Lockstep(name)
+    schedulers = [make(optimizer) for optimizer in pair.both]
+    for _ in range(4):
+        pair.step()
+        for one in schedulers:
+            one.step(*([1.0] if scheduler == "plateau" else []))
+    for a, b in zip(pair.optimizer.param_groups, pair.bare.param_groups, strict=True):
+        assert float(a["lr"]) == pytest.approx(float(b["lr"]))
+    pair.assert_same(masters(pair.optimizer), masters(pair.bare))
+
+
+@pytest.mark.parametrize("name", ["AdamW tensor lr", "SGD tensor lr"])
+def test_a_tensor_rate_written_in_place_counts(name: str) -> None:
+    pair = Lockstep(name)
+    pair.step()
+    for optimizer in pair.both:
+        for group in optimizer.param_groups:
+            group["lr"].fill_(1e-4)
+    pair.step()
+    pair.check()
+
+
+# --- weights that others write --------------------------------------------------------------------
+
+
+def in_place(param: Tensor) -> None:
+    with torch.no_grad():
+        param.fill_(0.5)
+
+
+def new_storage(param: Tensor) -> None:
+    param.data = torch.full_like(param.data, 0.5)
+
+
+WRITES = {"in place": in_place, "another storage": new_storage}
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("when", ["between steps", "between exit and step"])
+def test_a_half_weight_written_by_the_user_is_what_the_step_starts_from(when: str, write: str, level: str) -> None:
+    pair = Lockstep("SGD momentum", level)
+    pair.step()
+    if when == "between exit and step":
+        pair.exit()
+    WRITES[write](pair.model[3].weight)
+    pair.bare_params["3.weight"].data.fill_(0.5)
+    if when == "between exit and step":
+        for optimizer in pair.both:
+            optimizer.step()
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+def test_a_write_through_data_between_exit_and_step_counts_where_it_is_adopted(adopt: bool) -> None:
+    pair = Lockstep("SGD momentum", adopt_data_writes=adopt)
+    pair.step()
+    pair.exit()
+    pair.model[3].weight.data.fill_(0.5)
+    if adopt:
+        pair.bare_params["3.weight"].data.fill_(0.5)
+    for optimizer in pair.both:
+        optimizer.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "storage"])
+def test_a_master_written_by_the_user_is_what_the_step_starts_from(how: str) -> None:
+    pair = Lockstep("SGD momentum")
+    pair.step()
+    pair.exit()
+    for optimizer in pair.both:
+        param = group_params(optimizer)[1]
+        if how == "in place":
+            with torch.no_grad():
+                param.mul_(0.5)
+        elif how == "data":
+            param.data.mul_(0.5)
+        else:
+            param.data = param.data * 0.5
+        optimizer.step()
+    pair.check()
+    pair.step()
+    pair.check()
+
+
+def test_weights_loaded_between_exit_and_step_are_what_the_step_starts_from() -> None:
+    pair = Lockstep("SGD momentum")
+    pair.step()
+    pair.exit()
+    other = NORMED_MLP.model(7)
+    pair.model.load_state_dict(other.state_dict())
+    for name, param in other.named_parameters():
+        pair.bare_params[name].data = param.detach().clone()
+    for optimizer in pair.both:
+        optimizer.step()
+    pair.check()
+
+
+def test_a_model_made_in_inference_mode_is_trained() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    before = masters(optimizer)
+    backward(model(torch.ones(2, 4)).square().mean() / 8, optimizer)
+    optimizer.step()
+    assert not torch.equal(masters(optimizer)[0], before[0])
+    assert_bitwise([p.detach() for p in model.parameters()], [m.half() for m in masters(optimizer)])
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def test_a_step_hook_of_the_user_that_edits_gradients_counts() -> None:
+    pair = Lockstep("SGD momentum")
+    amp.close()
+    pair.model, pair.optimizer = NORMED_MLP.model(), None
+    pair.optimizer = VARIANTS[pair.name](grouped(pair.model.named_parameters()))
+
+    def halve(optimizer: Optimizer, *_: Any) -> None:
+        for param in group_params(optimizer):
+            param.grad.mul_(0.5)
+
+    for optimizer in pair.both:
+        optimizer.register_step_pre_hook(halve)
+    amp.initialize(pair.model, pair.optimizer, opt_level="O2", verbosity=0)
+    pair.step(3)
+    pair.check()
+
+
+def test_a_step_hook_afterwards_sees_the_new_weights() -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"])
+    seen: list[list[Tensor]] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(frozen(list(model.parameters()))))
+    train(NORMED_MLP, model, optimizer, "cc")
+    assert_bitwise(seen[1], frozen(list(model.parameters())))
+    assert not torch.equal(seen[0][0], seen[1][0])
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_moved_to_another_engine_trains_on_bit_by_bit(name: str, level: str) -> None:
+    def run(*, moving: bool) -> dict[str, Any]:
+        engine = Engine()
+        model, optimizer = started(OPTIMIZERS[name], level, engine=engine)
+        for index in range(4):
+            if moving and index == 2:
+                engine.close()
+                engine = Engine()
+                engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+            train(NORMED_MLP, model, optimizer, "c", first=index, engine=engine)
+        engine.close()
+        return optimizer_values(optimizer)
+
+    assert_bitwise(run(moving=True), run(moving=False))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedLAMB"])
+def test_after_close_the_optimizer_is_a_bare_one_with_its_state(name: str) -> None:
+    pair = Lockstep(name)
+    pair.step(3)
+    amp.close()
+    assert {type(param) for param in group_params(pair.optimizer)} == {nn.Parameter}
+    for optimizer in pair.both:
+        for index, param in enumerate(group_params(optimizer)):
+            param.grad = torch.full_like(param, 0.01 * (index + 1))
+        optimizer.step()
+    pair.assert_same(masters(pair.optimizer), masters(pair.bare))
+    pair.assert_same_state_dict(pair.optimizer.state_dict(), pair.bare.state_dict())
+    for ours, theirs in zip(*(group_params(optimizer) for optimizer in pair.both), strict=True):
+        pair.assert_same_state(pair.optimizer.state[ours], pair.bare.state[theirs])
+
+
+def test_two_engines_step_side_by_side() -> None:
+    def run(*, together: bool) -> list[Any]:
+        pairs = [(engine, *started(OPTIMIZERS["AdamW"], engine=engine)) for engine in (Engine(), Engine())]
+        order = (
+            [(i, pair) for i in range(3) for pair in pairs] if together else [(i, p) for p in pairs for i in range(3)]
+        )
+        for index, (engine, model, optimizer) in order:
+            train(NORMED_MLP, model, optimizer, "c", first=index, engine=engine)
+        values = [optimizer_values(optimizer) for _, _, optimizer in pairs]
+        for engine, _, _ in pairs:
+            engine.close()
+        return values
+
+    assert_bitwise(run(together=True), run(together=False))
+
+
+# --- skips ----------------------------------------------------------------------------------------
+
+
+class Late:
+    """Whether flags have come from the device."""
+
+    def __init__(self) -> None:
+        self.known = False
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    """No flag is known to the host until `late.known` says so; waiting for one gives it as ever."""
+    late, is_known = Late(), HostFlag.is_known
+    monkeypatch.setattr(HostFlag, "is_known", lambda flag: late.known and is_known(flag))
+    return late
+
+
+@pytest.fixture(params=["known at once", "known late"])
+def arrival(request: pytest.FixtureRequest) -> str:
+    if request.param == "known late":
+        request.getfixturevalue("late")
+    return request.param
+
+
+def was_skipped(optimizer: Optimizer) -> bool:
+    engine = amp.current_engine()
+    assert engine is not None
+    return engine.step_was_skipped(optimizer)
+
+
+@pytest.mark.usefixtures("arrival")
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skip_leaves_weights_masters_and_state_bit_by_bit(name: str, level: str) -> None:
+    model, optimizer = started(OPTIMIZERS[name], level, loss_scale="dynamic")
+    train(NORMED_MLP, model, optimizer, "cc")
+    before, halves = optimizer_values(optimizer), frozen(list(model.parameters()))
+    saved = frozen(optimizer.state_dict())
+    optimizer.zero_grad()
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(2)), optimizer, overflow=True)
+    assert optimizer.step() is None
+    assert_bitwise(optimizer_values(optimizer), before)
+    assert_bitwise(frozen(list(model.parameters())), halves)
+    assert_bitwise(frozen(optimizer.state_dict()), saved)
+    assert was_skipped(optimizer)
+    train(NORMED_MLP, model, optimizer, "c", first=3)
+    assert not was_skipped(optimizer)
+    assert not torch.equal(masters(optimizer)[0], before["params"][0])
+
+
+@pytest.mark.usefixtures("arrival")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("script", ["occ", "cocc", "oococ"])
+def test_steps_around_skips_are_bitwise_those_without_them(script: str, name: str) -> None:
+    """Step counts and bias corrections included; what is skipped is the batch, and the scale is halved."""
+
+    def run(script: str) -> tuple[Any, Any]:
+        model, optimizer = started(OPTIMIZERS[name], task=MLP)
+        index = 0
+        for outcome in script:
+            if outcome == "h":
+                amp._amp_state.loss_scalers[0]._loss_scale /= 2
+            else:
+                train(MLP, model, optimizer, outcome, first=index)
+                index += outcome == "c"
+        values = optimizer_values(optimizer), frozen(optimizer.state_dict())
+        amp.close()
+        return values
+
+    assert_bitwise(run(script), run(script.replace("o", "h")))
+
+
+@pytest.mark.usefixtures("arrival")
+@pytest.mark.parametrize("outcomes", ["oc", "co"])
+@pytest.mark.parametrize("clipping", [False, True])
+@pytest.mark.parametrize("looking", [False, True])
+def test_one_overflow_among_the_backwards_of_a_step_skips_it(outcomes: str, clipping: bool, looking: bool) -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"])
+    train(NORMED_MLP, model, optimizer, "c")
+    before = optimizer_values(optimizer)
+    optimizer.zero_grad()
+    for index, outcome in enumerate(outcomes):
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, overflow=outcome == "o")
+        if looking:
+            assert all(param.grad is not None for param in amp.master_params(optimizer))
+    if clipping:
+        amp.clip_grad_norm_(optimizer, 1.0)
+    optimizer.step()
+    assert was_skipped(optimizer)
+    assert_bitwise(optimizer_values(optimizer), before)
+
+
+@pytest.mark.usefixtures("arrival")
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_skip_stands_until_the_step(set_to_none: bool) -> None:
+    """As in apex: zero_grad and a clean backward do not take it back."""
+    model, optimizer = started(OPTIMIZERS["AdamW"])
+    before = optimizer_values(optimizer)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, overflow=True)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+    optimizer.step()
+    assert was_skipped(optimizer)
+    assert_bitwise(optimizer_values(optimizer), before)
+
+
+@pytest.mark.usefixtures("arrival")
+def test_a_clip_before_a_skipped_step_writes_nothing() -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"])
+    train(NORMED_MLP, model, optimizer, "c")
+    before, halves = optimizer_values(optimizer), frozen(list(model.parameters()))
+    optimizer.zero_grad()
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer, overflow=True)
+    assert not amp.clip_grad_norm_(optimizer, 1.0).isfinite()
+    optimizer.step()
+    assert_bitwise(optimizer_values(optimizer), before)
+    assert_bitwise(frozen(list(model.parameters())), halves)
+
+
+@pytest.mark.usefixtures("arrival")
+@pytest.mark.parametrize("name", ["SGD momentum", "FusedSGD"])
+def test_a_momentum_buffer_starts_at_the_first_gradient_that_is_stepped(name: str) -> None:
+    model, optimizer = started(OPTIMIZERS[name], task=MLP)
+    train(MLP, model, optimizer, "oo")
+    for state in optimizer.state_dict()["state"].values():
+        assert state.get("momentum_buffer") is None
+    optimizer.zero_grad(set_to_none=True)
+    before = masters(optimizer)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    gradients = [param.grad + 1e-2 * value for param, value in zip(group_params(optimizer), before, strict=True)]
+    optimizer.step()
+    buffers = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
+    torch.testing.assert_close(buffers, gradients, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.usefixtures("arrival")
+def test_the_first_good_step_after_a_skip_is_bias_corrected_as_the_first() -> None:
+    model, optimizer = started(lambda params: torch.optim.Adam(params, lr=1e-2, eps=0.0), task=MLP)
+    train(MLP, model, optimizer, "oo")
+    before = masters(optimizer)
+    train(MLP, model, optimizer, "c")
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    for new, old in zip(masters(optimizer), before, strict=True):
+        moved = (new - old).abs()
+        assert (moved[moved > 0] - 1e-2).abs().max() < 1e-6
+
+
+@pytest.mark.usefixtures("arrival")
+def test_an_overflow_under_a_static_scale_skips_where_that_was_asked_for() -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"], loss_scale=128.0, skip_on_overflow=True)
+    before = optimizer_values(optimizer)
+    train(NORMED_MLP, model, optimizer, "o")
+    assert was_skipped(optimizer)
+    assert_bitwise(optimizer_values(optimizer), before)
+
+
+@pytest.mark.usefixtures("arrival")
+def test_an_overflow_of_one_loss_skips_every_optimizer_of_it_and_no_other() -> None:
+    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+    optimizers = [torch.optim.AdamW(layer.parameters()) for layer in model]
+    amp.initialize(model, optimizers, opt_level="O2", num_losses=2, verbosity=0)
+
+    def loss(*indices: int) -> Tensor:
+        return sum(model[i](torch.ones(2, 4).half()).float().square().mean() for i in indices) / 8
+
+    before = [optimizer_values(optimizer) for optimizer in optimizers]
+    backward(loss(0, 1), optimizers[:2], overflow=True, loss_id=0)
+    backward(loss(2), optimizers[2], loss_id=1)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [was_skipped(optimizer) for optimizer in optimizers] == [True, True, False]
+    for optimizer, values in zip(optimizers[:2], before, strict=False):
+        assert_bitwise(optimizer_values(optimizer), values)
+    assert not torch.equal(masters(optimizers[2])[0], before[2]["params"][0])
+
+
+@pytest.mark.usefixtures("arrival")
+def test_the_state_of_a_skipped_first_step_loads_into_a_bare_optimizer() -> None:
+    for name in ("AdamW", "SGD momentum"):
+        model, optimizer = started(OPTIMIZERS[name], task=MLP)
+        train(MLP, model, optimizer, "o")
+        bares = [OPTIMIZERS[name](grouped((str(i), nn.Parameter(v)) for i, v in enumerate(masters(optimizer))))] * 1
+        bares.append(copy.deepcopy(bares[0]))
+        bares[0].load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+        for bare in bares:
+            for param in group_params(bare):
+                param.grad = torch.ones_like(param)
+            bare.step()
+        assert_bitwise(masters(bares[0]), masters(bares[1]))
+        amp.close()
+
+
+@pytest.mark.usefixtures("arrival")
+def test_close_after_a_skip_leaves_the_state_of_the_good_steps() -> None:
+    def run(script: str) -> dict[str, Any]:
+        model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP)
+        index = 0
+        for outcome in script:
+            train(MLP, model, optimizer, outcome, first=index)
+            index += outcome == "c"
+        amp.close()
+        return optimizer_values(optimizer)
+
+    ours, truth = run("coco"), run("cc")
+    assert_bitwise([s["step"] for s in ours["state"]], [s["step"] for s in truth["state"]])
+    torch.testing.assert_close(ours["params"], truth["params"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.usefixtures("arrival")
+def test_state_loaded_after_a_skip_counts() -> None:
+    def run(script: str) -> list[Tensor]:
+        model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP)
+        train(MLP, model, optimizer, "cc")
+        saved, weights = pickle.dumps(optimizer.state_dict()), frozen(model.state_dict())
+        train(MLP, model, optimizer, script, first=2)
+        amp._amp_state.loss_scalers[0]._loss_scale = 2.0**10
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(pickle.loads(saved))
+        train(MLP, model, optimizer, "c", first=4)
+        values = masters(optimizer)
+        amp.close()
+        return values
+
+    assert_bitwise(run("o"), run(""))
+    assert_bitwise(run("co"), run(""))
+
+
+@pytest.mark.usefixtures("arrival")
+def test_schedulers_are_quiet_about_skips() -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"])
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for index, outcome in enumerate("ococ"):
+        train(NORMED_MLP, model, optimizer, outcome, first=index)
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 5)
+
+
+@pytest.mark.usefixtures("late")
+def test_an_optimizer_that_the_kernels_do_not_know_waits_for_the_flag() -> None:
+    model, optimizer = started(torch.optim.RMSprop)
+    train(NORMED_MLP, model, optimizer, "c")
+    before = optimizer_values(optimizer)
+    train(NORMED_MLP, model, optimizer, "o", first=1)
+    assert was_skipped(optimizer)
+    assert_bitwise(optimizer_values(optimizer), before)
+
+
+@native_only
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("clipping", [False, True])
+def test_exit_clip_and_step_wait_for_nothing(
+    name: str, clipping: bool, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(flag: HostFlag) -> bool:
+        raise AssertionError("the host waited for the device")
+
+    model, optimizer = started(OPTIMIZERS[name], verbosity=1)
+    monkeypatch.setattr(HostFlag, "read", wait)
+    for index, outcome in enumerate("cococ"):
+        optimizer.zero_grad(set_to_none=True)
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, overflow=outcome == "o")
+        if clipping:
+            amp.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+    monkeypatch.undo()
+    assert all(master.isfinite().all() for master in masters(optimizer))
+    assert not was_skipped(optimizer)
+
+
+# --- what is said about skips ---------------------------------------------------------------------
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+@native_only
+def test_a_skip_is_announced_when_it_is_known_and_not_before(late: Late, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP, verbosity=1)
+    said(capsys)
+    train(MLP, model, optimizer, "co")
+    assert said(capsys) == []
+    late.known = True
+    train(MLP, model, optimizer, "c", first=2)
+    assert said(capsys) == [f"{OVERFLOW} 32768.0"]
+    train(MLP, model, optimizer, "cc", first=3)
+    assert said(capsys) == []
+
+
+@pytest.mark.usefixtures("late")
+def test_a_skip_that_was_asked_about_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP, verbosity=1)
+    said(capsys)
+    train(MLP, model, optimizer, "o")
+    assert was_skipped(optimizer)
+    assert was_skipped(optimizer)
+    train(MLP, model, optimizer, "c", first=1)
+    assert not was_skipped(optimizer)
+    assert said(capsys) == [f"{OVERFLOW} 32768.0"]
+
+
+@pytest.mark.parametrize("script", ["o", "oo", "coco", "ooocoo"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_known_late_is_said_as_if_known_at_once(
+    script: str, count: int, late: Late, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same lines, with the scale of the time."""
+
+    def run(*, known: bool) -> Counter[str]:
+        late.known = known
+        model = MLP.model()
+        params = list(model.parameters())
+        optimizers = [torch.optim.AdamW(params[i::count]) for i in range(count)]
+        amp.initialize(model, optimizers, opt_level="O2")
+        said(capsys)
+        for index, outcome in enumerate(script + "c"):
+            if index == len(script):
+                late.known = True
+            backward(MLP.loss(model, MLP.batch(index)), optimizers, overflow=outcome == "o")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        amp.close()
+        return Counter(said(capsys))
+
+    lines = run(known=False)
+    assert lines == run(known=True)
+    assert sum(lines.values()) == count * script.count("o")
+
+
+def test_eight_skips_that_are_known_late_are_diagnosed_once(late: Late, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP, verbosity=1)
+    for index in range(10):
+        optimizer.zero_grad(set_to_none=True)
+        with amp.scale_loss(MLP.loss(model, MLP.batch(index)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            model[0].bias.grad[0] = float("nan")
+        optimizer.step()
+    late.known = True
+    train(MLP, model, optimizer, "c")
+    lines = said(capsys)
+    (diagnosis,) = [line for line in lines if line.startswith("Amp diagnosis")]
+    assert "8 steps in a row" in diagnosis
+    assert "(0.bias)" in diagnosis
+    assert "Loss finite: yes" in diagnosis
+    assert sum(line.startswith(OVERFLOW) for line in lines) == 10
+
+
+def test_a_good_step_among_skips_that_are_known_late_starts_the_count_again(
+    late: Late, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP, verbosity=1)
+    train(MLP, model, optimizer, "ooooo" + "c" + "ooooo")
+    late.known = True
+    train(MLP, model, optimizer, "c")
+    lines = said(capsys)
+    assert not [line for line in lines if line.startswith("Amp diagnosis")]
+    assert sum(line.startswith(OVERFLOW) for line in lines) == 10
+
+
+@pytest.mark.usefixtures("arrival")
+def test_the_scale_follows_late_flags_too() -> None:
+    model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP)
+    train(MLP, model, optimizer, "coc")
+    assert scaler_numbers() == (32768.0, 1)

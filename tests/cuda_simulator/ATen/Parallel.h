@@ -1,0 +1,15 @@
+// PyTorch's thread pool of one thread, so that the CPU backend compiles without PyTorch.
+#pragma once
+
+#include <cstdint>
+
+namespace at {
+
+template <class Body>
+void parallel_for(int64_t begin, int64_t end, int64_t, Body const& body) {
+  if (begin < end) {
+    body(begin, end);
+  }
+}
+
+}  // namespace at

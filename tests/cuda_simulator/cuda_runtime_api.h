@@ -1,0 +1,165 @@
+// A GPU in one thread, for tests of csrc/cuda on machines without one. This folder comes first on the include path, so
+// that csrc/cuda/*.cu compiles as plain C++.
+//
+// The threads of a block are fibers. They switch at barriers and shuffles only, in an order that changes from block to
+// block, and blocks run in an order that changes from launch to launch.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __shared__ static
+
+using cudaStream_t = struct CUstream_st*;
+
+struct Dim {
+  unsigned x;
+};
+inline Dim threadIdx, blockIdx, blockDim, gridDim;
+
+namespace simulator {
+
+inline int launches = 0;
+
+[[noreturn]] inline void fail(char const* what) {
+  std::fprintf(stderr, "simulator: %s\n", what);
+  std::abort();
+}
+
+struct Barrier {
+  unsigned size, arrived = 0, generation = 0;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  bool done;
+};
+
+constexpr size_t kStack = 64 * 1024;
+inline std::vector<Fiber> fibers(1024);
+inline ucontext_t scheduler;
+inline std::function<void()> const* kernel;
+inline std::vector<Barrier> barriers;  // of the warps, then of the block
+inline uint64_t progress;
+inline unsigned char exchanged[32][32][16];
+inline std::mt19937 order(0);
+
+inline void enter() {
+  (*kernel)();
+  fibers[threadIdx.x].done = true;
+  ++progress;
+  swapcontext(&fibers[threadIdx.x].context, &scheduler);
+}
+
+inline void wait(Barrier& barrier) {
+  unsigned const generation = barrier.generation;
+  ++progress;
+  if (++barrier.arrived == barrier.size) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    return;
+  }
+  unsigned const me = threadIdx.x;
+  while (barrier.generation == generation) {
+    swapcontext(&fibers[me].context, &scheduler);
+  }
+}
+
+inline void run_block(unsigned threads, std::function<void()> const& body) {
+  kernel = &body;
+  barriers.assign(threads / 32, Barrier{32});
+  barriers.push_back(Barrier{threads});
+  std::vector<unsigned> threads_left(threads);
+  std::iota(threads_left.begin(), threads_left.end(), 0u);
+  std::shuffle(threads_left.begin(), threads_left.end(), order);
+  for (unsigned t : threads_left) {
+    Fiber& fiber = fibers[t];
+    if (!fiber.stack) {
+      fiber.stack = std::make_unique<char[]>(kStack);
+    }
+    fiber.done = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack = {fiber.stack.get(), 0, kStack};
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
+  }
+  while (!threads_left.empty()) {
+    uint64_t const before = progress;
+    for (unsigned t : threads_left) {
+      threadIdx.x = t;
+      swapcontext(&scheduler, &fibers[t].context);
+    }
+    if (progress == before) {
+      fail("threads wait for threads that have left");
+    }
+    std::erase_if(threads_left, [](unsigned t) { return fibers[t].done; });
+  }
+}
+
+template <class T>
+T from_lane(T value, unsigned source) {
+  static_assert(sizeof(T) <= 16);
+  unsigned const warp = threadIdx.x / 32;
+  unsigned const lane = threadIdx.x % 32;
+  std::memcpy(exchanged[warp][lane], &value, sizeof value);
+  wait(barriers[warp]);
+  if (source < 32) {
+    std::memcpy(&value, exchanged[warp][source], sizeof value);
+  }
+  wait(barriers[warp]);
+  return value;
+}
+
+}  // namespace simulator
+
+inline void __syncthreads() { simulator::wait(simulator::barriers.back()); }
+
+inline int __syncthreads_or(int value) {
+  static int any;
+  any = 0;
+  __syncthreads();
+  any |= value != 0;
+  __syncthreads();
+  int const result = any;
+  __syncthreads();
+  return result;
+}
+
+template <class T>
+T __shfl_down_sync(uint32_t, T value, unsigned offset) {
+  return simulator::from_lane(value, threadIdx.x % 32 + offset);
+}
+
+template <class T>
+T __shfl_sync(uint32_t, T value, int lane) {
+  return simulator::from_lane(value, unsigned(lane));
+}
+
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+  uint32_t votes = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    votes |= uint32_t(simulator::from_lane(value, lane)) << lane;
+  }
+  return votes;
+}
+
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+  return std::max(a & 0xffffu, b & 0xffffu) | std::max(a & 0xffff0000u, b & 0xffff0000u);
+}

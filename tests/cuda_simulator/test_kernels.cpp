@@ -1,0 +1,468 @@
+// The sources of csrc/cuda on the simulator against the CPU backend: the same bits, each element once.
+#include <array>
+#include <cmath>
+#include <limits>
+
+#include "cuda/backend.h"
+#include "cuda/octet.cuh"
+#include "math/coefficients.h"
+
+namespace amp_engine {
+namespace {
+
+std::mt19937 random_bits(1);
+int failures = 0;
+
+#define EXPECT(condition, ...)                                                \
+  do {                                                                        \
+    if (!(condition) && ++failures < 20) {                                    \
+      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition);             \
+      std::printf(__VA_ARGS__);                                               \
+      std::printf("\n");                                                      \
+    }                                                                         \
+  } while (false)
+
+template <class T>
+T pick(std::initializer_list<T> values) {
+  return values.begin()[random_bits() % values.size()];
+}
+
+bool chance(unsigned one_in) { return random_bits() % one_in == 0; }
+
+float uniform(float low, float high) { return low + (high - low) * float(random_bits() >> 8) * 0x1p-24f; }
+
+// Magnitudes so far apart that even a sum in float64 shows its order.
+float scattered() {
+  float const magnitude = std::ldexp(uniform(1.0f, 2.0f), int(random_bits() % 36) - 20);
+  return chance(2) ? magnitude : -magnitude;
+}
+
+// A tensor in memory of its own, of exactly its size, `offset` elements from a multiple of 64 bytes.
+struct Tensor {
+  Type type;
+  int64_t numel;
+  int64_t offset;
+  std::unique_ptr<char, decltype(&std::free)> memory{nullptr, &std::free};
+
+  Tensor(Type type, int64_t numel, int64_t offset) : type(type), numel(numel), offset(offset) {
+    void* p = nullptr;
+    if (posix_memalign(&p, 64, size_t((offset + numel) * size_of(type)) + 1)) {
+      std::abort();
+    }
+    memory.reset(static_cast<char*>(p));
+  }
+  Tensor(Tensor const& other) : Tensor(other.type, other.numel, other.offset) {
+    std::memcpy(data(), other.data(), bytes());
+  }
+  Tensor(Tensor&&) = default;
+
+  char* data() const { return memory.get() + offset * size_of(type); }
+  size_t bytes() const { return size_t(numel * size_of(type)); }
+  void set(int64_t i, float x) {
+    if (type == Type::float32) {
+      std::memcpy(data() + i * 4, &x, 4);
+    } else {
+      uint16_t const bits = type == Type::float16 ? f16_from_float(x) : bf16_from_float(x);
+      std::memcpy(data() + i * 2, &bits, 2);
+    }
+  }
+  Tensor& fill(float low, float high) {
+    for (int64_t i = 0; i < numel; ++i) {
+      set(i, uniform(low, high));
+    }
+    return *this;
+  }
+};
+
+Tensor scattered(Tensor tensor) {
+  for (int64_t i = 0; i < tensor.numel; ++i) {
+    tensor.set(i, tensor.type == Type::float16 ? uniform(-3.0f, 3.0f) : scattered());
+  }
+  return tensor;
+}
+
+bool same(Tensor const& a, Tensor const& b) { return !std::memcmp(a.data(), b.data(), a.bytes()); }
+
+Type any_type() { return pick({Type::float32, Type::float16, Type::bfloat16}); }
+int64_t any_numel() { return pick<int64_t>({0, 1, 7, 8, 31, 255, 2047, 2049, 4096, 32767, 32768, 32769, 65537}); }
+int64_t any_offset() { return pick<int64_t>({0, 0, 0, 8, 1, 3, 4}); }
+
+std::vector<Chunk> chunks_of(std::vector<int64_t> const& numels, std::vector<uint32_t>& first) {
+  std::vector<Chunk> chunks;
+  for (uint32_t t = 0; t < numels.size(); ++t) {
+    first.push_back(uint32_t(chunks.size()));
+    for (int64_t i = 0; i * kChunk < numels[t]; ++i) {
+      chunks.push_back({t, uint32_t(i)});
+    }
+  }
+  return chunks;
+}
+
+// One call of `check` or `axpby` and what it wrote.
+struct Listed {
+  std::vector<Tensor> x, y, out;
+  std::vector<double> sum_squares;
+  std::vector<float> largest;
+  std::unique_ptr<bool[]> nonfinite;
+  double total = -1.0;
+  float norm = -1.0f;
+  float found_inf = 0.0f;
+};
+
+struct ListCase {
+  std::vector<Tensor> x, y, out;  // none of y or out: not wanted
+  std::vector<bool> present;
+  bool in_place = false;
+  bool sums = true;
+  bool reciprocal = false;
+  float const* a = nullptr;
+  float const* b = nullptr;
+  float const* norm_scale = nullptr;
+
+  template <class Run>
+  Listed run(Run const& backend) const {
+    Listed result{x, y, out, {}, {}, {}};
+    size_t const n = x.size();
+    std::vector<int64_t> numels;
+    for (Tensor const& tensor : x) {
+      numels.push_back(tensor.numel);
+    }
+    std::vector<uint32_t> first;
+    auto const chunks = chunks_of(numels, first);
+    std::vector<ListRow> rows(n);
+    for (size_t t = 0; t < n; ++t) {
+      ListRow& row = rows[t];
+      row.x = {present[t] ? result.x[t].data() : nullptr, x[t].type, 0};
+      row.y = y.empty() ? Entry{} : Entry{result.y[t].data(), y[t].type, 0};
+      row.out = in_place ? row.x : out.empty() ? Entry{} : Entry{result.out[t].data(), out[t].type, 0};
+      row.numel = numels[t];
+      row.first_chunk = first[t];
+      row.n_chunks = uint32_t((numels[t] + kChunk - 1) / kChunk);
+    }
+    result.sum_squares.assign(n, -1.0);
+    result.largest.assign(n, -1.0f);
+    result.nonfinite.reset(new bool[n]());
+    std::vector<Partial> partials(chunks.size() + 1);
+    backend(CheckArgs{.rows = rows.data(),
+                      .chunks = chunks.data(),
+                      .n_tensors = int64_t(n),
+                      .n_chunks = int64_t(chunks.size()),
+                      .a = a,
+                      .reciprocal = reciprocal,
+                      .b = b,
+                      .partials = sums ? partials.data() : nullptr,
+                      .sums = {result.sum_squares.data(), result.largest.data(), result.nonfinite.get()},
+                      .total = &result.total,
+                      .norm = &result.norm,
+                      .norm_scale = norm_scale,
+                      .found_inf = &result.found_inf});
+    return result;
+  }
+};
+
+bool same_or_nan(double a, double b) { return std::memcmp(&a, &b, sizeof a) == 0 || (a != a && b != b); }
+
+void compare(ListCase const& c, int number) {
+  Listed const cpu = c.run([](CheckArgs const& args) { args.b ? cpu::axpby(args) : cpu::check(args); });
+  simulator::launches = 0;
+  Listed const gpu =
+      c.run([](CheckArgs const& args) { args.b ? cuda::axpby(args, nullptr) : cuda::check(args, nullptr); });
+  EXPECT(simulator::launches <= (c.sums ? 3 : 1), "case %d: %d launches", number, simulator::launches);
+  for (size_t t = 0; t < c.x.size(); ++t) {
+    EXPECT(same(cpu.x[t], gpu.x[t]), "case %d, tensor %zu", number, t);
+    EXPECT(c.out.empty() || same(cpu.out[t], gpu.out[t]), "case %d, tensor %zu", number, t);
+    EXPECT(same_or_nan(cpu.sum_squares[t], gpu.sum_squares[t]), "case %d, tensor %zu: %a, %a", number, t,
+           cpu.sum_squares[t], gpu.sum_squares[t]);
+    EXPECT(same_or_nan(cpu.largest[t], gpu.largest[t]), "case %d, tensor %zu: %a, %a", number, t, cpu.largest[t],
+           gpu.largest[t]);
+    EXPECT(cpu.nonfinite[t] == gpu.nonfinite[t], "case %d, tensor %zu", number, t);
+  }
+  EXPECT(same_or_nan(cpu.total, gpu.total), "case %d: %a, %a", number, cpu.total, gpu.total);
+  EXPECT(same_or_nan(cpu.norm, gpu.norm), "case %d: %a, %a", number, cpu.norm, gpu.norm);
+  EXPECT(cpu.found_inf == gpu.found_inf, "case %d", number);
+}
+
+void test_lists() {
+  static float const a = 0.37f, b = -1.7f, norm_scale = 1024.0f;
+  for (int number = 0; number < 150; ++number) {
+    ListCase c;
+    bool const wants_y = chance(4);
+    bool const wants_out = wants_y || chance(2);
+    bool const has_nonfinite = chance(3);
+    for (size_t t = random_bits() % 5; t > 0; --t) {
+      int64_t const numel = any_numel();
+      c.x.push_back(scattered({any_type(), numel, any_offset()}));
+      if (has_nonfinite && numel && chance(2)) {
+        float const infinity = std::numeric_limits<float>::infinity();
+        c.x.back().set(int64_t(random_bits() % uint64_t(numel)), pick({infinity, -infinity, infinity - infinity}));
+      }
+      if (wants_y) {
+        c.y.emplace_back(any_type(), numel, any_offset());
+        c.y.back().fill(-3.0f, 3.0f);
+      }
+      if (wants_out) {
+        c.out.emplace_back(any_type(), numel, any_offset());
+        c.out.back().fill(9.0f, 9.0f);
+      }
+      c.present.push_back(!chance(5));
+    }
+    c.in_place = !wants_out && chance(2);
+    c.sums = chance(4) || !(wants_out || c.in_place) || has_nonfinite;
+    c.a = chance(3) ? nullptr : &a;
+    c.b = wants_y ? &b : nullptr;
+    c.reciprocal = c.a && chance(2);
+    c.norm_scale = chance(2) ? &norm_scale : nullptr;
+    if (has_nonfinite) {  // NaNs differ in payload
+      c.out.clear();
+      c.y.clear();
+      c.b = nullptr;
+      c.in_place = false;
+    }
+    compare(c, number);
+  }
+  // More than a segment of leaves, and many tensors of one leaf.
+  ListCase large;
+  large.x.push_back(scattered({Type::bfloat16, 258 * kChunk + 5, 0}));
+  large.present = {true};
+  compare(large, 1000);
+  ListCase many;
+  for (int t = 0; t < 1300; ++t) {
+    many.x.emplace_back(any_type(), 5, any_offset()).fill(-3.0f, std::ldexp(1.0f, t % 40));
+    many.present.push_back(true);
+  }
+  compare(many, 1001);
+}
+
+// One call of `step` and what it wrote.
+struct Stepped {
+  std::vector<Tensor> weights, copies, states1, states2;
+  std::vector<float> steps, norms;
+};
+
+struct StepCase {
+  Kind kind;
+  std::vector<Tensor> gradients, weights, copies, states1, states2;
+  std::vector<bool> present, has_copy, scaled;
+  std::vector<uint32_t> group_of;
+  std::vector<Group> groups;
+  std::vector<float> steps, norms, largest;
+  std::vector<double> sum_squares;
+  bool has_state1;
+  float const* inv_scale = nullptr;
+  float const* norm = nullptr;
+  float const* found_inf = nullptr;
+  float const* gradient_norm = nullptr;
+
+  template <class Run>
+  Stepped run(Run const& backend) const {
+    Stepped r{weights, copies, states1, states2, steps, norms};
+    size_t const n = weights.size();
+    std::vector<int64_t> numels;
+    std::vector<std::vector<float>> lamb;
+    for (Tensor const& weight : weights) {
+      numels.push_back(weight.numel);
+      lamb.emplace_back(weight.numel);
+    }
+    std::vector<uint32_t> first;
+    auto const chunks = chunks_of(numels, first);
+    std::vector<Row> rows(n);
+    std::vector<Entry> entries(n);
+    std::vector<float*> lamb_steps(n);
+    std::vector<Tensor> scratch;
+    for (size_t t = 0; t < n; ++t) {
+      rows[t] = {.weight = r.weights[t].data(),
+                 .state1 = has_state1 ? reinterpret_cast<float*>(r.states1[t].data()) : nullptr,
+                 .state2 = reinterpret_cast<float*>(r.states2[t].data()),
+                 .copy = has_copy[t] ? r.copies[t].data() : nullptr,
+                 .numel = numels[t],
+                 .group = group_of[t],
+                 .weight_type = weights[t].type,
+                 .copy_type = copies[t].type,
+                 .first_chunk = first[t],
+                 .n_chunks = uint32_t((numels[t] + kChunk - 1) / kChunk)};
+      entries[t] = {present[t] ? gradients[t].data() : nullptr, gradients[t].type, scaled[t]};
+      lamb_steps[t] = reinterpret_cast<float*>(scratch.emplace_back(Type::float32, numels[t], 0).data());
+    }
+    std::unique_ptr<char, decltype(&std::free)> coefficients(
+        static_cast<char*>(std::aligned_alloc(64, n * kCoefficientBytes)), &std::free);
+    std::vector<Partial> partials(2 * chunks.size() + 1);
+    backend(StepArgs{.kind = kind,
+                     .rows = rows.data(),
+                     .gradients = entries.data(),
+                     .chunks = chunks.data(),
+                     .n_tensors = int64_t(n),
+                     .n_chunks = int64_t(chunks.size()),
+                     .groups = groups.data(),
+                     .control = {inv_scale, found_inf, norm, 0.7},
+                     .steps = r.steps.data(),
+                     .norms = kind == Kind::novograd ? r.norms.data() : nullptr,
+                     .sum_squares = sum_squares.data(),
+                     .largest = largest.data(),
+                     .gradient_norm = gradient_norm,
+                     .lamb_steps = lamb_steps.data(),
+                     .coefficients = coefficients.get(),
+                     .partials = partials.data()});
+    return r;
+  }
+};
+
+Group any_group(float const* lr_on_device) {
+  return {.lr = 0.01,
+          .beta1 = 0.9,
+          .beta2 = 0.95,
+          .eps = pick({0.0, 1e-8, 1e-3}),
+          .weight_decay = pick({0.0, 0.01}),
+          .momentum = pick({0.0, 0.9}),
+          .dampening = pick({0.0, 0.1}),
+          .lr_decay = pick({0.0, 0.01}),
+          .max_grad_norm = pick({0.0, 1.0}),
+          .lr_on_device = chance(3) ? lr_on_device : nullptr,
+          .decoupled = chance(2),
+          .bias_correction = chance(2),
+          .maximize = chance(3),
+          .nesterov = chance(2),
+          .decay_after_momentum = chance(2),
+          .grad_averaging = chance(2),
+          .use_nvlamb = chance(2),
+          .decay_inside_moment = chance(2),
+          .infinity_norm = chance(2),
+          .init_zero = chance(2)};
+}
+
+void test_steps() {
+  static float const inv_scale = 0.125f, norm = 3.0f, found = 1.0f, clean = 0.0f, lr = 0.02f;
+  for (int number = 0; number < 200; ++number) {
+    StepCase c;
+    c.kind = Kind(number % 5);
+    c.has_state1 = c.kind != Kind::sgd || chance(2);
+    c.groups = {any_group(&lr), any_group(&lr)};
+    for (Group& group : c.groups) {
+      group.momentum = c.has_state1 ? group.momentum : 0.0;
+    }
+    bool const others_are_odd = chance(4);
+    for (size_t t = random_bits() % 6; t > 0; --t) {
+      int64_t const numel = any_numel();
+      c.gradients.emplace_back(any_type(), numel, any_offset()).fill(-8.0f, 8.0f);
+      c.weights.emplace_back(chance(3) ? any_type() : Type::float32, numel, others_are_odd ? any_offset() : 0)
+          .fill(-1.0f, 1.0f);
+      c.copies.emplace_back(pick({Type::float16, Type::bfloat16, Type::float32}), numel, any_offset()).fill(9.0f, 9.0f);
+      c.states1.emplace_back(Type::float32, numel, others_are_odd ? any_offset() : 0)
+          .fill(c.kind == Kind::adagrad ? 0.0f : -1.0f, 1.0f);
+      c.states2.emplace_back(Type::float32, numel, others_are_odd ? any_offset() : 0).fill(0.0f, 1.0f);
+      c.present.push_back(!chance(5));
+      c.has_copy.push_back(chance(2));
+      c.scaled.push_back(chance(2));
+      c.group_of.push_back(uint32_t(random_bits() % 2));
+      c.steps.push_back(float(random_bits() % 4 * 100));
+      c.norms.push_back(uniform(0.0f, 2.0f));
+      c.sum_squares.push_back(double(uniform(0.0f, 100.0f)));
+      c.largest.push_back(uniform(0.0f, 8.0f));
+    }
+    c.inv_scale = chance(2) ? &inv_scale : nullptr;
+    c.norm = chance(2) ? &norm : nullptr;
+    c.gradient_norm = chance(2) ? &norm : nullptr;
+    c.found_inf = chance(2) ? nullptr : chance(3) ? &found : &clean;
+
+    Stepped const cpu = c.run([](StepArgs const& args) { cpu::step(args); });
+    simulator::launches = 0;
+    Stepped const gpu = c.run([](StepArgs const& args) { cuda::step(args, nullptr); });
+    EXPECT(simulator::launches <= (c.kind == Kind::lamb ? 6 : 2), "case %d: %d launches", number, simulator::launches);
+    for (size_t t = 0; t < c.weights.size(); ++t) {
+      EXPECT(same(cpu.weights[t], gpu.weights[t]), "case %d, tensor %zu", number, t);
+      EXPECT(same(cpu.copies[t], gpu.copies[t]), "case %d, tensor %zu", number, t);
+      EXPECT(same(cpu.states1[t], gpu.states1[t]), "case %d, tensor %zu", number, t);
+      EXPECT(same(cpu.states2[t], gpu.states2[t]), "case %d, tensor %zu", number, t);
+      bool const stepped = c.present[t] && c.found_inf != &found;
+      EXPECT(gpu.steps[t] == c.steps[t] + float(stepped), "case %d, tensor %zu", number, t);
+    }
+    EXPECT(cpu.steps == gpu.steps && cpu.norms == gpu.norms, "case %d", number);
+  }
+}
+
+// SGD with gradients of 1 and a rate of -1 counts how often it comes by.
+void test_each_element_is_visited_once() {
+  for (int64_t numel : {0, 1, 7, 8, 31, 4096, 32767, 32768, 32769, 65537}) {
+    for (int64_t offset : {0, 1}) {
+      StepCase c{};
+      c.kind = Kind::sgd;
+      c.gradients.emplace_back(Type::bfloat16, numel, offset).fill(1.0f, 1.0f);
+      c.weights.emplace_back(Type::float32, numel, offset).fill(0.0f, 0.0f);
+      c.copies.emplace_back(Type::float16, numel, offset).fill(0.0f, 0.0f);
+      c.states1.emplace_back(Type::float32, numel, 0);
+      c.states2.emplace_back(Type::float32, numel, 0);
+      c.present = c.has_copy = c.scaled = {true};
+      c.group_of = {0};
+      c.groups.emplace_back().lr = -1.0;
+      c.steps = c.norms = c.largest = {0.0f};
+      c.sum_squares = {0.0};
+      Stepped const gpu = c.run([](StepArgs const& args) { cuda::step(args, nullptr); });
+      Tensor const ones = Tensor(Type::float32, numel, 0).fill(1.0f, 1.0f);
+      EXPECT(same(gpu.weights[0], ones), "%lld elements, offset %lld", (long long)numel, (long long)offset);
+    }
+  }
+}
+
+// Sizes beyond memory, arithmetically.
+void test_large_tensors() {
+  int64_t const numel = (int64_t(1) << 31) + 5;
+  std::vector<uint32_t> first;
+  auto const chunks = chunks_of({numel}, first);
+  EXPECT(chunks.size() == 65537, "%zu", chunks.size());
+  int64_t elements = 0;
+  for (Chunk const& chunk : chunks) {
+    cuda::List const list(nullptr, Type::float32, chunk.index);
+    EXPECT(reinterpret_cast<int64_t>(list.start) == 4 * elements, "chunk %u", chunk.index);
+    elements += cuda::elements_of(chunk.index, numel);
+  }
+  EXPECT(elements == numel, "%lld", (long long)elements);
+  EXPECT(cuda::elements_of(65536, numel) == 5, "the last chunk");
+  cuda::List const far(nullptr, Type::float16, 0xffffffffu);
+  EXPECT(reinterpret_cast<int64_t>(far.start) == 0xffffffffll * kChunk * 2, "the last chunk of all");
+}
+
+void test_scale() {
+  for (int number = 0; number < 300; ++number) {
+    struct State {
+      float scale, found_inf, inv_used, found_inf_used;
+      int32_t growth, hysteresis;
+    };
+    ScaleRule const rule{.growth_factor = 2.0,
+                         .backoff_factor = 0.5,
+                         .min_scale = 1.0,
+                         .max_scale = 65536.0,
+                         .growth_interval = 3,
+                         .hysteresis = 2,
+                         .dynamic = !chance(4)};
+    State const before{pick({1.0f, 1.5f, 1024.0f, 65536.0f}), pick({0.0f, 1.0f, 3.0f}), 0.0f, 0.0f,
+                       int32_t(random_bits() % 3), int32_t(random_bits() % 3)};
+    State cpu = before, gpu = before;
+    bool const hysteresis = chance(2);
+    bool const latches = chance(2);
+    auto const args = [&](State& s) {
+      return ScaleState{.scale = &s.scale,
+                        .growth_tracker = &s.growth,
+                        .found_inf = &s.found_inf,
+                        .hysteresis_tracker = hysteresis ? &s.hysteresis : nullptr,
+                        .inv_scale_used = latches ? &s.inv_used : nullptr,
+                        .found_inf_used = latches ? &s.found_inf_used : nullptr};
+    };
+    cpu::update_scale(args(cpu), rule);
+    cuda::update_scale(args(gpu), rule, nullptr);
+    EXPECT(!std::memcmp(&cpu, &gpu, sizeof cpu), "case %d", number);
+  }
+}
+
+}  // namespace
+}  // namespace amp_engine
+
+int main() {
+  amp_engine::test_large_tensors();
+  amp_engine::test_each_element_is_visited_once();
+  amp_engine::test_scale();
+  amp_engine::test_lists();
+  amp_engine::test_steps();
+  if (amp_engine::failures) {
+    std::printf("%d failures\n", amp_engine::failures);
+  }
+  return amp_engine::failures != 0;
+}

@@ -1,0 +1,293 @@
+// csrc/cuda/mirror on a device that executes its copies when it is told to.
+#include "cuda/mirror.h"
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+namespace amp_engine::cuda {
+namespace {
+
+int failures = 0;
+
+#define EXPECT(condition)                                                        \
+  do {                                                                           \
+    if (!(condition)) {                                                          \
+      std::printf("%s:%d: %s\n", __FILE__, __LINE__, #condition);                \
+      ++failures;                                                                \
+    }                                                                            \
+  } while (false)
+
+struct Copy {
+  void* to;
+  void const* from;
+  size_t bytes;
+
+  void execute() const { std::memcpy(to, from, bytes); }
+};
+
+using Graph = std::vector<Copy>;
+
+// One stream. Nothing that is queued happens before `synchronize`.
+class FakeDevice final : public Device {
+ public:
+  bool is_capturing(Stream) override { return graph_ != nullptr; }
+  Slot make_slot(size_t bytes) override {
+    made_in_capture += graph_ != nullptr;
+    memory_.push_back(std::make_unique<char[]>(bytes));
+    events_.push_back(true);
+    ++slots;
+    return {memory_.back().get(), reinterpret_cast<Event>(events_.size())};
+  }
+  void copy(void* to, void const* from, size_t bytes, Stream) override {
+    if (fails) {
+      throw std::string("copy");
+    }
+    ++copies;
+    (graph_ ? *graph_ : queue_).push_back({to, from, bytes});
+  }
+  void record(Event event, Stream) override {
+    EXPECT(!graph_);
+    recorded_.push_back(index(event));
+    events_[index(event)] = false;
+  }
+  bool is_done(Event event) override {
+    EXPECT(!graph_);
+    return events_[index(event)];
+  }
+
+  void synchronize() {
+    for (Copy const& copy : queue_) {
+      copy.execute();
+    }
+    queue_.clear();
+    for (size_t i : recorded_) {
+      events_[i] = true;
+    }
+    recorded_.clear();
+  }
+  Graph captured(auto const& body) {
+    Graph graph;
+    graph_ = &graph;
+    body();
+    graph_ = nullptr;
+    return graph;
+  }
+  void replay(Graph const& graph) { queue_.insert(queue_.end(), graph.begin(), graph.end()); }
+
+  int slots = 0;
+  int copies = 0;
+  int made_in_capture = 0;
+  bool fails = false;
+
+ private:
+  static size_t index(Event event) { return reinterpret_cast<size_t>(event) - 1; }
+
+  Graph queue_;
+  Graph* graph_ = nullptr;
+  std::vector<std::unique_ptr<char[]>> memory_;
+  std::vector<bool> events_;
+  std::vector<size_t> recorded_;
+};
+
+Buffer allocate(size_t bytes) { return Buffer(new char[bytes](), [](void* p) { delete[] static_cast<char*>(p); }); }
+
+constexpr size_t kBytes = 6000;
+
+struct Table {
+  FakeDevice device;
+  Slots slots{device};
+  Mirror mirror{slots, allocate, kBytes};
+
+  void write(char letter) { std::memset(mirror.host(), letter, kBytes); }
+  void* upload() { return mirror.upload(nullptr); }
+};
+
+char content(void const* p) {
+  char const* const c = static_cast<char const*>(p);
+  for (size_t i = 0; i < kBytes; ++i) {
+    if (c[i] != c[0]) {
+      return '?';
+    }
+  }
+  return c[0];
+}
+
+void test_unchanged_bytes_are_sent_once() {
+  Table t;
+  t.write('a');
+  void* const first = t.upload();
+  t.device.synchronize();
+  EXPECT(content(first) == 'a');
+  t.write('a');
+  EXPECT(t.upload() == first);
+  EXPECT(t.device.copies == 1);
+  t.write('b');
+  EXPECT(t.upload() == first);
+  t.device.synchronize();
+  EXPECT(t.device.copies == 2 && content(first) == 'b');
+}
+
+void test_zero_bytes_are_sent_too() {
+  Table t;
+  EXPECT(t.upload() != nullptr && t.device.copies == 1);
+}
+
+// The host is three steps ahead: no slot is written while its copy is pending, and nothing waits.
+void test_pending_slots_are_left_alone() {
+  Table t;
+  for (char letter : {'a', 'b', 'c', 'd'}) {
+    t.write(letter);
+    t.upload();
+  }
+  int const spare = 1;
+  EXPECT(t.device.slots == 4 + spare);
+  t.device.synchronize();
+  EXPECT(content(t.upload()) == 'd');
+  for (char letter = 'e'; letter < 'z'; ++letter) {
+    t.write(letter);
+    void* const p = t.upload();
+    t.device.synchronize();
+    EXPECT(content(p) == letter);
+  }
+  EXPECT(t.device.slots == 4 + spare);
+}
+
+void test_captured_replayed_then_eager() {
+  Table t;
+  t.write('a');
+  void* const eager = t.upload();
+  t.device.synchronize();
+
+  t.write('g');
+  void* in_graph = nullptr;
+  Graph const graph = t.device.captured([&] { in_graph = t.upload(); });
+  EXPECT(t.device.made_in_capture == 0);  // a spare was there
+  EXPECT(in_graph != eager && graph.size() == 1);
+
+  for (char letter : {'b', 'c'}) {  // eager steps between replays
+    t.device.replay(graph);
+    t.device.synchronize();
+    EXPECT(content(in_graph) == 'g' && content(eager) != 'g');
+    t.write(letter);
+    EXPECT(t.upload() == eager);
+    t.device.synchronize();
+    EXPECT(content(eager) == letter && content(in_graph) == 'g');
+  }
+  t.device.replay(graph);
+  t.device.synchronize();
+  int const copies = t.device.copies;
+  EXPECT(t.upload() == eager && t.device.copies == copies && content(eager) == 'c');
+}
+
+void test_unchanged_bytes_are_captured_nevertheless() {
+  Table t;
+  t.write('a');
+  void* const eager = t.upload();
+  void* in_graph = nullptr;
+  Graph const graph = t.device.captured([&] { in_graph = t.upload(); });
+  EXPECT(in_graph != eager && graph.size() == 1);
+  t.write('b');
+  t.upload();
+  t.device.replay(graph);
+  t.device.synchronize();
+  EXPECT(content(in_graph) == 'a' && content(eager) == 'b');
+}
+
+void test_several_contents_in_captures() {
+  Table t;
+  void* p[3] = {};
+  Graph const graph = t.device.captured([&] {
+    t.write('a');
+    p[0] = t.upload();
+    t.write('b');
+    p[1] = t.upload();
+    t.write('a');
+    p[2] = t.upload();
+  });
+  void* again = nullptr;
+  Graph const second = t.device.captured([&] { again = t.upload(); });
+  EXPECT(p[0] != p[1] && p[0] == p[2] && again == p[0] && graph.size() == 3 && second.size() == 1);
+  t.device.replay(second);
+  t.device.replay(graph);
+  t.device.synchronize();
+  EXPECT(content(p[0]) == 'a' && content(p[1]) == 'b');
+}
+
+void test_slots_of_a_graph_outlive_the_mirror() {
+  FakeDevice device;
+  Slots slots(device);
+  Buffer buffer = allocate(kBytes);
+  Graph graph;
+  {
+    Mirror mirror(slots, [&](size_t) { return buffer; }, kBytes);
+    std::memset(mirror.host(), 'a', kBytes);
+    graph = device.captured([&] { mirror.upload(nullptr); });
+  }
+  for (char letter : {'b', 'c', 'd'}) {
+    Mirror other(slots, allocate, kBytes);
+    std::memset(other.host(), letter, kBytes);
+    other.upload(nullptr);
+    device.synchronize();
+  }
+  device.replay(graph);
+  device.synchronize();
+  EXPECT(content(buffer.get()) == 'a');
+}
+
+void test_temporary_mirrors_share_slots() {
+  FakeDevice device;
+  Slots slots(device);
+  for (int i = 0; i < 10; ++i) {
+    Mirror mirror(slots, allocate, kBytes - size_t(i));
+    mirror.upload(nullptr);
+    device.synchronize();
+  }
+  EXPECT(device.slots == 2);  // one in use, one spare
+}
+
+void test_a_failed_copy_is_tried_again() {
+  Table t;
+  t.write('a');
+  t.upload();
+  t.device.synchronize();
+  t.write('b');
+  t.device.fails = true;
+  bool failed = false;
+  try {
+    t.upload();
+  } catch (std::string const&) {
+    failed = true;
+  }
+  t.device.fails = false;
+  t.write('a');  // what the device had before; whether it still has is not known
+  void* const p = t.upload();
+  t.device.synchronize();
+  EXPECT(failed && t.device.copies == 2 && content(p) == 'a');
+}
+
+void test_nothing_to_upload() {
+  FakeDevice device;
+  Slots slots(device);
+  Mirror mirror(slots, allocate, 0);
+  EXPECT(mirror.upload(nullptr) == nullptr && device.copies == 0);
+}
+
+}  // namespace
+}  // namespace amp_engine::cuda
+
+int main() {
+  using namespace amp_engine::cuda;
+  test_unchanged_bytes_are_sent_once();
+  test_zero_bytes_are_sent_too();
+  test_pending_slots_are_left_alone();
+  test_captured_replayed_then_eager();
+  test_unchanged_bytes_are_captured_nevertheless();
+  test_several_contents_in_captures();
+  test_slots_of_a_graph_outlive_the_mirror();
+  test_temporary_mirrors_share_slots();
+  test_a_failed_copy_is_tried_again();
+  test_nothing_to_upload();
+  return failures != 0;
+}

@@ -1,0 +1,143 @@
+"""Launches, host syncs, CUDA graphs, streams and devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amp_engine import Engine, kernels
+from tests.gpu.support import GPU, assert_same_bits, calls, launches, needs_gpu, no_sync, on_gpu, randn
+from tests.gpu.test_steps import BASE, CASES, INV_SCALE, problem
+
+pytestmark = needs_gpu
+
+
+class Tensors(torch.nn.Module):
+    """Parameters without a forward."""
+
+    def __init__(self, count, numel):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(numel) for _ in range(count))
+
+
+@pytest.mark.parametrize("count", [3, 300, 10_000])
+def test_a_step_of_the_engine_takes_six_launches_and_no_sync(count):
+    model = Tensors(count, 100).to(GPU)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = Engine()
+    engine.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale="dynamic")
+    params = list(model.parameters())
+    gradients = [torch.randn_like(p) for p in params]
+    loss = torch.zeros((), device=GPU)
+
+    def backward():
+        context = engine.scale_loss(loss, optimizer)
+        context.__enter__()
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g
+        return context
+
+    def finish(context):
+        context.__exit__(None, None, None)
+        engine.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+
+    for _ in range(3):
+        finish(backward())
+        optimizer.zero_grad()
+    context = backward()
+    with no_sync():
+        finish(context)
+    context = backward()
+    names = calls(lambda: finish(context))
+    assert sum("Launch" in name for name in names) <= 6
+    assert not [name for name in names if "Malloc" in name or "Free" in name or "HostAlloc" in name]
+
+
+def test_the_kernels_of_a_step_are_six_for_any_number_of_tensors():
+    ours = problem("adam", (31,) * 500).on_gpu()
+    table, inv_scale = ours.table(), torch.tensor(INV_SCALE, device=GPU)
+    ours.step(table, 0, BASE, inv_scale=inv_scale)
+    assert launches(lambda: ours.step(table, 0, BASE, inv_scale=inv_scale)) == 2
+    assert launches(lambda: kernels.check(ours.gradients[0])) <= 3 + 3  # and PyTorch's, if it fills the results
+
+
+@pytest.mark.parametrize(("kind", "h"), CASES)
+def test_a_captured_step_is_replayed_and_eager_steps_go_on(kind, h):
+    """Eager, captured, three replays, eager with other gradients, one more replay: as the CPU does them one by one."""
+    on_cpu = problem(kind, (31, 4096, 40000), momentum=kind != "sgd" or h.momentum != 0)
+    ours = on_cpu.on_gpu()
+    inv_scale = torch.tensor(INV_SCALE, device=GPU)
+    table = ours.table()
+    ours.step(table, 0, h, inv_scale=inv_scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step(table, 1, h, inv_scale=inv_scale)
+    for _ in range(3):
+        graph.replay()
+    ours.step(table, 2, h, inv_scale=inv_scale)
+    ours.step(table, 2, h, inv_scale=inv_scale)
+    graph.replay()
+    table = on_cpu.table()
+    for k in (0, 1, 1, 1, 2, 2, 1):
+        on_cpu.step(table, k, h, inv_scale=torch.tensor(INV_SCALE))
+    assert_same_bits(ours.outcome(), on_cpu.outcome())
+
+
+def test_a_captured_function_reads_tables_that_its_call_left_behind():
+    """The tables of kernels.unscale_ are gone when the graph is replayed, their memory must not be."""
+    x = randn(40000)
+    y = on_gpu(x)
+    half = torch.tensor(0.5, device=GPU)
+    kernels.unscale_([y.clone()], half)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.unscale_([y], half)
+    for _ in range(3):
+        kernels.unscale_([torch.ones(n, device=GPU) for n in (5, 7)], half)
+        graph.replay()
+    assert_same_bits(y, x / 8)
+
+
+def test_addresses_that_change_while_the_host_runs_ahead():
+    """Ten steps, each with gradients elsewhere, queued behind a kernel that takes long."""
+    on_cpu = problem("adam", (31, 40000))
+    ours = on_cpu.on_gpu()
+    given = [on_gpu([randn(g.numel(), g.dtype) for g in ours.gradients[0]]) for _ in range(10)]
+    table, inv_scale = ours.table(), torch.tensor(INV_SCALE, device=GPU)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    for gradients in given:
+        ours.gradients[0] = gradients
+        ours.step(table, 0, BASE, inv_scale=inv_scale)
+    table = on_cpu.table()
+    for gradients in given:
+        on_cpu.gradients[0] = [g.cpu() for g in gradients]
+        on_cpu.step(table, 0, BASE, inv_scale=torch.tensor(INV_SCALE))
+    assert_same_bits(ours.outcome(), on_cpu.outcome())
+
+
+def test_work_is_queued_on_the_current_stream():
+    x = torch.ones(1 << 20, device=GPU)
+    half = torch.tensor(0.5, device=GPU)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(4.0)
+        kernels.unscale_([x], half)
+    stream.synchronize()
+    assert x.eq(2.0).all().item()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_device_has_tables_of_its_own():
+    on_cpu = problem("adam", (31, 40000))
+    for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
+        ours = on_cpu.on_gpu(device)  # the current device stays the first
+        ours.step(ours.table(), 0, BASE, inv_scale=torch.tensor(INV_SCALE, device=device))
+        expected = on_cpu.on_gpu(torch.device("cpu"))
+        expected.step(expected.table(), 0, BASE, inv_scale=torch.tensor(INV_SCALE))
+        assert_same_bits(ours.outcome(), expected.outcome())

@@ -1,0 +1,207 @@
+"""The steps on a GPU: against float64, and to the bit against the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp_engine import kernels
+from amp_engine.kernels import Hyperparameters
+from tests.gpu import oracle
+from tests.gpu.support import (
+    FLOATS,
+    GPU,
+    HALVES,
+    SIZES,
+    assert_rounded,
+    assert_same_bits,
+    memory,
+    needs_gpu,
+    no_sync,
+    on_gpu,
+    randn,
+)
+
+pytestmark = needs_gpu
+
+# eps: large enough that a gradient near 0 does not blow its rounding up.
+BASE = Hyperparameters(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.1)
+HYPERPARAMETERS = {
+    "adam": [BASE, replace(BASE, decoupled=True, maximize=True), replace(BASE, bias_correction=False)],
+    "sgd": [
+        replace(BASE, momentum=0.0),
+        replace(BASE, momentum=0.9, nesterov=True),
+        replace(BASE, momentum=0.9, dampening=0.1, decay_after_momentum=True),
+    ],
+    "adagrad": [replace(BASE, lr_decay=0.1), replace(BASE, decoupled=True)],
+    "novograd": [
+        BASE,
+        replace(BASE, decay_inside_moment=True, grad_averaging=False),
+        replace(BASE, infinity_norm=True, init_zero=True),
+    ],
+    "lamb": [
+        replace(BASE, max_grad_norm=1.0),
+        replace(BASE, decoupled=True, weight_decay=0.0, use_nvlamb=True),
+    ],
+}
+CASES = [pytest.param(kind, h, id=f"{kind}{i}") for kind, hs in HYPERPARAMETERS.items() for i, h in enumerate(hs)]
+HAS_STATE2 = ("adam", "lamb")
+INV_SCALE = 1 / 128
+
+
+@dataclass
+class Problem:
+    """The lists of one optimizer. `gradients[k]` is the list of step k."""
+
+    kind: str
+    weights: list[Tensor]
+    copies: list[Tensor | None]
+    state1: list[Tensor | None]
+    state2: list[Tensor | None]
+    steps: Tensor
+    norms: Tensor | None
+    gradients: list[list[Tensor | None]]
+
+    def on_gpu(self, device: torch.device = GPU) -> Problem:
+        return Problem(**{name: on_gpu(value, device) for name, value in vars(self).items()})
+
+    def outcome(self) -> list[object]:
+        return [self.weights, self.copies, self.state1, self.state2, self.steps, self.norms]
+
+    def table(self) -> kernels.StepTable:
+        groups = [0] * len(self.weights)
+        lists = self.weights, self.copies, self.state1, self.state2
+        return kernels.StepTable(self.kind, *lists, groups, self.steps, self.norms)
+
+    def step(self, table: kernels.StepTable, k: int, h: Hyperparameters, **keywords: object) -> None:
+        scaled = [True] * len(self.weights)
+        table.step(self.gradients[k], scaled, [h], **keywords)
+
+
+def problem(kind, sizes, n_steps=3, momentum=True):
+    """Every type of gradient, weight and copy, aligned and not; one tensor has no gradient in the second step."""
+    weights, copies, grads = [], [], [[] for _ in range(n_steps)]
+    for i, numel in enumerate(n for n in sizes for _ in range(6)):
+        weights.append(randn(numel, torch.float32 if i % 3 else FLOATS[i // 3 % 3], offset=i % 5 == 4))
+        copies.append(None if i % 4 == 0 else memory(numel, HALVES[i % 2], weights[0].device, i % 3).zero_())
+        for k, step in enumerate(grads):
+            missing = k == 1 and i == 2
+            step.append(None if missing else randn(numel, FLOATS[i % 3], i // 2 % 3).mul_(1 / INV_SCALE))
+    n = len(weights)
+    state1 = [torch.zeros(w.numel()) if momentum else None for w in weights]
+    state2 = [torch.zeros(w.numel()) if kind in HAS_STATE2 else None for w in weights]
+    norms = torch.zeros(n) if kind == "novograd" else None
+    return Problem(kind, weights, copies, state1, state2, torch.zeros(n), norms, grads)
+
+
+def exact_steps(p, h):
+    """The weights after all steps in float64, from weights that stay in float64."""
+    weights = [w.double() for w in p.weights]
+    state1 = [torch.zeros_like(w) for w in weights]
+    state2 = [None if p.kind == "novograd" else torch.zeros_like(w) for w in weights]
+    steps = [0] * len(weights)
+    for gradients in p.gradients:
+        exact = [None if g is None else g.double() * INV_SCALE for g in gradients]
+        total = sum(g.square().sum() for g in exact if g is not None) ** 0.5
+        clip = max(1.0, float(total) / h.max_grad_norm) if h.max_grad_norm else 1.0
+        for i, g in enumerate(exact):
+            if g is None or not g.numel():
+                continue
+            steps[i] += 1
+            extra = (clip,) if p.kind == "lamb" else ()
+            function = getattr(oracle, p.kind)
+            weights[i], state1[i], state2[i] = function(weights[i], g, state1[i], state2[i], steps[i], h, *extra)
+    return weights
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("kind", "h"), CASES)
+def test_steps_are_right_and_the_same_on_the_cpu(kind, h, sizes):
+    on_cpu = problem(kind, sizes, momentum=kind != "sgd" or h.momentum != 0)
+    exact = exact_steps(on_cpu, h)
+    start = [w.double() for w in on_cpu.weights]
+    ours = on_cpu.on_gpu()
+    table, inv_scale = ours.table(), torch.tensor(INV_SCALE, device=GPU)
+    with no_sync():
+        for k in range(len(ours.gradients)):
+            ours.step(table, k, h, inv_scale=inv_scale)
+    for weight, copy, before, after in zip(ours.weights, ours.copies, start, exact, strict=True):
+        if weight.dtype != torch.float32:
+            continue  # rounded in every step
+        moved = float((after - before).abs().max()) if after.numel() else 0.0
+        assert_rounded(weight, after, slack=2e-6 * (1 + moved))
+        if copy is not None:
+            assert_same_bits(copy, weight.to(copy.dtype))
+    table = on_cpu.table()
+    for k in range(len(on_cpu.gradients)):
+        on_cpu.step(table, k, h, inv_scale=torch.tensor(INV_SCALE))
+    assert_same_bits(ours.outcome(), on_cpu.outcome())
+
+
+@pytest.mark.parametrize(("kind", "h"), CASES)
+def test_small_clipped_steps_are_the_same_on_the_cpu(kind, h):
+    on_cpu = problem(kind, (1, 4096, 40000), momentum=kind != "sgd" or h.momentum != 0)
+    ours = on_cpu.on_gpu()
+    for p, device in ((on_cpu, "cpu"), (ours, GPU)):
+        table = p.table()
+        scalars = {"inv_scale": INV_SCALE, "norm": 7.0, "found_inf": 0.0}
+        on_device = {name: torch.tensor(x, device=device) for name, x in scalars.items()}
+        for k in range(len(p.gradients)):
+            p.step(table, k, replace(h, lr=torch.tensor(0.02, device=device)), max_norm=0.5, **on_device)
+    assert_same_bits(ours.outcome(), on_cpu.outcome())
+
+
+@pytest.mark.parametrize(("kind", "h"), CASES)
+def test_small_overflow_changes_nothing(kind, h):
+    ours = problem(kind, (31, 40000), momentum=kind != "sgd" or h.momentum != 0).on_gpu()
+    table = ours.table()
+    ours.step(table, 0, h, inv_scale=torch.tensor(INV_SCALE, device=GPU))
+    before = [on_gpu(value) for value in ours.outcome()]
+    for found_inf in (1.0, 3.0):
+        with no_sync():
+            ours.step(
+                table, 1, h, inv_scale=torch.ones((), device=GPU), found_inf=torch.full((), found_inf, device=GPU)
+            )
+        assert_same_bits(ours.outcome(), before)
+
+
+def test_small_functions_are_the_table():
+    """kernels.adam_ and a table of one group give the same."""
+    a, b = (problem("adam", (1, 4096)).on_gpu() for _ in range(2))
+    for mine, theirs in zip(a.weights + a.gradients[0], b.weights + b.gradients[0], strict=True):
+        theirs.copy_(mine)
+    h = replace(BASE, decoupled=True)
+    keywords = {"lr": h.lr, "beta1": h.beta1, "beta2": h.beta2, "eps": h.eps, "weight_decay": h.weight_decay}
+    inv_scale = torch.tensor(INV_SCALE, device=GPU)
+    a.step(a.table(), 0, h, inv_scale=inv_scale)
+    lists = b.gradients[0], b.weights, b.state1, b.state2, b.steps, b.copies
+    with no_sync():
+        kernels.adam_(*lists, **keywords, decoupled=True, inv_scale=inv_scale)
+    assert_same_bits(a.outcome(), b.outcome())
+
+
+def test_small_sgd_is_torchs_to_the_bit():
+    weights = [randn(n) for n in (1, 31, 4096, 40000)]
+    ours, theirs = on_gpu(weights), [torch.nn.Parameter(w) for w in on_gpu(weights)]
+    settings = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+    optimizer = torch.optim.SGD(theirs, foreach=True, **settings)
+    buffers, steps = [torch.zeros_like(w) for w in ours], torch.zeros(len(ours), device=GPU)
+    for _ in range(3):
+        gradients = on_gpu([randn(w.numel()) for w in weights])
+        for p, g in zip(theirs, gradients, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        kernels.sgd_(gradients, ours, buffers, steps, **settings)
+        assert_same_bits(ours, [p.detach() for p in theirs])
+
+
+def test_channels_last_gradients_are_walked_in_memory_order():
+    shape = (8, 3, 5, 7)
+    weight = torch.randn(shape).to(memory_format=torch.channels_last)
+    gradient = torch.randn(shape).to(memory_format=torch.channels_last)
+    ours = weight.to(GPU, copy=True)
+    kernels.sgd_([gradient.to(GPU)], [ours], None, torch.zeros(1, device=GPU), lr=0.5)
+    assert torch.equal(ours.cpu(), weight - 0.5 * gradient)

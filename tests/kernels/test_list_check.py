@@ -1,0 +1,63 @@
+"""Pass 1 of a step: one object, called again and again."""
+
+import math
+
+import pytest
+import torch
+
+from amp_engine import kernels
+from amp_engine.errors import AmpValueError
+
+from . import oracle
+from .lists import FLOATS, Arena, copies, same_bits
+
+SCALE = 3000.0
+
+
+def run(list_check, tensors, outputs=None):
+    found_inf, norm = torch.tensor(0.0), torch.tensor(math.nan)
+    checks = list_check.run(tensors, outputs, torch.tensor(SCALE), found_inf, norm)
+    return checks, found_inf.item(), norm.item()
+
+
+def test_again_and_again_over_changing_lists():
+    arena, list_check = Arena(), kernels.ListCheck()
+    for sizes in ((1, 31, 40000), (1, 31, 40000), (5,), (), (32768, 0, 7, 65537)):
+        tensors = [arena.randn(n, FLOATS[i % 3]) for i, n in enumerate(sizes)]
+        if len(tensors) > 2:
+            tensors[1] = None
+        present = [t for t in tensors if t is not None]
+        checks, found_inf, norm = run(list_check, tensors)
+        assert found_inf == 0.0
+        assert norm == pytest.approx(oracle.norm(present) / SCALE, rel=1e-6)
+        sums = [0.0 if t is None else oracle.sum_squares(t) for t in tensors]
+        assert checks.sum_squares.tolist() == pytest.approx(sums, rel=1e-6)
+        assert checks.largest.tolist() == [0.0 if t is None else oracle.largest(t) for t in tensors]
+        assert not checks.nonfinite.any()
+
+
+def test_only_what_has_an_output_is_written():
+    arena, list_check = Arena(), kernels.ListCheck()
+    tensors = [arena.randn(33, dtype) for dtype in (*FLOATS, torch.float32)]
+    before = copies(tensors)
+    run(list_check, tensors, [tensors[0], None, tensors[2], None])
+    inv_scale = torch.tensor(SCALE).double().reciprocal().float()
+    for i, (t, b) in enumerate(zip(tensors, before, strict=True)):
+        assert same_bits(t, (b.float() * inv_scale).to(b.dtype) if i in (0, 2) else b)
+    assert arena.is_intact()
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_flag_is_set_and_never_taken_back(bad):
+    list_check, found_inf = kernels.ListCheck(), torch.tensor(0.0)
+    for value, flag in ((1.0, 0.0), (bad, 1.0), (1.0, 1.0)):
+        list_check.run([torch.full((9,), value)], None, torch.tensor(1.0), found_inf, torch.tensor(0.0))
+        assert found_inf.item() == flag
+
+
+def test_a_list_that_is_not_walked_is_refused():
+    tensors = [torch.ones(3), torch.ones(3, dtype=torch.float64)]
+    with pytest.raises(AmpValueError, match=r"\[1\] is"):
+        run(kernels.ListCheck(), tensors)
+    with pytest.raises(AmpValueError, match="has 1 entries, but"):
+        run(kernels.ListCheck(), tensors[:1] * 2, tensors[:1])

@@ -1,0 +1,188 @@
+"""Each operation as a torch.library operator: its schema tells the truth, and torch.compile takes it whole."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_engine import kernels
+from amp_engine.errors import AmpValueError
+
+from .lists import copies, same_bits
+
+OPS = torch.ops.amp_engine
+HALF, FLOAT = torch.float16, torch.float32
+
+
+def tensors(*dtypes):
+    return [torch.randn(5, 7 + i).to(dtype) for i, dtype in enumerate(dtypes)]
+
+
+def scalar(value=0.5):
+    return torch.tensor(value)
+
+
+def step_arguments(kind):
+    """As the operator takes them: one gradient missing, one copy, all options that matter to this kind."""
+    weights = tensors(FLOAT, FLOAT, HALF)
+    grads = tensors(HALF, FLOAT, HALF)
+    grads[1] = None
+    state = [[torch.zeros_like(w, dtype=FLOAT) for w in weights] for _ in range(2)]
+    args = (
+        grads,
+        weights,
+        [torch.zeros_like(weights[2], dtype=torch.bfloat16)],
+        [2],
+        state[0],
+        state[1] if kind in ("adam_", "lamb_") else [],
+        torch.zeros(3),
+        torch.zeros(3) if kind == "novograd_" else None,
+        scalar(),
+        scalar(0.0),
+        None,
+        scalar(0.1),
+        0.0,
+    )
+    return args, {"momentum": 0.9, "weight_decay": 0.1, "decoupled": True}
+
+
+def scale_arguments(kept):
+    tracker, left = torch.tensor(0, dtype=torch.int32), torch.tensor(2, dtype=torch.int32)
+    optional = (left, scalar(), scalar()) if kept else (None, None, None)
+    return (scalar(4.0), tracker, scalar(1.0), *optional, 2.0, 0.5, 3, 2, 1.0, 16.0, True), {}
+
+
+CALLS = {
+    "check": lambda: ((tensors(HALF, FLOAT, torch.bfloat16),), {}),
+    "l2norm": lambda: ((tensors(HALF, FLOAT),), {}),
+    "unscaled": lambda: ((tensors(HALF, FLOAT), scalar()), {}),
+    "unscale_": lambda: ((tensors(HALF, FLOAT), scalar()), {}),
+    "scale_": lambda: ((tensors(HALF, FLOAT), tensors(FLOAT, HALF), scalar()), {}),
+    "axpby_": lambda: ((tensors(HALF, FLOAT), tensors(FLOAT, HALF), tensors(FLOAT, FLOAT), scalar(), None), {}),
+    "cast_copy_": lambda: ((tensors(HALF, FLOAT), tensors(FLOAT, HALF)), {}),
+    "update_scale_": lambda: scale_arguments(kept=True),
+    "update_scale_ alone": lambda: scale_arguments(kept=False),
+    **{kind: lambda kind=kind: step_arguments(kind) for kind in ("adam_", "sgd_", "adagrad_", "novograd_", "lamb_")},
+}
+
+
+def test_every_operation_is_an_operator():
+    names = {name.split()[0] for name in CALLS}
+    assert names == {n for n in kernels.__all__ if isinstance(getattr(OPS, n, None), torch._ops.OpOverloadPacket)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name):
+    args, kwargs = CALLS[name]()
+    torch.library.opcheck(getattr(OPS, name.split()[0]).default, args, kwargs)
+
+
+def adam(grads, params, exp_avgs, exp_avg_sqs, steps, half, inv_scale, found_inf):
+    kernels.adam_(
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        steps,
+        half,
+        lr=0.1,
+        beta1=0.9,
+        beta2=0.99,
+        eps=1e-8,
+        weight_decay=0.1,
+        inv_scale=inv_scale,
+        found_inf=found_inf,
+    )
+    return steps + 1
+
+
+def adam_arguments():
+    params = [torch.nn.Parameter(t) for t in tensors(FLOAT, FLOAT)]
+    zeros = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    half = [None, torch.zeros_like(params[1], dtype=HALF)]
+    return tensors(HALF, FLOAT), params, *zeros, torch.zeros(2), half, scalar(), scalar(0.0)
+
+
+def novograd(grads, params, exp_avgs, norms, steps):
+    kernels.novograd_(grads, params, exp_avgs, norms, steps, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+    return norms * 2
+
+
+def update_scale(scale, tracker, found_inf, inverse):
+    kernels.update_scale_(
+        scale,
+        tracker,
+        found_inf,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=3,
+        min_scale=1.0,
+        max_scale=16.0,
+        inv_scale_used=inverse,
+    )
+    return scale * inverse
+
+
+def unscale(given, inv_scale):
+    checks = kernels.unscale_(given, inv_scale)
+    return checks.largest, [t + 1 for t in given]
+
+
+COMPILED = {
+    "check": (lambda given: kernels.check(given).sum_squares.sum(), lambda: (tensors(HALF, FLOAT),)),
+    "l2norm": (lambda given: kernels.l2norm(given)[0] + 1, lambda: (tensors(HALF, FLOAT),)),
+    "unscaled": (lambda given, inv: kernels.unscaled(given, inv)[0] + 1, lambda: (tensors(HALF, FLOAT), scalar())),
+    "unscale_": (unscale, lambda: (tensors(HALF, FLOAT), scalar())),
+    "scale_": (lambda *lists: kernels.scale_(*lists)[0], lambda: (tensors(HALF), tensors(FLOAT), scalar())),
+    "axpby_": (
+        lambda *lists: kernels.axpby_(*lists)[0],
+        lambda: (tensors(HALF), tensors(FLOAT), tensors(FLOAT), scalar(), None),
+    ),
+    "cast_copy_": (lambda a, b: (kernels.cast_copy_(a, b), a[0] + 1)[1], lambda: (tensors(HALF), tensors(FLOAT))),
+    "update_scale_": (update_scale, lambda: (scalar(4.0), torch.tensor(2, dtype=torch.int32), scalar(0.0), scalar())),
+    "adam_": (adam, adam_arguments),
+    "sgd_": (
+        lambda grads, params, steps: kernels.sgd_(grads, params, None, steps, lr=0.1) or params[0] + 1,
+        lambda: (tensors(HALF, FLOAT), tensors(FLOAT, FLOAT), torch.zeros(2)),
+    ),
+    "novograd_": (
+        novograd,
+        lambda: (tensors(HALF), tensors(FLOAT), [torch.zeros(5, 7)], torch.zeros(1), torch.zeros(1)),
+    ),
+}
+
+
+def flat(value):
+    if isinstance(value, torch.Tensor):
+        return [value.detach()]
+    return [t for v in value if v is not None for t in flat(v)]
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_whole_and_equal(name):
+    function, arguments = COMPILED[name]
+    torch.manual_seed(1)
+    eager_args = arguments()
+    torch.manual_seed(1)
+    args = arguments()
+    expected = function(*eager_args)
+    result = torch.compile(function, fullgraph=True, backend="aot_eager")(*args)
+    assert all(map(same_bits, flat(result), flat(expected)))
+    assert all(map(same_bits, flat(args), flat(eager_args)))
+
+
+def test_fake_tensors_are_not_computed():
+    with FakeTensorMode() as mode:
+        checks = kernels.check([torch.ones(3), torch.ones(4).half()])
+        kernels.unscale_([torch.ones(3)], torch.tensor(0.5))
+    assert [t.shape for t in checks] == [(2,)] * 3
+    outside = mode.from_tensor(torch.ones(3))
+    assert kernels.check([outside]).nonfinite.fake_mode is mode
+
+
+def test_an_operator_refuses_as_its_function_does():
+    given = [torch.ones(3), torch.ones(3, dtype=torch.float64)]
+    before = copies(given)
+    with pytest.raises(AmpValueError, match=r"\[1\]"):
+        OPS.unscale_(given, scalar())
+    assert all(map(same_bits, given, before))

@@ -1,0 +1,221 @@
+"""A list that the kernels cannot walk is refused by name and index, and nothing is written."""
+
+import pytest
+import torch
+
+from amp_engine import kernels
+from amp_engine.errors import AmpValueError
+from amp_engine.kernels import Hyperparameters
+
+from .lists import copies, same_bits
+
+ONE = torch.tensor(0.5)
+
+
+def made(n=3, dtype=torch.float32):
+    return [torch.ones(4, 6, dtype=dtype) for _ in range(n)]
+
+
+# Each: the function's tensors by parameter name, and how it is called with them.
+OPERATIONS = {
+    "check": (("tensors",), lambda tensors: kernels.check(tensors)),
+    "l2norm": (("tensors",), lambda tensors: kernels.l2norm(tensors)),
+    "unscaled": (("tensors",), lambda tensors: kernels.unscaled(tensors, ONE)),
+    "unscale_": (("tensors",), lambda tensors: kernels.unscale_(tensors, ONE)),
+    "scale_": (("inputs", "outputs"), lambda inputs, outputs: kernels.scale_(outputs, inputs, ONE)),
+    "cast_copy_": (("inputs", "outputs"), lambda inputs, outputs: kernels.cast_copy_(outputs, inputs)),
+    "axpby_": (("xs", "ys", "outputs"), lambda xs, ys, outputs: kernels.axpby_(outputs, xs, ys, ONE, ONE)),
+    "sgd_": (
+        ("params", "grads", "copies", "momentum_buffers"),
+        lambda params, grads, copies, momentum_buffers: kernels.sgd_(
+            grads, params, momentum_buffers, torch.zeros(3), copies, lr=0.1, momentum=0.9
+        ),
+    ),
+    "adam_": (
+        ("params", "grads", "copies", "exp_avgs", "exp_avg_sqs"),
+        lambda params, grads, copies, exp_avgs, exp_avg_sqs: kernels.adam_(
+            grads,
+            params,
+            exp_avgs,
+            exp_avg_sqs,
+            torch.zeros(3),
+            copies,
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.99,
+            eps=1e-8,
+            weight_decay=0.0,
+        ),
+    ),
+}
+# What the native module or the table calls a list.
+ALSO = {
+    "tensors": ("xs", "outputs"),
+    "inputs": ("xs",),
+    "params": ("weights",),
+    "grads": ("gradients",),
+    "momentum_buffers": ("state1",),
+    "exp_avgs": ("state1",),
+    "exp_avg_sqs": ("state2",),
+}
+LISTS = [(op, name) for op, (names, _) in OPERATIONS.items() for name in names]
+LISTS_BESIDE = [(op, name) for op, (names, _) in OPERATIONS.items() for name in names[1:]]
+
+
+def called(op, lists, place):
+    """Calls `op`, which must refuse `place` and write nothing."""
+    name, index = place
+    everything = [t for tensors in lists.values() for t in tensors if t.device.type != "meta" and not t.is_sparse]
+    before = copies(everything)
+    with pytest.raises(AmpValueError) as refusal:
+        OPERATIONS[op][1](**lists)
+    names = [name, *ALSO.get(name, ())]
+    message = str(refusal.value)
+    assert any((f"{n}[{index}]" if index is not None else f"{n} has") in message for n in names), message
+    assert all(map(same_bits, everything, before))
+    return message
+
+
+def lists_of(op):
+    return {name: made() for name in OPERATIONS[op][0]}
+
+
+BAD = {
+    "int": lambda: torch.ones(4, 6, dtype=torch.int32),
+    "float64": lambda: torch.ones(4, 6, dtype=torch.float64),
+    "meta": lambda: torch.ones(4, 6, device="meta"),
+    "sparse": lambda: torch.ones(4, 6).to_sparse(),
+    "gaps": lambda: torch.ones(4, 12)[:, ::2],
+    "expanded": lambda: torch.ones(4, 1).expand(4, 6),
+    "overlapping": lambda: torch.ones(20).as_strided((4, 6), (3, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize(("op", "name"), LISTS)
+def test_a_tensor_that_is_not_walked(op, name, kind):
+    lists = lists_of(op)
+    lists[name][1] = BAD[kind]()
+    called(op, lists, (name, 1))
+
+
+@pytest.mark.parametrize(("op", "name"), LISTS_BESIDE)
+@pytest.mark.parametrize("kind", ["other shape", "other order", "smaller"])
+def test_a_tensor_unlike_its_partner(op, name, kind):
+    lists = lists_of(op)
+    lists[name][2] = {
+        "other shape": torch.ones(6, 4),
+        "other order": torch.ones(6, 4).t(),
+        "smaller": torch.ones(4, 5),
+    }[kind]
+    # Whichever of the two is named: the message has both.
+    assert "[2]" in called(op, lists, (name, 2))
+
+
+def test_the_message_says_what_was_given_and_what_is_allowed():
+    message = called("unscale_", {"tensors": [*made(1), torch.ones(3, dtype=torch.float64)]}, ("tensors", 1))
+    assert "shape [3]" in message
+    assert "on cpu" in message
+    assert "the type must be float32, float16 or bfloat16" in message
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("op", "name"), LISTS_BESIDE)
+def test_lists_of_unequal_lengths(op, name, n):
+    called(op, {**lists_of(op), name: made(n)}, (name, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["exp_avgs", "exp_avg_sqs"])
+def test_state_is_float32(name, dtype):
+    lists = lists_of("adam_")
+    lists[name][1] = lists[name][1].to(dtype)
+    assert "float32" in called("adam_", lists, (name, 1))
+
+
+WRITTEN = [
+    ("unscale_", "tensors", "tensors"),
+    ("scale_", "outputs", "outputs"),
+    ("cast_copy_", "outputs", "outputs"),
+    ("axpby_", "outputs", "outputs"),
+    ("sgd_", "params", "params"),
+    ("sgd_", "params", "copies"),
+    ("sgd_", "copies", "momentum_buffers"),
+    ("adam_", "exp_avgs", "exp_avg_sqs"),
+]
+
+
+@pytest.mark.parametrize(("op", "first", "second"), WRITTEN)
+def test_one_memory_written_twice(op, first, second):
+    lists = lists_of(op)
+    lists[second][2] = lists[first][0].view(4, 6)
+    assert "same memory" in called(op, lists, (second, 2))
+
+
+@pytest.mark.parametrize(
+    "scalar", [torch.ones(2), torch.tensor(1), torch.tensor(1.0).double(), torch.ones((), device="meta")]
+)
+def test_factors_are_one_float32_on_the_device(scalar):
+    tensors = made(2)
+    for call in (
+        lambda: kernels.unscale_(tensors, scalar),
+        lambda: kernels.unscaled(tensors, scalar),
+        lambda: kernels.scale_(tensors, made(2), scalar),
+        lambda: kernels.axpby_(tensors, made(2), made(2), scalar, None),
+        lambda: kernels.axpby_(tensors, made(2), made(2), None, scalar),
+        lambda: kernels.sgd_(made(2), tensors, None, torch.zeros(2), lr=0.1, inv_scale=scalar),
+        lambda: kernels.sgd_(made(2), tensors, None, torch.zeros(2), lr=0.1, found_inf=scalar),
+    ):
+        with pytest.raises(AmpValueError, match=r"must be one float32|must be one Float"):
+            call()
+    assert all(map(same_bits, tensors, made(2)))
+
+
+@pytest.mark.parametrize(
+    "steps", [torch.zeros(2), torch.zeros(3, dtype=torch.int32), torch.zeros(3, 1), torch.zeros(6)[::2]]
+)
+def test_steps_are_one_float32_each(steps):
+    params = made()
+    with pytest.raises(AmpValueError, match=r"steps is .* \[3\]"):
+        kernels.sgd_(made(), params, None, steps, lr=0.1)
+    assert all(map(same_bits, params, made()))
+
+
+def table(kind="sgd", **changes):
+    given = {"weights": made(), "copies": [None] * 3, "state1": [None] * 3, "state2": [None] * 3, "groups": [0] * 3}
+    return kernels.StepTable(kind, **{**given, "steps": torch.zeros(3), "norms": None, **changes})
+
+
+def test_a_table_is_of_a_known_kind():
+    with pytest.raises(AmpValueError, match="kind is 'adamw'.*adam, sgd, adagrad, novograd or lamb"):
+        table("adamw")
+
+
+def test_a_table_for_novograd_has_norms():
+    with pytest.raises(AmpValueError, match="norms"):
+        table("novograd", state1=made())
+
+
+def test_a_table_has_a_group_for_each_weight():
+    with pytest.raises(AmpValueError, match="groups has 2 entries, but weights has 3"):
+        table(groups=[0, 0])
+    with pytest.raises(AmpValueError, match=r"weights\[1\] is in group 4 of 1"):
+        table(groups=[0, 4, 0]).step(made(), [True] * 3, [Hyperparameters(lr=0.1)])
+
+
+@pytest.mark.parametrize(("kind", "h"), [("sgd", {"momentum": 0.9}), ("adam", {}), ("lamb", {}), ("adagrad", {})])
+def test_a_gradient_without_state(kind, h):
+    weights = made()
+    steps = table(kind, weights=weights)
+    steps.step([None] * 3, [True] * 3, [Hyperparameters(lr=0.1, **h)])
+    with pytest.raises(AmpValueError, match=r"weights\[2\] has a gradient, but no optimizer state"):
+        steps.step([None, None, made(1)[0]], [True] * 3, [Hyperparameters(lr=0.1, **h)])
+    assert all(map(same_bits, weights, made()))
+
+
+def test_a_table_is_given_as_many_gradients_and_scales_as_it_has_weights():
+    steps = table()
+    with pytest.raises(AmpValueError, match="has 2 entries, but weights has 3"):
+        steps.step(made(2), [True] * 3, [Hyperparameters(lr=0.1)])
+    with pytest.raises(AmpValueError, match="scaled has 2 entries, but weights has 3"):
+        steps.step(made(), [True] * 2, [Hyperparameters(lr=0.1)])

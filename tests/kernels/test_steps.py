@@ -1,0 +1,435 @@
+"""The five steps against float64: types, sizes, addresses, missing gradients, groups, skips."""
+
+import math
+
+import pytest
+import torch
+
+from amp_engine import kernels
+from amp_engine.kernels import Hyperparameters, _native
+
+from . import oracle
+from .lists import SIZES, Arena, Rows, copies, rows, same_bits, same_values
+
+# A large eps: where gradient and weight decay cancel, an update of lr * x / (|x| + eps) would magnify their rounding.
+ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.1, "decoupled": True}
+SGD = {"lr": 0.1}
+ADAGRAD = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}
+NOVOGRAD = {"lr": 0.01, "beta1": 0.95, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1}
+LAMB = {**ADAM, "max_grad_norm": 1.0}
+
+CASES = [
+    ("adam", ADAM),
+    ("adam", {**ADAM, "decoupled": False}),
+    ("adam", {**ADAM, "bias_correction": False, "weight_decay": 0.0}),
+    ("adam", {**ADAM, "maximize": True}),
+    ("sgd", SGD),
+    ("sgd", {**SGD, "weight_decay": 0.1, "maximize": True}),
+    ("sgd", {**SGD, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}),
+    ("sgd", {**SGD, "momentum": 0.9, "nesterov": True}),
+    ("sgd", {**SGD, "momentum": 0.9, "weight_decay": 0.1, "decay_after_momentum": True}),
+    ("adagrad", ADAGRAD),
+    ("adagrad", {**ADAGRAD, "decoupled": True, "lr_decay": 0.5}),
+    ("adagrad", {**ADAGRAD, "maximize": True}),
+    ("novograd", NOVOGRAD),
+    ("novograd", {**NOVOGRAD, "decay_inside_moment": True, "maximize": True}),
+    ("novograd", {**NOVOGRAD, "infinity_norm": True, "init_zero": True, "bias_correction": False}),
+    ("novograd", {**NOVOGRAD, "init_zero": True, "grad_averaging": False}),
+    ("lamb", LAMB),
+    ("lamb", {**LAMB, "decoupled": False, "max_grad_norm": 0.0}),
+    ("lamb", {**LAMB, "weight_decay": 0.0, "use_nvlamb": True, "bias_correction": False}),
+    ("lamb", {**LAMB, "weight_decay": 0.0, "grad_averaging": False, "maximize": True}),
+    ("lamb", {**LAMB, "max_grad_norm": 1e6}),
+]
+NAMES = [f"{kind}{len([k for k, _ in CASES[:i] if k == kind])}" for i, (kind, _) in enumerate(CASES)]
+KINDS = dict(reversed(CASES)) | {"sgd": CASES[6][1]}
+SCALE = 1024.0
+NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
+
+
+def step(kind: str, r: Rows, h: dict, **scalars) -> None:
+    """By the function of this kind."""
+    state = {
+        "adam": (r.first, r.second, r.steps),
+        "sgd": (r.first if h.get("momentum") else None, r.steps),
+        "adagrad": (r.first, r.steps),
+        "novograd": (r.first, r.norms, r.steps),
+        "lamb": (r.first, r.second, r.steps),
+    }[kind]
+    getattr(kernels, f"{kind}_")(r.grads, r.params, *state, r.copies, **h, **scalars)
+
+
+def table(kind: str, r: Rows, groups: list[int] | None = None) -> kernels.StepTable:
+    n = len(r.params)
+    second = r.second if kind in ("adam", "lamb") else [None] * n
+    groups = [0] * n if groups is None else groups
+    return kernels.StepTable(kind, r.params, r.copies, r.first, second, groups, r.steps, r.norms)
+
+
+def states(r: Rows) -> list[oracle.State]:
+    both = zip(r.params, r.first, r.second, r.norms.tolist(), strict=True)
+    return [oracle.State(p.detach().double(), m.double(), v.double(), n) for p, m, v, n in both]
+
+
+def assert_stepped(kind: str, r: Rows, old: list[oracle.State], factors: list[float], hs: list[dict], counts) -> None:
+    """Each row that has a gradient went from `old` to where float64 goes."""
+    true_grads = [None if g is None else g.double() * f for g, f in zip(r.grads, factors, strict=True)]
+    norm_of_all = oracle.norm([g for g in true_grads if g is not None])
+    for i, g in enumerate(true_grads):
+        if g is None or not g.numel():
+            continue
+        h, t = hs[i], int(counts[i]) + 1
+        new = oracle.STEPS[kind](-g if h.get("maximize") else g, old[i], t, h, norm_of_all)
+        assert r.steps[i] == t
+        param, half = r.params[i], r.copies[i]
+        eps = torch.finfo(param.dtype).eps if param.dtype != torch.float32 else 2e-6
+        near = {"rtol": eps, "atol": max(1e-6, eps * 1e-3), "msg": lambda m, i=i: f"row {i}: {m}"}
+        torch.testing.assert_close(param.detach().double(), new.weight, **near)
+        near.update(rtol=3e-6, atol=1e-7)
+        if new.first is not None and (kind != "sgd" or h.get("momentum")):
+            torch.testing.assert_close(r.first[i].double(), new.first, **near)
+        if new.second is not None:
+            torch.testing.assert_close(r.second[i].double(), new.second, **near)
+        if kind == "novograd":
+            assert r.norms[i].item() == pytest.approx(new.norm, rel=1e-6)
+        if half is not None and param.dtype == torch.float32:
+            assert same_bits(half, param.detach().to(half.dtype))
+        elif half is not None:  # rounded from what the parameter was rounded from
+            eps = torch.finfo(half.dtype).eps if half.dtype != torch.float32 else 2e-6
+            torch.testing.assert_close(half.double(), new.weight, rtol=eps, atol=max(1e-6, eps * 1e-3))
+
+
+def test_every_option_of_the_steps_is_tried():
+    tried = {name for _, h in CASES for name in h}
+    assert tried == set(Hyperparameters.__slots__)
+
+
+@pytest.mark.parametrize(("kind", "h"), CASES, ids=NAMES)
+def test_three_steps_from_the_first_one_on(kind, h):
+    arena = Arena()
+    r = rows(arena, SCALE)
+    r.steps.zero_()
+    for first in (*r.first, *r.second):
+        first.zero_()
+    if kind == "sgd":  # the first step does not read the buffer
+        for first in r.first:
+            first.fill_(math.nan)
+    inv_scale, found_inf = torch.tensor(1 / SCALE), torch.tensor(0.0)
+    all_grads = r.grads
+    for turn in range(3):
+        r.grads = [None if (i + turn) % 5 == 4 else g for i, g in enumerate(all_grads)]
+        before, old, counts = copies(r.tensors()), states(r), r.steps.clone()
+        grads_before = copies(r.grads)
+        step(kind, r, h, inv_scale=inv_scale, found_inf=found_inf)
+        n = len(r.params)
+        assert_stepped(kind, r, old, [1 / SCALE] * n, [h] * n, counts)
+        missing = [i for i, g in enumerate(r.grads) if g is None]
+        assert all(same_bits(r.params[i].double(), old[i].weight) for i in missing)
+        assert torch.equal(r.steps[missing], counts[missing])
+        assert all(same_bits(a, b) for a, b in zip(r.grads, grads_before, strict=True) if a is not None)
+        assert len(before) == len(r.tensors())
+    assert arena.is_intact()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_step_leaves_every_bit(kind):
+    r = rows(Arena(), sizes=(1, 31, 4096))
+    r.grads[3][:] = math.nan
+    before = copies(r.tensors())
+    for flag in (1.0, 2.0, math.nan):
+        step(kind, r, KINDS[kind], inv_scale=torch.tensor(0.5), found_inf=torch.tensor(flag))
+        assert all(map(same_bits, r.tensors(), before))
+    step(kind, r, KINDS[kind], found_inf=torch.tensor(0.0))
+    assert r.steps.tolist() == [3.0] * 36
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_or_no_tensor_is_no_step(kind):
+    r = rows(Arena(), sizes=(1, 31))
+    r.grads = [None] * 36
+    before = copies(r.tensors())
+    step(kind, r, KINDS[kind], inv_scale=torch.tensor(0.5))
+    assert all(map(same_bits, r.tensors(), before))
+    step(kind, Rows([], [], [], [], [], torch.zeros(0), torch.zeros(0)), KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_tensor_counts_its_steps(kind):
+    r = rows(Arena(), sizes=(0, 3))
+    step(kind, r, KINDS[kind])
+    assert r.steps.tolist() == [3.0] * 36
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_rate_may_be_a_tensor(kind):
+    a, b = rows(Arena(), sizes=(7, 4096)), rows(Arena(), sizes=(7, 4096))
+    lr = torch.tensor(0.03)
+    step(kind, a, {**KINDS[kind], "lr": lr})
+    step(kind, b, {**KINDS[kind], "lr": lr.item()})
+    assert all(map(same_bits, a.tensors(), b.tensors()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("give_checks", [False, True])
+def test_table_of_two_groups_partly_scaled_and_clipped(kind, give_checks):
+    r = rows(Arena(), SCALE)
+    groups = [i % 2 for i in range(36)]
+    hs = [{**KINDS[kind]}, {**KINDS[kind], "lr": 0.002, "weight_decay": 0.0}]
+    scaled = [i % 3 != 0 for i in range(36)]
+    steps = table(kind, r, groups)
+    norm, max_norm = torch.tensor(5.0), 2.0
+    for i in range(0, 36, 3):
+        r.grads[i] = r.grads[i] / SCALE
+    r.grads[11] = None
+    old, counts = states(r), r.steps.clone()
+    checks = None
+    if give_checks:
+        found = kernels.check([torch.zeros(0) if g is None else g for g in r.grads])
+        checks = kernels.Checks(*found)
+    steps.step(
+        r.grads,
+        scaled,
+        [Hyperparameters(**h) for h in hs],
+        inv_scale=torch.tensor(1 / SCALE),
+        found_inf=torch.tensor(0.0),
+        norm=norm,
+        max_norm=max_norm,
+        checks=checks,
+    )
+    factor = max_norm / (5.0 + 1e-6) / SCALE
+    assert_stepped(kind, r, old, [factor if s else 1.0 for s in scaled], [hs[g] for g in groups], counts)
+    assert r.steps[11] == 2
+
+
+@pytest.mark.parametrize(("norm", "factor"), [(1.0, 1.0), (4.0, 0.5)])
+def test_clipping_only_shrinks(norm, factor):
+    grad, weight = torch.ones(5), torch.zeros(5)
+    steps = kernels.StepTable("sgd", [weight], [None], [None], [None], [0], torch.zeros(1))
+    steps.step([grad], [True], [Hyperparameters(lr=1.0)], norm=torch.tensor(norm), max_norm=2.0)
+    assert weight.tolist() == pytest.approx([-factor] * 5, rel=1e-6)
+
+
+def test_lamb_is_clipped_by_the_norm_that_it_is_given():
+    a, b = rows(Arena(), sizes=(31, 4096)), rows(Arena(), sizes=(31, 4096))
+    step("lamb", a, LAMB, grad_norm=torch.tensor(10.0))
+    b.grads = [g.float() / 10 for g in b.grads]
+    step("lamb", b, {**LAMB, "max_grad_norm": 0.0})
+    for x, y in zip(a.params, b.params, strict=True):
+        torch.testing.assert_close(x, y, rtol=2 * torch.finfo(x.dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize(("weight", "grad"), [(0.0, 1.0), (1.0, 0.0)])
+def test_lamb_has_no_trust_ratio_where_a_norm_is_zero(weight, grad):
+    p = torch.full((9,), weight)
+    h = {**LAMB, "weight_decay": 0.0, "use_nvlamb": True, "eps": 1e-6}
+    state = [torch.zeros(9)], [torch.zeros(9)], torch.zeros(1)
+    kernels.lamb_([torch.full((9,), grad)], [p], *state, **h)
+    assert p.tolist() == pytest.approx([weight - LAMB["lr"] * grad] * 9, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflowing_copy_is_inf_and_the_weight_is_not(kind):
+    weight, copy = torch.full((20,), 1e5), torch.zeros(20, dtype=torch.float16)
+    r = Rows([torch.ones(20)], [weight], [copy], [torch.zeros(20)], [torch.zeros(20)], torch.zeros(1), torch.zeros(1))
+    step(kind, r, {**KINDS[kind], "weight_decay": 0.0})
+    assert copy.isinf().all()
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_bad_element_stays_alone_if_nobody_skips(kind, bad):
+    r = rows(Arena(), sizes=(31,))
+    for g in r.grads:
+        g[9] = bad
+    step(kind, r, {**KINDS[kind], "weight_decay": 0.0, **({"max_grad_norm": 0.0} if kind == "lamb" else {})})
+    if kind != "novograd":  # its norm is of the whole tensor
+        for p in r.params:
+            assert p[[*range(9), *range(10, 31)]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_channels_last_is_stepped_in_its_own_order(kind):
+    def made(memory_format):
+        generator = torch.Generator().manual_seed(3)
+
+        def randn(dtype=torch.float32):
+            values = torch.randn(4, 3, 5, 2, generator=generator).to(dtype)
+            return [values.contiguous(memory_format=memory_format)]
+
+        return Rows(
+            randn(torch.float16),
+            randn(),
+            [torch.zeros_like(randn(torch.bfloat16)[0])],
+            [randn()[0].abs()],
+            [randn()[0].abs()],
+            torch.full((1,), 2.0),
+            torch.ones(1),
+        )
+
+    a, b = made(torch.channels_last), made(torch.contiguous_format)
+    step(kind, a, KINDS[kind])
+    step(kind, b, KINDS[kind])
+    assert a.params[0].is_contiguous(memory_format=torch.channels_last)
+    for x, y in zip(a.tensors(), b.tensors(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_subnormal_gradients_count(kind):
+    tiny = torch.full((40,), 2.0**-24, dtype=torch.float16)
+    r = Rows([tiny], [torch.ones(40)], [None], [torch.zeros(40)], [torch.zeros(40)], torch.zeros(1), torch.zeros(1))
+    old = states(r)
+    step(kind, r, KINDS[kind], inv_scale=torch.tensor(2.0**20))
+    assert_stepped(kind, r, old, [2.0**20], [KINDS[kind]], [0])
+
+
+def test_a_table_knows_when_memory_moved():
+    r = rows(Arena(), sizes=(31,))
+    steps = table("adam", r)
+    assert steps.is_current()
+    r.params[5].data = r.params[5].clone()
+    assert not steps.is_current()
+    assert table("adam", r).is_current()
+
+
+def test_parameters_that_want_gradients_are_stepped():
+    param = torch.nn.Parameter(torch.ones(5))
+    version = param._version
+    kernels.sgd_([torch.ones(5)], [param], None, torch.zeros(1), lr=0.5)
+    assert param.tolist() == [0.5] * 5
+    assert param._version > version
+
+
+def test_a_late_first_gradient_resets_no_other_buffer():
+    weights = [torch.nn.Parameter(torch.randn(n)) for n in (5, 40, 9)]
+    ours = [w.detach().clone() for w in weights]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    buffers, steps = [torch.zeros_like(w) for w in ours], torch.zeros(3)
+    for turn in range(4):
+        grads = [torch.randn_like(w) if i < 2 or turn >= 2 else None for i, w in enumerate(ours)]
+        for w, g in zip(weights, grads, strict=True):
+            w.grad = g
+        optimizer.step()
+        kernels.sgd_(grads, ours, buffers, steps, lr=0.1, momentum=0.9)
+    assert steps.tolist() == [4.0, 4.0, 2.0]
+    for w, o in zip(weights, ours, strict=True):
+        torch.testing.assert_close(o, w.detach())
+
+
+SGD_GRID = [
+    {"momentum": m, "dampening": d, "weight_decay": wd, "nesterov": nesterov, "maximize": maximize}
+    for m in (0.0, 0.9)
+    for d in (0.0, 0.1)
+    for wd in (0.0, 0.01)
+    for nesterov in (False, True)
+    for maximize in (False, True)
+    if not (nesterov and (m == 0 or d != 0))
+]
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+@pytest.mark.parametrize("options", SGD_GRID, ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_sgd_is_torch_to_the_bit(backend, options, foreach):
+    if backend == "native" and _native.module.build_info()["cpu_capability"] == "portable":
+        pytest.skip("torch itself computes otherwise without vector instructions")
+    sizes = (1, 7, 8, 31, 1000)
+    weights = [torch.nn.Parameter(torch.randn(n)) for n in sizes]
+    ours = [w.detach().clone() for w in weights]
+    optimizer = torch.optim.SGD(weights, lr=0.1, foreach=foreach, **options)
+    buffers, steps = [torch.zeros_like(w) for w in ours], torch.zeros(len(ours))
+    for _ in range(20):
+        grads = [torch.randn_like(w) for w in ours]
+        for w, g in zip(weights, grads, strict=True):
+            w.grad = g.clone()  # the foreach variant overwrites it
+        optimizer.step()
+        kernels.sgd_(grads, ours, buffers if options["momentum"] else None, steps, lr=0.1, **options)
+        assert all(same_bits(o, w) for o, w in zip(ours, weights, strict=True))
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_adam_errs_at_most_twice_as_much_as_torch(decoupled):
+    # flash-attention's rule: the truth is float64, the measure is what torch's own float32 is off.
+    start = torch.randn(5000)
+    grads = [torch.randn(5000) * 10.0 ** torch.randint(-4, 1, (5000,)) for _ in range(30)]
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+
+    def by_torch(dtype):
+        weight = torch.nn.Parameter(start.to(dtype, copy=True))
+        optimizer = kind([weight], lr=0.01, weight_decay=0.1, foreach=False)
+        for g in grads:
+            weight.grad = g.to(dtype)
+            optimizer.step()
+        return weight.detach().double()
+
+    ours, state = start.clone(), ([torch.zeros(5000)], [torch.zeros(5000)], torch.zeros(1))
+    for g in grads:
+        h = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+        kernels.adam_([g], [ours], *state, decoupled=decoupled, **h)
+    truth = by_torch(torch.float64)
+
+    def error(values):
+        difference = (values.double() - truth).abs()
+        return torch.stack([difference.max(), difference.square().mean().sqrt()])
+
+    assert (error(ours) <= 2 * error(by_torch(torch.float32))).all()
+
+
+@NATIVE
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_threads_gives_the_same_bits(kind):
+    results = []
+    for n in (1, 2, 3):
+        torch.set_num_threads(n)
+        r = rows(Arena(), sizes=SIZES)
+        step(kind, r, KINDS[kind])
+        step(kind, r, KINDS[kind], inv_scale=torch.tensor(0.3))
+        checks = kernels.check(r.params)
+        results.append([*r.tensors(), *checks[1:], *kernels.l2norm(r.params)])
+    for other in results[1:]:
+        assert all(map(same_bits, results[0], other))
+
+
+@NATIVE
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_order_of_the_list_gives_the_same_bits(kind):
+    straight = rows(Arena())
+    step(kind, straight, KINDS[kind])
+    for seed in range(3):
+        order = torch.randperm(36, generator=torch.Generator().manual_seed(seed)).tolist()
+        r = rows(Arena())
+        shuffled = Rows(
+            *([tensors[i] for i in order] for tensors in (r.grads, r.params, r.copies, r.first, r.second)),
+            steps=r.steps[order],
+            norms=r.norms[order],
+        )
+        step(kind, shuffled, KINDS[kind])
+        for j, i in enumerate(order):
+            assert same_bits(shuffled.params[j], straight.params[i])
+            assert same_bits(shuffled.first[j], straight.first[i])
+            assert same_bits(shuffled.norms[j], straight.norms[i])
+
+
+@NATIVE
+def test_any_order_of_the_list_gives_the_same_norm():
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, generator=generator) * 10.0 ** (n % 7) for n in (*range(1, 200), 32769, 65537)]
+    total, per_tensor = kernels.l2norm(tensors)
+    for _ in range(10):
+        order = torch.randperm(len(tensors), generator=generator).tolist()
+        other, other_per_tensor = kernels.l2norm([tensors[i] for i in order])
+        assert same_bits(total, other)
+        assert same_bits(per_tensor[order], other_per_tensor)
+    assert total.item() == pytest.approx(oracle.norm(tensors), rel=1e-7)
+
+
+@NATIVE
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_address_of_a_tensor_changes_no_bit(kind):
+    at_odd, aligned = rows(Arena()), rows(Arena())
+    for name in ("grads", "params", "copies", "first", "second"):
+        setattr(aligned, name, copies(getattr(aligned, name)))
+    step(kind, at_odd, KINDS[kind])
+    step(kind, aligned, KINDS[kind])
+    assert all(map(same_values, at_odd.tensors(), aligned.tensors()))

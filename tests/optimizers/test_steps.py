@@ -1,0 +1,400 @@
+"""What holds for the steps of all five: groups, types, layouts, sizes, missing gradients, closures, schedulers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+
+from tests.optimizers.formulas import FORMULAS, Formula
+from tests.optimizers.support import (
+    CLASSES,
+    HALVES,
+    STATE,
+    all_settings,
+    assert_follows,
+    assert_rounded_once,
+    assert_twice_as_good,
+    formula,
+    give,
+    gradients,
+    made,
+    mixed_parameters,
+    parameters,
+    run,
+)
+from tests.support import assert_bitwise, frozen, optimizer_values
+
+EVERY = pytest.mark.parametrize("name", CLASSES)
+SECOND = {"FusedSGD": {"momentum": 0.5, "nesterov": True}, "FusedAdagrad": {"eps": 0.1, "adagrad_w_mode": True}}
+TORCHS: dict[str, Callable[..., Optimizer]] = {
+    "FusedSGD": torch.optim.SGD,
+    "FusedAdam": torch.optim.AdamW,
+    "FusedAdagrad": torch.optim.Adagrad,
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_the_formulas_are_those_of_torch_where_torch_has_them(name: str) -> None:
+    params = parameters(dtype=torch.float64)
+    settings = {"lr": 0.05, "weight_decay": 0.01} | ({"momentum": 0.9, "dampening": 0.2} if name == "FusedSGD" else {})
+    truth = Formula(name, [(params, all_settings(name, **settings))], torch.float64)
+    run(TORCHS[name](params, **settings), range(5), lambda index: truth.step(gradients(params, index)))
+    torch.testing.assert_close([param.detach() for param in params], truth.params, rtol=1e-12, atol=1e-12)
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_each_group_is_stepped_with_its_own_settings(name: str) -> None:
+    second = {"lr": 0.003, "weight_decay": 0.1} | SECOND.get(name, {"betas": (0.7, 0.9), "eps": 1e-4})
+    assert_twice_as_good(name, split=4, second=second)
+
+
+@pytest.mark.parametrize("when", [0, 3], ids=["before the first step", "after three steps"])
+@EVERY
+def test_a_group_added_after_construction_is_stepped(name: str, when: int) -> None:
+    params = parameters([(5,), (3, 2), (4,), (2, 2)])
+    optimizer = made(name, params[:2])
+    truth = Formula(name, [(params[:2], all_settings(name)), (params[2:], all_settings(name, lr=0.007))], torch.float64)
+    for index in range(6):
+        if index == when:
+            optimizer.add_param_group({"params": params[2:], "lr": 0.007})
+        grads = [grad if row < 2 or index >= when else None for row, grad in enumerate(gradients(params, index))]
+        assert_follows(optimizer, truth, grads, f"step {index}", params)
+
+
+@EVERY
+def test_settings_may_change_between_steps(name: str) -> None:
+    params = parameters()
+    optimizer, truth = made(name, params), formula(name, params)
+    for index in range(6):
+        changed = {"lr": 0.01 * 0.5**index, "weight_decay": 0.02 * index}
+        optimizer.param_groups[0].update(changed)
+        truth.set(**changed)
+        assert_follows(optimizer, truth, gradients(params, index), f"step {index}")
+
+
+# --- missing gradients ----------------------------------------------------------------------------
+
+
+@EVERY
+def test_a_parameter_without_a_gradient_is_not_stepped_and_its_steps_are_counted_apart(name: str) -> None:
+    params = parameters([(5,), (3, 2), (4,)])
+    optimizer, truth = made(name, params), formula(name, params)
+    for index in range(6):
+        grads: list[Tensor | None] = list(gradients(params, index))
+        if index < 2:
+            grads[1] = None
+        if index % 2:
+            grads[2] = None
+        before = frozen(params)
+        assert_follows(optimizer, truth, grads, f"step {index}")
+        for row, grad in enumerate(grads):
+            if grad is None:
+                assert_bitwise(params[row], before[row])
+
+
+@EVERY
+def test_a_step_without_any_gradient_does_nothing(name: str) -> None:
+    params = parameters()
+    optimizer = made(name, params)
+    before = frozen(params)
+    optimizer.step()
+    assert_bitwise(params, before)
+    assert optimizer.state_dict()["state"] == {}
+    run(optimizer, range(2))
+    values = optimizer_values(optimizer)
+    give(params, [None] * len(params))
+    optimizer.step()
+    assert_bitwise(optimizer_values(optimizer), values)
+
+
+@EVERY
+def test_gradients_are_read_and_not_written(name: str) -> None:
+    params = mixed_parameters()
+    optimizer = made(name, params)
+    run(optimizer, range(2), lambda index: assert_bitwise([p.grad for p in params], gradients(params, index)))
+
+
+@EVERY
+def test_a_replaced_gradient_is_the_one_that_is_stepped(name: str) -> None:
+    """Another tensor every step, the same one written in place, and no memory of the last."""
+    params, others = parameters(), parameters()
+    optimizer, fresh = made(name, params), made(name, others)
+    give(params, gradients(params, 0))
+    for index in range(5):
+        for param, grad in zip(params, gradients(params, index), strict=True):
+            param.grad.copy_(grad)
+        optimizer.step()
+        run(fresh, [index])
+        assert_bitwise(params, others)
+
+
+@EVERY
+def test_parameters_written_or_moved_by_the_user_are_stepped_from_there(name: str) -> None:
+    params = parameters()
+    optimizer, truth = made(name, params), formula(name, params)
+    for index in range(6):
+        with torch.no_grad():
+            if index == 2:
+                for param in params:
+                    param.mul_(0.5)
+            if index == 4:
+                for param in params:
+                    param.data = param.detach().clone() + 1
+        assert_follows(optimizer, truth, gradients(params, index), f"step {index}")
+
+
+# --- types ----------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_types_may_be_mixed_and_each_weight_is_the_truth_rounded_once(name: str) -> None:
+    params = mixed_parameters()
+    optimizer, truth = made(name, params), formula(name, params)
+    for index in range(8):
+        assert_follows(optimizer, truth, gradients(params, index), f"step {index}")
+    for param in params:
+        for key in STATE[name]:
+            assert optimizer.state[param][key].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@EVERY
+def test_a_small_second_moment_of_a_half_parameter_does_not_vanish(name: str, dtype: torch.dtype) -> None:
+    """Gradients of 1e-4 have squares that float16 does not hold."""
+    params = [nn.Parameter(torch.ones(64, dtype=dtype))]
+    settings = {"weight_decay": 0.0} | ({"max_grad_norm": 0.0} if name == "FusedLAMB" else {})
+    optimizer, truth = made(name, params, **settings), formula(name, params, **settings)
+    for _ in range(3):
+        assert_follows(optimizer, truth, [torch.full((64,), 1e-4, dtype=dtype)])
+    for key in STATE[name]:
+        torch.testing.assert_close(optimizer.state[params[0]][key].double(), truth.states[0][key], rtol=1e-5, atol=0.0)
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda grad: grad.transpose(0, 1).contiguous().transpose(0, 1),
+    "channels last": lambda grad: grad.contiguous(memory_format=torch.channels_last),
+    "every other element": lambda grad: torch.stack([grad, grad], -1)[..., 0],
+    "reversed memory": lambda grad: grad.flip(0).contiguous().flip(0),
+    "inside of a larger one": lambda grad: nn.functional.pad(grad, (1, 2))[..., 1:-2],
+    "off by one element": lambda grad: torch.cat([torch.zeros(1), grad.flatten()])[1:].view(grad.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@EVERY
+def test_a_gradient_may_lie_in_memory_as_it_likes(name: str, layout: str) -> None:
+    params, others = parameters([(6, 4, 3, 5)]), parameters([(6, 4, 3, 5)])
+    optimizer, contiguous = made(name, params), made(name, others)
+    for index in range(3):
+        grads = gradients(params, index)
+        params[0].grad = LAYOUTS[layout](grads[0])
+        optimizer.step()
+        run(contiguous, [index])
+        assert_bitwise(params, others)
+
+
+@EVERY
+def test_an_expanded_gradient_is_stepped_as_what_it_shows(name: str) -> None:
+    params, others = parameters([(6, 4)]), parameters([(6, 4)])
+    optimizer, contiguous = made(name, params), made(name, others)
+    for _ in range(3):
+        row = torch.arange(1.0, 5.0)
+        params[0].grad, others[0].grad = row.expand(6, 4), row.repeat(6, 1)
+        optimizer.step()
+        contiguous.step()
+        assert_bitwise(params, others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@EVERY
+def test_parameters_may_be_channels_last_or_transposed(name: str, dtype: torch.dtype) -> None:
+    """Norms add up in another order, so tensors are as near as rounding allows."""
+
+    def fresh() -> list[nn.Parameter]:
+        image, matrix = parameters([(6, 4, 3, 5), (8, 5)], dtype)
+        return [nn.Parameter(image.detach().contiguous(memory_format=torch.channels_last)), nn.Parameter(matrix.mT)]
+
+    params = fresh()
+    strides = [param.stride() for param in params]
+    optimizer, truth = made(name, params), formula(name, params)
+    for index in range(4):
+        grads = gradients(params, index)
+        if index % 2:
+            grads = [torch.empty_like(param).copy_(grad) for param, grad in zip(params, grads, strict=True)]
+        assert_follows(optimizer, truth, grads, f"step {index}")
+    assert [param.stride() for param in params] == strides
+
+
+@EVERY
+def test_a_convolution_in_channels_last_trains_as_in_contiguous_memory(name: str) -> None:
+    def trained(memory_format: torch.memory_format) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(memory_format=memory_format)
+        optimizer = made(name, model.parameters())
+        images = torch.randn(2, 3, 8, 8).contiguous(memory_format=memory_format)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(images).square().mean().backward()
+            optimizer.step()
+        return [param.detach().contiguous() for param in model.parameters()]
+
+    torch.testing.assert_close(trained(torch.channels_last), trained(torch.contiguous_format), rtol=1e-3, atol=1e-4)
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_empty_tensors_take_part_without_harm_and_count_their_steps_as_in_torch(name: str) -> None:
+    params = parameters([(0,), (4, 0, 2), (3,)])
+    optimizer = made(name, params)
+    run(optimizer, range(3))
+    assert all(param.isfinite().all() for param in params)
+    saved = optimizer.state_dict()["state"]
+    if "step" in saved[2]:
+        assert [saved[row]["step"].item() for row in range(3)] == [3.0] * 3
+
+
+@EVERY
+def test_an_optimizer_of_empty_tensors_alone_steps(name: str) -> None:
+    params = parameters([(0,), (0, 3)])
+    run(made(name, params), range(2))
+
+
+@EVERY
+def test_ten_thousand_tiny_parameters_are_each_stepped(name: str) -> None:
+    """Tensors of the same values in many places get the same bits, and those of the formula."""
+    values = torch.randn(3, generator=torch.Generator().manual_seed(1))
+    params = [nn.Parameter(values[: 1 + row % 3].clone()) for row in range(10_000)]
+    settings = {"max_grad_norm": 0.0} if name == "FusedLAMB" else {}
+    optimizer = made(name, params, **settings)
+    truth = formula(name, params[:3], **settings)
+    for index in range(2):
+        grads = gradients(params[:3], index)
+        start = [param.detach().double() for param in params[:3]]
+        truth.params = list(start)
+        truth.step(grads)
+        for row, param in enumerate(params):
+            param.grad = grads[row % 3]
+        optimizer.step()
+        assert_rounded_once(params[:3], truth.params, start)
+    for kind in range(3):
+        same = torch.stack([param.detach() for param in params[kind::3]])
+        assert torch.equal(same, same[:1].expand_as(same))
+
+
+# --- closures and schedulers ----------------------------------------------------------------------
+
+
+@EVERY
+def test_a_closure_is_evaluated_with_gradients_on_and_its_value_returned(name: str) -> None:
+    params, others = parameters([(4,)]), parameters([(4,)])
+    optimizer, plain = made(name, params), made(name, others)
+
+    def loss(param: Tensor) -> Tensor:
+        return (param * torch.arange(4.0)).square().sum()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(params[0])
+        value.backward()
+        return value
+
+    for _ in range(3):
+        expected = loss(others[0])
+        plain.zero_grad()
+        expected.backward()
+        plain.step()
+        assert_bitwise(optimizer.step(closure), expected)
+        assert_bitwise(params, others)
+    assert plain.step() is None
+    assert optimizer.step(closure=closure) is not None
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 6),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, 0.05, total_steps=8, cycle_momentum="betas" in optimizer.defaults or "momentum" in optimizer.defaults
+    ),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.001, 0.05, 3, cycle_momentum=False),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@EVERY
+def test_a_scheduler_is_followed_and_warns_of_nothing(name: str, scheduler: str) -> None:
+    params = parameters()
+    optimizer, truth = made(name, params), formula(name, params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule = SCHEDULERS[scheduler](optimizer)
+        for index in range(6):
+            (group,) = optimizer.param_groups
+            truth.set(**{key: group[key] for key in ("lr", "betas", "momentum") if key in group})
+            assert_follows(optimizer, truth, gradients(params, index), f"step {index}")
+            schedule.step()
+
+
+@EVERY
+def test_hooks_around_the_step_run_once_each(name: str) -> None:
+    params = parameters()
+    optimizer = made(name, params)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    run(optimizer, range(2))
+    assert seen == ["before", "after"] * 2
+
+
+# --- torch.amp.GradScaler -------------------------------------------------------------------------
+
+
+@EVERY
+def test_grad_scaler_of_torch_drives_it_and_a_power_of_two_changes_no_bit(name: str) -> None:
+    params, others = parameters(), parameters()
+    optimizer, plain = made(name, params), made(name, others)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for index in range(5):
+        for group in (params, others):
+            give(group, gradients(group, index))
+        for param in params:
+            param.grad *= scaler.scale(torch.ones(()))
+        if index % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        plain.step()
+        assert_bitwise(params, others)
+
+
+@EVERY
+def test_grad_scaler_of_torch_skips_a_step_that_overflowed(name: str) -> None:
+    params = parameters()
+    optimizer = made(name, params)
+    run(optimizer, range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = optimizer_values(optimizer)
+    give(params, gradients(params, 2))
+    scaler.scale(torch.ones(()))
+    params[2].grad[3] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert_bitwise(optimizer_values(optimizer), before)
+    assert scaler.get_scale() == 2.0**9
+
+
+def test_every_optimizer_has_a_formula() -> None:
+    assert set(FORMULAS) == set(CLASSES)

@@ -72,7 +72,7 @@ gpu:  ## on a machine with a GPU: compile for it, test, measure; logs and tables
 	AMP_ENGINE_BUILD=cuda timeout 240 $(GPU_PYTHON) setup.py build_ext --inplace 2>&1 | tee $(GPU_OUT)/build.log
 	{ nvidia-smi; git rev-parse HEAD; $(GPU_PYTHON) -m amp_engine info; } 2>&1 | tee $(GPU_OUT)/info.log
 	PYTHONUNBUFFERED=1 timeout 180 $(GPU_PYTHON) -m pytest tests/gpu -m cuda $(ARGS) 2>&1 | tee $(GPU_OUT)/tests.log
-	OUT=$(GPU_OUT) PYTHONUNBUFFERED=1 timeout 240 $(GPU_PYTHON) -m tests.benchmarks.gpu 2>&1 | tee $(GPU_OUT)/benchmarks.log
+	PYTHONUNBUFFERED=1 timeout 240 $(GPU_PYTHON) -m tests.benchmarks.gpu --out $(GPU_OUT) 2>&1 | tee $(GPU_OUT)/benchmarks.log
 
 clean:  ## remove what the commands made
 	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*

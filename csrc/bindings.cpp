@@ -4,6 +4,10 @@
 #include "ops.h"
 #include "walk.h"
 
+#ifdef AMP_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace py = pybind11;
 
 namespace amp_engine {

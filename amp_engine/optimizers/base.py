@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.kernels import is_dense
 from amp_engine.optimizers.fused_step import NORM, fused_step_of
 from amp_engine.optimizers.rules import Rule
 
@@ -25,10 +26,14 @@ class FusedOptimizer(Optimizer):
     """
 
     rule: ClassVar[Rule]
+    settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)  # attributes that copies and pickles keep
 
     def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.settings}}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, or with `set_to_none=False` fill them with 0.
@@ -69,13 +74,16 @@ class FusedOptimizer(Optimizer):
         else:
             copies = [None if m is w else w for m, w in zip(masters, weights, strict=True)]
             fused.step(weights, gradients, copies, weights=masters)
+            self._wrote(weights)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class, the class of torch.optim with the same state, or apex's saved.
 
-        State stays float32 for half parameters too, where torch would round it.
+        State stays float32 for half parameters too, where torch would round it. Raises AmpStateError for amsgrad.
         """
+        for group in state_dict["param_groups"]:
+            refuse_amsgrad(type(self).__name__, group.get("amsgrad", False))
         state_dict = self._with_defaults(state_dict)
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -89,13 +97,20 @@ class FusedOptimizer(Optimizer):
         """The float32 weights to step instead of half ones, for optimizers that keep their own."""
         return None
 
+    def _wrote(self, weights: list[Tensor]) -> None:
+        """Half weights were written from their own masters."""
+
     def _with_defaults(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """`state_dict` with this class's settings where another class saved none, and counts where torch has them."""
-        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        groups = [{**self.defaults, **self._renamed(group), **group} for group in state_dict["param_groups"]]
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         for group, own in zip(groups, self.param_groups, strict=False):
             self._spread(group, state, own["params"])
         return {**state_dict, "state": state, "param_groups": groups}
+
+    def _renamed(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that torch's classes have under another name."""
+        return {}
 
     def _spread(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]], params: list[nn.Parameter]) -> None:
         """apex counts the steps of a group, and keeps NovoGrad's norms there; here each parameter has its own."""
@@ -112,6 +127,11 @@ class FusedOptimizer(Optimizer):
 
     def _refuse(self, weights: list[Tensor], gradients: list[Tensor | None]) -> None:
         for i, (p, g) in enumerate(zip(weights, gradients, strict=True)):
+            if not is_dense(p):
+                raise AmpTypeError(
+                    f"{type(self).__name__} steps dense parameters; parameter {i} of shape {tuple(p.shape)} and "
+                    f"strides {p.stride()} has gaps in memory.  Make it of a .contiguous() tensor."
+                )
             if g is not None and g.is_sparse:
                 raise AmpStateError(
                     f"{type(self).__name__} does not support sparse gradients; parameter {i} of shape "
@@ -133,7 +153,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def check_not_negative(**values: float | Tensor) -> None:
     """Raise AmpValueError for the first value below 0."""
     for name, value in values.items():
-        if not isinstance(value, Tensor) and not value >= 0.0:
+        # A tensor on a GPU is taken as it is: looking would wait.
+        if not (isinstance(value, Tensor) and not value.is_cpu) and not value >= 0.0:
             raise AmpValueError(f"{name}={value!r}, but it must be 0 or more.  Type for example {name}=1e-3.")
 
 

@@ -9,7 +9,12 @@ from amp_engine.optimizers.rules import Group, Rule
 
 def _hyperparameters(group: Group) -> Hyperparameters:
     return Hyperparameters(
-        lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"], decoupled=group["adagrad_w_mode"]
+        lr=group["lr"],
+        maximize=group.get("maximize", False),
+        lr_decay=group.get("lr_decay", 0.0),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["adagrad_w_mode"],
     )
 
 
@@ -30,6 +35,7 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     rule = Rule("adagrad", "sum", None, _hyperparameters)
+    settings = ("set_grad_none", "adagrad_w_mode")
 
     def __init__(
         self,

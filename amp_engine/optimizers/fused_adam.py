@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from amp_engine import kernels
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import Hyperparameters
 from amp_engine.optimizers.base import FusedOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
@@ -23,6 +26,7 @@ def _hyperparameters(group: Group) -> Hyperparameters:
         weight_decay=group["weight_decay"],
         decoupled=group["adam_w_mode"],
         bias_correction=bool(group["bias_correction"]),
+        maximize=group.get("maximize", False),
     )
 
 
@@ -48,6 +52,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     rule = Rule("adam", "exp_avg", "exp_avg_sq", _hyperparameters)
+    settings = ("set_grad_none", "adam_w_mode", "capturable", "master_weights")
 
     def __init__(
         self,
@@ -74,6 +79,7 @@ class FusedAdam(FusedOptimizer):
         self.adam_w_mode = bool(adam_w_mode)
         self.capturable = capturable
         self.master_weights = master_weights
+        self._stamps = WeakIdKeyDictionary()  # of half parameters, as of their last step
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -84,14 +90,32 @@ class FusedAdam(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stamps = WeakIdKeyDictionary()
+
+    def _renamed(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        if "decoupled_weight_decay" not in group:
+            return {}
+        return {"adam_w_mode": group["decoupled_weight_decay"]}
+
     def _own_masters(self, weights: list[Tensor], gradients: list[Tensor | None]) -> list[Tensor] | None:
         if not self.master_weights:
             return None
-        masters: list[Tensor] = []
-        for p, g in zip(weights, gradients, strict=True):
-            state: dict[str, Any] = self.state[p] if g is not None else self.state.get(p, {})
-            if p.dtype == torch.float32 or (g is None and "master_param" not in state):
-                masters.append(p)
-            else:
-                masters.append(state.setdefault("master_param", p.detach().float()))
-        return masters
+        return [p if p.dtype == torch.float32 else self._master(p, g) for p, g in zip(weights, gradients, strict=True)]
+
+    def _master(self, p: Tensor, grad: Tensor | None) -> Tensor:
+        state: dict[str, Any] = self.state[p] if grad is not None else self.state.get(p, {})
+        if "master_param" not in state:
+            if grad is None:
+                return p
+            state["master_param"] = p.detach().float()
+        master: Tensor = state["master_param"]
+        # Somebody else wrote the parameter since: load_state_dict, say.
+        if p in self._stamps and self._stamps[p] != kernels.stamps([p])[0]:
+            master.copy_(p)
+        return master
+
+    def _wrote(self, weights: list[Tensor]) -> None:
+        for p, stamp in zip(weights, kernels.stamps(weights), strict=True):
+            self._stamps[p] = stamp

@@ -11,6 +11,7 @@ def _hyperparameters(group: Group) -> Hyperparameters:
     beta1, beta2 = group["betas"]
     return Hyperparameters(
         lr=group["lr"],
+        maximize=group.get("maximize", False),
         beta1=beta1,
         beta2=beta2,
         eps=group["eps"],
@@ -47,6 +48,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     rule = Rule("lamb", "exp_avg", "exp_avg_sq", _hyperparameters)
+    settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ def _hyperparameters(group: Group) -> Hyperparameters:
     beta1, beta2 = group["betas"]
     return Hyperparameters(
         lr=group["lr"],
+        maximize=group.get("maximize", False),
         beta1=beta1,
         beta2=beta2,
         eps=group["eps"],

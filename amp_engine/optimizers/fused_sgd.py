@@ -11,6 +11,7 @@ from amp_engine.optimizers.rules import Group, Rule
 def _hyperparameters(group: Group) -> Hyperparameters:
     return Hyperparameters(
         lr=group["lr"],
+        maximize=group.get("maximize", False),
         momentum=group["momentum"],
         dampening=group["dampening"],
         weight_decay=group["weight_decay"],
@@ -46,6 +47,7 @@ class FusedSGD(FusedOptimizer):
         keeps_step=False,
         needs_state1=lambda group: group["momentum"] != 0,
     )
+    settings = ("set_grad_none", "materialize_master_grads", "wd_after_momentum")
 
     def __init__(
         self,

@@ -60,7 +60,8 @@ class FusedStep:
         self._weights: list[Tensor] = []
         self._copies: list[Tensor | None] = []
         self._inner: list[dict[str, Any]] = []
-        self._stateless: list[int] = []
+        self._stateless: list[int] = []  # rows that have had no gradient yet
+        self._needs_state1: list[bool] = []
         self._is_ours = rule not in TORCH_RULES.values()
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
 
@@ -170,6 +171,7 @@ class FusedStep:
             and _same(list(self._live_optimizer().state.values()), self._inner)
             and all(table.is_current(self.rule) for table in self._tables)
             and all(gradients[i] is None for i in self._stateless)
+            and [self.rule.needs_state1(group) for group in self._live_optimizer().param_groups] == self._needs_state1
         )
 
     def _build(
@@ -183,10 +185,15 @@ class FusedStep:
         group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         known = {id(view): count for table in self._tables for view, count in table.by_state()}
         start = [self._start(optimizer.state.get(p) or {}, known) for p in params]
-        self._stateless = [i for i, g in enumerate(gradients) if g is None and not optimizer.state.get(params[i])]
         for p, w, g, i in zip(params, weights, gradients, group_of, strict=True):
             if g is not None:
                 self._fill_state(optimizer.state[p], w, optimizer.param_groups[i])
+        self._needs_state1 = [self.rule.needs_state1(group) for group in optimizer.param_groups]
+        self._stateless = [
+            row
+            for row, (p, i) in enumerate(zip(params, group_of, strict=True))
+            if self._lacks_state(optimizer.state.get(p) or {}, self._needs_state1[i])
+        ]
         by_device: dict[torch.device, list[int]] = {}
         for i, w in enumerate(weights):
             by_device.setdefault(w.device, []).append(i)
@@ -225,6 +232,14 @@ class FusedStep:
                 state[name] = torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
         if rule.keeps_norm:
             state.setdefault(NORM, torch.zeros((), device="cpu"))
+
+    def _lacks_state(self, state: dict[str, Any], needs_state1: bool) -> bool:
+        rule = self.rule
+        return (
+            (needs_state1 and state.get(rule.state1) is None)
+            or (rule.state2 is not None and state.get(rule.state2) is None)
+            or (rule.keeps_step and "step" not in state)
+        )
 
     def _live_optimizer(self) -> Optimizer:
         optimizer = self._optimizer()

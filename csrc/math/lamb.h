@@ -44,7 +44,7 @@ AMP_HD double lamb_clip(Group const& group, double norm) {
 
 // What the step is multiplied by: minus the learning rate times the trust ratio.
 AMP_HD float lamb_minus_rate(Group const& group, double weight_norm, double step_norm) {
-  bool const adapts = (group.use_nvlamb || group.weight_decay != 0.0) && weight_norm > 0.0 && step_norm > 0.0;
+  bool const adapts = (group.use_nvlamb || group.weight_decay != 0.0) && weight_norm != 0.0 && step_norm != 0.0;
   return float(-learning_rate(group) * (adapts ? weight_norm / step_norm : 1.0));
 }
 

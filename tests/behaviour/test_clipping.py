@@ -105,9 +105,8 @@ def test_every_optimizer_is_clipped(name: str, task: Any) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2, 1.0, INF, 3.0, 0.5, "inf", -INF])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_every_order_of_norm_is_the_one_of_torch(level: str, norm_type: Any) -> None:
-    assert_same_clip(one_backward(level), lambda optimizer, clip: clip(optimizer, 1e-2, norm_type))
     assert_same_clip(one_backward(level), lambda optimizer, clip: clip(optimizer, 1e-2, norm_type=norm_type))
 
 
@@ -307,7 +306,7 @@ def test_a_clip_counts_for_one_step_only(level: str) -> None:
 # --- several clips, several backwards -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O1", *MASTER_LEVELS])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(
     "max_norms", [(1e-2, 1e-3), (1e-3, 1e-2), (1e-2, 1e-2), (1e6, 1e-2), (1e-2, INF), (1e-2, 1e-3, 1e-4)], ids=str
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.support import (
     backward,
     frozen,
     group_params,
+    left_alone,
     masters,
     optimizer_values,
     scaler_numbers,
@@ -101,6 +103,19 @@ def started(
     return model, optimizer
 
 
+def seen_backward(model: nn.Module, optimizer: Optimizer, loss: Tensor) -> dict[Tensor, Tensor]:
+    """One backward; the half gradients as they stood in the body, still scaled."""
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        return {param: param.grad.clone() for param in model.parameters() if param.grad is not None}
+
+
+def was_skipped(optimizer: Optimizer) -> bool:
+    engine = amp.current_engine()
+    assert engine is not None
+    return engine.step_was_skipped(optimizer)
+
+
 class Lockstep:
     """An optimizer in the engine beside a bare one, which gets FP32 parameters and the same gradients, unscaled."""
 
@@ -120,11 +135,10 @@ class Lockstep:
             optimizer.zero_grad(set_to_none=True)
         scale = amp._amp_state.loss_scalers[0].loss_scale()
         loss = self.task.loss(self.model, self.task.batch(self.taken))
-        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
-            for name, param in self.model.named_parameters():
-                if param.grad is not None:
-                    self.bare_params[name].grad = param.grad.float() / scale
+        halves = seen_backward(self.model, self.optimizer, loss)
+        for name, param in self.model.named_parameters():
+            if param in halves:
+                self.bare_params[name].grad = halves[param].float() / scale
         self.taken += 1
 
     def step(self, times: int = 1) -> None:
@@ -163,7 +177,7 @@ class Lockstep:
     def assert_same_state_dict(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert list(ours) == list(theirs)
         assert_bitwise(ours["param_groups"], theirs["param_groups"])
-        assert list(ours["state"]) == list(theirs["state"])
+        assert set(ours["state"]) == set(theirs["state"])
         for index, state in theirs["state"].items():
             self.assert_same_state(ours["state"][index], state)
 
@@ -171,11 +185,12 @@ class Lockstep:
 # --- the step of torch ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "level"), [*((name, "O2") for name in VARIANTS), *((name, "O5") for name in OPTIMIZERS)]
+)
 def test_weights_and_state_are_those_of_the_bare_optimizer(name: str, level: str) -> None:
     pair = Lockstep(name, level)
-    for _ in range(4):
+    for _ in range(3):
         pair.step()
         pair.check()
 
@@ -239,6 +254,7 @@ def test_a_step_before_any_backward_does_nothing(name: str) -> None:
     model, optimizer = started(OPTIMIZERS[name])
     before, halves = masters(optimizer), frozen(list(model.parameters()))
     optimizer.step()
+    assert not was_skipped(optimizer)
     assert_bitwise(masters(optimizer), before)
     assert_bitwise(frozen(list(model.parameters())), halves)
     train(NORMED_MLP, model, optimizer, "c")
@@ -274,6 +290,44 @@ def test_parameters_that_get_their_first_gradient_late_count_their_own_steps(nam
     ours, theirs = run(engine=True), run(engine=False)
     assert ours[1] == theirs[1]
     torch.testing.assert_close(ours[0], theirs[0], rtol=2e-6, atol=2e-7)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+SURROUNDINGS: dict[str, Callable[[], Any]] = {
+    "another default device": lambda: torch.device("meta"),
+    "another default type": lambda: default_dtype(torch.float64),
+    "a half default type": lambda: default_dtype(torch.float16),
+    "inference mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu"),
+}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedLAMB"])
+@pytest.mark.parametrize("surrounding", SURROUNDINGS)
+def test_exit_clip_and_step_give_the_same_bits_in_any_surroundings(surrounding: str, name: str) -> None:
+    def run(around: Callable[[], Any]) -> list[Tensor]:
+        model, optimizer = started(OPTIMIZERS[name])
+        for index in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            context = amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
+            context.__enter__().backward()
+            with around():
+                context.__exit__(None, None, None)
+                amp.clip_grad_norm_(optimizer, 0.1)
+                optimizer.step()
+        values = [*masters(optimizer), *frozen(list(model.parameters()))]
+        amp.close()
+        return values
+
+    assert_bitwise(run(SURROUNDINGS[surrounding]), run(nullcontext))
 
 
 # --- what users do to an optimizer between steps --------------------------------------------------
@@ -392,7 +446,11 @@ ANY_CHANGES = [
 ]
 CHANGES = [
     *((name, change) for name in ("AdamW", "SGD momentum", "FusedAdam", "FusedSGD") for change in ANY_CHANGES),
-    *((name, change) for name in ("FusedLAMB", "FusedNovoGrad", "FusedAdagrad") for change in ANY_CHANGES),
+    *(
+        (name, change)
+        for name in ("FusedLAMB", "FusedNovoGrad", "FusedAdagrad")
+        for change in (clear_state, replace_state, edited_state_dict)
+    ),
     *(
         (name, change)
         for name in ("AdamW", "Adam", "FusedAdam")
@@ -423,9 +481,7 @@ def test_a_change_between_steps_counts_as_in_the_bare_optimizer(name: str, chang
     pair.step(2)
     for optimizer in pair.both:
         change(optimizer)
-    pair.step()
-    pair.check()
-    pair.step()
+    pair.step(2)
     pair.check()
 
 
@@ -556,27 +612,32 @@ def test_a_group_added_mid_run_starts_counting_there(name: str, pending: bool) -
     optimizer = OPTIMIZERS[name]([names["2.weight"], names["2.bias"]])
     bare = OPTIMIZERS[name]([bare_params["2.weight"], bare_params["2.bias"]])
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    own, added = ([names[f"{i}.{kind}"] for kind in ("weight", "bias")] for i in (2, 0))
+    bare_own, bare_added = ([bare_params[f"{i}.{kind}"] for kind in ("weight", "bias")] for i in (2, 0))
     for index in range(4):
         optimizer.zero_grad(set_to_none=True)
         model.zero_grad()
-        bare.zero_grad(set_to_none=True)
         if index == 2 and not pending:
-            optimizer.add_param_group({"params": [names["0.weight"], names["0.bias"]]})
-        with amp.scale_loss(MLP.loss(model, MLP.batch(index)), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            for key, param in names.items():
-                if key[0] == "2" or index > (2 if pending else 1):
-                    bare_params[key].grad = param.grad.float() / 65536
-        if index == 2 and pending:
-            model[0].zero_grad()
-            optimizer.add_param_group({"params": [names["0.weight"], names["0.bias"]]})
+            optimizer.add_param_group({"params": added})
+        halves = seen_backward(model, optimizer, MLP.loss(model, MLP.batch(index)))
         if index == 2:
-            exact = [m.detach().clone() for m in list(amp.master_params(optimizer))[2:]]
-            for param, value in zip((bare_params["0.weight"], bare_params["0.bias"]), exact, strict=True):
-                param.data = value
-            bare.add_param_group({"params": [bare_params["0.weight"], bare_params["0.bias"]]})
+            if pending:
+                optimizer.add_param_group({"params": added})
+                model[0].zero_grad()
+            else:
+                for param, master in zip(bare_added, masters(optimizer)[2:], strict=True):
+                    param.data = master
+                bare.add_param_group({"params": bare_added})
+        for param, bare_param in zip([*own, *added], [*bare_own, *bare_added], strict=True):
+            steps = index > (2 if pending else 1) or any(param is one for one in own)
+            bare_param.grad = halves[param].float() / 65536 if steps else None
         optimizer.step()
         bare.step()
+        if index == 2 and pending:
+            for param, master in zip(bare_added, masters(optimizer)[2:], strict=True):
+                assert_bitwise(master.half(), names["0.weight" if param.ndim == 2 else "0.bias"].detach())
+                param.data = master
+            bare.add_param_group({"params": bare_added})
     assert_same_step(optimizer, masters(optimizer), masters(bare))
     assert [float(s["step"]) for s in optimizer.state.values() if "step" in s] == [
         float(s["step"]) for s in bare.state.values() if "step" in s
@@ -664,7 +725,7 @@ WRITES = {"in place": in_place, "another storage": new_storage}
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("when", ["between steps", "between exit and step"])
 def test_a_half_weight_written_by_the_user_is_what_the_step_starts_from(when: str, write: str, level: str) -> None:
-    pair = Lockstep("SGD momentum", level)
+    pair = Lockstep("SGD momentum", level, loss_scale=128.0)
     pair.step()
     if when == "between exit and step":
         pair.exit()
@@ -723,16 +784,13 @@ def test_weights_loaded_between_exit_and_step_are_what_the_step_starts_from() ->
     pair.check()
 
 
-def test_a_model_made_in_inference_mode_is_trained() -> None:
+def test_a_model_made_in_inference_mode_is_refused_and_left_alone() -> None:
+    """torch does not train it either: its tensors count no versions."""
     with torch.inference_mode():
         model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    before = masters(optimizer)
-    backward(model(torch.ones(2, 4)).square().mean() / 8, optimizer)
-    optimizer.step()
-    assert not torch.equal(masters(optimizer)[0], before[0])
-    assert_bitwise([p.detach() for p in model.parameters()], [m.half() for m in masters(optimizer)])
+    with left_alone(model, optimizer), pytest.raises(RuntimeError, match="[Ii]nference"):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
 
 
 # --- hooks ----------------------------------------------------------------------------------------
@@ -842,12 +900,6 @@ def arrival(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def was_skipped(optimizer: Optimizer) -> bool:
-    engine = amp.current_engine()
-    assert engine is not None
-    return engine.step_was_skipped(optimizer)
-
-
 @pytest.mark.usefixtures("arrival")
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -870,7 +922,7 @@ def test_a_skip_leaves_weights_masters_and_state_bit_by_bit(name: str, level: st
 
 @pytest.mark.usefixtures("arrival")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("script", ["occ", "cocc", "oococ"])
+@pytest.mark.parametrize("script", ["occ", "cooc"])
 def test_steps_around_skips_are_bitwise_those_without_them(script: str, name: str) -> None:
     """Step counts and bias corrections included; what is skipped is the batch, and the scale is halved."""
 
@@ -915,6 +967,7 @@ def test_one_overflow_among_the_backwards_of_a_step_skips_it(outcomes: str, clip
 def test_a_skip_stands_until_the_step(set_to_none: bool) -> None:
     """As in apex: zero_grad and a clean backward do not take it back."""
     model, optimizer = started(OPTIMIZERS["AdamW"])
+    train(NORMED_MLP, model, optimizer, "c")
     before = optimizer_values(optimizer)
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, overflow=True)
     optimizer.zero_grad(set_to_none=set_to_none)
@@ -968,6 +1021,7 @@ def test_the_first_good_step_after_a_skip_is_bias_corrected_as_the_first() -> No
 @pytest.mark.usefixtures("arrival")
 def test_an_overflow_under_a_static_scale_skips_where_that_was_asked_for() -> None:
     model, optimizer = started(OPTIMIZERS["AdamW"], loss_scale=128.0, skip_on_overflow=True)
+    train(NORMED_MLP, model, optimizer, "c")
     before = optimizer_values(optimizer)
     train(NORMED_MLP, model, optimizer, "o")
     assert was_skipped(optimizer)
@@ -983,15 +1037,15 @@ def test_an_overflow_of_one_loss_skips_every_optimizer_of_it_and_no_other() -> N
     def loss(*indices: int) -> Tensor:
         return sum(model[i](torch.ones(2, 4).half()).float().square().mean() for i in indices) / 8
 
-    before = [optimizer_values(optimizer) for optimizer in optimizers]
+    before = [masters(optimizer) for optimizer in optimizers]
     backward(loss(0, 1), optimizers[:2], overflow=True, loss_id=0)
     backward(loss(2), optimizers[2], loss_id=1)
     for optimizer in optimizers:
         optimizer.step()
     assert [was_skipped(optimizer) for optimizer in optimizers] == [True, True, False]
     for optimizer, values in zip(optimizers[:2], before, strict=False):
-        assert_bitwise(optimizer_values(optimizer), values)
-    assert not torch.equal(masters(optimizers[2])[0], before[2]["params"][0])
+        assert_bitwise(masters(optimizer), values)
+    assert not torch.equal(masters(optimizers[2])[0], before[2][0])
 
 
 @pytest.mark.usefixtures("arrival")

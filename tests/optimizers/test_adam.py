@@ -257,3 +257,14 @@ def test_masters_of_its_own_are_saved_and_resumed() -> None:
     run(second, range(4, 8))
     assert_bitwise(params, others)
     assert_bitwise(second.state_dict(), straight.state_dict())
+
+
+def test_a_half_weight_that_the_user_wrote_is_where_its_own_master_goes_on() -> None:
+    """As after `model.load_state_dict`."""
+    params = parameters([(6,)], torch.float16)
+    optimizer = made("FusedAdam", params, capturable=True, master_weights=True)
+    run(optimizer, range(2))
+    with torch.no_grad():
+        params[0].fill_(3.0)
+    run(optimizer, [2])
+    torch.testing.assert_close(params[0].detach(), torch.full((6,), 3.0, dtype=torch.float16), rtol=0, atol=0.05)

@@ -169,6 +169,32 @@ def test_groups_that_do_not_fit_are_refused_as_by_torch(name: str) -> None:
     assert_bitwise(optimizer_values(second), before)
 
 
+UNKNOWN = {
+    "FusedSGD": (torch.optim.SGD, {"lr": 0.05, "maximize": True}),
+    "FusedAdam": (torch.optim.AdamW, {"lr": 0.05, "maximize": True}),
+    "FusedAdagrad": (torch.optim.Adagrad, {"lr": 0.05, "maximize": True}),
+    "FusedAdagrad with lr_decay": (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.5}),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_setting_of_torchs_that_it_has_not_is_followed_or_refused_and_not_dropped(case: str) -> None:
+    """A run that maximizes must not turn round without a word."""
+    cls, settings = UNKNOWN[case]
+    params, others = parameters(), parameters()
+    run(cls(others, **settings), range(4))
+    torchs = cls(params, **settings)
+    run(torchs, range(2))
+    fused = CLASSES[case.split()[0]](params, lr=0.05)
+    try:
+        fused.load_state_dict(torchs.state_dict())
+        run(fused, range(2, 4))
+    except RuntimeError as error:
+        assert any(key in str(error) for key in settings if key != "lr")  # noqa: PT017 - either is right
+    else:
+        torch.testing.assert_close(params, others, rtol=1e-5, atol=1e-6)
+
+
 # --- copies ---------------------------------------------------------------------------------------
 
 

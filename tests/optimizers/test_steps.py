@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.optimizers.formulas import FORMULAS, Formula
 from tests.optimizers.support import (
     CLASSES,
     HALVES,
+    LONG,
     STATE,
     all_settings,
     assert_follows,
@@ -152,6 +155,41 @@ def test_parameters_written_or_moved_by_the_user_are_stepped_from_there(name: st
         assert_follows(optimizer, truth, gradients(params, index), f"step {index}")
 
 
+@EVERY
+def test_without_a_scaler_a_nan_is_not_hidden(name: str) -> None:
+    params = parameters([(5,), (4,)])
+    optimizer = made(name, params)
+    grads = gradients(params, 0)
+    grads[0][2] = float("nan")
+    give(params, grads)
+    optimizer.step()
+    assert params[0][2].isnan()
+
+
+@EVERY
+def test_the_number_of_threads_changes_no_bit(name: str) -> None:
+    ends = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        params = parameters([(3,), *LONG, (257, 129)])
+        run(made(name, params), range(3))
+        ends.append(frozen(params))
+    torch.set_num_threads(1)
+    assert_bitwise(ends[1], ends[0])
+    assert_bitwise(ends[2], ends[0])
+
+
+@EVERY
+def test_an_optimizer_that_has_stepped_is_not_kept_alive(name: str) -> None:
+    params = parameters([(5,)])
+    optimizer = made(name, params)
+    run(optimizer, range(2))
+    references = [weakref.ref(optimizer), weakref.ref(params[0])]
+    del optimizer, params
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
 # --- types ----------------------------------------------------------------------------------------
 
 
@@ -250,6 +288,17 @@ def test_a_convolution_in_channels_last_trains_as_in_contiguous_memory(name: str
         return [param.detach().contiguous() for param in model.parameters()]
 
     torch.testing.assert_close(trained(torch.channels_last), trained(torch.contiguous_format), rtol=1e-3, atol=1e-4)
+
+
+@EVERY
+def test_a_parameter_with_gaps_in_memory_is_refused_by_layout_and_nothing_is_stepped(name: str) -> None:
+    params = [*parameters([(3,)]), nn.Parameter(torch.randn(8, 6)[:, ::2])]
+    optimizer = made(name, params)
+    give(params, gradients(params, 0))
+    before = frozen(params)
+    with pytest.raises((TypeError, RuntimeError, ValueError), match=r"(?i)dense|strid|overlap|contiguous"):
+        optimizer.step()
+    assert_bitwise(params, before)
 
 
 # --- sizes ----------------------------------------------------------------------------------------

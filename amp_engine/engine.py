@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from amp_engine import arguments, checkpoint, levels, report
 from amp_engine.casting import FunctionCasts, Registration
-from amp_engine.devices import HostFlag, moved
+from amp_engine.devices import HostNumber, moved
 from amp_engine.dtypes import parse_dtype
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
 from amp_engine.initialized import Initialized, master_params
@@ -265,8 +265,8 @@ class Engine:
             The norm before clipping: float32, shape []. No host sync otherwise.
         """
         stepped = self._initialized.get(optimizer)
-        norm = None if stepped is None else stepped.clip_grad_norm_(float(max_norm), float(norm_type))
-        if norm is None:
+        norm = None if stepped is None else stepped.grad_norm(float(norm_type))
+        if stepped is None or norm is None:
             return torch.nn.utils.clip_grad_norm_(
                 list(master_params(optimizer)), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
@@ -275,6 +275,7 @@ class Engine:
                 f"The norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be clipped.  Leave "
                 "out error_if_nonfinite=True to have the step skipped instead."
             )
+        stepped.clip_grads_with_norm_(norm, float(max_norm))
         return norm
 
     def state_dict(self, destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
@@ -421,7 +422,9 @@ class Engine:
             return
         found_inf = scaler.update_(snapshot)
         if check and stepped:
-            verdict = Verdict(loss_id, scaler, found_inf, HostFlag(found_inf), skips, checked, loss)
+            verdict = Verdict(
+                loss_id, scaler, found_inf, HostNumber(found_inf), HostNumber(scaler.scale), skips, checked, loss
+            )
             for one in stepped:
                 one.add_verdict(verdict)
 

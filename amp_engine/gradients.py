@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ class PassOne(NamedTuple):
         checked: one entry for each of the optimizer's parameters, in the order of its groups.
         norm: of all unscaled gradients; float32, shape [].
         unscaling: what the kept ones are still to be multiplied by.
+        weights: what the optimizer stepped at that time.
         kept: masters whose gradients are kept.
         plain: gradients that are unscaled already.
     """
@@ -47,12 +49,18 @@ class PassOne(NamedTuple):
     checked: Checked
     norm: Tensor
     unscaling: Unscaling
+    weights: Sequence[nn.Parameter]
     kept: list[Master]
     plain: list[Seen]
 
-    def is_untouched(self) -> bool:
-        """Whether every gradient is still what was looked at."""
-        return all(m.kept is not None for m in self.kept) and all(seen.is_untouched() for seen in self.plain)
+    def holds(self, weights: Sequence[nn.Parameter]) -> bool:
+        """Whether these are what the optimizer steps now, and every gradient is still what was looked at."""
+        return (
+            len(weights) == len(self.weights)
+            and all(map(is_, weights, self.weights))
+            and all(m.is_kept_alone() for m in self.kept)
+            and all(seen.is_untouched() for seen in self.plain)
+        )
 
 
 class Seen(NamedTuple):
@@ -191,7 +199,7 @@ class GradientWindow:
                 kernels.axpby_(sums, grads_here, sums, moved(self.snapshot.inv_scale, device), None)
         if not first or len(looks) != 1 or others:
             return checked, None
-        return checked, PassOne(*looks[0], unscaling, kept, plain)
+        return checked, PassOne(*looks[0], unscaling, roster.weights, kept, plain)
 
     def _look(
         self,
@@ -225,18 +233,19 @@ class GradientWindow:
         totals: Sequence[Tensor | None],
         unscaling: Unscaling,
     ) -> list[Master]:
-        """Keep the gradients of masters that have none yet; the model's own become copy-on-write clones of them."""
-        masters, params, halves = [], [], []
-        for master, param, grad, how, total in zip(roster.masters, roster.params, grads, walks, totals, strict=True):
+        """Keep the gradients of masters that have none yet, as copy-on-write clones of the model's own.
+
+        Whoever clips, zeroes or drops the model's gradients then changes nothing of ours, as in apex.
+        """
+        masters, halves = [], []
+        for master, grad, how, total in zip(roster.masters, grads, walks, totals, strict=True):
             if master is not None and grad is not None and total is None:
-                # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
+                # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites, and
+                # that must not become copy-on-write as a whole.
                 halves.append(grad.clone() if how == walk.SHARED else grad)
-                params.append(param)
                 masters.append(master)
-        for master, half in zip(masters, halves, strict=True):
+        for master, half in zip(masters, walk.lazy_clones(halves), strict=True):
             master.kept = Kept(half, unscaling)
-        # Whoever clips, zeroes or drops the model's gradients changes nothing of ours, as in apex.
-        walk.lazy_clone_gradients(params, halves)
         return masters
 
     def _close_others(self, arrived: list[tuple[nn.Parameter, Master | None]], check: bool) -> Checked:

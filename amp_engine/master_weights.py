@@ -101,10 +101,10 @@ class MasterParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)  # raises for what is no gradient of this parameter
         owner = _owner(self)
         if owner is not None:
             owner.kept = None
-        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -143,10 +143,18 @@ class Master:
 
     @torch.no_grad()
     def materialize(self) -> None:
-        """Make the float32 gradient from the kept one, if there is one."""
-        if self.kept is not None:
-            kept, self.kept = self.kept, None
-            _GRAD.__set__(self.weight, kept.unscaled())
+        """Make the float32 gradient from the kept one, if there is one, and add it to what autograd wrote meanwhile."""
+        if self.kept is None:
+            return
+        kept, self.kept = self.kept, None
+        # Whoever looks first may be in inference mode; the gradient is for those who come later, too.
+        with torch.inference_mode(False):
+            grad, written = kept.unscaled(), self.gradient()
+            _GRAD.__set__(self.weight, grad if written is None else grad.add_(written))
+
+    def is_kept_alone(self) -> bool:
+        """Whether the kept gradient is the whole gradient."""
+        return self.kept is not None and self.gradient() is None
 
     def in_sync(self) -> bool:
         """Whether nobody but us moved the parameter since it was last stamped."""

@@ -35,8 +35,9 @@ class OverflowWatch:
 
     def skipped(self, stepped: SteppedOptimizer, verdicts: Sequence[Verdict]) -> None:
         """A step was skipped because of `verdicts`, which are not empty."""
-        for loss_id, scaler in {v.loss_id: v.scaler for v in verdicts}.items():
-            self._reporter.say(overflow_message(loss_id, scaler.loss_scale(), scaler.dynamic))
+        for loss_id, v in {v.loss_id: v for v in verdicts}.items():
+            scale = v.adjusted.read() if v.scaler.dynamic else v.scaler.loss_scale()
+            self._reporter.say(overflow_message(loss_id, scale, v.scaler.dynamic))
         if stepped.skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS:
             self._reporter.say(str(self.diagnose(stepped.skips_in_a_row, verdicts[-1])))
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from amp_engine import kernels
-from amp_engine.devices import HostFlag, moved
+from amp_engine.devices import HostNumber, moved
 from amp_engine.errors import AmpStateError
 from amp_engine.ghost import ghost
 from amp_engine.gradients import Checked, GradientWindow, PassOne
@@ -34,7 +35,8 @@ class Verdict:
     loss_id: int
     scaler: LossScaler
     found_inf: Tensor  # float32, shape []: != 0 is an overflow
-    overflow: HostFlag  # the same on its way to the host
+    overflow: HostNumber  # the same on its way to the host
+    adjusted: HostNumber  # and the scale after it
     skips: bool  # whether an overflow skips the step, or is only reported
     checked: list[Checked]
     loss: Tensor
@@ -158,21 +160,28 @@ class SteppedOptimizer:
 
     def add_verdict(self, verdict: Verdict) -> None:
         """Keep a verdict for the next step, and no more than that needs, however many backwards it takes."""
-        self.verdicts = [v for v in self.verdicts if not v.overflow.is_known_clean()]
+        self.verdicts = [v for v in self.verdicts if not (v.overflow.is_known() and v.overflow.read() == 0)]
         self.verdicts.append(verdict)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor | None:
-        """Clip what the last backward brought without reading it again; None if something else is in the gradients.
+    def grad_norm(self, norm_type: float) -> Tensor | None:
+        """Norm of all unscaled gradients, as the last backward's check took it: float32, shape []. No host sync.
 
-        Returns the norm of all unscaled gradients before clipping, float32, shape []. No host sync.
+        None if something else than that backward is in the gradients by now, or for another norm than 2 and infinity.
         """
         one = self._pass_one
-        if one is None or one.unscaling.norm is not None or norm_type not in (2.0, math.inf) or not one.is_untouched():
+        weights = roster_of(self.optimizer, self.masters).weights
+        if one is None or one.unscaling.norm is not None or norm_type not in (2.0, math.inf) or not one.holds(weights):
             return None
-        norm = one.norm
         if norm_type == math.inf:
-            norm = (one.checked.checks.largest.max().double() * one.unscaling.inv_scale.double()).float()
-        one.unscaling.clip(norm, max_norm)
+            return (one.checked.checks.largest.max().double() * one.unscaling.inv_scale.double()).float()
+        # The caller's to write to.
+        return torch._lazy_clone(one.norm)
+
+    def clip_grads_with_norm_(self, norm: Tensor, max_norm: float) -> None:
+        """Multiply the gradients by `min(1, max_norm / (norm + 1e-6))`: masters' in the step. After `grad_norm`."""
+        one = self._pass_one
+        assert one is not None
+        one.unscaling.clip(torch._lazy_clone(norm), max_norm)
         if one.plain:
             factor = clip_factor(norm, max_norm).float()
             grads = [seen.grad for seen in one.plain if seen.grad is not None]
@@ -180,7 +189,6 @@ class SteppedOptimizer:
             for g in grads:
                 if g.dtype != torch.float32:  # a 0-d factor would be rounded to their type
                     g.copy_(g.float() * factor)
-        return norm
 
     def abandon(self) -> None:
         """The body of `scale_loss` raised."""
@@ -197,7 +205,7 @@ class SteppedOptimizer:
             self.window = None
         self._hear_of_steps(wait=True)
         release_fused_step(self.optimizer)
-        if any(v.skips and v.overflow.read() for v in self.verdicts):
+        if any(v.skips and v.overflow.read() != 0 for v in self.verdicts):
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None  # not finite, and nobody is left to skip the step
@@ -209,6 +217,7 @@ class SteppedOptimizer:
         if self.masters is not None:
             self.masters.scan()
 
+    @_disable_dynamo
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -264,7 +273,7 @@ class SteppedOptimizer:
 
     def _conclude(self, verdicts: Sequence[Verdict]) -> None:
         """Say, and remember, what `verdicts` meant for their step."""
-        overflowed = [v for v in verdicts if v.overflow.read()]
+        overflowed = [v for v in verdicts if v.overflow.read() != 0]
         skipping = [v for v in overflowed if v.skips]
         for verdict in overflowed:
             if not verdict.skips:
@@ -311,7 +320,7 @@ class SteppedOptimizer:
             found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
         unscaling = rows.unscaling
         one = self._pass_one
-        whole = one is not None and not one.plain and one.is_untouched()
+        whole = one is not None and not one.plain and one.holds(roster_of(self.optimizer, self.masters).weights)
         fused.step(
             rows.weights,
             rows.gradients,
@@ -340,6 +349,9 @@ class SteppedOptimizer:
 
     def _rows(self) -> Rows:
         roster = roster_of(self.optimizer, self.masters)
+        for master in roster.masters:
+            if master is not None and master.kept is not None and not master.is_kept_alone():
+                master.materialize()
         kept = [None if m is None else m.kept for m in roster.masters]
         return Rows(
             list(roster.weights),

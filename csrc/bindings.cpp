@@ -147,7 +147,7 @@ PYBIND11_MODULE(_C, m) {
         return py::make_tuple(std::move(grads), py::bytes(walks));
       },
       "The gradient of each parameter, and how the kernels can take it.");
-  m.def("lazy_clone_gradients", &lazy_clone_gradients, "param.grad = a copy-on-write clone of grad, pairwise.");
+  m.def("lazy_clones", &lazy_clones, "A copy-on-write clone of each.");
   m.def("drop_gradients", &drop_gradients, "tensor.grad = None for each.");
 
   py::class_<ListOperation>(m, "ListOperation", "check and scale over one list, again and again.")

@@ -53,11 +53,14 @@ std::vector<std::optional<at::Tensor>> gradients(std::vector<at::Tensor> const& 
   return result;
 }
 
-void lazy_clone_gradients(std::vector<at::Tensor> const& params, std::vector<at::Tensor> const& grads) {
+std::vector<at::Tensor> lazy_clones(std::vector<at::Tensor> const& tensors) {
   c10::NoGradGuard const no_grad;
-  for (size_t i = 0; i < params.size(); ++i) {
-    params[i].mutable_grad() = at::_lazy_clone(grads[i]);
+  std::vector<at::Tensor> result;
+  result.reserve(tensors.size());
+  for (at::Tensor const& t : tensors) {
+    result.push_back(at::_lazy_clone(t));
   }
+  return result;
 }
 
 void drop_gradients(std::vector<at::Tensor> const& tensors) {

@@ -20,8 +20,8 @@ enum class Walk : char { none, own, shared, other };
 // all (`other`: sparse, of another type, a subclass, or in another order than its parameter).
 std::vector<std::optional<at::Tensor>> gradients(std::vector<at::Tensor> const& params, std::string& walks);
 
-// param.grad = a copy-on-write clone of grad, pairwise.
-void lazy_clone_gradients(std::vector<at::Tensor> const& params, std::vector<at::Tensor> const& grads);
+// A copy-on-write clone of each.
+std::vector<at::Tensor> lazy_clones(std::vector<at::Tensor> const& tensors);
 
 // tensor.grad = None for each.
 void drop_gradients(std::vector<at::Tensor> const& tensors);

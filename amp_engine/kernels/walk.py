@@ -37,13 +37,12 @@ def gradients(params: Sequence[Tensor]) -> tuple[list[Tensor | None], Sequence[i
     return grads, [NONE if g is None else _walk_of(g, p) for p, g in zip(params, grads, strict=True)]
 
 
-def lazy_clone_gradients(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """`param.grad = grad`'s copy-on-write clone, pairwise: writing to it leaves `grad` alone."""
+def lazy_clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy-on-write clone of each: writing to either leaves the other alone, and is when memory is copied."""
     if _native.module is not None:
-        _native.module.lazy_clone_gradients(params, grads)
-        return
-    for p, g in zip(params, grads, strict=True):
-        p.grad = torch._lazy_clone(g)
+        clones: list[Tensor] = _native.module.lazy_clones(tensors)
+        return clones
+    return [torch._lazy_clone(t) for t in tensors]
 
 
 def drop_gradients(tensors: Sequence[Tensor]) -> None:

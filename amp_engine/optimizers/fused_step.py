@@ -185,10 +185,10 @@ class FusedStep:
         group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         known = {id(view): count for table in self._tables for view, count in table.by_state()}
         start = [self._start(optimizer.state.get(p) or {}, known) for p in params]
-        for p, w, g, i in zip(params, weights, gradients, group_of, strict=True):
-            if g is not None:
-                self._fill_state(optimizer.state[p], w, optimizer.param_groups[i])
         self._needs_state1 = [self.rule.needs_state1(group) for group in optimizer.param_groups]
+        for p, w, g, i in zip(params, weights, gradients, group_of, strict=True):
+            if g is not None and self._lacks_state(optimizer.state.get(p) or {}, self._needs_state1[i]):
+                self._fill_state(optimizer.state[p], w, optimizer.param_groups[i])
         self._stateless = [
             row
             for row, (p, i) in enumerate(zip(params, group_of, strict=True))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from amp_engine import Engine, amp, kernels
-from amp_engine.devices import HostFlag
+from amp_engine.devices import HostNumber
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -888,8 +888,8 @@ class Late:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     """No flag is known to the host until `late.known` says so; waiting for one gives it as ever."""
-    late, is_known = Late(), HostFlag.is_known
-    monkeypatch.setattr(HostFlag, "is_known", lambda flag: late.known and is_known(flag))
+    late, is_known = Late(), HostNumber.is_known
+    monkeypatch.setattr(HostNumber, "is_known", lambda flag: late.known and is_known(flag))
     return late
 
 
@@ -1125,11 +1125,11 @@ def test_an_optimizer_that_the_kernels_do_not_know_waits_for_the_flag() -> None:
 def test_exit_clip_and_step_wait_for_nothing(
     name: str, clipping: bool, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wait(flag: HostFlag) -> bool:
+    def wait(flag: HostNumber) -> bool:
         raise AssertionError("the host waited for the device")
 
     model, optimizer = started(OPTIMIZERS[name], verbosity=1)
-    monkeypatch.setattr(HostFlag, "read", wait)
+    monkeypatch.setattr(HostNumber, "read", wait)
     for index, outcome in enumerate("cococ"):
         optimizer.zero_grad(set_to_none=True)
         backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, overflow=outcome == "o")

@@ -58,7 +58,8 @@ class PassOne(NamedTuple):
         return (
             len(weights) == len(self.weights)
             and all(map(is_, weights, self.weights))
-            and all(m.is_kept_alone() for m in self.kept)
+            and all(m.kept is not None for m in self.kept)
+            and not walk.any_gradient([m.weight for m in self.kept])
             and all(seen.is_untouched() for seen in self.plain)
         )
 
@@ -170,7 +171,9 @@ class GradientWindow:
             walks = [walk.NONE if d else w for d, w in zip(done, walks, strict=True)]
         others = [i for i, w in enumerate(walks) if w == walk.OTHER]
         walked = [None if w == walk.OTHER else g for w, g in zip(walks, grads, strict=True)] if others else grads
-        totals = [None if m is None else m.gradient() for m in roster.masters]
+        totals: list[Tensor | None] = [None] * len(grads)
+        if self._masters is not None and walk.any_gradient([m.weight for m in self._masters.in_groups]):
+            totals = [None if m is None else m.gradient() for m in roster.masters]
         first = not self._earlier and not any(t is not None for t in totals)
 
         devices = dict.fromkeys(g.device for g in walked if g is not None)

@@ -85,8 +85,8 @@ class Initialized:
                     )
                 )
             for optimizer in optimizers:
-                self._take_in(optimizer, policy, exact, adopt_data_writes)
-                if policy.master_weights and _writes_outside_of_step(optimizer):
+                masters = self._take_in(optimizer, policy, exact, adopt_data_writes)
+                if masters is not None and masters.written_outside:
                     for cast_model in cast_models:
                         cast_model.before_forward(follow_masters)
         except BaseException:
@@ -127,7 +127,7 @@ class Initialized:
 
     def _take_in(
         self, optimizer: Optimizer, policy: Policy, exact: Mapping[int, Tensor], adopt_data_writes: bool
-    ) -> None:
+    ) -> MasterWeights | None:
         masters = MasterWeights(optimizer, exact) if policy.master_weights else None
         try:
             if masters is None and policy.cast_model_type:
@@ -139,6 +139,7 @@ class Initialized:
                 masters.release()
             raise
         optimizer._amp_stash = Stash(stepped)  # type: ignore[attr-defined]
+        return masters
 
     def _let_go(self, optimizer: Optimizer) -> None:
         stepped = self._stepped.pop(optimizer, None)
@@ -155,11 +156,6 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     """
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _writes_outside_of_step(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` switches its parameters between training and evaluation (schedulefree and kin)."""
-    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def _match_state_to_parameters(optimizer: Optimizer) -> None:

@@ -94,7 +94,8 @@ class MasterParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The unscaled float32 gradient, or None."""
-        owner = _owner(self)
+        ref = _OWNERS.get(id(self))
+        owner = None if ref is None else ref()
         if owner is not None and owner.kept is not None:
             owner.materialize()
         return _GRAD.__get__(self)
@@ -102,7 +103,8 @@ class MasterParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         _GRAD.__set__(self, value)  # raises for what is no gradient of this parameter
-        owner = _owner(self)
+        ref = _OWNERS.get(id(self))
+        owner = None if ref is None else ref()
         if owner is not None:
             owner.kept = None
 
@@ -116,9 +118,12 @@ class MasterParameter(nn.Parameter):
         return memo[id(self)]
 
 
-def _owner(weight: Tensor) -> Master | None:
-    ref = _OWNERS.get(id(weight))
-    return None if ref is None else ref()
+class Marked:
+    """Stamps of parameters and weights as they were when each two agreed, in one place for many masters."""
+
+    def __init__(self, params: list[walk.Stamp], weights: list[walk.Stamp]) -> None:
+        self.params = params
+        self.weights = weights
 
 
 class Master:
@@ -132,9 +137,9 @@ class Master:
         _OWNERS[key] = weakref.ref(self, lambda _: _OWNERS.pop(key, None))
         # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
         self.weight.__dict__.update(param.__dict__)
+        self._marked, self._place = Marked(walk.stamps([param]), walk.stamps([self.weight])), 0
         # A checkpoint's value between the hooks before and after torch copies it into `param`.
         self.incoming: Tensor | None = None
-        self.mark_in_sync()
         _MASTERS[param] = [weakref.ref(m) for m in masters_of(param)] + [weakref.ref(self)]
 
     def gradient(self) -> Tensor | None:
@@ -152,21 +157,20 @@ class Master:
             grad, written = kept.unscaled(), self.gradient()
             _GRAD.__set__(self.weight, grad if written is None else grad.add_(written))
 
-    def is_kept_alone(self) -> bool:
-        """Whether the kept gradient is the whole gradient."""
-        return self.kept is not None and self.gradient() is None
-
     def in_sync(self) -> bool:
         """Whether nobody but us moved the parameter since it was last stamped."""
-        return self._stamps[0] == walk.stamps([self.param])[0]
+        return self._marked.params[self._place] == walk.stamps([self.param])[0]
 
-    def mark_in_sync(self, stamps: tuple[walk.Stamp, walk.Stamp] | None = None) -> None:
-        """Declare that master and parameter agree.
+    def mark_in_sync(self) -> None:
+        """Declare that master and parameter agree."""
+        self._marked.params[self._place] = walk.stamps([self.param])[0]
+        self._marked.weights[self._place] = walk.stamps([self.weight])[0]
 
-        Args:
-            stamps: of parameter and weight as they are now, if they are known.
-        """
-        self._stamps = stamps or (walk.stamps([self.param])[0], walk.stamps([self.weight])[0])
+    def share(self, marked: Marked, place: int) -> None:
+        """Keep the stamps in `marked`, shared with other masters, from now on."""
+        marked.params.append(self._marked.params[self._place])
+        marked.weights.append(self._marked.weights[self._place])
+        self._marked, self._place = marked, place
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -185,7 +189,7 @@ class Master:
     @torch.no_grad()
     def write_back_if_moved(self) -> None:
         """Round the master into the parameter if somebody wrote the master, and nobody the parameter."""
-        if self._stamps[1] != walk.stamps([self.weight])[0] and self.in_sync():
+        if self._marked.weights[self._place] != walk.stamps([self.weight])[0] and self.in_sync():
             self.param.copy_(self.weight)
             self.mark_in_sync()
 
@@ -254,11 +258,15 @@ class MasterWeights:
 
     def __init__(self, optimizer: Optimizer, exact: Mapping[int, Tensor]) -> None:
         self._optimizer = weakref.ref(optimizer)
+        # Whether the optimizer switches its parameters between training and evaluation (schedulefree and kin).
+        self.written_outside = callable(getattr(optimizer, "train", None)) and callable(
+            getattr(optimizer, "eval", None)
+        )
         self._by_weight: dict[int, Master] = {}  # by id of the master weight
         self._by_param: dict[int, Master] = {}  # by id of the parameter
         self.in_groups: list[Master] = []
         self.roster = Roster([], [], [], [])
-        self._marked: list[walk.Stamp] = []  # of all parameters, when all were in sync
+        self._marked = Marked([], [])
         self.scan(exact)
 
     def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
@@ -286,6 +294,9 @@ class MasterWeights:
         if len(self.in_groups) < len(self._by_weight):
             self._by_weight = {id(m.weight): m for m in self.in_groups}
             self._by_param = {id(m.param): m for m in self.in_groups}
+        self._marked = Marked([], [])
+        for place, master in enumerate(self.in_groups):
+            master.share(self._marked, place)
         weights = [p for group in groups for p in group["params"]]
         masters = [self.find(p) for p in weights]
         self.roster = Roster(
@@ -315,7 +326,7 @@ class MasterWeights:
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
         """Refresh every master whose parameter moved without us."""
-        if self._marked != walk.stamps([m.param for m in self.in_groups]):
+        if self._marked.params != walk.stamps([m.param for m in self.in_groups]):
             for master in self.in_groups:
                 master.refresh()
         if adopt_data_writes:
@@ -329,10 +340,9 @@ class MasterWeights:
 
     def mark_in_sync(self) -> None:
         """Declare that masters and parameters agree."""
-        self._marked = walk.stamps([m.param for m in self.in_groups])
-        weights = walk.stamps([m.weight for m in self.in_groups])
-        for master, of_param, of_weight in zip(self.in_groups, self._marked, weights, strict=True):
-            master.mark_in_sync((of_param, of_weight))
+        self._marked.params = walk.stamps([m.param for m in self.in_groups])
+        if self.written_outside:
+            self._marked.weights = walk.stamps([m.weight for m in self.in_groups])
 
     def materialize(self) -> None:
         """Make every kept gradient a float32 gradient: 4 bytes an element."""
@@ -371,7 +381,7 @@ class MasterWeights:
                 master.param.grad = grad
                 _MASTERS[master.param].remove(weakref.ref(master))
         self._by_weight, self._by_param, self.in_groups = {}, {}, []
-        self.roster, self._marked = Roster([], [], [], []), []
+        self.roster, self._marked = Roster([], [], [], []), Marked([], [])
 
     def _create(self, param: nn.Parameter, exact_f32: Tensor | None) -> Master:
         if exact_f32 is None:

@@ -21,6 +21,7 @@ from amp_engine.devices import HostNumber, moved
 from amp_engine.errors import AmpStateError
 from amp_engine.ghost import ghost
 from amp_engine.gradients import Checked, GradientWindow, PassOne
+from amp_engine.kernels import walk
 from amp_engine.master_weights import MasterParameter, MasterWeights, Unscaling, clip_factor, roster_of
 from amp_engine.optimizers.fused_step import FusedStep, fused_step_of, release_fused_step
 from amp_engine.scaler import LossScaler, ScaleSnapshot
@@ -108,6 +109,7 @@ class SteppedOptimizer:
         self._on_window_left_open = on_window_left_open
         self._stepping = False
         self._ghost_has_stand_ins: bool | None = None
+        self._empty: Optimizer | None = None
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
 
@@ -319,7 +321,7 @@ class SteppedOptimizer:
         for flag in flags:
             found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
         unscaling = rows.unscaling
-        one = self._pass_one
+        one = self._pass_one if fused.rule.reads_sums else None
         whole = one is not None and not one.plain and one.holds(roster_of(self.optimizer, self.masters).weights)
         fused.step(
             rows.weights,
@@ -349,9 +351,10 @@ class SteppedOptimizer:
 
     def _rows(self) -> Rows:
         roster = roster_of(self.optimizer, self.masters)
-        for master in roster.masters:
-            if master is not None and master.kept is not None and not master.is_kept_alone():
-                master.materialize()
+        if self.masters is not None and walk.any_gradient([m.weight for m in self.masters.in_groups]):
+            for master in self.masters.in_groups:
+                if master.gradient() is not None:
+                    master.materialize()  # autograd wrote into the master itself, beside what is kept
         kept = [None if m is None else m.kept for m in roster.masters]
         return Rows(
             list(roster.weights),
@@ -363,6 +366,11 @@ class SteppedOptimizer:
 
     def _ghost(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
         """A ghost that this class can step; which kind is found out once."""
+        if fused_step_of(optimizer) is not None:  # a class that we know: it steps its groups, and there are none
+            if self._empty is None:
+                self._empty = ghost(optimizer)
+                self._empty.param_groups = []
+            return self._empty
         if self._ghost_has_stand_ins is not None:
             return ghost(optimizer, self._ghost_has_stand_ins)
         failures = []

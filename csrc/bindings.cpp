@@ -87,6 +87,21 @@ py::tuple l2norm(OptionalTensors const& xs) {
   return py::make_tuple(norm, checks.sum_squares.sqrt().to(at::kFloat));
 }
 
+// Whether dicts[i][name] is objects[i], the very object (None: no such entry), for every dictionary that is not empty.
+bool same_entries(py::list const& dicts, py::str const& name, py::list const& objects) {
+  for (size_t i = 0; i < dicts.size(); ++i) {
+    PyObject* const dict = dicts[i].ptr();
+    if (PyDict_GET_SIZE(dict) == 0) {
+      continue;
+    }
+    PyObject* const found = PyDict_GetItemWithError(dict, name.ptr());
+    if ((found ? found : Py_None) != objects[i].ptr()) {
+      return false;
+    }
+  }
+  return true;
+}
+
 py::dict build_info() {
   py::dict info;
   info["torch"] = TORCH_VERSION;
@@ -148,6 +163,8 @@ PYBIND11_MODULE(_C, m) {
       },
       "The gradient of each parameter, and how the kernels can take it.");
   m.def("lazy_clones", &lazy_clones, "A copy-on-write clone of each.");
+  m.def("any_gradient", &any_gradient, "Whether one of the tensors has a gradient.");
+  m.def("same_entries", &same_entries, "Whether each dictionary has its object under a name, where it has anything.");
   m.def("drop_gradients", &drop_gradients, "tensor.grad = None for each.");
 
   py::class_<ListOperation>(m, "ListOperation", "check and scale over one list, again and again.")

@@ -3,6 +3,8 @@
 #include <ATen/ops/_lazy_clone.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
 #include "checks.h"
 
 namespace amp_engine {
@@ -61,6 +63,10 @@ std::vector<at::Tensor> lazy_clones(std::vector<at::Tensor> const& tensors) {
     result.push_back(at::_lazy_clone(t));
   }
   return result;
+}
+
+bool any_gradient(std::vector<at::Tensor> const& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](at::Tensor const& t) { return t.grad().defined(); });
 }
 
 void drop_gradients(std::vector<at::Tensor> const& tensors) {

@@ -23,6 +23,9 @@ std::vector<std::optional<at::Tensor>> gradients(std::vector<at::Tensor> const& 
 // A copy-on-write clone of each.
 std::vector<at::Tensor> lazy_clones(std::vector<at::Tensor> const& tensors);
 
+// Whether one of them has a gradient.
+bool any_gradient(std::vector<at::Tensor> const& tensors);
+
 // tensor.grad = None for each.
 void drop_gradients(std::vector<at::Tensor> const& tensors);
 

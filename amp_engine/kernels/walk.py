@@ -45,6 +45,22 @@ def lazy_clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch._lazy_clone(t) for t in tensors]
 
 
+def any_gradient(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of them has a gradient, without asking a subclass."""
+    if _native.module is not None:
+        found: bool = _native.module.any_gradient(tensors)
+        return found
+    return any(_GRAD.__get__(t) is not None for t in tensors)
+
+
+def same_entries(dicts: list[dict[str, Any]], name: str, objects: Sequence[object]) -> bool:
+    """Whether `dicts[i].get(name) is objects[i]` for every dictionary that is not empty."""
+    if _native.module is not None:
+        same: bool = _native.module.same_entries(dicts, name, objects)
+        return same
+    return all(d.get(name) is o for d, o in zip(dicts, objects, strict=True) if d)
+
+
 def drop_gradients(tensors: Sequence[Tensor]) -> None:
     """`tensor.grad = None` for each, without asking a subclass."""
     if _native.module is not None:

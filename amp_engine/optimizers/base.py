@@ -62,6 +62,8 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self.param_groups:
+            return loss
         fused = fused_step_of(self)
         assert fused is not None
         weights = [p for group in self.param_groups for p in group["params"]]

@@ -47,7 +47,7 @@ class FusedLAMB(FusedOptimizer):
     Raises AmpStateError for `amsgrad`, AmpValueError for values outside of these.
     """
 
-    rule = Rule("lamb", "exp_avg", "exp_avg_sq", _hyperparameters)
+    rule = Rule("lamb", "exp_avg", "exp_avg_sq", _hyperparameters, reads_sums=True)
     settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
 
     def __init__(

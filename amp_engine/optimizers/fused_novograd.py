@@ -49,7 +49,7 @@ class FusedNovoGrad(FusedOptimizer):
     Raises AmpStateError for `amsgrad` and other norms, AmpValueError for values outside of these.
     """
 
-    rule = Rule("novograd", "exp_avg", None, _hyperparameters, keeps_norm=True)
+    rule = Rule("novograd", "exp_avg", None, _hyperparameters, reads_sums=True, keeps_norm=True)
 
     def __init__(
         self,

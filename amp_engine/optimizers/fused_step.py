@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from amp_engine import kernels
 from amp_engine.devices import moved
+from amp_engine.kernels import walk
 from amp_engine.optimizers.rules import TORCH_RULES, Rule
 
 NORM = "exp_avg_sq"  # where NovoGrad keeps the one norm of a tensor
@@ -286,16 +287,11 @@ class _Table:
 
     def is_current(self, rule: Rule) -> bool:
         """Whether the optimizer's state is still what the table points to."""
-        filled = [(s, i) for i, s in enumerate(self.inner) if s]
-
-        def held(name: str, tensors: Sequence[Tensor | None]) -> bool:
-            return all(state.get(name) is tensors[i] for state, i in filled)
-
         return (
-            held(rule.state1, self.state1)
-            and (rule.state2 is None or held(rule.state2, self.state2))
-            and (not rule.keeps_step or held("step", self._counts))
-            and (not rule.keeps_norm or held(NORM, self._norms))
+            walk.same_entries(self.inner, rule.state1, self.state1)
+            and (rule.state2 is None or walk.same_entries(self.inner, rule.state2, self.state2))
+            and (not rule.keeps_step or walk.same_entries(self.inner, "step", self._counts))
+            and (not rule.keeps_norm or walk.same_entries(self.inner, NORM, self._norms))
             and self.native.is_current()
         )
 

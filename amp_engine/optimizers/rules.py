@@ -24,6 +24,7 @@ class Rule:
         state2: name of the second one, or None.
         hyperparameters: one parameter group in the kernels' terms.
         keeps_step: whether `state[p]["step"]` counts the steps, as a float32 tensor of shape [].
+        reads_sums: whether the step needs the norms of the gradients, which pass 1 has taken.
         keeps_norm: whether `state[p]["exp_avg_sq"]` is one float32 norm for the whole tensor.
         needs_state1: whether tensors of this group have the first state at all.
         supports: whether the kernels compute what this group asks for.
@@ -34,6 +35,7 @@ class Rule:
     state2: str | None
     hyperparameters: Callable[[Group], Hyperparameters]
     keeps_step: bool = True
+    reads_sums: bool = False
     keeps_norm: bool = False
     needs_state1: Callable[[Group], bool] = lambda group: True
     supports: Callable[[Group], bool] = lambda group: True

@@ -48,7 +48,7 @@ void run(CheckArgs const& args) {
   float const a = !args.a ? 1.0f : args.reciprocal ? reciprocal(*args.a) : *args.a;
   float const b = args.b ? *args.b : 1.0f;
   for_each_chunk(
-      args.n_tensors, [&](int64_t t) { return args.rows[t].x.data ? args.rows[t].numel : 0; },
+      args.chunks, args.n_chunks, [&](int64_t t) { return args.rows[t].x.data != nullptr; },
       [&](int64_t t, int64_t chunk) {
         ListRow const& row = args.rows[t];
         if (args.partials) {

@@ -3,30 +3,34 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
+#include <atomic>
+
 #include "math/rows.h"
 
 namespace amp_engine::cpu {
 
-// Calls body(tensor, chunk) for every chunk of tensors [0, n), of numel(tensor) elements each. The elements are
-// shared out equally, so that neither many small tensors nor one large one leave a thread idle.
-template <class Numel, class Body>
-void for_each_chunk(int64_t n, Numel const& numel, Body const& body) {
-  int64_t total = 0;
-  for (int64_t t = 0; t < n; ++t) {
-    total += numel(t);
-  }
-  // A thread takes the chunks that begin in its share [begin, end) of all elements.
-  at::parallel_for(0, total, kChunk, [&](int64_t begin, int64_t end) {
-    int64_t first = 0;  // element of all that the tensor begins with
-    for (int64_t t = 0; t < n && first < end; ++t) {
-      int64_t const last = first + numel(t);
-      int64_t chunk = begin > first ? (begin - first + kChunk - 1) / kChunk : 0;
-      for (; first + chunk * kChunk < (last < end ? last : end); ++chunk) {
-        body(t, chunk);
+// Calls body(tensor, chunk) for every chunk whose tensor takes part. A thread takes eight in a row, 1 MB of float32, and
+// then the next eight that nobody has: cores are not equally fast where machines are shared.
+template <class TakesPart, class Body>
+void for_each_chunk(Chunk const* chunks, int64_t n_chunks, TakesPart const& takes_part, Body const& body) {
+  constexpr int64_t kShare = 8;
+  std::atomic<int64_t> next{0};
+  auto const work = [&] {
+    for (int64_t first; (first = next.fetch_add(kShare, std::memory_order_relaxed)) < n_chunks;) {
+      for (int64_t i = first; i < std::min(first + kShare, n_chunks); ++i) {
+        if (takes_part(chunks[i].tensor)) {
+          body(chunks[i].tensor, chunks[i].index);
+        }
       }
-      first = last;
     }
-  });
+  };
+  int64_t const threads = std::min<int64_t>(at::get_num_threads(), (n_chunks + kShare - 1) / kShare);
+  if (threads <= 1 || at::in_parallel_region()) {
+    work();
+  } else {
+    at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { work(); });
+  }
 }
 
 }  // namespace amp_engine::cpu

@@ -53,12 +53,10 @@ void prepare(StepArgs const& args) {
   }
 }
 
-int64_t numel(StepArgs const& args, int64_t t) { return args.gradients[t].data ? args.rows[t].numel : 0; }
-
 void update(StepArgs const& args, Entry const* gradients) {
   auto const kernel = chunk_kernels().step[int(args.kind)];
   for_each_chunk(
-      args.n_tensors, [&](int64_t t) { return numel(args, t); },
+      args.chunks, args.n_chunks, [&](int64_t t) { return args.gradients[t].data != nullptr; },
       [&](int64_t t, int64_t chunk) { kernel(args.rows[t], gradients[t], chunk, coefficients_of(args, t)); });
 }
 
@@ -66,7 +64,7 @@ void lamb(StepArgs const& args) {
   prepare<LambMoments>(args);
   auto const moments = chunk_kernels().lamb_moments;
   for_each_chunk(
-      args.n_tensors, [&](int64_t t) { return numel(args, t); },
+      args.chunks, args.n_chunks, [&](int64_t t) { return args.gradients[t].data != nullptr; },
       [&](int64_t t, int64_t chunk) {
         Row const& row = args.rows[t];
         Partial* const of_weight = args.partials + row.first_chunk + chunk;

@@ -240,15 +240,23 @@ class GradientWindow:
 
         Whoever clips, zeroes or drops the model's gradients then changes nothing of ours, as in apex.
         """
-        masters, halves = [], []
-        for master, grad, how, total in zip(roster.masters, grads, walks, totals, strict=True):
-            if master is not None and grad is not None and total is None:
-                # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites, and
-                # that must not become copy-on-write as a whole.
-                halves.append(grad.clone() if how == walk.SHARED else grad)
-                masters.append(master)
-        for master, half in zip(masters, walk.lazy_clones(halves), strict=True):
-            master.kept = Kept(half, unscaling)
+        rows = [
+            row
+            for row, (master, how, total) in enumerate(zip(roster.masters, walks, totals, strict=True))
+            if master is not None and how in (walk.OWN, walk.SHARED) and total is None
+        ]
+        if len(rows) < len(walks):
+            chosen = [walk.NONE] * len(walks)
+            for row in rows:
+                chosen[row] = walks[row]
+            walks = chosen
+        kept = Kept(walk.copies(grads, walks), len(rows), unscaling)
+        masters = []
+        for row in rows:
+            master = roster.masters[row]
+            assert master is not None
+            master.kept, master.kept_row = kept, row
+            masters.append(master)
         return masters
 
     def _close_others(self, arrived: list[tuple[nn.Parameter, Master | None]], check: bool) -> Checked:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -73,15 +73,25 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm.double() + 1e-6)).clamp(max=1.0)
 
 
-class Kept(NamedTuple):
-    """A low-precision, still scaled gradient that stands for the float32 gradient of a master."""
+class Kept:
+    """Low-precision, still scaled gradients of one backward, which stand for the float32 gradients of masters.
 
-    grad: Tensor
-    unscaling: Unscaling
+    Args:
+        grads: one for each of the optimizer's parameters; None where there is none, or nothing is kept.
+        count: how many are not None.
+        unscaling: what they are still to be multiplied by.
+    """
 
-    def unscaled(self) -> Tensor:
-        """The float32 gradient, of the shape and strides of the kept one."""
-        return self.grad.to(torch.float32, copy=True).mul_(moved(self.unscaling.factor(), self.grad.device))
+    def __init__(self, grads: Sequence[Tensor | None], count: int, unscaling: Unscaling) -> None:
+        self.grads = grads
+        self.count = count
+        self.unscaling = unscaling
+
+    def unscaled(self, row: int) -> Tensor:
+        """The float32 gradient of one parameter, of the shape and strides of the kept one."""
+        grad = self.grads[row]
+        assert grad is not None, "a master keeps what is there"
+        return grad.to(torch.float32, copy=True).mul_(moved(self.unscaling.factor(), grad.device))
 
 
 class MasterParameter(nn.Parameter):
@@ -131,7 +141,8 @@ class Master:
 
     def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
         self.param = param
-        self.kept: Kept | None = None
+        self.kept: Kept | None = None  # where its gradient is kept, if it is,
+        self.kept_row = 0  # and in which row
         self.weight = MasterParameter(value_f32, requires_grad=True)
         key = id(self.weight)
         _OWNERS[key] = weakref.ref(self, lambda _: _OWNERS.pop(key, None))
@@ -154,7 +165,7 @@ class Master:
         kept, self.kept = self.kept, None
         # Whoever looks first may be in inference mode; the gradient is for those who come later, too.
         with torch.inference_mode(False):
-            grad, written = kept.unscaled(), self.gradient()
+            grad, written = kept.unscaled(self.kept_row), self.gradient()
             _GRAD.__set__(self.weight, grad if written is None else grad.add_(written))
 
     def in_sync(self) -> bool:

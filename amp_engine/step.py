@@ -22,7 +22,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ghost import ghost
 from amp_engine.gradients import Checked, GradientWindow, PassOne
 from amp_engine.kernels import walk
-from amp_engine.master_weights import MasterParameter, MasterWeights, Unscaling, clip_factor, roster_of
+from amp_engine.master_weights import Kept, MasterParameter, MasterWeights, Roster, Unscaling, clip_factor, roster_of
 from amp_engine.optimizers.fused_step import FusedStep, fused_step_of, release_fused_step
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
     """
 
     weights: list[Tensor]
-    gradients: list[Tensor | None]
+    gradients: Sequence[Tensor | None]
     copies: list[Tensor | None]
     scaled: list[bool]
     unscaling: Unscaling | None
@@ -351,18 +351,33 @@ class SteppedOptimizer:
 
     def _rows(self) -> Rows:
         roster = roster_of(self.optimizer, self.masters)
-        if self.masters is not None and walk.any_gradient([m.weight for m in self.masters.in_groups]):
+        written = self.masters is not None and walk.any_gradient([m.weight for m in self.masters.in_groups])
+        if written and self.masters is not None:
             for master in self.masters.in_groups:
                 if master.gradient() is not None:
                     master.materialize()  # autograd wrote into the master itself, beside what is kept
         kept = [None if m is None else m.kept for m in roster.masters]
+        shared = next((k for k in kept if k is not None), None)
+        gradients: Sequence[Tensor | None]
+        if shared is not None and not written and not roster.plain and self._are_all(shared, roster):
+            gradients = shared.grads
+        else:
+            gradients = [
+                w.grad if k is None or m is None else k.grads[m.kept_row]
+                for w, m, k in zip(roster.weights, roster.masters, kept, strict=True)
+            ]
         return Rows(
             list(roster.weights),
-            [w.grad if k is None else k.grad for w, k in zip(roster.weights, kept, strict=True)],
+            gradients,
             [None if m is None else m.param for m in roster.masters],
             [k is not None for k in kept],
-            next((k.unscaling for k in kept if k is not None), None),
+            None if shared is None else shared.unscaling,
         )
+
+    def _are_all(self, kept: Kept, roster: Roster) -> bool:
+        """Whether `kept` is row by row what its masters keep, and nothing else."""
+        rows = [row for row, m in enumerate(roster.masters) if m is not None and m.kept is kept and m.kept_row == row]
+        return len(rows) == kept.count and len(kept.grads) == len(roster.weights)
 
     def _ghost(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
         """A ghost that this class can step; which kind is found out once."""

@@ -1,6 +1,8 @@
 // The Python face of ops.h: amp_engine._C. amp_engine/kernels is its only user and documents each operation.
 #include <torch/extension.h>
 
+#include <variant>
+
 #include "ops.h"
 #include "walk.h"
 
@@ -14,6 +16,11 @@ namespace amp_engine {
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
+
+// Ten thousand Python objects more or less decide when the garbage collector runs, and it takes longer than a step.
+struct TensorList {
+  OptionalTensors tensors;
+};
 
 py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }
 
@@ -162,7 +169,18 @@ PYBIND11_MODULE(_C, m) {
         return py::make_tuple(std::move(grads), py::bytes(walks));
       },
       "The gradient of each parameter, and how the kernels can take it.");
-  m.def("lazy_clones", &lazy_clones, "A copy-on-write clone of each.");
+  py::class_<TensorList>(m, "TensorList", "Tensors and Nones that have no Python objects until somebody looks.")
+      .def("__len__", [](TensorList const& self) { return self.tensors.size(); })
+      .def("__getitem__", [](TensorList const& self, size_t i) {
+        if (i >= self.tensors.size()) {
+          throw py::index_error();
+        }
+        return self.tensors[i];
+      });
+  m.def(
+      "copies",
+      [](OptionalTensors const& tensors, py::bytes const& walks) { return TensorList{copies(tensors, walks)}; },
+      "A copy of each, copy-on-write where it has its own memory.");
   m.def("any_gradient", &any_gradient, "Whether one of the tensors has a gradient.");
   m.def("same_entries", &same_entries, "Whether each dictionary has its object under a name, where it has anything.");
   m.def("drop_gradients", &drop_gradients, "tensor.grad = None for each.");
@@ -193,7 +211,8 @@ PYBIND11_MODULE(_C, m) {
       .def("__len__", &StepTable::size)
       .def(
           "step",
-          [](StepTable& self, OptionalTensors const& grads, std::vector<bool> const& scaled, py::list const& groups,
+          [](StepTable& self, std::variant<TensorList*, OptionalTensors> const& grads,
+             std::vector<bool> const& scaled, py::list const& groups,
              OptionalTensor const& inv_scale, OptionalTensor const& found_inf, OptionalTensor const& norm,
              double max_norm, OptionalTensor const& sum_squares, OptionalTensor const& largest,
              OptionalTensor const& gradient_norm) {
@@ -203,7 +222,8 @@ PYBIND11_MODULE(_C, m) {
               native.push_back(group_of(group, self.device(), learning_rates));
             }
             py::gil_scoped_release const no_gil;
-            self.step(grads, scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest, gradient_norm);
+            bool const is_list = std::holds_alternative<TensorList*>(grads);
+            self.step(is_list ? std::get<TensorList*>(grads)->tensors : std::get<OptionalTensors>(grads), scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest, gradient_norm);
           },
           py::arg("grads"), py::arg("scaled"), py::arg("groups"), py::arg("inv_scale") = py::none(),
           py::arg("found_inf") = py::none(), py::arg("norm") = py::none(),

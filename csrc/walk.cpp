@@ -55,12 +55,14 @@ std::vector<std::optional<at::Tensor>> gradients(std::vector<at::Tensor> const& 
   return result;
 }
 
-std::vector<at::Tensor> lazy_clones(std::vector<at::Tensor> const& tensors) {
+std::vector<std::optional<at::Tensor>> copies(std::vector<std::optional<at::Tensor>> const& tensors,
+                                              std::string const& walks) {
   c10::NoGradGuard const no_grad;
-  std::vector<at::Tensor> result;
-  result.reserve(tensors.size());
-  for (at::Tensor const& t : tensors) {
-    result.push_back(at::_lazy_clone(t));
+  std::vector<std::optional<at::Tensor>> result(tensors.size());
+  for (size_t i = 0; i < tensors.size() && i < walks.size(); ++i) {
+    if (tensors[i] && Walk(walks[i]) != Walk::none) {
+      result[i] = Walk(walks[i]) == Walk::own ? at::_lazy_clone(*tensors[i]) : tensors[i]->clone();
+    }
   }
   return result;
 }

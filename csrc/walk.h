@@ -20,8 +20,10 @@ enum class Walk : char { none, own, shared, other };
 // all (`other`: sparse, of another type, a subclass, or in another order than its parameter).
 std::vector<std::optional<at::Tensor>> gradients(std::vector<at::Tensor> const& params, std::string& walks);
 
-// A copy-on-write clone of each.
-std::vector<at::Tensor> lazy_clones(std::vector<at::Tensor> const& tensors);
+// A copy of each whose walk is not `none`: copy-on-write of its own memory, at once of shared memory, which must not
+// become copy-on-write as a whole.
+std::vector<std::optional<at::Tensor>> copies(std::vector<std::optional<at::Tensor>> const& tensors,
+                                              std::string const& walks);
 
 // Whether one of them has a gradient.
 bool any_gradient(std::vector<at::Tensor> const& tensors);

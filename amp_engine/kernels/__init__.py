@@ -24,7 +24,6 @@ from amp_engine.kernels.walk import FLOATS as FLOATS
 from amp_engine.kernels.walk import drop_gradients as drop_gradients
 from amp_engine.kernels.walk import gradients as gradients
 from amp_engine.kernels.walk import is_dense as is_dense
-from amp_engine.kernels.walk import lazy_clones as lazy_clones
 from amp_engine.kernels.walk import same_layout as same_layout
 from amp_engine.kernels.walk import stamps as stamps
 
@@ -46,7 +45,6 @@ __all__ = [
     "is_dense",
     "l2norm",
     "lamb_",
-    "lazy_clones",
     "nonfinite",
     "novograd_",
     "same_layout",

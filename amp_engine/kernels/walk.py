@@ -37,12 +37,19 @@ def gradients(params: Sequence[Tensor]) -> tuple[list[Tensor | None], Sequence[i
     return grads, [NONE if g is None else _walk_of(g, p) for p, g in zip(params, grads, strict=True)]
 
 
-def lazy_clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy-on-write clone of each: writing to either leaves the other alone, and is when memory is copied."""
+def copies(tensors: Sequence[Tensor | None], walks: Sequence[int]) -> Sequence[Tensor | None]:
+    """A copy of each tensor whose walk is not NONE; None for the others.
+
+    Copy-on-write where it has memory of its own: writing to either leaves the other alone, and is when memory is
+    copied. Memory that is shared (a bucket of DDP) must not become copy-on-write as a whole, and is copied at once.
+    """
     if _native.module is not None:
-        clones: list[Tensor] = _native.module.lazy_clones(tensors)
-        return clones
-    return [torch._lazy_clone(t) for t in tensors]
+        handle: Sequence[Tensor | None] = _native.module.copies(tensors, bytes(walks))
+        return handle
+    return [
+        None if t is None or how == NONE else torch._lazy_clone(t) if how == OWN else t.clone()
+        for t, how in zip(tensors, walks, strict=True)
+    ]
 
 
 def any_gradient(tensors: Sequence[Tensor]) -> bool:

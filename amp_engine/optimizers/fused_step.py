@@ -85,7 +85,7 @@ class FusedStep:
         dtypes = kernels.FLOATS if self._is_ours else (torch.float32,)
         if not _same(weights, self._weights) and not all(w.dtype in dtypes and kernels.is_dense(w) for w in weights):
             return False
-        return all(k or g is None or _is_plain(g) for k, g in zip(known, gradients, strict=True))
+        return all(k or (g := gradients[i]) is None or _is_plain(g) for i, k in enumerate(known))
 
     def step(
         self,
@@ -117,7 +117,8 @@ class FusedStep:
         weights = params if weights is None else weights
         copies = [None] * len(weights) if copies is None else list(copies)
         scaled = [False] * len(weights) if scaled is None else list(scaled)
-        gradients = [g if s else _laid_out_as(w, g) for w, g, s in zip(weights, gradients, scaled, strict=True)]
+        if isinstance(gradients, list):  # and not a native list of what is known to be laid out so
+            gradients = [g if s else _laid_out_as(w, g) for w, g, s in zip(weights, gradients, scaled, strict=True)]
         if not self._is_current(weights, copies, gradients):
             self._build(params, weights, copies, gradients)
         groups = [self.rule.hyperparameters(group) for group in optimizer.param_groups]

@@ -118,7 +118,7 @@ class GradientWindow:
         roster = self._roster()
         if masters is not None:
             masters.materialize()  # this backward is to be added to
-            walk.drop_gradients([m.param for m in masters.in_groups])  # of an earlier step, still scaled
+            walk.drop_gradients(masters.params)  # of an earlier step, still scaled
         for p in roster.plain:
             if p.grad is not None:
                 self._earlier[id(p)] = _own_memory(p.grad)
@@ -164,7 +164,8 @@ class GradientWindow:
         """
         self._take_back()
         roster = self._roster()
-        grads, walks = walk.gradients(roster.params)
+        all_masters = self._masters is not None and not roster.plain
+        grads, walks = walk.gradients(self._masters.params if all_masters else roster.params)  # type: ignore[union-attr]
         if unscaled:
             done = [m is None and id(p) in unscaled for p, m in zip(roster.params, roster.masters, strict=True)]
             grads = [None if d else g for d, g in zip(done, grads, strict=True)]
@@ -172,7 +173,7 @@ class GradientWindow:
         others = [i for i, w in enumerate(walks) if w == walk.OTHER]
         walked = [None if w == walk.OTHER else g for w, g in zip(walks, grads, strict=True)] if others else grads
         totals: list[Tensor | None] = [None] * len(grads)
-        if self._masters is not None and walk.any_gradient([m.weight for m in self._masters.in_groups]):
+        if self._masters is not None and walk.any_gradient(self._masters.weights):
             totals = [None if m is None else m.gradient() for m in roster.masters]
         first = not self._earlier and not any(t is not None for t in totals)
 

@@ -131,7 +131,7 @@ class MasterParameter(nn.Parameter):
 class Marked:
     """Stamps of parameters and weights as they were when each two agreed, in one place for many masters."""
 
-    def __init__(self, params: list[walk.Stamp], weights: list[walk.Stamp]) -> None:
+    def __init__(self, params: walk.Stamps, weights: walk.Stamps) -> None:
         self.params = params
         self.weights = weights
 
@@ -170,17 +170,21 @@ class Master:
 
     def in_sync(self) -> bool:
         """Whether nobody but us moved the parameter since it was last stamped."""
-        return self._marked.params[self._place] == walk.stamps([self.param])[0]
+        return walk.stamps_of(self._marked.params, self._place) == walk.stamps([self.param])
 
     def mark_in_sync(self) -> None:
         """Declare that master and parameter agree."""
-        self._marked.params[self._place] = walk.stamps([self.param])[0]
-        self._marked.weights[self._place] = walk.stamps([self.weight])[0]
+        marked = self._marked
+        marked.params = walk.with_stamps(marked.params, self._place, walk.stamps([self.param]))
+        marked.weights = walk.with_stamps(marked.weights, self._place, walk.stamps([self.weight]))
+
+    def marked_as(self) -> tuple[walk.Stamps, walk.Stamps]:
+        """The stamps of parameter and weight when they last agreed."""
+        marked = self._marked
+        return walk.stamps_of(marked.params, self._place), walk.stamps_of(marked.weights, self._place)
 
     def share(self, marked: Marked, place: int) -> None:
-        """Keep the stamps in `marked`, shared with other masters, from now on."""
-        marked.params.append(self._marked.params[self._place])
-        marked.weights.append(self._marked.weights[self._place])
+        """Keep the stamps in `marked`, which has them already, from now on."""
         self._marked, self._place = marked, place
 
     @torch.no_grad()
@@ -200,7 +204,8 @@ class Master:
     @torch.no_grad()
     def write_back_if_moved(self) -> None:
         """Round the master into the parameter if somebody wrote the master, and nobody the parameter."""
-        if self._marked.weights[self._place] != walk.stamps([self.weight])[0] and self.in_sync():
+        moved = walk.stamps_of(self._marked.weights, self._place) != walk.stamps([self.weight])
+        if moved and self.in_sync():
             self.param.copy_(self.weight)
             self.mark_in_sync()
 
@@ -276,8 +281,10 @@ class MasterWeights:
         self._by_weight: dict[int, Master] = {}  # by id of the master weight
         self._by_param: dict[int, Master] = {}  # by id of the parameter
         self.in_groups: list[Master] = []
+        # The parameters and weights of `in_groups`.
+        self.params = self.weights = walk.params([])
         self.roster = Roster([], [], [], [])
-        self._marked = Marked([], [])
+        self._marked = Marked(walk.stamps([]), walk.stamps([]))
         self.scan(exact)
 
     def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
@@ -305,9 +312,12 @@ class MasterWeights:
         if len(self.in_groups) < len(self._by_weight):
             self._by_weight = {id(m.weight): m for m in self.in_groups}
             self._by_param = {id(m.param): m for m in self.in_groups}
-        self._marked = Marked([], [])
+        marks = [master.marked_as() for master in self.in_groups]
+        self._marked = Marked(walk.joined([of_param for of_param, _ in marks]), walk.joined([w for _, w in marks]))
         for place, master in enumerate(self.in_groups):
             master.share(self._marked, place)
+        self.params = walk.params([m.param for m in self.in_groups])
+        self.weights = walk.params([m.weight for m in self.in_groups])
         weights = [p for group in groups for p in group["params"]]
         masters = [self.find(p) for p in weights]
         self.roster = Roster(
@@ -337,7 +347,7 @@ class MasterWeights:
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
         """Refresh every master whose parameter moved without us."""
-        if self._marked.params != walk.stamps([m.param for m in self.in_groups]):
+        if self._marked.params != walk.stamps(self.params):
             for master in self.in_groups:
                 master.refresh()
         if adopt_data_writes:
@@ -351,9 +361,9 @@ class MasterWeights:
 
     def mark_in_sync(self) -> None:
         """Declare that masters and parameters agree."""
-        self._marked.params = walk.stamps([m.param for m in self.in_groups])
+        self._marked.params = walk.stamps(self.params)
         if self.written_outside:
-            self._marked.weights = walk.stamps([m.weight for m in self.in_groups])
+            self._marked.weights = walk.stamps(self.weights)
 
     def materialize(self) -> None:
         """Make every kept gradient a float32 gradient: 4 bytes an element."""
@@ -363,8 +373,8 @@ class MasterWeights:
 
     def drop_gradients(self) -> None:
         """Drop the gradients of masters and their parameters, as after every step."""
-        walk.drop_gradients([m.weight for m in self.in_groups])
-        walk.drop_gradients([m.param for m in self.in_groups])
+        walk.drop_gradients(self.weights)
+        walk.drop_gradients(self.params)
         for master in self.in_groups:
             master.kept = None
 
@@ -392,7 +402,8 @@ class MasterWeights:
                 master.param.grad = grad
                 _MASTERS[master.param].remove(weakref.ref(master))
         self._by_weight, self._by_param, self.in_groups = {}, {}, []
-        self.roster, self._marked = Roster([], [], [], []), Marked([], [])
+        self.params = self.weights = walk.params([])
+        self.roster, self._marked = Roster([], [], [], []), Marked(walk.stamps([]), walk.stamps([]))
 
     def _create(self, param: nn.Parameter, exact_f32: Tensor | None) -> Master:
         if exact_f32 is None:

@@ -351,7 +351,7 @@ class SteppedOptimizer:
 
     def _rows(self) -> Rows:
         roster = roster_of(self.optimizer, self.masters)
-        written = self.masters is not None and walk.any_gradient([m.weight for m in self.masters.in_groups])
+        written = self.masters is not None and walk.any_gradient(self.masters.weights)
         if written and self.masters is not None:
             for master in self.masters.in_groups:
                 if master.gradient() is not None:

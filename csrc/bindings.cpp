@@ -22,6 +22,16 @@ struct TensorList {
   OptionalTensors tensors;
 };
 
+struct Params {
+  std::vector<at::Tensor> tensors;
+};
+using ParamsOrList = std::variant<Params*, std::vector<at::Tensor>>;
+
+std::vector<at::Tensor> const& in(ParamsOrList const& tensors) {
+  return std::holds_alternative<Params*>(tensors) ? std::get<Params*>(tensors)->tensors
+                                                  : std::get<std::vector<at::Tensor>>(tensors);
+}
+
 py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }
 
 Kind kind_of(std::string const& name) {
@@ -151,21 +161,17 @@ PYBIND11_MODULE(_C, m) {
       py::arg("hysteresis"), py::arg("min_scale"), py::arg("max_scale"), py::arg("dynamic") = true,
       py::arg("found_inf_used") = py::none(), "The dynamic loss scale after one backward, in place.");
 
+  py::class_<Params>(m, "Params", "Tensors whose Python list was walked once.")
+      .def(py::init([](std::vector<at::Tensor> tensors) { return Params{std::move(tensors)}; }))
+      .def("__len__", [](Params const& self) { return self.tensors.size(); });
   m.def(
-      "stamps",
-      [](std::vector<at::Tensor> const& tensors) {
-        py::list result;
-        for (std::string const& stamp : stamps(tensors)) {
-          result.append(py::bytes(stamp));
-        }
-        return result;
-      },
-      "What tells that a tensor was written or replaced.");
+      "stamps", [](ParamsOrList const& tensors) { return py::bytes(stamps(in(tensors))); },
+      "What tells that a tensor was written or replaced, 32 bytes each.");
   m.def(
       "gradients",
-      [](std::vector<at::Tensor> const& params) {
+      [](ParamsOrList const& params) {
         std::string walks;
-        auto grads = gradients(params, walks);
+        auto grads = gradients(in(params), walks);
         return py::make_tuple(std::move(grads), py::bytes(walks));
       },
       "The gradient of each parameter, and how the kernels can take it.");
@@ -181,9 +187,13 @@ PYBIND11_MODULE(_C, m) {
       "copies",
       [](OptionalTensors const& tensors, py::bytes const& walks) { return TensorList{copies(tensors, walks)}; },
       "A copy of each, copy-on-write where it has its own memory.");
-  m.def("any_gradient", &any_gradient, "Whether one of the tensors has a gradient.");
+  m.def(
+      "any_gradient", [](ParamsOrList const& tensors) { return any_gradient(in(tensors)); },
+      "Whether one of the tensors has a gradient.");
   m.def("same_entries", &same_entries, "Whether each dictionary has its object under a name, where it has anything.");
-  m.def("drop_gradients", &drop_gradients, "tensor.grad = None for each.");
+  m.def(
+      "drop_gradients", [](ParamsOrList const& tensors) { drop_gradients(in(tensors)); },
+      "tensor.grad = None for each.");
 
   py::class_<ListOperation>(m, "ListOperation", "check and scale over one list, again and again.")
       .def(py::init<>())

@@ -23,17 +23,20 @@ Walk walk_of(at::Tensor const& grad, at::Tensor const& param) {
 
 }  // namespace
 
-std::vector<std::string> stamps(std::vector<at::Tensor> const& tensors) {
-  std::vector<std::string> result;
-  result.reserve(tensors.size());
+std::string stamps(std::vector<at::Tensor> const& tensors) {
+  struct Stamp {
+    void const* address;
+    int64_t version;
+    int type, device, index, unused;
+  };
+  static_assert(sizeof(Stamp) == 32);
+  std::string result;
+  result.reserve(tensors.size() * sizeof(Stamp));
   for (at::Tensor const& t : tensors) {
-    struct {
-      void const* address;
-      int64_t version;
-      int type, device, index, unused;
-    } const stamp{t.const_data_ptr(),    t.is_inference() ? -1 : int64_t(t._version()), int(t.scalar_type()),
-                  int(t.device().type()), t.device().index(),                          0};
-    result.emplace_back(reinterpret_cast<char const*>(&stamp), sizeof stamp);
+    // Inference tensors keep no version.
+    Stamp const stamp{t.const_data_ptr(),     t.is_inference() ? -1 : int64_t(t._version()), int(t.scalar_type()),
+                      int(t.device().type()), t.device().index(),                            0};
+    result.append(reinterpret_cast<char const*>(&stamp), sizeof stamp);
   }
   return result;
 }

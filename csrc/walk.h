@@ -10,8 +10,8 @@
 
 namespace amp_engine {
 
-// What tells that a tensor was written or replaced: address, version, type, device. One string each.
-std::vector<std::string> stamps(std::vector<at::Tensor> const& tensors);
+// What tells that a tensor was written or replaced: address, version, type, device. 32 bytes each, in order.
+std::string stamps(std::vector<at::Tensor> const& tensors);
 
 // How the kernels can take a gradient.
 enum class Walk : char { none, own, shared, other };

@@ -18,15 +18,46 @@ NONE, OWN, SHARED, OTHER = range(4)
 
 _GRAD: Any = torch.Tensor.grad
 
-Stamp = tuple[int, int, torch.dtype, torch.device] | bytes
+Stamps = bytes | list[tuple[int, int, torch.dtype, torch.device]]
 
 
-def stamps(tensors: Sequence[Tensor]) -> list[Stamp]:
+def params(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`tensors` in a form that the functions below walk fastest, for lists that are walked again and again."""
+    if _native.module is None:
+        return tensors
+    handle: Sequence[Tensor] = _native.module.Params(tensors)
+    return handle
+
+
+def stamps(tensors: Sequence[Tensor]) -> Stamps:
     """What tells that a tensor was written or replaced since: its address, version, type and device."""
     if _native.module is not None:
         return _native.module.stamps(tensors)
     # Inference tensors keep no version.
     return [(t.data_ptr(), -1 if t.is_inference() else t._version, t.dtype, t.device) for t in tensors]
+
+
+def stamps_of(stamps: Stamps, place: int) -> Stamps:
+    """Of many stamps those of one tensor, as `stamps([tensor])` gives them."""
+    n = _stride(stamps)
+    return stamps[n * place : n * (place + 1)]
+
+
+def joined(parts: Sequence[Stamps]) -> Stamps:
+    """Stamps of several tensors or lists as those of one list."""
+    if all(isinstance(part, bytes) for part in parts):
+        return b"".join(parts)  # type: ignore[arg-type]
+    return [stamp for part in parts for stamp in part]  # type: ignore[misc]
+
+
+def with_stamps(stamps: Stamps, place: int, of_one: Stamps) -> Stamps:
+    """`stamps` with those of one tensor replaced by what `stamps([tensor])` gave."""
+    n = _stride(stamps)
+    return stamps[: n * place] + of_one + stamps[n * (place + 1) :]  # type: ignore[operator]
+
+
+def _stride(stamps: Stamps) -> int:
+    return 32 if isinstance(stamps, bytes) else 1
 
 
 def gradients(params: Sequence[Tensor]) -> tuple[list[Tensor | None], Sequence[int]]:

@@ -112,10 +112,10 @@ class FusedAdam(FusedOptimizer):
             state["master_param"] = p.detach().float()
         master: Tensor = state["master_param"]
         # Somebody else wrote the parameter since: load_state_dict, say.
-        if p in self._stamps and self._stamps[p] != kernels.stamps([p])[0]:
+        if p in self._stamps and self._stamps[p] != kernels.stamps([p]):
             master.copy_(p)
         return master
 
     def _wrote(self, weights: list[Tensor]) -> None:
-        for p, stamp in zip(weights, kernels.stamps(weights), strict=True):
-            self._stamps[p] = stamp
+        for p in weights:
+            self._stamps[p] = kernels.stamps([p])

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from amp_engine import kernels
 from amp_engine.devices import moved
 from amp_engine.kernels import walk
-from amp_engine.master_weights import Kept, Master, MasterWeights, Roster, Unscaling, roster_of
+from amp_engine.lazy_gradients import Kept, Unscaling
+from amp_engine.master_weights import Master, MasterWeights, Roster, roster_of
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 
 

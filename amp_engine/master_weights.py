@@ -6,9 +6,8 @@ passes through half. Which of the two is newer is told by a stamp of the paramet
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -18,114 +17,14 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine import kernels
-from amp_engine.devices import moved
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import walk
+from amp_engine.lazy_gradients import GRAD, Kept, MasterParameter, own
 
 # Live parameter -> weak references to its masters. `state_dict` finds a master here by the identity of the
 # parameter, so that a hook needs no engine and a deepcopy, whose parameters are others, finds none.
 _MASTERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-# Id of a master weight -> its Master. Not an attribute of the weight, which would be pickled with it.
-_OWNERS: dict[int, weakref.ref[Master]] = {}
-
-_GRAD: Any = torch.Tensor.grad
-
-
-class Unscaling:
-    """What the kept gradients of one backward are still to be multiplied by: 1 / scale, and a clip factor.
-
-    Args:
-        inv_scale: gives it, float32, shape []; asked late, since the scale's update computes it on the way.
-    """
-
-    def __init__(self, inv_scale: Callable[[], Tensor]) -> None:
-        self._inv_scale = inv_scale
-        self.norm: Tensor | None = None
-        self.max_norm = math.inf
-
-    @property
-    def inv_scale(self) -> Tensor:
-        """1 / scale: float32, shape []."""
-        return self._inv_scale()
-
-    def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Multiply by `min(1, max_norm / (norm + 1e-6))` as well, torch's clip_grad_norm_'s factor.
-
-        Args:
-            norm: of all unscaled gradients; float32, shape [].
-            max_norm: in the same unit.
-        """
-        self.norm, self.max_norm = norm, max_norm
-
-    def factor(self) -> Tensor:
-        """The product: float64, rounded once to float32, shape [], as the kernels have it. No host sync."""
-        factor = self.inv_scale.double()
-        if self.norm is not None:
-            factor = factor * clip_factor(self.norm, self.max_norm)
-        return factor.float()
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_'s factor, float64, shape []. No host sync."""
-    return (max_norm / (norm.double() + 1e-6)).clamp(max=1.0)
-
-
-class Kept:
-    """Low-precision, still scaled gradients of one backward, which stand for the float32 gradients of masters.
-
-    Args:
-        grads: one for each of the optimizer's parameters; None where there is none, or nothing is kept.
-        count: how many are not None.
-        unscaling: what they are still to be multiplied by.
-    """
-
-    def __init__(self, grads: Sequence[Tensor | None], count: int, unscaling: Unscaling) -> None:
-        self.grads = grads
-        self.count = count
-        self.unscaling = unscaling
-
-    def unscaled(self, row: int) -> Tensor:
-        """The float32 gradient of one parameter, of the shape and strides of the kept one."""
-        grad = self.grads[row]
-        assert grad is not None, "a master keeps what is there"
-        return grad.to(torch.float32, copy=True).mul_(moved(self.unscaling.factor(), grad.device))
-
-
-class MasterParameter(nn.Parameter):
-    """A float32 parameter whose `.grad` is made when somebody looks at it.
-
-    After a backward the half gradient is kept as it is, and the step reads that. Looking at `.grad` unscales it
-    into 4 bytes an element; assigning to `.grad` drops what is kept. Copies and pickles are plain parameters.
-    """
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The unscaled float32 gradient, or None."""
-        ref = _OWNERS.get(id(self))
-        owner = None if ref is None else ref()
-        if owner is not None and owner.kept is not None:
-            owner.materialize()
-        return _GRAD.__get__(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)  # raises for what is no gradient of this parameter
-        ref = _OWNERS.get(id(self))
-        owner = None if ref is None else ref()
-        if owner is not None:
-            owner.kept = None
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
-        return memo[id(self)]
 
 
 class Marked:
@@ -144,8 +43,7 @@ class Master:
         self.kept: Kept | None = None  # where its gradient is kept, if it is,
         self.kept_row = 0  # and in which row
         self.weight = MasterParameter(value_f32, requires_grad=True)
-        key = id(self.weight)
-        _OWNERS[key] = weakref.ref(self, lambda _: _OWNERS.pop(key, None))
+        own(self.weight, self)
         # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
         self.weight.__dict__.update(param.__dict__)
         self._marked, self._place = Marked(walk.stamps([param]), walk.stamps([self.weight])), 0
@@ -155,7 +53,7 @@ class Master:
 
     def gradient(self) -> Tensor | None:
         """The master's float32 gradient if it has one by now; what is kept is left alone."""
-        return _GRAD.__get__(self.weight)
+        return GRAD.__get__(self.weight)
 
     @torch.no_grad()
     def materialize(self) -> None:
@@ -166,7 +64,7 @@ class Master:
         # Whoever looks first may be in inference mode; the gradient is for those who come later, too.
         with torch.inference_mode(False):
             grad, written = kept.unscaled(self.kept_row), self.gradient()
-            _GRAD.__set__(self.weight, grad if written is None else grad.add_(written))
+            GRAD.__set__(self.weight, grad if written is None else grad.add_(written))
 
     def in_sync(self) -> bool:
         """Whether nobody but us moved the parameter since it was last stamped."""

@@ -22,7 +22,8 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ghost import ghost
 from amp_engine.gradients import Checked, GradientWindow, PassOne
 from amp_engine.kernels import walk
-from amp_engine.master_weights import Kept, MasterParameter, MasterWeights, Roster, Unscaling, clip_factor, roster_of
+from amp_engine.lazy_gradients import Kept, MasterParameter, Unscaling, clip_factor
+from amp_engine.master_weights import MasterWeights, Roster, roster_of
 from amp_engine.optimizers.fused_step import FusedStep, fused_step_of, release_fused_step
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 

@@ -30,6 +30,7 @@ LAYERS = [
     ["optimizers.fused_adagrad", "optimizers.fused_adam", "optimizers.fused_lamb"],
     ["optimizers.fused_novograd", "optimizers.fused_sgd"],
     ["optimizers"],
+    ["lazy_gradients"],
     ["report", "scaler", "master_weights", "arguments"],
     ["casting.lists", "casting.cache"],
     ["casting.wrappers"],

@@ -107,7 +107,7 @@ def test_the_exit_and_the_step_allocate_nothing_of_the_size_of_a_parameter() -> 
     inputs = torch.ones(2, 512)
 
     def largest(call: Callable[[], Any]) -> int:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
             call()
         return max((event.self_cpu_memory_usage for event in record.events()), default=0)
 

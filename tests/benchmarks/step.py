@@ -80,6 +80,34 @@ def stream(count: int, numel: int) -> Run:
     return lambda: x.mul_(1.0)
 
 
+def kernels_alone(count: int, numel: int, dtype: torch.dtype, rounds: int) -> Record:
+    """Both passes without what Python does around them, against the stream."""
+    masters = [torch.randn(numel) * 0.02 for _ in range(count)]
+    gradients = [torch.randn(numel).to(dtype) for _ in range(count)]
+    moments = [[torch.zeros(numel) for _ in range(count)] for _ in range(2)]
+    copies = [master.to(dtype) for master in masters]
+    table = kernels.StepTable("adam", masters, copies, *moments, [0] * count, torch.zeros(count))
+    look = kernels.ListCheck()
+    settings = [kernels.Hyperparameters(lr=LEARNING_RATE, weight_decay=0.01, decoupled=True)]
+    scale, found_inf, norm = torch.tensor(2.0**16), torch.zeros(()), torch.zeros(())
+    scaled = [True] * count
+
+    def both() -> None:
+        look.run(gradients, None, scale, found_inf, norm)
+        table.step(gradients, scaled, settings, inv_scale=1 / scale, found_inf=found_inf, norm=norm, max_norm=1.0)
+
+    mine, plain = interleaved([both, stream(count, numel)], rounds)
+    return Record(
+        case=f"kernels alone, {str(dtype).removeprefix('torch.')}, {count} tensors of {numel}",
+        ours_us=micros(mine),
+        peer="a stream of as many bytes",
+        peer_us=micros(plain),
+        ratio=median_ratio(mine, plain),
+        bytes_per_param=BYTES_PER_PARAM,
+        bandwidth_fraction=1 / median_ratio(mine, plain),
+    )
+
+
 def compare(count: int, numel: int, dtype: torch.dtype, rounds: int) -> Record:
     """One record."""
     gradients = [torch.randn(numel).to(dtype) for _ in range(count)]
@@ -111,6 +139,8 @@ def main() -> None:
         for count, numel in ((200, 250_000), (10_000, 1_000))
         for dtype in (torch.float16, torch.bfloat16)
     ]
+    if kernels.has_native(torch.device("cpu")):
+        records += [kernels_alone(200, 250_000, dtype, args.rounds) for dtype in (torch.float16, torch.bfloat16)]
     write(records, args.out)
 
 

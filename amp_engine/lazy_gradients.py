@@ -1,0 +1,129 @@
+"""The gradient of a master: kept in half after a backward, made in float32 when somebody looks at it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine.devices import moved
+
+
+class Owner(Protocol):
+    """What a master parameter asks about its gradient."""
+
+    kept: Kept | None
+
+    def materialize(self) -> None:
+        """Make the float32 gradient from the kept one."""
+
+
+# Id of a master weight -> its owner. Not an attribute of the weight, which would be pickled with it.
+_OWNERS: dict[int, weakref.ref[Owner]] = {}
+
+GRAD: Any = torch.Tensor.grad
+"""The slot behind `.grad`, past any property."""
+
+
+def own(weight: MasterParameter, owner: Owner) -> None:
+    """Have `weight` ask `owner`, for as long as that lives, about its gradient."""
+    key = id(weight)
+    _OWNERS[key] = weakref.ref(owner, lambda _: _OWNERS.pop(key, None))
+
+
+class Unscaling:
+    """What the kept gradients of one backward are still to be multiplied by: 1 / scale, and a clip factor.
+
+    Args:
+        inv_scale: gives it, float32, shape []; asked late, since the scale's update computes it on the way.
+    """
+
+    def __init__(self, inv_scale: Callable[[], Tensor]) -> None:
+        self._inv_scale = inv_scale
+        self.norm: Tensor | None = None
+        self.max_norm = math.inf
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """1 / scale: float32, shape []."""
+        return self._inv_scale()
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Multiply by `min(1, max_norm / (norm + 1e-6))` as well, torch's clip_grad_norm_'s factor.
+
+        Args:
+            norm: of all unscaled gradients; float32, shape [].
+            max_norm: in the same unit.
+        """
+        self.norm, self.max_norm = norm, max_norm
+
+    def factor(self) -> Tensor:
+        """The product: float64, rounded once to float32, shape [], as the kernels have it. No host sync."""
+        factor = self.inv_scale.double()
+        if self.norm is not None:
+            factor = factor * clip_factor(self.norm, self.max_norm)
+        return factor.float()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_'s factor, float64, shape []. No host sync."""
+    return (max_norm / (norm.double() + 1e-6)).clamp(max=1.0)
+
+
+class Kept:
+    """Low-precision, still scaled gradients of one backward, which stand for the float32 gradients of masters.
+
+    Args:
+        grads: one for each of the optimizer's parameters; None where there is none, or nothing is kept.
+        count: how many are not None.
+        unscaling: what they are still to be multiplied by.
+    """
+
+    def __init__(self, grads: Sequence[Tensor | None], count: int, unscaling: Unscaling) -> None:
+        self.grads = grads
+        self.count = count
+        self.unscaling = unscaling
+
+    def unscaled(self, row: int) -> Tensor:
+        """The float32 gradient of one parameter, of the shape and strides of the kept one."""
+        grad = self.grads[row]
+        assert grad is not None, "a master keeps what is there"
+        return grad.to(torch.float32, copy=True).mul_(moved(self.unscaling.factor(), grad.device))
+
+
+class MasterParameter(nn.Parameter):
+    """A float32 parameter whose `.grad` is made when somebody looks at it.
+
+    After a backward the half gradient is kept as it is, and the step reads that. Looking at `.grad` unscales it
+    into 4 bytes an element; assigning to `.grad` drops what is kept. Copies and pickles are plain parameters.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The unscaled float32 gradient, or None."""
+        ref = _OWNERS.get(id(self))
+        owner = None if ref is None else ref()
+        if owner is not None and owner.kept is not None:
+            owner.materialize()
+        return GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        GRAD.__set__(self, value)  # raises for what is no gradient of this parameter
+        ref = _OWNERS.get(id(self))
+        owner = None if ref is None else ref()
+        if owner is not None:
+            owner.kept = None
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]

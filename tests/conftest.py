@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # imported here, since torch imports it late and then replaces `torch.manual_seed` itself
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules import rnn
 from torch.optim import optimizer as optimizer_hooks
@@ -79,3 +80,16 @@ def one_process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """torch.compile tags nn.Module for good; this takes the tags off."""
+    before = dict(vars(nn.Module))
+    yield
+    torch.compiler.reset()
+    for name, value in dict(vars(nn.Module)).items():
+        if name not in before:
+            delattr(nn.Module, name)
+        elif value is not before[name]:
+            setattr(nn.Module, name, before[name])

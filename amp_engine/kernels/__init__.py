@@ -21,8 +21,6 @@ from amp_engine.kernels.reference import nonfinite as nonfinite
 from amp_engine.kernels.table import StepTable as StepTable
 from amp_engine.kernels.table import has_native as has_native
 from amp_engine.kernels.walk import FLOATS as FLOATS
-from amp_engine.kernels.walk import drop_gradients as drop_gradients
-from amp_engine.kernels.walk import gradients as gradients
 from amp_engine.kernels.walk import is_dense as is_dense
 from amp_engine.kernels.walk import same_layout as same_layout
 from amp_engine.kernels.walk import stamps as stamps
@@ -39,8 +37,6 @@ __all__ = [
     "axpby_",
     "cast_copy_",
     "check",
-    "drop_gradients",
-    "gradients",
     "has_native",
     "is_dense",
     "l2norm",

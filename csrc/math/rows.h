@@ -12,7 +12,7 @@ constexpr int64_t kChunk = 32768;
 struct alignas(16) Row {
   void* weight;        // float32 master, or the parameter itself
   float* state1;       // exp_avg, momentum buffer or sum; null if the optimizer has none
-  float* state2;       // exp_avg_sq, or LAMB's update
+  float* state2;       // exp_avg_sq; null if the optimizer has none
   void* copy;          // low-precision parameter that the weight is rounded into; null if none
   int64_t numel;
   uint32_t group;      // index of its hyperparameters

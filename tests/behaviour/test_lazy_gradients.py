@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -558,19 +558,6 @@ def test_a_copy_of_a_master_is_a_plain_parameter(duplicate: Any) -> None:
         twin.grad = torch.ones_like(twin)
         assert master.grad is not None
         assert not torch.equal(master.grad, twin.grad)
-
-
-@pytest.fixture
-def dynamo() -> Iterator[None]:
-    """torch.compile tags nn.Module for good; this takes the tags off."""
-    before = dict(vars(nn.Module))
-    yield
-    torch.compiler.reset()
-    for name, value in dict(vars(nn.Module)).items():
-        if name not in before:
-            delattr(nn.Module, name)
-        elif value is not before[name]:
-            setattr(nn.Module, name, before[name])
 
 
 @pytest.mark.usefixtures("dynamo")

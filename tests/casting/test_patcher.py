@@ -6,7 +6,6 @@ import copy
 import pickle
 import sys
 import types
-from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
@@ -443,19 +442,6 @@ def test_inside_a_registered_function_that_is_in_no_list_the_lists_hold(library:
     casts = installed(low, ("half", library, "function"))
     assert library.function(X) == (low, torch.float32)
     casts.remove()
-
-
-@pytest.fixture
-def dynamo() -> Iterator[None]:
-    """torch.compile tags nn.Module for good; this takes the tags off."""
-    before = dict(vars(nn.Module))
-    yield
-    torch.compiler.reset()
-    for name, value in dict(vars(nn.Module)).items():
-        if name not in before:
-            delattr(nn.Module, name)
-        elif value is not before[name]:
-            setattr(nn.Module, name, before[name])
 
 
 @pytest.mark.usefixtures("dynamo")

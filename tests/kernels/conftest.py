@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
 
 from amp_engine.kernels import _native
 
@@ -25,16 +24,3 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def dynamo() -> Iterator[None]:
-    """torch.compile tags nn.Module for good; this takes the tags off."""
-    before = dict(vars(nn.Module))
-    yield
-    torch.compiler.reset()
-    for name, value in dict(vars(nn.Module)).items():
-        if name not in before:
-            delattr(nn.Module, name)
-        elif value is not before[name]:
-            setattr(nn.Module, name, before[name])

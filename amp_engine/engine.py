@@ -240,7 +240,7 @@ class Engine:
                 self._close_windows(stepped, scaler, loss_id, snapshot, loss.detach(), delay_overflow_check)
         finally:
             if self.casts is not None:
-                self.casts.cache.clear()
+                self.casts.cache.lapse()
 
     def master_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         """The parameters that `optimizer` steps, as the function `amp.master_params`."""

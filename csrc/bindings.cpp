@@ -4,6 +4,7 @@
 #include <variant>
 
 #include "ops.h"
+#include "patch/function.h"
 #include "walk.h"
 
 #ifdef AMP_WITH_CUDA
@@ -141,6 +142,7 @@ py::dict build_info() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Native kernels of amp_engine. Use amp_engine.kernels, which falls back to PyTorch without them.";
   m.attr("has_cuda") = has_cuda();
+  patch::bind(m);
   m.def("build_info", &build_info, "What this module was compiled against, and the instruction set that it chose.");
   m.def("check", &check, py::arg("xs"), py::arg("outputs") = py::none(), py::arg("factor") = py::none(),
         py::arg("reciprocal") = false, "outputs = xs * factor where there are outputs; the sums of xs.");

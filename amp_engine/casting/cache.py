@@ -1,14 +1,21 @@
-"""Half copies of FP32 weights, one for all uses of a weight in an iteration. Never stale."""
+"""Half copies of FP32 weights. Never stale.
+
+`WeightCache` keeps a copy for the uses of a weight in one iteration. `NativeWeightCache` keeps it across steps, too,
+where the step is done by our kernels, which write the copies beside the weights.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from amp_engine.kernels import _native
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class WeightCache:
     The cast's autograd node keeps its weight alive until the entry is dropped.
     """
 
+    native: Any = None
+
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
@@ -46,7 +55,7 @@ class WeightCache:
 
         Calls `on_cast` if a cast was made.
         """
-        if not _may_keep(weight):
+        if not (torch.is_grad_enabled() and _may_keep(weight)):
             on_cast()
             return weight.to(dtype)
         entry = self._entries.get(id(weight))
@@ -70,15 +79,73 @@ class WeightCache:
         """Forget the cast of one weight."""
         self._entries.pop(id(weight), None)
 
+    def lapse(self) -> None:
+        """Anybody may have written any weight."""
+        self._entries.clear()
+
     def clear(self) -> None:
         """Forget every cast."""
         self._entries.clear()
 
+    def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
+        """What a step is to write beside the weights. Nothing, here."""
+        return [None] * len(weights)
+
+    def written(self, weights: Sequence[Tensor]) -> None:
+        """The step wrote them."""
+
+
+class NativeWeightCache(WeightCache):
+    """The same in C++, with copies that live across steps.
+
+    A copy that our own kernels write in a step is the cast of its weight until somebody else may have written the
+    weight: until its version or address moves, its `.data` is taken, another optimizer steps, or a `scale_loss` is
+    left. A weight whose memory other tensors share is cast anew in each iteration, since they can be written.
+
+    Copies that a graph still holds are not written: the step gets new memory for them.
+    """
+
+    def __init__(self) -> None:
+        module: Any = _native.module
+        self.native = module.WeightCache()
+
+    def __len__(self) -> int:
+        return len(self.native)
+
+    def cast(self, weight: nn.Parameter, dtype: torch.dtype, on_cast: Callable[[], None] = lambda: None) -> Tensor:
+        """`weight.to(dtype)`, from the cache if it is there. Gradients flow to `weight`."""
+        if not _may_keep(weight):
+            on_cast()
+            return weight.to(dtype)
+        cast, was_made = self.native.cast(weight, dtype)
+        if was_made:
+            on_cast()
+        return cast
+
+    def discard(self, weight: Tensor) -> None:
+        """Forget the cast of one weight: somebody may write it."""
+        self.native.discard(weight)
+
+    def lapse(self) -> None:
+        """Anybody may have written any weight."""
+        self.native.lapse()
+
+    def clear(self) -> None:
+        """Forget every cast."""
+        self.native.clear()
+
+    def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
+        """The copies that a step is to write beside the weights: exact as of now, and held by no graph."""
+        return self.native.copies(weights)
+
+    def written(self, weights: Sequence[Tensor]) -> None:
+        """The step wrote them."""
+        self.native.written(weights)
+
 
 def _may_keep(weight: nn.Parameter) -> bool:
     return (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch._C._is_tracing()
         and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         and not weight.is_inference()

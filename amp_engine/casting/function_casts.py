@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from amp_engine.casting import patcher
-from amp_engine.casting.cache import WeightCache
+from amp_engine.casting.cache import NativeWeightCache, WeightCache
 from amp_engine.casting.patcher import Registration
+from amp_engine.kernels import _native
 
+HAS_NATIVE = _native.module is not None
 _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
 
 
@@ -25,6 +27,7 @@ class FunctionCasts:
         verbose: report each cast.
         registrations: functions beside the lists; they win over them.
         emit: takes the reports.
+        native: whether the compiled wrappers cast, rather than those of Python. Default: where they are compiled.
     """
 
     def __init__(
@@ -36,28 +39,29 @@ class FunctionCasts:
         verbose: bool = False,
         registrations: Sequence[Registration] = (),
         emit: Callable[[str], None] = print,
+        native: bool | None = None,
     ) -> None:
         self.dtype = dtype
         self.enable_caching = enable_caching
         self.allow_banned = allow_banned
         self.registrations: Sequence[Registration] = tuple(registrations)
-        self.cache = WeightCache()
+        self.is_native = HAS_NATIVE if native is None else native
+        self.cache = NativeWeightCache() if self.is_native else WeightCache()
         self.installed = False
         self._verbose = verbose
         self._emit = emit
         self._lock = threading.Lock()
         self._disabled = 0
-        self._in_thread = _Disabled()
 
     @property
     def is_active(self) -> bool:
         """Whether functions are cast: installed, the newest that is, and not disabled here."""
-        return patcher.in_force(self) and not self.is_disabled
+        return patcher.current() is self
 
     @property
     def is_disabled(self) -> bool:
-        """Whether inside `disabled`, or in this thread inside `disabled_in_thread`."""
-        return self._disabled > 0 or self._in_thread.count > 0
+        """Whether inside `disabled`."""
+        return self._disabled > 0
 
     def install(self) -> None:
         """Patch torch. Does nothing if installed."""
@@ -75,28 +79,27 @@ class FunctionCasts:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """No casts inside, in any thread. Nests."""
-        with self._lock:
-            self._disabled += 1
+        self._disable(1)
         try:
             yield
         finally:
-            with self._lock:
-                self._disabled -= 1
+            self._disable(-1)
 
-    @contextmanager
-    def disabled_in_thread(self) -> Iterator[None]:
+    def disabled_in_thread(self) -> AbstractContextManager[None]:
         """No casts inside, in this thread. Nests."""
-        self._in_thread.count += 1
-        try:
-            yield
-        finally:
-            self._in_thread.count -= 1
+        return patcher.disabled_in_thread()
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether each cast is told of."""
+        return self._verbose
 
     def trace(self, source: torch.dtype, target: torch.dtype, function: str) -> None:
         """Report a cast, if verbose, in apex's words."""
         if self._verbose:
             self._emit(f"{_NAMES[source]}->{_NAMES[target]} ({function})")
 
-
-class _Disabled(threading.local):
-    count = 0
+    def _disable(self, by: int) -> None:
+        with self._lock:
+            self._disabled += by
+        patcher.tell_native()

@@ -222,5 +222,17 @@ TENSOR = CastLists(
     ),
 )
 
+# Of the promoted: those that torch itself computes in the widest type, where no tensor is 0-dim. Not the in-place
+# operators, which keep the type of what they write to, and not cat and stack, which are slow at it.
+PROMOTED_BY_TORCH = frozenset(
+    (
+        *("add", "sub", "mul", "div", "atan2", "addcdiv", "addcmul"),
+        *(f"__{name}__" for name in ("add", "div", "mul", "sub", "truediv")),
+        *("__radd__", "__rmul__", "__rsub__"),  # __rtruediv__ is a reciprocal first, in its own type
+        *("eq", "ge", "gt", "le", "lt", "ne"),
+        *(f"__{name}__" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
+    )
+)
+
 # torch._VF, which nn.RNN, nn.LSTM, nn.GRU and their cells call; see `patcher.RecurrentFunctions`.
 RECURRENT = ("rnn_relu", "rnn_tanh", "gru", "lstm", "rnn_relu_cell", "rnn_tanh_cell", "gru_cell", "lstm_cell")

@@ -11,7 +11,8 @@ import inspect
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Protocol
@@ -23,8 +24,9 @@ from torch.nn.modules import rnn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_engine.casting import wrappers
-from amp_engine.casting.lists import FUNCTIONAL, LINALG, TENSOR, TORCH, CastLists
+from amp_engine.casting.lists import FUNCTIONAL, LINALG, PROMOTED_BY_TORCH, TENSOR, TORCH, CastLists
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
+from amp_engine.kernels import _native
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,15 @@ class InstallableCasts(wrappers.Casts, Protocol):
     """Casts with what a user added to the lists."""
 
     registrations: Sequence[Registration]
+    is_native: bool
 
     @property
     def is_disabled(self) -> bool:
-        """Whether a user or the engine has switched them off here."""
+        """Whether a user has switched them off."""
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether each call must go through Python, which tells of it."""
 
 
 class Patches:
@@ -99,7 +106,14 @@ _LISTED = (
     (torch.linalg, LINALG),
     (torch.Tensor, TENSOR),
 )
+
+
+class _Disabled(threading.local):
+    count = 0
+
+
 _lock = threading.RLock()
+_in_thread = _Disabled()
 _stack: list[InstallableCasts] = []
 _patches = Patches()
 
@@ -137,19 +151,53 @@ def current() -> InstallableCasts | None:
         casts = _stack[-1]
     except IndexError:
         return None
-    return None if casts.is_disabled else casts
+    return None if casts.is_disabled or _in_thread.count > 0 else casts
+
+
+@contextmanager
+def disabled_in_thread() -> Iterator[None]:
+    """No casts of anybody's inside, in this thread. Nests."""
+    _disable_in_thread(1)
+    try:
+        yield
+    finally:
+        _disable_in_thread(-1)
+
+
+def tell_native() -> None:
+    """Have the compiled wrappers do what `current` says."""
+    if _native.module is None:
+        return
+    with _lock:
+        casts = _stack[-1] if _stack else None
+        if casts is None or casts.is_disabled or not casts.is_native:
+            _native.module.put_out_of_force()
+        else:
+            _native.module.put_in_force(casts.dtype, casts.cache.native, casts.enable_caching, casts.is_observed)
+
+
+def original(function: Any) -> Any:
+    """What was patched; anything else as it is."""
+    return _originals.get(id(function), (None, function))[1]
+
+
+def _disable_in_thread(by: int) -> None:
+    _in_thread.count += by
+    if _native.module is not None and not torch.compiler.is_compiling():
+        _native.module.disable_in_thread(by)
 
 
 def _apply_newest() -> None:
     _patches.undo()
     _forget_compiled()
+    tell_native()
     if not _stack:
         return
     casts = _stack[-1]
     casts.cache.clear()  # while others were in force nobody watched its weights
     taken = _patch_registered(casts)
     for namespace, lists in _LISTED:
-        _patch_lists(namespace, lists, taken)
+        _patch_lists(namespace, lists, taken, casts.is_native)
     _patch_recurrent()
     _watch_weights(casts)
     _switch_off_fast_path()
@@ -164,11 +212,12 @@ def _patch_registered(casts: InstallableCasts) -> set[tuple[int, str]]:
         if key not in taken:
             taken.add(key)
             wrapper = wrappers.REGISTERED[registration.kind]
-            _wrap(registration.module, registration.name, wrappers.throughout(wrapper) if key in listed else wrapper)
+            wrapper = wrappers.throughout(wrapper) if key in listed else wrapper
+            _wrap(registration.module, registration.name, wrapper, casts.is_native)
     return taken
 
 
-def _patch_lists(namespace: Any, lists: CastLists, taken: set[tuple[int, str]]) -> None:
+def _patch_lists(namespace: Any, lists: CastLists, taken: set[tuple[int, str]], is_native: bool) -> None:
     refused = wrappers.refused_method if isinstance(namespace, type) else wrappers.refused_function
     for wrapper, names in (
         (wrappers.half, lists.half),
@@ -182,13 +231,17 @@ def _patch_lists(namespace: Any, lists: CastLists, taken: set[tuple[int, str]]) 
             # A registration wins over a list, but does not defeat the ban.
             listed = wrapper is wrappers.banned or (id(namespace), name) not in taken
             if listed and hasattr(namespace, name):
-                _wrap(namespace, name, wrapper)
+                _wrap(namespace, name, wrapper, is_native)
 
 
-def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper) -> None:
+def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper, is_native: bool) -> None:
     original = getattr(owner, name)
+    is_native = is_native and wrapper in _NATIVE
     if isinstance(owner, ModuleType) and isinstance(original, (BuiltinFunctionType, FunctionType)):
-        _patches.set(owner, name, _patched_function(original, wrapper, owner.__name__, name))
+        _patches.set(owner, name, _patched_function(original, wrapper, owner.__name__, name, is_native))
+        return
+    if owner is torch.Tensor and is_native:
+        _patches.set(owner, name, _patched_method(original, wrapper, name))
         return
     # Not what getattr binds: a class method must go on to find its class, a static method to do without.
     as_it_stands = inspect.getattr_static(owner, name, original)
@@ -196,17 +249,63 @@ def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper) -> None:
     _patches.set(owner, name, wrappers.wrap(wrapper, as_it_stands if is_method else original, current))
 
 
+_NATIVE = frozenset(
+    (
+        wrappers.half,
+        wrappers.float32,
+        wrappers.promote,
+        wrappers.match_self,
+        wrappers.refused_function,
+        wrappers.refused_method,
+        wrappers.banned,
+    )
+)
+_originals: dict[int, tuple[Any, Any]] = {}  # by the id of what is patched in, which is kept with it
+
+
 @functools.cache  # the same object at each install, so that one that was kept can be pickled by name
-def _patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, name: str) -> Any:
+def _patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, name: str, is_native: bool) -> Any:
     """What the function `module.name` becomes. To torch.jit.script, which sees code and ids, it is the original."""
-    patched: Any = wrapper(original, current)
-    if isinstance(original, BuiltinFunctionType):
-        patched = PatchedBuiltin(original, patched)
-    patched.__module__, patched.__qualname__ = module, name
-    patched.__prepare_scriptable__ = lambda: original
+    reference: Any = wrapper(original, current)
+    reference.__module__, reference.__qualname__ = module, name
+    patched, native = reference, _native.module
+    if is_native and native is not None:
+        patched = native.patched_function(
+            original, reference, name, original.__doc__ or "", module, wrapper.__name__, name in PROMOTED_BY_TORCH
+        )
+        torch.compiler.substitute_in_graph(patched, skip_signature_check=True)(reference)
+        if isinstance(original, FunctionType):
+            patched = _python_function(original, patched)
+    elif isinstance(original, BuiltinFunctionType):
+        patched = PatchedBuiltin(original, reference)
+    if not isinstance(patched, BuiltinFunctionType):
+        patched.__module__, patched.__qualname__ = module, name
+        patched.__prepare_scriptable__ = lambda: original
     operator = torch.jit._builtins._find_builtin(original)
     if operator is not None:
         torch.jit._builtins._register_builtin(patched, operator)
+    _originals[id(patched)] = patched, original
+    return patched
+
+
+def _python_function(original: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """What was a Python function stays one, with a signature, and code that torch.jit.script may look for."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return patched
+
+
+@functools.cache
+def _patched_method(original: Any, wrapper: wrappers.Wrapper, name: str) -> Any:
+    """What `torch.Tensor.name` becomes: a method descriptor, which Dynamo and operators take as torch's own."""
+    reference = wrapper(original, current)
+    native: Any = _native.module
+    doc = original.__doc__ or ""
+    patched = native.patched_method(original, reference, name, doc, wrapper.__name__, name in PROMOTED_BY_TORCH)
+    _originals[id(patched)] = patched, original
     return patched
 
 
@@ -220,7 +319,7 @@ def _watch_weights(casts: InstallableCasts) -> None:
 
     Most third-party optimizers write through `p.data`.
     """
-    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: casts.cache.clear())
+    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: casts.cache.lapse())
     _patches.on_undo(hook.remove)
 
     descriptor: Any = torch._C.TensorBase.data
@@ -244,7 +343,11 @@ def _switch_off_fast_path() -> None:
 
 
 def _forget_compiled() -> None:
-    """Dynamo guards functions but not methods and operators, and keeps tables of functions by their id."""
+    """Dynamo guards functions but not methods and operators, and keeps tables of torch's functions by name and id.
+
+    Called while torch is as it ships: its own functions, which the patched ones call, are to be in the tables.
+    """
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
         torch._dynamo.trace_rules.clear_lru_cache()
+        torch._dynamo.trace_rules.get_torch_obj_rule_map()

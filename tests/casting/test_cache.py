@@ -14,7 +14,7 @@ from torch.nn.utils import vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 from amp_engine import Engine
-from amp_engine.casting import FunctionCasts
+from amp_engine.casting import FunctionCasts, patcher
 from amp_engine.casting.cache import WeightCache
 
 X = torch.tensor([[1.0, 2.0]])
@@ -30,6 +30,7 @@ def saved_casts(casts: FunctionCasts) -> list[str]:
     """From now on the functions that weights are cast for, in place of printing them."""
     reports: list[str] = []
     casts._verbose, casts._emit = True, reports.append
+    patcher.tell_native()
     return reports
 
 

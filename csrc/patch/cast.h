@@ -1,0 +1,16 @@
+// The casts of O1, as C++ functions. amp_engine/casting/wrappers.py has the same in Python, as the reference.
+#pragma once
+
+#include <ATen/ATen.h>
+
+namespace amp_engine::patch {
+
+inline bool is_low(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+// float64 and integers are never touched.
+inline bool is_castable(at::ScalarType type) { return type == at::kFloat || is_low(type); }
+
+// tensor.to(type), with its autograd edge where one is needed.
+at::Tensor cast(at::Tensor const& tensor, at::ScalarType type);
+
+}  // namespace amp_engine::patch

@@ -1,0 +1,473 @@
+#include "function.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <cstring>
+#include <deque>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cast.h"
+#include "weight_cache.h"
+
+#ifdef AMP_WITH_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
+
+namespace py = pybind11;
+
+namespace amp_engine::patch {
+namespace {
+
+// What is done to the arguments; amp_engine/casting/wrappers.py has one function of this name for each.
+enum class Kind : char { half, float32, promote, match_self, refused_function, refused_method, banned };
+char const* const kKinds[] = {"half",       "float32",          "promote",       "match_self",
+                              "refused_function", "refused_method", "banned"};
+
+struct Function {
+  PyObject* original;   // called on
+  PyObject* reference;  // the Python wrapper, for what is out of the ordinary here
+  std::string name, doc, module;
+  Kind kind;
+  bool torch_promotes;  // of Kind::promote: torch itself gives the widest type, but for 0-dim tensors
+  PyMethodDef definition;
+};
+
+// The casts in force. Read and written under the GIL.
+struct Casts {
+  bool on = false;        // else every function is the original
+  bool observed = false;  // every call goes through Python, which tells of it
+  bool caching = false;
+  at::ScalarType low = at::kHalf;
+  WeightCache* cache = nullptr;
+  py::object owner;  // of `cache`
+};
+Casts& casts = *new Casts;  // for good: Python is gone when globals are destroyed
+
+thread_local int disabled_in_thread = 0;
+
+// Arguments of a call: the caller's, until one of them is cast.
+class Arguments {
+ public:
+  Arguments(PyObject* self, PyObject* const* args, size_t positional, PyObject* keywords)
+      : self_(self != nullptr), positional_(positional + self_), keywords_(keywords) {
+    size_ = positional_ + (keywords ? PyTuple_GET_SIZE(keywords) : 0);
+    if (!self_) {
+      args_ = args;
+      return;
+    }
+    // A method descriptor gets `self` apart from the rest.
+    PyObject** copy = room();
+    copy[0] = self;
+    std::memcpy(copy + 1, args, (size_ - 1) * sizeof(PyObject*));
+    args_ = copy;
+  }
+  Arguments(Arguments const&) = delete;
+  ~Arguments() {
+    for (PyObject* object : owned_) {
+      Py_DECREF(object);
+    }
+  }
+
+  size_t size() const { return size_; }
+  PyObject* operator[](size_t i) const { return args_[i]; }
+
+  PyObject* keyword(size_t i) const {
+    return i < positional_ ? nullptr : PyTuple_GET_ITEM(keywords_, i - positional_);
+  }
+
+  // Steals `object`.
+  void set(size_t i, PyObject* object) {
+    owned_.push_back(object);
+    if (args_ != few_.data() && args_ != many_.data()) {
+      PyObject** copy = room();
+      std::memcpy(copy, args_, size_ * sizeof(PyObject*));
+      args_ = copy;
+    }
+    const_cast<PyObject**>(args_)[i] = object;
+  }
+
+  PyObject* call(PyObject* callable) const { return PyObject_Vectorcall(callable, args_, positional_, keywords_); }
+
+ private:
+  PyObject** room() {
+    if (size_ <= few_.size()) {
+      return few_.data();
+    }
+    many_.resize(size_);
+    return many_.data();
+  }
+
+  bool self_;
+  size_t positional_, size_;
+  PyObject* keywords_;
+  PyObject* const* args_;
+  std::array<PyObject*, 12> few_;
+  std::vector<PyObject*> many_;
+  c10::SmallVector<PyObject*, 6> owned_;
+};
+
+bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
+
+// An exact list or tuple: its items.
+PyObject** items(PyObject* sequence, size_t& count) {
+  count = size_t(Py_SIZE(sequence));
+  return PyList_CheckExact(sequence) ? reinterpret_cast<PyListObject*>(sequence)->ob_item
+                                     : reinterpret_cast<PyTupleObject*>(sequence)->ob_item;
+}
+
+// What a look at the arguments finds.
+struct Found {
+  bool odd = false;  // Python must see to it: subclasses, `out`, sequences of unusual types
+  bool float32 = false, half = false, bfloat16 = false, wide = false, scalar = false;
+  int sequences = 0;
+
+  bool any_low() const { return half || bfloat16; }
+
+  void note(at::Tensor const& tensor) {
+    at::ScalarType const type = tensor.scalar_type();
+    if (!at::isFloatingType(type)) {
+      return;
+    }
+    float32 |= type == at::kFloat;
+    half |= type == at::kHalf;
+    bfloat16 |= type == at::kBFloat16;
+    wide |= !is_castable(type);
+    scalar |= tensor.dim() == 0;
+  }
+};
+
+bool is_out(PyObject* keyword) {
+  return keyword != nullptr && PyUnicode_GET_LENGTH(keyword) == 3 && PyUnicode_CompareWithASCIIString(keyword, "out") == 0;
+}
+
+void look_at_items(PyObject* sequence, Found& found) {
+  if (Py_SIZE(sequence) == 0) {
+    return;
+  }
+  if (!PyList_CheckExact(sequence) && !PyTuple_CheckExact(sequence)) {
+    PyObject* const first = PyList_Check(sequence) ? PyList_GET_ITEM(sequence, 0) : PyTuple_GET_ITEM(sequence, 0);
+    found.odd |= THPVariable_Check(first);
+    return;
+  }
+  size_t count;
+  PyObject** const tensors = items(sequence, count);
+  for (size_t i = 0; i < count; ++i) {
+    if (THPVariable_CheckExact(tensors[i])) {
+      found.note(THPVariable_Unpack(tensors[i]));
+      found.sequences = 1;
+    } else if (i == 0 && !THPVariable_Check(tensors[i])) {
+      return;  // of numbers
+    } else {
+      found.odd = true;
+    }
+  }
+}
+
+Found look(Arguments const& args) {
+  Found found;
+  for (size_t i = 0; i < args.size(); ++i) {
+    PyObject* const arg = args[i];
+    if (THPVariable_CheckExact(arg)) {
+      found.odd |= is_out(args.keyword(i));
+      found.note(THPVariable_Unpack(arg));
+    } else if (PyLong_CheckExact(arg) || PyFloat_CheckExact(arg) || PyUnicode_CheckExact(arg) || arg == Py_None ||
+               PyBool_Check(arg)) {
+      continue;
+    } else if (is_sequence(arg)) {
+      look_at_items(arg, found);
+    } else if (THPVariable_Check(arg)) {
+      found.odd = true;
+    }
+  }
+  return found;
+}
+
+// Whether tensors are not what they seem, or calls of theirs are watched: function and dispatch modes, functorch,
+// torch.jit.trace.
+bool has_modes() {
+  constexpr c10::DispatchKeySet odd{c10::DispatchKey::Python,
+                                    c10::DispatchKey::PythonTLSSnapshot,
+                                    c10::DispatchKey::PythonDispatcher,
+                                    c10::DispatchKey::PreDispatch,
+                                    c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                    c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+                                    c10::DispatchKey::Functionalize,
+                                    c10::DispatchKey::Tracer};
+  return c10::impl::tls_local_dispatch_key_set().included_.has_any(odd) || at::impl::torch_function_mode_enabled();
+}
+
+bool may_keep(at::Tensor const& weight) {
+  if (weight.is_inference() || weight.layout() != at::kStrided) {
+    return false;
+  }
+  if (!weight.is_cuda()) {
+    return true;
+  }
+#ifdef AMP_WITH_CUDA  // a captured graph would take the copy for a constant
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
+#else
+  return false;
+#endif
+}
+
+// `object`, an exact tensor, in type `to`: a new reference, or null if it is of that type or of one that is never cast.
+PyObject* cast_object(PyObject* object, at::ScalarType to, bool weights) {
+  at::Tensor const& tensor = THPVariable_Unpack(object);
+  at::ScalarType const type = tensor.scalar_type();
+  if (type == to || !is_castable(type)) {
+    return nullptr;
+  }
+  if (weights && type == at::kFloat && reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass &&
+      may_keep(tensor)) {
+    py::object const alive = casts.owner;
+    return casts.cache->cast(tensor, to).tensor.release().ptr();
+  }
+  at::Tensor result;
+  {
+    py::gil_scoped_release const no_gil;
+    result = cast(tensor, to);
+  }
+  return THPVariable_Wrap(std::move(result));
+}
+
+PyObject* cast_items(PyObject* sequence, at::ScalarType to, bool weights) {
+  size_t count;
+  PyObject** tensors = items(sequence, count);
+  bool any = false;
+  for (size_t i = 0; i < count; ++i) {
+    if (!THPVariable_CheckExact(tensors[i])) {
+      return nullptr;
+    }
+    at::ScalarType const type = THPVariable_Unpack(tensors[i]).scalar_type();
+    if (!at::isFloatingType(type)) {
+      return nullptr;
+    }
+    any |= type != to && is_castable(type);
+  }
+  if (!any) {
+    return nullptr;
+  }
+  bool const is_list = PyList_CheckExact(sequence);
+  auto result = py::reinterpret_steal<py::object>(is_list ? PyList_New(Py_ssize_t(count)) : PyTuple_New(Py_ssize_t(count)));
+  for (size_t i = 0; i < count; ++i) {
+    // A cast lets other threads run, which may shorten a list.
+    if (size_t(Py_SIZE(sequence)) != count) {
+      throw py::value_error("a list of tensors changed its length while it was cast");
+    }
+    auto const item = py::reinterpret_borrow<py::object>(items(sequence, count)[i]);
+    PyObject* cast = cast_object(item.ptr(), to, weights);
+    cast = cast ? cast : Py_NewRef(item.ptr());
+    is_list ? PyList_SET_ITEM(result.ptr(), Py_ssize_t(i), cast) : PyTuple_SET_ITEM(result.ptr(), Py_ssize_t(i), cast);
+  }
+  return result.release().ptr();
+}
+
+void cast_all(Arguments& args, size_t begin, at::ScalarType to, bool weights) {
+  for (size_t i = begin; i < args.size(); ++i) {
+    PyObject* const arg = args[i];
+    PyObject* cast = nullptr;
+    if (THPVariable_CheckExact(arg)) {
+      cast = cast_object(arg, to, weights);
+    } else if (PyList_CheckExact(arg) || PyTuple_CheckExact(arg)) {
+      cast = cast_items(arg, to, weights);
+    }
+    if (cast) {
+      args.set(i, cast);
+    }
+  }
+}
+
+PyObject* call(Function const& function, Arguments& args) {
+  if (!casts.on || disabled_in_thread > 0) {
+    return args.call(function.original);
+  }
+  if (casts.observed || has_modes()) {
+    return args.call(function.reference);
+  }
+  Found const found = look(args);
+  if (found.odd) {
+    return args.call(function.reference);
+  }
+  switch (function.kind) {
+    case Kind::half:
+      if (found.float32 || (casts.low == at::kHalf ? found.bfloat16 : found.half)) {
+        cast_all(args, 0, casts.low, casts.caching);
+      }
+      break;
+    case Kind::float32:
+      if (found.any_low()) {
+        cast_all(args, 0, at::kFloat, false);
+      }
+      break;
+    case Kind::promote:
+      if (found.float32 + found.half + found.bfloat16 > 1 && !found.wide && (!function.torch_promotes || found.scalar)) {
+        cast_all(args, 0, at::kFloat, false);
+      }
+      break;
+    case Kind::refused_function:
+      if (found.half) {
+        return args.call(function.reference);
+      }
+      break;
+    case Kind::banned:
+      if (found.any_low()) {
+        return args.call(function.reference);
+      }
+      break;
+    case Kind::refused_method:
+    case Kind::match_self: {
+      at::ScalarType const type = THPVariable_Unpack(args[0]).scalar_type();
+      if (function.kind == Kind::refused_method && type == at::kHalf) {
+        return args.call(function.reference);
+      }
+      if (is_castable(type)) {
+        cast_all(args, 1, type, false);
+      }
+      break;
+    }
+  }
+  return args.call(function.original);
+}
+
+// --- functions of modules: builtins, whose `__self__` is this object ----------------------------------------------
+
+struct FunctionObject {
+  PyObject_HEAD
+  Function* function;
+};
+
+PyObject* call_function(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  Arguments arguments(nullptr, args, size_t(positional), keywords);
+  return call(*reinterpret_cast<FunctionObject*>(self)->function, arguments);
+  END_HANDLE_TH_ERRORS
+}
+
+// A builtin is pickled as getattr(__self__, __name__): its __self__ as the module, so that this loads without us.
+PyObject* reduce(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  py::object const import = py::module_::import("importlib").attr("import_module");
+  auto const& module = reinterpret_cast<FunctionObject*>(self)->function->module;
+  return py::make_tuple(import, py::make_tuple(module)).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef reduce_methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot slots[] = {{Py_tp_methods, reduce_methods},
+                       {Py_tp_doc, const_cast<char*>("What a patched function of a module is bound to.")},
+                       {0, nullptr}};
+PyType_Spec spec{"amp_engine._C.PatchedFunction", sizeof(FunctionObject), 0,
+                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+PyTypeObject* function_type = nullptr;
+
+// --- methods of torch.Tensor: method descriptors, which are told of `self` only; a C function each ------------------
+
+std::deque<Function> functions;  // for good, as the patched functions are made once in a process
+std::array<Function*, 512> methods{};
+size_t method_count = 0;
+
+template <size_t i>
+PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  Arguments arguments(self, args, size_t(positional), keywords);
+  return call(*methods[i], arguments);
+  END_HANDLE_TH_ERRORS
+}
+
+using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
+
+template <size_t... i>
+constexpr std::array<FastCall, sizeof...(i)> thunks_of(std::index_sequence<i...>) {
+  return {&call_method<i>...};
+}
+constexpr auto thunks = thunks_of(std::make_index_sequence<512>());
+
+Function& make(py::object original, py::object reference, std::string name, std::string doc, std::string module,
+               std::string const& kind, bool torch_promotes) {
+  size_t i = 0;
+  while (i < std::size(kKinds) && kind != kKinds[i]) {
+    ++i;
+  }
+  if (i == std::size(kKinds)) {
+    throw py::value_error("kind is '" + kind + "', but must be the name of a wrapper of amp_engine.casting.wrappers.");
+  }
+  return functions.emplace_back(Function{original.release().ptr(), reference.release().ptr(), std::move(name),
+                                         std::move(doc), std::move(module), Kind(i), torch_promotes, {}});
+}
+
+template <class F>
+PyCFunction c_function(F* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+py::object patched_function(py::object original, py::object reference, std::string name, std::string doc,
+                            std::string module, std::string const& kind, bool torch_promotes) {
+  Function& f = make(std::move(original), std::move(reference), std::move(name), std::move(doc), std::move(module),
+                     kind, torch_promotes);
+  f.definition = {f.name.c_str(), c_function(&call_function), METH_FASTCALL | METH_KEYWORDS, f.doc.c_str()};
+  auto* const self = PyObject_New(FunctionObject, function_type);
+  self->function = &f;
+  py::object const owned = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
+  return py::reinterpret_steal<py::object>(
+      PyCFunction_NewEx(&f.definition, owned.ptr(), py::str(f.module).ptr()));
+}
+
+py::object patched_method(py::object original, py::object reference, std::string name, std::string doc,
+                          std::string const& kind, bool torch_promotes) {
+  if (method_count == methods.size()) {
+    return py::none();
+  }
+  Function& f = make(std::move(original), std::move(reference), std::move(name), std::move(doc), "torch", kind,
+                     torch_promotes);
+  f.definition = {f.name.c_str(), c_function(thunks[method_count]), METH_FASTCALL | METH_KEYWORDS, f.doc.c_str()};
+  methods[method_count++] = &f;
+  return py::reinterpret_steal<py::object>(
+      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(THPVariableClass), &f.definition));
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+  function_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  py::class_<WeightCache>(m, "WeightCache", "Low-precision copies of weights; see amp_engine.casting.cache.")
+      .def(py::init<>())
+      .def("__len__", &WeightCache::size)
+      .def(
+          "cast",
+          [](WeightCache& self, at::Tensor const& weight, at::ScalarType low) {
+            auto cast = self.cast(weight, low);
+            return py::make_tuple(std::move(cast.tensor), cast.was_made);
+          },
+          py::arg("weight"), py::arg("dtype"))
+      .def("discard", &WeightCache::discard)
+      .def("lapse", &WeightCache::lapse)
+      .def("clear", &WeightCache::clear)
+      .def("copies", &WeightCache::copies)
+      .def("written", &WeightCache::written);
+  m.def("patched_function", &patched_function, py::arg("original"), py::arg("reference"), py::arg("name"),
+        py::arg("doc"), py::arg("module"), py::arg("kind"), py::arg("torch_promotes"),
+        "A builtin that casts the arguments of `original`.");
+  m.def("patched_method", &patched_method, py::arg("original"), py::arg("reference"), py::arg("name"), py::arg("doc"),
+        py::arg("kind"), py::arg("torch_promotes"),
+        "A method descriptor of torch.Tensor that casts the arguments of `original`; None when all are given out.");
+  m.def(
+      "put_in_force",
+      [](at::ScalarType low, py::object cache, bool caching, bool observed) {
+        auto* const native = cache.cast<WeightCache*>();
+        casts = {true, observed, caching, low, native, std::move(cache)};
+      },
+      py::arg("dtype"), py::arg("cache"), py::arg("caching"), py::arg("observed"), "What patched functions do now.");
+  m.def("put_out_of_force", [] { casts = {}; }, "Patched functions are the originals.");
+  m.def("disable_in_thread", [](int by) { disabled_in_thread += by; }, "Count up or down what disables this thread.");
+}
+
+}  // namespace amp_engine::patch

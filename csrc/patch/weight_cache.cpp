@@ -1,0 +1,200 @@
+#include "weight_cache.h"
+
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "cast.h"
+
+namespace py = pybind11;
+
+namespace amp_engine::patch {
+namespace {
+
+py::object wrap(at::Tensor const& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
+
+// Nodes are held by std::shared_ptr before torch 2.13, by c10::intrusive_ptr since.
+template <class Pointer, class Node>
+Pointer make_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::make_shared<Node>();
+  } else {
+    return c10::make_intrusive<Node>();
+  }
+}
+
+// An alias of `copy` whose autograd node is the one of weight.to(low).
+at::Tensor connect(at::Tensor const& copy, at::Tensor const& weight) {
+  using namespace torch::autograd;
+  using ToCopy = generated::ToCopyBackward0;
+  at::Tensor alias = copy.detach();
+  auto node = make_node<decltype(Edge::function), ToCopy>();
+  static_cast<ToCopy&>(*node).self_options = weight.options();
+  node->set_next_edges(collect_next_edges(weight));
+  set_history(alias, node);
+  return alias;
+}
+
+at::Tensor copied(at::Tensor const& weight, at::ScalarType low, at::Tensor memory) {
+  py::gil_scoped_release const no_gil;
+  c10::NoGradGuard const no_grad;
+  return memory.defined() ? memory.copy_(weight) : patch::cast(weight, low);
+}
+
+}  // namespace
+
+WeightCache::Cast WeightCache::cast(at::Tensor const& weight, at::ScalarType low) {
+  auto const found = entries_.find(weight.unsafeGetTensorImpl());
+  bool const keeps = c10::GradMode::is_enabled();
+  bool const is_there = found != entries_.end() && found->second.copy.scalar_type() == low;
+  if (!is_there && !keeps) {  // it would hold memory through evaluation
+    return {wrap(copied(weight, low, {})), true};
+  }
+  bool const is_current = is_there && found->second.state == State::current && is_exact(found->second, weight) &&
+                          // else written through an alias, perhaps
+                          !(found->second.across_steps && weight.storage().use_count() != 1);
+  Entry& entry = is_current ? found->second : renew(weight, low);
+  if (!keeps || !weight.requires_grad()) {
+    if (!entry.plain) {
+      entry.plain = wrap(entry.copy);
+    }
+    return {entry.plain, !is_current};
+  }
+  if (!entry.connected) {
+    entry.connected = wrap(connect(entry.copy, weight));
+  }
+  return {entry.connected, !is_current};
+}
+
+void WeightCache::discard(at::Tensor const& weight) {
+  auto const found = entries_.find(weight.unsafeGetTensorImpl());
+  if (found == entries_.end()) {
+    return;
+  }
+  if (found->second.stepped) {
+    found->second.state = State::wrong;
+    found->second.connected = {};
+  } else {
+    entries_.erase(found);
+  }
+}
+
+void WeightCache::lapse() {
+  // What is dropped may run Python that comes back here.
+  std::vector<Entry> dropped;
+  std::vector<py::object> edges;
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    Entry& entry = it->second;
+    if (entry.stepped && !entry.weight.expired()) {
+      edges.push_back(std::move(entry.connected));
+      entry.state = entry.state == State::wrong ? State::wrong : State::lapsed;
+      ++it;
+    } else {
+      dropped.push_back(std::move(entry));
+      it = entries_.erase(it);
+    }
+  }
+}
+
+void WeightCache::clear() {
+  auto const dropped = std::exchange(entries_, {});
+}
+
+std::vector<std::optional<at::Tensor>> WeightCache::copies(std::vector<at::Tensor> const& weights) {
+  std::vector<std::optional<at::Tensor>> result;
+  result.reserve(weights.size());
+  for (at::Tensor const& weight : weights) {
+    auto const found = entries_.find(weight.unsafeGetTensorImpl());
+    if (found == entries_.end()) {
+      result.emplace_back();
+      continue;
+    }
+    Entry& entry = found->second;
+    entry.connected = {};
+    entry.stepped = true;
+    if (entry.state == State::wrong || entry.copy.storage().use_count() != 1 || !is_exact(entry, weight)) {
+      result.emplace_back(renew(weight, entry.copy.scalar_type()).copy);
+    } else {
+      result.emplace_back(entry.copy);
+    }
+  }
+  return result;
+}
+
+void WeightCache::written(std::vector<at::Tensor> const& weights) {
+  for (at::Tensor const& weight : weights) {
+    auto const found = entries_.find(weight.unsafeGetTensorImpl());
+    if (found != entries_.end() && found->second.stepped) {
+      Entry& entry = found->second;
+      entry.copy.unsafeGetTensorImpl()->bump_version();
+      stamp(entry, weight);
+      entry.state = State::current;
+      entry.across_steps = true;
+    }
+  }
+}
+
+bool WeightCache::is_exact(Entry const& entry, at::Tensor const& weight) {
+  return entry.version == weight._version() && entry.address == weight.const_data_ptr() &&
+         entry.copy_version == entry.copy._version();
+}
+
+void WeightCache::stamp(Entry& entry, at::Tensor const& weight) {
+  entry.version = weight._version();
+  entry.copy_version = entry.copy._version();
+  entry.address = weight.const_data_ptr();
+}
+
+// In the same memory where nobody else holds it: a step's table points there.
+WeightCache::Entry& WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
+  Impl* const key = weight.unsafeGetTensorImpl();
+  auto found = entries_.find(key);
+  at::Tensor memory;
+  if (found != entries_.end()) {
+    Entry& entry = found->second;
+    entry.connected = {};
+    if (entry.stepped && entry.copy.storage().use_count() == 1 && entry.copy.scalar_type() == low &&
+        entry.copy.sizes() == weight.sizes() && entry.copy.strides() == weight.strides() &&
+        entry.copy.device() == weight.device()) {
+      memory = entry.copy;
+    }
+  }
+  uint32_t const version = weight._version();
+  at::Tensor copy = copied(weight, low, std::move(memory));
+  found = entries_.find(key);  // others ran meanwhile
+  if (found == entries_.end()) {
+    sweep();
+    found = entries_.emplace(key, Entry{WeakImpl(weight.getIntrusivePtr())}).first;
+  }
+  Entry& entry = found->second;
+  entry.connected = {};
+  entry.plain = {};
+  entry.copy = std::move(copy);
+  stamp(entry, weight);
+  entry.version = version;
+  entry.state = State::current;
+  entry.across_steps = false;
+  return entry;
+}
+
+void WeightCache::sweep() {
+  if (entries_.size() < sweep_at_) {
+    return;
+  }
+  std::vector<Entry> dropped;
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    if (it->second.weight.expired()) {
+      dropped.push_back(std::move(it->second));
+      it = entries_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  sweep_at_ = 2 * entries_.size() + 64;
+}
+
+}  // namespace amp_engine::patch

@@ -1,0 +1,71 @@
+// Low-precision copies of FP32 weights. amp_engine/casting/cache.py says what is promised.
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/ATen.h>
+#include <c10/util/flat_hash_map.h>
+#include <pybind11/pybind11.h>
+
+#include <optional>
+#include <vector>
+
+namespace amp_engine::patch {
+
+class WeightCache {
+ public:
+  struct Cast {
+    pybind11::object tensor;
+    bool was_made;  // rather than found
+  };
+
+  size_t size() const { return entries_.size(); }
+
+  // The weight in type `low`; gradients flow to the weight.
+  Cast cast(at::Tensor const& weight, at::ScalarType low);
+
+  // Somebody may have written the weight.
+  void discard(at::Tensor const& weight);
+
+  // Anybody may have written any weight. What a step writes keeps its memory and lapses until it does.
+  void lapse();
+
+  // Forget everything.
+  void clear();
+
+  // For a step that writes copies beside the weights: the copy of each weight that has one, exact as of now, whose
+  // memory no graph holds.
+  std::vector<std::optional<at::Tensor>> copies(std::vector<at::Tensor> const& weights);
+
+  // The step has written them: they are the casts of their weights until anybody else may write.
+  void written(std::vector<at::Tensor> const& weights);
+
+ private:
+  using Impl = c10::TensorImpl;
+  using WeakImpl = c10::weak_intrusive_ptr<Impl, c10::UndefinedTensorImpl>;
+
+  enum class State : char { current, lapsed, wrong };
+
+  struct Entry {
+    WeakImpl weight;  // keeps the key unique, not the weight alive
+    at::Tensor copy{};
+    uint32_t version = 0;  // of the weight when it was copied
+    uint32_t copy_version = 0;
+    void const* address = nullptr;
+    State state = State::current;
+    bool stepped = false;        // a step writes it
+    bool across_steps = false;   // and was the last that did
+    pybind11::object plain;      // `copy` as Python has it
+    pybind11::object connected;  // an alias of it with an autograd edge to the weight, which keeps the weight alive
+  };
+
+  static bool is_exact(Entry const& entry, at::Tensor const& weight);
+  static void stamp(Entry& entry, at::Tensor const& weight);
+  Entry& renew(at::Tensor const& weight, at::ScalarType low);
+  void sweep();
+
+  ska::flat_hash_map<Impl*, Entry> entries_;
+  size_t sweep_at_ = 64;
+};
+
+}  // namespace amp_engine::patch

@@ -28,8 +28,10 @@ demo: $(INSTALLED)  ## train two small models at every level; the table, build/d
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(INSTALLED)  ## time the step against its peers: build/bench/step.json
+bench: $(INSTALLED)  ## time step, casts and training against their peers: step.json, dispatch.json, train.json in build/bench
 	$(BIN)/python -m tests.benchmarks.step $(ARGS)
+	$(BIN)/python -m tests.benchmarks.dispatch $(ARGS)
+	$(BIN)/python -m tests.benchmarks.train $(ARGS)
 
 lint: $(INSTALLED)  ## check format, rules and types
 	$(BIN)/python -m ruff format --check .

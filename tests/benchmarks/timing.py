@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,31 @@ class Record:
     bytes_per_param: float | None = None
     bandwidth_fraction: float | None = None
 
+    def __str__(self) -> str:
+        of_stream = self.bandwidth_fraction
+        share = "" if of_stream is None else f"   {of_stream:.2f} of the stream's bandwidth"
+        return (
+            f"{self.case:56} {self.ours_us:10.0f} us   {self.ratio:.3f} of {self.peer} ({self.peer_us:.0f} us){share}"
+        )
+
+
+@dataclass(frozen=True)
+class Judged(Record):
+    """A comparison with a limit. Its `ratio` is the 25th percentile over the rounds, which the limit is for.
+
+    Attributes:
+        median_ratio: the median over the same rounds.
+        limit: the largest `ratio` that is good enough; None where the figure is for information.
+    """
+
+    median_ratio: float = math.nan
+    limit: float | None = None
+
+    def __str__(self) -> str:
+        verdict = "  " if self.limit is None else f"{self.limit:.2f} {'ok' if self.ratio <= self.limit else 'over'}"
+        times = f"{self.ours_us:10.2f} us {self.ratio:6.3f} {self.median_ratio:6.3f}"
+        return f"{self.case:64} {times}   {verdict:9}   of {self.peer} ({self.peer_us:.2f} us)"
+
 
 def interleaved(runs: Sequence[Run], rounds: int, warmup: int = 3) -> list[list[float]]:
     """Seconds of each of `runs` in each round. A round runs each once, so that all see the same neighbours."""
@@ -54,6 +80,35 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
+def judged(
+    case: str,
+    ours: Sequence[float],
+    peer: str,
+    theirs: Sequence[float],
+    limit: float | None,
+    base: Sequence[float] = (),
+) -> Judged:
+    """A record of seconds that were measured in the same rounds.
+
+    Args:
+        case, peer, limit: as in the record.
+        ours, theirs: seconds, one a round.
+        base: taken off both sides first, where given. A round in which nothing is left of the peer counts as infinite.
+    """
+    if base:
+        ours, theirs = ([a - b for a, b in zip(side, base, strict=True)] for side in (ours, theirs))
+    ratios = [a / b if b > 0 else math.inf for a, b in zip(ours, theirs, strict=True)]
+    return Judged(
+        case=case,
+        ours_us=micros(ours),
+        peer=peer,
+        peer_us=micros(theirs),
+        ratio=sorted(ratios)[(len(ratios) - 1) // 4],
+        median_ratio=statistics.median(ratios),
+        limit=limit,
+    )
+
+
 def micros(seconds: Sequence[float]) -> float:
     """Median, in microseconds."""
     return statistics.median(seconds) * 1e6
@@ -63,7 +118,8 @@ def write(records: Sequence[Record], path: Path) -> None:
     """Write `records` as JSON and print them as a table."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(record) for record in records], indent=2) + "\n")
-    for r in records:
-        share = "" if r.bandwidth_fraction is None else f"   {r.bandwidth_fraction:.2f} of the stream's bandwidth"
-        print(f"{r.case:56} {r.ours_us:10.0f} us   {r.ratio:.3f} of {r.peer} ({r.peer_us:.0f} us){share}")
+    if any(isinstance(record, Judged) for record in records):
+        print(f"{'':64} {'ours':>13} {'p25':>6} {'median':>6}   limit")
+    for record in records:
+        print(record)
     print(path)

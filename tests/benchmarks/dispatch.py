@@ -1,13 +1,15 @@
 """What O4's casts cost per call, against torch.autocast and against wrappers in Python.
 
 `make bench` writes build/bench/dispatch.json. Tensors are tiny, so a call is hardly more than its dispatch. Each side
-runs in a process of its own, in one thread, with gradients enabled. The 25th percentile over the rounds counts.
+runs in a process of its own, in one thread, with gradients enabled. Times are CPU time: one thread waits for nothing,
+and the wall clock counts whoever else wants the core. The 25th percentile over the rounds counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import time
 import timeit
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -153,7 +155,7 @@ def peer(call: str, autocast: bool) -> Iterator[Block]:
 
 
 def _block(call: str) -> Block:
-    timer = timeit.Timer(call, globals=operands())
+    timer = timeit.Timer(call, timer=time.process_time, globals=operands())
     timer.timeit(50)  # convolutions compile
     calls = max(50, int(BLOCK_SECONDS / timer.timeit(50) * 50))
 

@@ -23,6 +23,10 @@ class HostNumber:
     def __init__(self, value: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         self.is_captured = value.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._host: Tensor | float
+        if value.is_cpu:
+            self._host = value.item()
+            return
         if self.is_captured or not value.is_cuda:
             self._host = value.detach().clone()
             return

@@ -7,8 +7,7 @@ next. While it is open, `.grad` holds nothing but scaled gradients of this windo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from operator import is_
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,19 +18,23 @@ from amp_engine import kernels
 from amp_engine.devices import moved
 from amp_engine.kernels import walk
 from amp_engine.lazy_gradients import Kept, Unscaling
-from amp_engine.master_weights import Master, MasterWeights, Roster, roster_of
+from amp_engine.master_weights import NO_ROSTER, Master, MasterWeights, Roster, roster_of
 from amp_engine.scaler import LossScaler, ScaleSnapshot
+
+NO_LOSS = torch.zeros((), device="cpu")
 
 
 class Checked(NamedTuple):
     """What one look at a list of gradients found.
 
     Attributes:
-        params: n; the model's parameter, or None where no gradient arrived.
+        params: n; the model's parameters.
+        arrived: n; 0 where no gradient was looked at.
         checks: of the gradients as they arrived, still scaled; 0 where none did.
     """
 
-    params: list[nn.Parameter | None]
+    params: Sequence[nn.Parameter]
+    arrived: bytes
     checks: kernels.Checks
 
 
@@ -43,7 +46,7 @@ class PassOne(NamedTuple):
         norm: of all unscaled gradients; float32, shape [].
         unscaling: what the kept ones are still to be multiplied by.
         weights: what the optimizer stepped at that time.
-        kept: masters whose gradients are kept.
+        kept: gradients of masters; None if there are no masters.
         plain: gradients that are unscaled already.
     """
 
@@ -51,16 +54,15 @@ class PassOne(NamedTuple):
     norm: Tensor
     unscaling: Unscaling
     weights: Sequence[nn.Parameter]
-    kept: list[Master]
+    kept: Kept | None
     plain: list[Seen]
 
-    def holds(self, weights: Sequence[nn.Parameter]) -> bool:
-        """Whether these are what the optimizer steps now, and every gradient is still what was looked at."""
+    def holds(self, optimizer: Optimizer, masters: MasterWeights | None) -> bool:
+        """Whether `optimizer` still steps the same, and every gradient is still what was looked at."""
         return (
-            len(weights) == len(self.weights)
-            and all(map(is_, weights, self.weights))
-            and all(m.kept is not None for m in self.kept)
-            and not walk.any_gradient([m.weight for m in self.kept])
+            walk.same_objects(roster_of(optimizer, masters).weights, self.weights)
+            and (self.kept is None or self.kept.is_whole)
+            and (masters is None or not walk.any_gradient(masters.weights))
             and all(seen.is_untouched() for seen in self.plain)
         )
 
@@ -105,7 +107,7 @@ class GradientWindow:
         self.scaler = scaler
         self.loss_id = loss_id
         self.snapshot = snapshot
-        self.loss = torch.zeros((), device="cpu")  # the last one that was left open with
+        self.loss = NO_LOSS  # the last one that was left open with
         self._optimizer = weakref.ref(optimizer)
         self._masters = masters
         # Unscaled gradients of earlier backwards, by id of the parameter that the optimizer steps.
@@ -166,41 +168,35 @@ class GradientWindow:
         self._take_back()
         roster = self._roster()
         all_masters = self._masters is not None and not roster.plain
-        grads, walks = walk.gradients(self._masters.params if all_masters else roster.params)  # type: ignore[union-attr]
-        if unscaled:
-            done = [m is None and id(p) in unscaled for p, m in zip(roster.params, roster.masters, strict=True)]
-            grads = [None if d else g for d, g in zip(done, grads, strict=True)]
-            walks = [walk.NONE if d else w for d, w in zip(done, walks, strict=True)]
-        others = [i for i, w in enumerate(walks) if w == walk.OTHER]
-        walked = [None if w == walk.OTHER else g for w, g in zip(walks, grads, strict=True)] if others else grads
-        totals: list[Tensor | None] = [None] * len(grads)
-        if self._masters is not None and walk.any_gradient(self._masters.weights):
-            totals = [None if m is None else m.gradient() for m in roster.masters]
-        first = not self._earlier and not any(t is not None for t in totals)
-
-        devices = dict.fromkeys(g.device for g in walked if g is not None)
-        looks = [self._look(roster, walked, device, check, list_check, len(devices) == 1) for device in devices]
-        checked = [found for found, _ in looks]
+        grads, walks, devices = walk.gradients(self._masters.params if all_masters else roster.params)  # type: ignore[union-attr]
+        done = [row for row in roster.plain_rows if id(roster.params[row]) in unscaled] if unscaled else []
+        if done:
+            grads, walks = _without(done, grads, walks)
+            devices = walk.devices_of(grads, walks)
+        others = [row for row, how in enumerate(walks) if how == walk.OTHER] if walk.OTHER in walks else []
+        arrived = [row for row in roster.plain_rows if walks[row] != walk.NONE]
         if others:
-            checked.append(self._close_others([(roster.params[i], roster.masters[i]) for i in others], check))
-        plain = [
-            _seen(p)
-            for p, m, g in zip(roster.params, roster.masters, walked, strict=True)
-            if m is None and g is not None
-        ]
-        unscaled |= {id(roster.params[i]) for i, m in enumerate(roster.masters) if m is None and grads[i] is not None}
+            grads, walks = _without(others, grads, walks)
+        totals: dict[int, Tensor] = {}  # of masters, by row
+        if self._masters is not None and walk.any_gradient(self._masters.weights):
+            found = ((row, m.gradient()) for row, m in enumerate(roster.masters) if m is not None)
+            totals = {row: total for row, total in found if total is not None}
+        first = not self._earlier and not totals
+
+        looks = [self._look(roster, grads, walks, device, check, list_check, len(devices) == 1) for device in devices]
+        checked = [look for look, _ in looks]
+        if others:
+            checked.append(self._close_others([(roster.params[row], roster.masters[row]) for row in others], check))
+        plain = [_seen(roster.params[row]) for row in arrived if walks[row] != walk.NONE]
+        unscaled |= {id(roster.params[row]) for row in arrived}
         snapshot = self.snapshot
         unscaling = Unscaling(lambda: snapshot.inv_scale)
-        kept = self._keep(roster, walked, walks, totals, unscaling)
+        kept = self._keep(roster, grads, walks, totals, unscaling)
         self._restore_earlier(add=True)
-        for device in devices:
-            pairs = [
-                (t, g)
-                for t, g in zip(totals, walked, strict=True)
-                if t is not None and g is not None and g.device == device
-            ]
-            if pairs:
-                sums, grads_here = zip(*pairs, strict=True)
+        for device in devices if totals else ():
+            both = [(total, g) for row, total in totals.items() if (g := grads[row]) is not None and g.device == device]
+            if both:
+                sums, grads_here = zip(*both, strict=True)
                 kernels.axpby_(sums, grads_here, sums, moved(self.snapshot.inv_scale, device), None)
         if not first or len(looks) != 1 or others:
             return checked, None
@@ -210,6 +206,7 @@ class GradientWindow:
         self,
         roster: Roster,
         grads: Sequence[Tensor | None],
+        walks: bytes,
         device: torch.device,
         check: bool,
         list_check: kernels.ListCheck,
@@ -217,7 +214,8 @@ class GradientWindow:
     ) -> tuple[Checked, Tensor]:
         """Check what arrived on one device and unscale, in place, what has no master."""
         if not is_only:
-            grads = [g if g is not None and g.device == device else None for g in grads]
+            elsewhere = [row for row, g in enumerate(grads) if g is not None and g.device != device]
+            grads, walks = _without(elsewhere, grads, walks)
         outputs = None
         if not self.snapshot.is_identity and len(roster.plain) > 0:
             outputs = [g if m is None else None for m, g in zip(roster.masters, grads, strict=True)]
@@ -228,38 +226,28 @@ class GradientWindow:
         checks = list_check.run(grads, outputs, moved(self.snapshot.scale, device), found_inf, norm)
         if check and found_inf is not self.scaler.found_inf:
             self.scaler.record_(found_inf != 0)
-        return Checked([None if g is None else p for p, g in zip(roster.params, grads, strict=True)], checks), norm
+        return Checked(roster.params, walks, checks), norm
 
     def _keep(
         self,
         roster: Roster,
         grads: Sequence[Tensor | None],
-        walks: Sequence[int],
-        totals: Sequence[Tensor | None],
+        walks: bytes,
+        totals: Iterable[int],
         unscaling: Unscaling,
-    ) -> list[Master]:
+    ) -> Kept | None:
         """Keep the gradients of masters that have none yet, as copy-on-write clones of the model's own.
 
         Whoever clips, zeroes or drops the model's gradients then changes nothing of ours, as in apex.
         """
-        rows = [
-            row
-            for row, (master, how, total) in enumerate(zip(roster.masters, walks, totals, strict=True))
-            if master is not None and how in (walk.OWN, walk.SHARED) and total is None
-        ]
-        if len(rows) < len(walks):
-            chosen = [walk.NONE] * len(walks)
-            for row in rows:
-                chosen[row] = walks[row]
-            walks = chosen
-        kept = Kept(walk.copies(grads, walks), len(rows), unscaling)
-        masters = []
-        for row in rows:
-            master = roster.masters[row]
-            assert master is not None
-            master.kept, master.kept_row = kept, row
-            masters.append(master)
-        return masters
+        if self._masters is None:
+            return None
+        held = bytearray(walks)
+        for row in (*roster.plain_rows, *totals):
+            held[row] = walk.NONE
+        kept = Kept(walk.copies(grads, bytes(held)), held, unscaling)
+        self._masters.keep(kept)
+        return kept
 
     def _close_others(self, arrived: list[tuple[nn.Parameter, Master | None]], check: bool) -> Checked:
         """Sparse gradients, and types that the kernels do not walk, by PyTorch's own operations."""
@@ -277,7 +265,11 @@ class GradientWindow:
         if check:
             self.scaler.record_(flags)
         nothing = torch.zeros(len(arrived), dtype=torch.float64, device=flags.device)
-        return Checked([param for param, _ in arrived], kernels.Checks(flags, nothing, nothing.float()))
+        return Checked(
+            [param for param, _ in arrived],
+            bytes([walk.OTHER]) * len(arrived),
+            kernels.Checks(flags, nothing, nothing.float()),
+        )
 
     def abandon(self) -> bool:
         """The body of `scale_loss` raised: put back what was there at its entry.
@@ -294,8 +286,8 @@ class GradientWindow:
     def discard(self) -> None:
         """Drop the window's gradients and put back those of earlier backwards."""
         self._take_back()
-        for master in self._master_list():
-            master.kept = None
+        if self._masters is not None:
+            self._masters.drop_kept()
         for p in self._written_params():
             p.grad = None
         self._restore_earlier(add=False)
@@ -324,7 +316,7 @@ class GradientWindow:
     def _roster(self) -> Roster:
         optimizer = self._optimizer()
         if optimizer is None:
-            return Roster([], [], [], [])
+            return NO_ROSTER
         return roster_of(optimizer, self._masters)
 
     def _written_params(self) -> Iterator[nn.Parameter]:
@@ -333,8 +325,10 @@ class GradientWindow:
         yield from self._roster().plain
 
     def _restore_earlier(self, add: bool) -> None:
+        if not self._earlier:
+            return
         both = []
-        for p in self._roster().weights if self._earlier else ():
+        for p in self._roster().weights:
             earlier = self._earlier.pop(id(p), None)
             if earlier is None:
                 continue
@@ -343,6 +337,16 @@ class GradientWindow:
             p.grad = earlier
         self._earlier.clear()
         _accumulate(both)
+
+
+def _without(
+    rows: Sequence[int], grads: Sequence[Tensor | None], walks: bytes
+) -> tuple[Sequence[Tensor | None], bytes]:
+    """The gradients, and how they can be taken, without those of some rows."""
+    left_grads, left_walks = list(grads), bytearray(walks)
+    for row in rows:
+        left_grads[row], left_walks[row] = None, walk.NONE
+    return left_grads, bytes(left_walks)
 
 
 def _seen(param: nn.Parameter) -> Seen:

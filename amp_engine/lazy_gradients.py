@@ -16,14 +16,19 @@ from amp_engine.devices import moved
 class Owner(Protocol):
     """What a master parameter asks about its gradient."""
 
-    kept: Kept | None
-
     def materialize(self) -> None:
-        """Make the float32 gradient from the kept one."""
+        """Make the float32 gradient from the kept one, if there is one."""
+
+    def forget_kept(self) -> None:
+        """Drop the kept gradient, if there is one."""
 
 
 # Id of a master weight -> its owner. Not an attribute of the weight, which would be pickled with it.
 _OWNERS: dict[int, weakref.ref[Owner]] = {}
+
+# Ids of the `Kept` that keep something. While there is none, as from each step to the next backward, looking at `.grad`
+# asks no owner.
+_KEEPING: set[int] = set()
 
 GRAD: Any = torch.Tensor.grad
 """The slot behind `.grad`, past any property."""
@@ -33,6 +38,11 @@ def own(weight: MasterParameter, owner: Owner) -> None:
     """Have `weight` ask `owner`, for as long as that lives, about its gradient."""
     key = id(weight)
     _OWNERS[key] = weakref.ref(owner, lambda _: _OWNERS.pop(key, None))
+
+
+def _owner(key: int) -> Owner | None:
+    ref = _OWNERS.get(key)
+    return None if ref is None else ref()
 
 
 class Unscaling:
@@ -68,6 +78,10 @@ class Unscaling:
             factor = factor * clip_factor(self.norm, self.max_norm)
         return factor.float()
 
+    def unscaled(self, grad: Tensor) -> Tensor:
+        """A kept gradient as float32 gradient, of the same shape and strides."""
+        return grad.to(torch.float32, copy=True).mul_(moved(self.factor(), grad.device))
+
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """torch.nn.utils.clip_grad_norm_'s factor, float64, shape []. No host sync."""
@@ -77,22 +91,52 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 class Kept:
     """Low-precision, still scaled gradients of one backward, which stand for the float32 gradients of masters.
 
-    Args:
-        grads: one for each of the optimizer's parameters; None where there is none, or nothing is kept.
-        count: how many are not None.
+    Attributes:
+        grads: n, one for each of the optimizer's parameters.
+        held: n; not 0 where a gradient is kept; what `grads` has elsewhere is not to be used.
+        count: how many are kept.
         unscaling: what they are still to be multiplied by.
+        is_whole: whether everything is kept that was in the beginning.
     """
 
-    def __init__(self, grads: Sequence[Tensor | None], count: int, unscaling: Unscaling) -> None:
+    def __init__(self, grads: Sequence[Tensor | None], held: bytes | bytearray, unscaling: Unscaling) -> None:
         self.grads = grads
-        self.count = count
+        self.held = bytearray(held)
+        self.count = len(held) - held.count(0)
         self.unscaling = unscaling
+        self.is_whole = True
+        if self.count > 0:
+            _KEEPING.add(id(self))
 
-    def unscaled(self, row: int) -> Tensor:
-        """The float32 gradient of one parameter, of the shape and strides of the kept one."""
+    def __del__(self) -> None:
+        _KEEPING.discard(id(self))
+
+    def take(self, row: int) -> Tensor | None:
+        """Hand a gradient over, low-precision and scaled; None if none is kept."""
+        if not self.held[row]:
+            return None
         grad = self.grads[row]
-        assert grad is not None, "a master keeps what is there"
-        return grad.to(torch.float32, copy=True).mul_(moved(self.unscaling.factor(), grad.device))
+        self.held[row] = 0
+        self.count -= 1
+        self.is_whole = False
+        if self.count == 0:
+            self.drop()
+        return grad
+
+    def drop(self) -> None:
+        """Keep nothing any more."""
+        self.grads = [None] * len(self.held)
+        self.held = bytearray(len(self.held))
+        self.count = 0
+        self.is_whole = False
+        _KEEPING.discard(id(self))
+
+    def rearranged(self, rows: Sequence[int | None]) -> Kept:
+        """What is kept, in other rows: of each the present one, or None. This keeps nothing afterwards."""
+        held = bytes(0 if row is None else self.held[row] for row in rows)
+        result = Kept([None if row is None else self.grads[row] for row in rows], held, self.unscaling)
+        self.drop()
+        return result
 
 
 class MasterParameter(nn.Parameter):
@@ -105,19 +149,17 @@ class MasterParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The unscaled float32 gradient, or None."""
-        ref = _OWNERS.get(id(self))
-        owner = None if ref is None else ref()
-        if owner is not None and owner.kept is not None:
+        key = id(self)  # before the branch: here torch.compile, which makes gradients as it traces, gives up tracing
+        if _KEEPING and (owner := _owner(key)) is not None:
             owner.materialize()
         return GRAD.__get__(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         GRAD.__set__(self, value)  # raises for what is no gradient of this parameter
-        ref = _OWNERS.get(id(self))
-        owner = None if ref is None else ref()
-        if owner is not None:
-            owner.kept = None
+        key = id(self)
+        if _KEEPING and (owner := _owner(key)) is not None:
+            owner.forget_kept()
 
     @grad.deleter
     def grad(self) -> None:

@@ -7,8 +7,7 @@ passes through half. Which of the two is newer is told by a stamp of the paramet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from operator import is_
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +26,18 @@ from amp_engine.lazy_gradients import GRAD, Kept, MasterParameter, own
 _MASTERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-class Marked:
-    """Stamps of parameters and weights as they were when each two agreed, in one place for many masters."""
+class Shared:
+    """What many masters have in one place.
 
-    def __init__(self, params: walk.Stamps, weights: walk.Stamps) -> None:
+    Attributes:
+        params, weights: their stamps as they were when each two agreed.
+        kept: the low-precision gradients that stand for theirs, if some do.
+    """
+
+    def __init__(self, params: walk.Stamps, weights: walk.Stamps, kept: Kept | None = None) -> None:
         self.params = params
         self.weights = weights
+        self.kept = kept
 
 
 class Master:
@@ -40,13 +45,12 @@ class Master:
 
     def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
         self.param = param
-        self.kept: Kept | None = None  # where its gradient is kept, if it is,
-        self.kept_row = 0  # and in which row
         self.weight = MasterParameter(value_f32, requires_grad=True)
         own(self.weight, self)
         # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
         self.weight.__dict__.update(param.__dict__)
-        self._marked, self._place = Marked(walk.stamps([param]), walk.stamps([self.weight])), 0
+        self._shared, self._place = Shared(walk.stamps([param]), walk.stamps([self.weight])), 0
+        self.row: int | None = None  # among all that its optimizer steps, as of the last scan
         # A checkpoint's value between the hooks before and after torch copies it into `param`.
         self.incoming: Tensor | None = None
         _MASTERS[param] = [weakref.ref(m) for m in masters_of(param)] + [weakref.ref(self)]
@@ -55,35 +59,44 @@ class Master:
         """The master's float32 gradient if it has one by now; what is kept is left alone."""
         return GRAD.__get__(self.weight)
 
-    @torch.no_grad()
+    def is_kept(self) -> bool:
+        """Whether a low-precision gradient stands for its own."""
+        return self._shared.kept is not None and self.row is not None and bool(self._shared.kept.held[self.row])
+
+    def forget_kept(self) -> None:
+        """Drop the kept gradient, if there is one."""
+        if self._shared.kept is not None and self.row is not None:
+            self._shared.kept.take(self.row)
+
     def materialize(self) -> None:
         """Make the float32 gradient from the kept one, if there is one, and add it to what autograd wrote meanwhile."""
-        if self.kept is None:
+        kept = self._shared.kept
+        grad = None if kept is None or self.row is None else kept.take(self.row)
+        if kept is None or grad is None:
             return
-        kept, self.kept = self.kept, None
         # Whoever looks first may be in inference mode; the gradient is for those who come later, too.
-        with torch.inference_mode(False):
-            grad, written = kept.unscaled(self.kept_row), self.gradient()
-            GRAD.__set__(self.weight, grad if written is None else grad.add_(written))
+        with torch.no_grad(), torch.inference_mode(False):
+            unscaled, written = kept.unscaling.unscaled(grad), self.gradient()
+            GRAD.__set__(self.weight, unscaled if written is None else unscaled.add_(written))
 
     def in_sync(self) -> bool:
         """Whether nobody but us moved the parameter since it was last stamped."""
-        return walk.stamps_of(self._marked.params, self._place) == walk.stamps([self.param])
+        return walk.stamps_of(self._shared.params, self._place) == walk.stamps([self.param])
 
     def mark_in_sync(self) -> None:
         """Declare that master and parameter agree."""
-        marked = self._marked
-        marked.params = walk.with_stamps(marked.params, self._place, walk.stamps([self.param]))
-        marked.weights = walk.with_stamps(marked.weights, self._place, walk.stamps([self.weight]))
+        shared = self._shared
+        shared.params = walk.with_stamps(shared.params, self._place, walk.stamps([self.param]))
+        shared.weights = walk.with_stamps(shared.weights, self._place, walk.stamps([self.weight]))
 
     def marked_as(self) -> tuple[walk.Stamps, walk.Stamps]:
         """The stamps of parameter and weight when they last agreed."""
-        marked = self._marked
-        return walk.stamps_of(marked.params, self._place), walk.stamps_of(marked.weights, self._place)
+        shared = self._shared
+        return walk.stamps_of(shared.params, self._place), walk.stamps_of(shared.weights, self._place)
 
-    def share(self, marked: Marked, place: int) -> None:
-        """Keep the stamps in `marked`, which has them already, from now on."""
-        self._marked, self._place = marked, place
+    def share(self, shared: Shared, place: int, row: int) -> None:
+        """Keep the stamps, and the gradient, in `shared`, which has them already, from now on."""
+        self._shared, self._place, self.row = shared, place, row
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -102,7 +115,7 @@ class Master:
     @torch.no_grad()
     def write_back_if_moved(self) -> None:
         """Round the master into the parameter if somebody wrote the master, and nobody the parameter."""
-        moved = walk.stamps_of(self._marked.weights, self._place) != walk.stamps([self.weight])
+        moved = walk.stamps_of(self._shared.weights, self._place) != walk.stamps([self.weight])
         if moved and self.in_sync():
             self.param.copy_(self.weight)
             self.mark_in_sync()
@@ -144,21 +157,42 @@ class Roster(NamedTuple):
         weights: n; the entries of its groups.
         params: n; the model's own parameters: what a backward accumulates into.
         masters: n; what is between the two, or None where they are one.
-        plain: the parameters without a master.
+        copies: n; those of `params` that have a master, else None.
+        plain: the parameters without a master,
+        plain_rows: and where they are.
     """
 
-    weights: list[nn.Parameter]
-    params: list[nn.Parameter]
-    masters: list[Master | None]
-    plain: list[nn.Parameter]
+    weights: tuple[nn.Parameter, ...]
+    params: tuple[nn.Parameter, ...]
+    masters: tuple[Master | None, ...]
+    copies: tuple[nn.Parameter | None, ...]
+    plain: tuple[nn.Parameter, ...]
+    plain_rows: tuple[int, ...]
+
+
+def _roster(groups: list[dict[str, Any]], find: Callable[[nn.Parameter], Master | None]) -> Roster:
+    weights = tuple(p for group in groups for p in group["params"])
+    masters = tuple(map(find, weights))
+    copies = tuple(None if m is None else m.param for m in masters)
+    plain_rows = tuple(row for row, m in enumerate(masters) if m is None)
+    return Roster(
+        weights,
+        tuple(w if p is None else p for w, p in zip(weights, copies, strict=True)),
+        masters,
+        copies,
+        tuple(weights[row] for row in plain_rows),
+        plain_rows,
+    )
+
+
+NO_ROSTER = _roster([], lambda _: None)
 
 
 def roster_of(optimizer: Optimizer, masters: MasterWeights | None) -> Roster:
     """What `optimizer` steps, as of the last scan of its masters."""
     if masters is not None:
         return masters.roster
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    return Roster(params, params, [None] * len(params), params)
+    return _roster(optimizer.param_groups, lambda _: None)
 
 
 class MasterWeights:
@@ -181,8 +215,9 @@ class MasterWeights:
         self.in_groups: list[Master] = []
         # The parameters and weights of `in_groups`.
         self.params = self.weights = walk.params([])
-        self.roster = Roster([], [], [], [])
-        self._marked = Marked(walk.stamps([]), walk.stamps([]))
+        self.roster = NO_ROSTER
+        self._scanned: list[tuple[nn.Parameter, ...]] = []  # the groups' parameters, as of the last scan
+        self._shared = Shared(walk.stamps([]), walk.stamps([]))
         self.scan(exact)
 
     def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
@@ -210,26 +245,23 @@ class MasterWeights:
         if len(self.in_groups) < len(self._by_weight):
             self._by_weight = {id(m.weight): m for m in self.in_groups}
             self._by_param = {id(m.param): m for m in self.in_groups}
-        marks = [master.marked_as() for master in self.in_groups]
-        self._marked = Marked(walk.joined([of_param for of_param, _ in marks]), walk.joined([w for _, w in marks]))
-        for place, master in enumerate(self.in_groups):
-            master.share(self._marked, place)
         self.params = walk.params([m.param for m in self.in_groups])
         self.weights = walk.params([m.weight for m in self.in_groups])
-        weights = [p for group in groups for p in group["params"]]
-        masters = [self.find(p) for p in weights]
-        self.roster = Roster(
-            weights,
-            [p if m is None else m.param for p, m in zip(weights, masters, strict=True)],
-            masters,
-            [p for p, m in zip(weights, masters, strict=True) if m is None],
-        )
+        self._scanned = [tuple(group["params"]) for group in groups]
+        self.roster = _roster(groups, self.find)
+        marks = [master.marked_as() for master in self.in_groups]
+        kept = self.kept
+        if kept is not None:
+            kept = kept.rearranged([None if m is None else m.row for m in self.roster.masters])
+        self._shared = Shared(walk.joined([p for p, _ in marks]), walk.joined([w for _, w in marks]), kept)
+        rows = [row for row, master in enumerate(self.roster.masters) if master is not None]
+        for place, (master, row) in enumerate(zip(self.in_groups, rows, strict=True)):
+            master.share(self._shared, place, row)
 
     def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
-        weights = [p for group in groups for p in group["params"]]
         return (
-            len(weights) == len(self.roster.weights)
-            and all(map(is_, weights, self.roster.weights))
+            len(groups) == len(self._scanned)
+            and all(walk.same_objects(group["params"], was) for group, was in zip(groups, self._scanned, strict=True))
             and not any(is_low_precision(p) and p.requires_grad for p in self.roster.plain)
         )
 
@@ -245,7 +277,7 @@ class MasterWeights:
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
         """Refresh every master whose parameter moved without us."""
-        if self._marked.params != walk.stamps(self.params):
+        if self._shared.params != walk.stamps(self.params):
             for master in self.in_groups:
                 master.refresh()
         if adopt_data_writes:
@@ -259,22 +291,38 @@ class MasterWeights:
 
     def mark_in_sync(self) -> None:
         """Declare that masters and parameters agree."""
-        self._marked.params = walk.stamps(self.params)
+        self._shared.params = walk.stamps(self.params)
         if self.written_outside:
-            self._marked.weights = walk.stamps(self.weights)
+            self._shared.weights = walk.stamps(self.weights)
+
+    @property
+    def kept(self) -> Kept | None:
+        """Gradients that are kept in low precision, row by row of the roster; None if there are none."""
+        kept = self._shared.kept
+        return None if kept is None or kept.count == 0 else kept
+
+    def keep(self, kept: Kept) -> None:
+        """Have `kept`, in the rows of the roster, stand for gradients of masters, which have none."""
+        self._shared.kept = kept
+
+    def drop_kept(self) -> None:
+        """Drop the gradients that are kept."""
+        if self._shared.kept is not None:
+            self._shared.kept.drop()
+            self._shared.kept = None
 
     def materialize(self) -> None:
         """Make every kept gradient a float32 gradient: 4 bytes an element."""
-        for master in self.in_groups:
-            if master.kept is not None:
+        if self.kept is not None:
+            for master in self.in_groups:
                 master.materialize()
+            self.drop_kept()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of masters and their parameters, as after every step."""
         walk.drop_gradients(self.weights)
         walk.drop_gradients(self.params)
-        for master in self.in_groups:
-            master.kept = None
+        self.drop_kept()
 
     def find(self, weight: Tensor) -> Master | None:
         """The master whose weight, in the groups, is this very object."""
@@ -301,7 +349,8 @@ class MasterWeights:
                 _MASTERS[master.param].remove(weakref.ref(master))
         self._by_weight, self._by_param, self.in_groups = {}, {}, []
         self.params = self.weights = walk.params([])
-        self.roster, self._marked = Roster([], [], [], []), Marked(walk.stamps([]), walk.stamps([]))
+        self._scanned = []
+        self.roster, self._shared = NO_ROSTER, Shared(walk.stamps([]), walk.stamps([]))
 
     def _create(self, param: nn.Parameter, exact_f32: Tensor | None) -> Master:
         if exact_f32 is None:

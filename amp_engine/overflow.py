@@ -54,7 +54,7 @@ class OverflowWatch:
             names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
             for checked in verdict.checked
             for param, bad in zip(checked.params, checked.checks.nonfinite.tolist(), strict=True)
-            if bad and param is not None
+            if bad
         ]
         return OverflowDiagnosis(
             skips=skips,
@@ -62,5 +62,5 @@ class OverflowWatch:
             loss_scale=verdict.scaler.loss_scale(),
             loss_is_finite=bool(torch.isfinite(verdict.loss).all()),
             nonfinite=tuple(nonfinite),
-            checked=sum(param is not None for checked in verdict.checked for param in checked.params),
+            checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in verdict.checked),
         )

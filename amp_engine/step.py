@@ -22,8 +22,8 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ghost import ghost
 from amp_engine.gradients import Checked, GradientWindow, PassOne
 from amp_engine.kernels import walk
-from amp_engine.lazy_gradients import Kept, MasterParameter, Unscaling, clip_factor
-from amp_engine.master_weights import MasterWeights, Roster, roster_of
+from amp_engine.lazy_gradients import MasterParameter, Unscaling, clip_factor
+from amp_engine.master_weights import MasterWeights, roster_of
 from amp_engine.optimizers.fused_step import FusedStep, fused_step_of, release_fused_step
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 
@@ -55,9 +55,9 @@ class Rows(NamedTuple):
         unscaling: and what by.
     """
 
-    weights: list[Tensor]
+    weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
-    copies: list[Tensor | None]
+    copies: Sequence[Tensor | None]
     scaled: list[bool]
     unscaling: Unscaling | None
 
@@ -172,8 +172,9 @@ class SteppedOptimizer:
         None if something else than that backward is in the gradients by now, or for another norm than 2 and infinity.
         """
         one = self._pass_one
-        weights = roster_of(self.optimizer, self.masters).weights
-        if one is None or one.unscaling.norm is not None or norm_type not in (2.0, math.inf) or not one.holds(weights):
+        if one is None or one.unscaling.norm is not None or norm_type not in (2.0, math.inf):
+            return None
+        if not one.holds(self.optimizer, self.masters):
             return None
         if norm_type == math.inf:
             return (one.checked.checks.largest.max().double() * one.unscaling.inv_scale.double()).float()
@@ -323,7 +324,7 @@ class SteppedOptimizer:
             found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
         unscaling = rows.unscaling
         one = self._pass_one if fused.rule.reads_sums else None
-        whole = one is not None and not one.plain and one.holds(roster_of(self.optimizer, self.masters).weights)
+        whole = one is not None and not one.plain and one.holds(self.optimizer, self.masters)
         fused.step(
             rows.weights,
             rows.gradients,
@@ -357,28 +358,16 @@ class SteppedOptimizer:
             for master in self.masters.in_groups:
                 if master.gradient() is not None:
                     master.materialize()  # autograd wrote into the master itself, beside what is kept
-        kept = [None if m is None else m.kept for m in roster.masters]
-        shared = next((k for k in kept if k is not None), None)
-        gradients: Sequence[Tensor | None]
-        if shared is not None and not written and not roster.plain and self._are_all(shared, roster):
-            gradients = shared.grads
+        kept = None if self.masters is None else self.masters.kept
+        if kept is None:
+            gradients: Sequence[Tensor | None] = [w.grad for w in roster.weights]
+            return Rows(roster.weights, gradients, roster.copies, [False] * len(gradients), None)
+        if kept.is_whole and not written and not roster.plain:
+            gradients, scaled = kept.grads, [True] * len(kept.grads)
         else:
-            gradients = [
-                w.grad if k is None or m is None else k.grads[m.kept_row]
-                for w, m, k in zip(roster.weights, roster.masters, kept, strict=True)
-            ]
-        return Rows(
-            list(roster.weights),
-            gradients,
-            [None if m is None else m.param for m in roster.masters],
-            [k is not None for k in kept],
-            None if shared is None else shared.unscaling,
-        )
-
-    def _are_all(self, kept: Kept, roster: Roster) -> bool:
-        """Whether `kept` is row by row what its masters keep, and nothing else."""
-        rows = [row for row, m in enumerate(roster.masters) if m is not None and m.kept is kept and m.kept_row == row]
-        return len(rows) == kept.count and len(kept.grads) == len(roster.weights)
+            scaled = [held != 0 for held in kept.held]
+            gradients = [kept.grads[row] if scaled[row] else w.grad for row, w in enumerate(roster.weights)]
+        return Rows(roster.weights, gradients, roster.copies, scaled, kept.unscaling)
 
     def _ghost(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
         """A ghost that this class can step; which kind is found out once."""
@@ -406,7 +395,7 @@ class SteppedOptimizer:
     def _warn_of_unseen_gradients(self) -> None:
         """Of a backward outside of `scale_loss`, whose gradients never reach the masters."""
         masters = [] if self.masters is None else self.masters.in_groups
-        if any(m.param.grad is not None and m.kept is None and m.gradient() is None for m in masters):
+        if any(m.param.grad is not None and not m.is_kept() and m.gradient() is None for m in masters):
             warnings.warn(
                 f"{type(self.optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
                 "which never reach the FP32 masters that it steps.  Type `with amp.scale_loss(loss, optimizer) as "

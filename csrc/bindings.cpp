@@ -1,6 +1,7 @@
 // The Python face of ops.h: amp_engine._C. amp_engine/kernels is its only user and documents each operation.
 #include <torch/extension.h>
 
+#include <algorithm>
 #include <variant>
 
 #include "ops.h"
@@ -22,6 +23,13 @@ using OptionalTensor = std::optional<at::Tensor>;
 struct TensorList {
   OptionalTensors tensors;
 };
+
+using TensorsOrList = std::variant<TensorList*, OptionalTensors>;
+
+OptionalTensors const& in(TensorsOrList const& tensors) {
+  return std::holds_alternative<TensorList*>(tensors) ? std::get<TensorList*>(tensors)->tensors
+                                                      : std::get<OptionalTensors>(tensors);
+}
 
 struct Params {
   std::vector<at::Tensor> tensors;
@@ -105,6 +113,18 @@ py::tuple l2norm(OptionalTensors const& xs) {
   return py::make_tuple(norm, checks.sum_squares.sqrt().to(at::kFloat));
 }
 
+// Whether two sequences have the very same objects, none of which is touched.
+bool same_objects(py::object const& a, py::object const& b) {
+  auto const fast = [](py::object const& sequence) {
+    auto const result = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "not a sequence"));
+    return result ? result : throw py::error_already_set();
+  };
+  py::object const x = fast(a), y = fast(b);
+  Py_ssize_t const n = PySequence_Fast_GET_SIZE(x.ptr());
+  PyObject** const first = PySequence_Fast_ITEMS(x.ptr());
+  return PySequence_Fast_GET_SIZE(y.ptr()) == n && std::equal(first, first + n, PySequence_Fast_ITEMS(y.ptr()));
+}
+
 // Whether dicts[i][name] is objects[i], the very object (None: no such entry), for every dictionary that is not empty.
 bool same_entries(py::list const& dicts, py::str const& name, py::list const& objects) {
   for (size_t i = 0; i < dicts.size(); ++i) {
@@ -172,11 +192,10 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "gradients",
       [](ParamsOrList const& params) {
-        std::string walks;
-        auto grads = gradients(in(params), walks);
-        return py::make_tuple(std::move(grads), py::bytes(walks));
+        Gradients found = gradients(in(params));
+        return py::make_tuple(TensorList{std::move(found.tensors)}, py::bytes(found.walks), std::move(found.devices));
       },
-      "The gradient of each parameter, and how the kernels can take it.");
+      "The gradient of each parameter, how the kernels can take it, and on which devices they find them.");
   py::class_<TensorList>(m, "TensorList", "Tensors and Nones that have no Python objects until somebody looks.")
       .def("__len__", [](TensorList const& self) { return self.tensors.size(); })
       .def("__getitem__", [](TensorList const& self, size_t i) {
@@ -187,11 +206,12 @@ PYBIND11_MODULE(_C, m) {
       });
   m.def(
       "copies",
-      [](OptionalTensors const& tensors, py::bytes const& walks) { return TensorList{copies(tensors, walks)}; },
+      [](TensorsOrList const& tensors, py::bytes const& walks) { return TensorList{copies(in(tensors), walks)}; },
       "A copy of each, copy-on-write where it has its own memory.");
   m.def(
       "any_gradient", [](ParamsOrList const& tensors) { return any_gradient(in(tensors)); },
       "Whether one of the tensors has a gradient.");
+  m.def("same_objects", &same_objects, "Whether two sequences have the very same objects.");
   m.def("same_entries", &same_entries, "Whether each dictionary has its object under a name, where it has anything.");
   m.def(
       "drop_gradients", [](ParamsOrList const& tensors) { drop_gradients(in(tensors)); },
@@ -201,10 +221,10 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<>())
       .def(
           "check",
-          [](ListOperation& self, OptionalTensors const& xs, std::optional<OptionalTensors> const& outs,
+          [](ListOperation& self, TensorsOrList const& xs, std::optional<OptionalTensors> const& outs,
              OptionalTensor const& factor, bool reciprocal, OptionalTensor const& found_inf, OptionalTensor const& norm,
              OptionalTensor const& norm_scale) {
-            return as_tuple(self.run("check", xs, outs ? &*outs : nullptr, nullptr, factor, reciprocal, {}, found_inf,
+            return as_tuple(self.run("check", in(xs), outs ? &*outs : nullptr, nullptr, factor, reciprocal, {}, found_inf,
                                      norm, norm_scale, true));
           },
           py::arg("xs"), py::arg("outputs") = py::none(), py::arg("factor") = py::none(), py::arg("reciprocal") = false,
@@ -223,8 +243,7 @@ PYBIND11_MODULE(_C, m) {
       .def("__len__", &StepTable::size)
       .def(
           "step",
-          [](StepTable& self, std::variant<TensorList*, OptionalTensors> const& grads,
-             std::vector<bool> const& scaled, py::list const& groups,
+          [](StepTable& self, TensorsOrList const& grads, std::vector<bool> const& scaled, py::list const& groups,
              OptionalTensor const& inv_scale, OptionalTensor const& found_inf, OptionalTensor const& norm,
              double max_norm, OptionalTensor const& sum_squares, OptionalTensor const& largest,
              OptionalTensor const& gradient_norm) {
@@ -234,8 +253,8 @@ PYBIND11_MODULE(_C, m) {
               native.push_back(group_of(group, self.device(), learning_rates));
             }
             py::gil_scoped_release const no_gil;
-            bool const is_list = std::holds_alternative<TensorList*>(grads);
-            self.step(is_list ? std::get<TensorList*>(grads)->tensors : std::get<OptionalTensors>(grads), scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest, gradient_norm);
+            self.step(in(grads), scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest,
+                      gradient_norm);
           },
           py::arg("grads"), py::arg("scaled"), py::arg("groups"), py::arg("inv_scale") = py::none(),
           py::arg("found_inf") = py::none(), py::arg("norm") = py::none(),

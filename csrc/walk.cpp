@@ -1,6 +1,6 @@
 #include "walk.h"
 
-#include <ATen/ops/_lazy_clone.h>
+#include <ATen/ops/_lazy_clone_native.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -41,18 +41,21 @@ std::string stamps(std::vector<at::Tensor> const& tensors) {
   return result;
 }
 
-std::vector<std::optional<at::Tensor>> gradients(std::vector<at::Tensor> const& params, std::string& walks) {
-  std::vector<std::optional<at::Tensor>> result;
-  result.reserve(params.size());
-  walks.clear();
-  for (at::Tensor const& p : params) {
-    at::Tensor const& grad = p.grad();
-    if (grad.defined()) {
-      result.emplace_back(grad);
-      walks.push_back(char(walk_of(grad, p)));
-    } else {
-      result.emplace_back(std::nullopt);
-      walks.push_back(char(Walk::none));
+Gradients gradients(std::vector<at::Tensor> const& params) {
+  Gradients result;
+  result.tensors.resize(params.size());
+  result.walks.resize(params.size(), char(Walk::none));
+  auto& devices = result.devices;
+  for (size_t i = 0; i < params.size(); ++i) {
+    at::Tensor const& grad = params[i].grad();
+    if (!grad.defined()) {
+      continue;
+    }
+    Walk const walk = walk_of(grad, params[i]);
+    result.tensors[i] = grad;
+    result.walks[i] = char(walk);
+    if (walk != Walk::other && std::find(devices.begin(), devices.end(), grad.device()) == devices.end()) {
+      devices.push_back(grad.device());
     }
   }
   return result;
@@ -64,7 +67,8 @@ std::vector<std::optional<at::Tensor>> copies(std::vector<std::optional<at::Tens
   std::vector<std::optional<at::Tensor>> result(tensors.size());
   for (size_t i = 0; i < tensors.size() && i < walks.size(); ++i) {
     if (tensors[i] && Walk(walks[i]) != Walk::none) {
-      result[i] = Walk(walks[i]) == Walk::own ? at::_lazy_clone(*tensors[i]) : tensors[i]->clone();
+      // Past the dispatcher, which takes longer than the clone: what has its own memory is a plain, dense tensor.
+      result[i] = Walk(walks[i]) == Walk::own ? at::native::_lazy_clone(*tensors[i]) : tensors[i]->clone();
     }
   }
   return result;

@@ -16,9 +16,15 @@ std::string stamps(std::vector<at::Tensor> const& tensors);
 // How the kernels can take a gradient.
 enum class Walk : char { none, own, shared, other };
 
-// The gradient of each parameter, and how it can be taken: `own` memory, memory `shared` with other tensors, or not at
-// all (`other`: sparse, of another type, a subclass, or in another order than its parameter).
-std::vector<std::optional<at::Tensor>> gradients(std::vector<at::Tensor> const& params, std::string& walks);
+struct Gradients {
+  // The gradient of each parameter, and how it can be taken: `own` memory, memory `shared` with other tensors, or not
+  // at all (`other`: sparse, of another type, a subclass, or in another order than its parameter).
+  std::vector<std::optional<at::Tensor>> tensors;
+  std::string walks;
+  // Where those are that can be taken: each device once.
+  std::vector<at::Device> devices;
+};
+Gradients gradients(std::vector<at::Tensor> const& params);
 
 // A copy of each whose walk is not `none`: copy-on-write of its own memory, at once of shared memory, which must not
 // become copy-on-write as a whole.

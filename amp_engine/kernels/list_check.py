@@ -19,7 +19,6 @@ class ListCheck:
     def __init__(self) -> None:
         self._native = None if _native.module is None else _native.module.ListOperation()
 
-    @torch.no_grad()
     def run(
         self,
         tensors: Sequence[Tensor | None],
@@ -43,6 +42,18 @@ class ListCheck:
         device = norm.device
         if self._native is not None and has_native(device):
             return Checks(*native_call(self._native.check, tensors, outputs, scale, True, found_inf, norm, scale))
+        return self._run_reference(tensors, outputs, scale, found_inf, norm)
+
+    @torch.no_grad()
+    def _run_reference(
+        self,
+        tensors: Sequence[Tensor | None],
+        outputs: Sequence[Tensor | None] | None,
+        scale: Tensor,
+        found_inf: Tensor,
+        norm: Tensor,
+    ) -> Checks:
+        device = norm.device
         lists: dict[str, TensorList] = {"xs": tensors}
         if outputs is not None:
             lists["outputs"] = outputs

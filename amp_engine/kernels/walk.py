@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,22 +61,44 @@ def _stride(stamps: Stamps) -> int:
     return 32 if isinstance(stamps, bytes) else 1
 
 
-def gradients(params: Sequence[Tensor]) -> tuple[list[Tensor | None], Sequence[int]]:
-    """The gradient of each parameter, and how the kernels can take it."""
+class Gradients(NamedTuple):
+    """The gradients of many parameters.
+
+    Attributes:
+        tensors: n; None where there is none.
+        walks: n; how the kernels can take each.
+        devices: where those are that can be taken, each device once.
+    """
+
+    tensors: Sequence[Tensor | None]
+    walks: bytes
+    devices: list[torch.device]
+
+
+def gradients(params: Sequence[Tensor]) -> Gradients:
+    """The gradient of each parameter."""
     if _native.module is not None:
-        return _native.module.gradients(params)
+        return Gradients(*_native.module.gradients(params))
     grads = [p.grad for p in params]
-    return grads, [NONE if g is None else _walk_of(g, p) for p, g in zip(params, grads, strict=True)]
+    walks = bytes(NONE if g is None else _walk_of(g, p) for p, g in zip(params, grads, strict=True))
+    return Gradients(grads, walks, devices_of(grads, walks))
 
 
-def copies(tensors: Sequence[Tensor | None], walks: Sequence[int]) -> Sequence[Tensor | None]:
+def devices_of(tensors: Sequence[Tensor | None], walks: bytes) -> list[torch.device]:
+    """The devices of what the kernels can take of `tensors`, each once."""
+    return list(
+        dict.fromkeys(t.device for t, how in zip(tensors, walks, strict=True) if t is not None and how != OTHER)
+    )
+
+
+def copies(tensors: Sequence[Tensor | None], walks: bytes) -> Sequence[Tensor | None]:
     """A copy of each tensor whose walk is not NONE; None for the others.
 
     Copy-on-write where it has memory of its own: writing to either leaves the other alone, and is when memory is
     copied. Memory that is shared (a bucket of DDP) must not become copy-on-write as a whole, and is copied at once.
     """
     if _native.module is not None:
-        handle: Sequence[Tensor | None] = _native.module.copies(tensors, bytes(walks))
+        handle: Sequence[Tensor | None] = _native.module.copies(tensors, walks)
         return handle
     return [
         None if t is None or how == NONE else torch._lazy_clone(t) if how == OWN else t.clone()
@@ -89,6 +112,14 @@ def any_gradient(tensors: Sequence[Tensor]) -> bool:
         found: bool = _native.module.any_gradient(tensors)
         return found
     return any(_GRAD.__get__(t) is not None for t in tensors)
+
+
+def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
+    """Whether two lists or tuples have the very same objects. `==` would ask tensors, and compare their elements."""
+    if _native.module is not None:
+        same: bool = _native.module.same_objects(a, b)
+        return same
+    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def same_entries(dicts: list[dict[str, Any]], name: str, objects: Sequence[object]) -> bool:

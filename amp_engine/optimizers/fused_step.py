@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -58,8 +57,8 @@ class FusedStep:
         self.rule = rule
         self._optimizer = weakref.ref(optimizer)
         self._tables: list[_Table] = []
-        self._weights: list[Tensor] = []
-        self._copies: list[Tensor | None] = []
+        self._weights: tuple[Tensor, ...] = ()
+        self._copies: tuple[Tensor | None, ...] = ()
         self._inner: list[dict[str, Any]] = []
         self._stateless: list[int] = []  # rows that have had no gradient yet
         self._needs_state1: list[bool] = []
@@ -81,11 +80,13 @@ class FusedStep:
             return False
         if not all(self.rule.supports(group) for group in optimizer.param_groups):
             return False
-        known = [False] * len(weights) if known is None else known
         dtypes = kernels.FLOATS if self._is_ours else (torch.float32,)
-        if not _same(weights, self._weights) and not all(w.dtype in dtypes and kernels.is_dense(w) for w in weights):
+        if not walk.same_objects(weights, self._weights) and not all(
+            w.dtype in dtypes and kernels.is_dense(w) for w in weights
+        ):
             return False
-        return all(k or (g := gradients[i]) is None or _is_plain(g) for i, k in enumerate(known))
+        known = [False] * len(weights) if known is None else known
+        return all(known) or all(k or g is None or _is_plain(g) for k, g in zip(known, gradients, strict=True))
 
     def step(
         self,
@@ -115,8 +116,8 @@ class FusedStep:
         """
         optimizer = self._live_optimizer()
         weights = params if weights is None else weights
-        copies = [None] * len(weights) if copies is None else list(copies)
-        scaled = [False] * len(weights) if scaled is None else list(scaled)
+        copies = [None] * len(weights) if copies is None else copies
+        scaled = [False] * len(weights) if scaled is None else scaled
         if isinstance(gradients, list):  # and not a native list of what is known to be laid out so
             gradients = [g if s else _laid_out_as(w, g) for w, g, s in zip(weights, gradients, scaled, strict=True)]
         if not self._is_current(weights, copies, gradients):
@@ -168,9 +169,9 @@ class FusedStep:
         self, weights: Sequence[Tensor], copies: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> bool:
         return (
-            _same(weights, self._weights)
-            and _same(copies, self._copies)
-            and _same(list(self._live_optimizer().state.values()), self._inner)
+            walk.same_objects(weights, self._weights)
+            and walk.same_objects(copies, self._copies)
+            and walk.same_objects(list(self._live_optimizer().state.values()), self._inner)
             and all(table.is_current(self.rule) for table in self._tables)
             and all(gradients[i] is None for i in self._stateless)
             and [self.rule.needs_state1(group) for group in self._live_optimizer().param_groups] == self._needs_state1
@@ -212,7 +213,7 @@ class FusedStep:
             )
             for device, rows in by_device.items()
         ]
-        self._weights, self._copies = list(weights), list(copies)
+        self._weights, self._copies = tuple(weights), tuple(copies)
         self._inner = list(optimizer.state.values())
 
     def _start(self, state: dict[str, Any], known: dict[int, float]) -> float:
@@ -305,10 +306,6 @@ class _Table:
 def _to_torch_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     fused = _FUSED_STEPS.get(optimizer)
     return None if fused is None else fused.in_torch_form(state_dict)
-
-
-def _same(a: Sequence[object], b: Sequence[object]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def _is_plain(grad: Tensor) -> bool:

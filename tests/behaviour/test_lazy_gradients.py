@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -879,6 +880,36 @@ def test_parameters_of_other_types_are_stepped_beside(name: str, looking: bool) 
 
 
 # --- two optimizers, the end of an engine ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [MLP, NORMED_MLP])
+@pytest.mark.parametrize("name", ["SGD", "FusedAdam", "RMSprop"])
+def test_gradients_stay_with_their_parameters_when_the_groups_change_before_the_step(name: str, task: Any) -> None:
+    def run(change: Callable[[list[Tensor]], None]) -> dict[str, Tensor]:
+        model, optimizer = pending("O2", OPTIMIZERS[name], task)
+        change(optimizer.param_groups[0]["params"])
+        optimizer.step()
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        amp.close()
+        return state
+
+    expected = run(lambda params: None)
+    reversed_, without_last = run(list.reverse), run(list.pop)
+    assert_bitwise(list(reversed_.values()), list(expected.values()))
+    changed = [key for key in expected if not torch.equal(without_last[key], expected[key])]
+    assert changed == [list(dict(task.model().named_parameters()))[-1]]
+
+
+def test_a_gradient_given_to_a_master_that_had_none_is_clipped_with_the_others() -> None:
+    model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=8.0)
+    backward(model[0](torch.ones(2, 4, dtype=torch.float16)).float().sum(), optimizer)
+    seen, unseen = amp.master_params(optimizer)
+    unseen.grad = torch.full_like(unseen, 100.0)
+    norm = amp.clip_grad_norm_(optimizer, 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(16 * 100.0**2 + 16 * 2.0**2), rel=1e-3)
+    assert parameters_to_vector([seen.grad, unseen.grad]).norm().item() == pytest.approx(1.0, rel=1e-3)
 
 
 def test_a_parameter_of_two_optimizers_has_its_gradient_in_both() -> None:

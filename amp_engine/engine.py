@@ -367,6 +367,7 @@ class Engine:
             optimizer,
             masters,
             casts_off=self._casts_off,
+            weight_copies=lambda: None if self.casts is None else self.casts.weight_copies,
             is_scaled=self._is_scaled,
             adopt_data_writes=adopt_data_writes,
             on_skip=self._watch.skipped,

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,16 @@ class Rows(NamedTuple):
     unscaling: Unscaling | None
 
 
+class WeightCopies(Protocol):
+    """Low-precision copies of FP32 parameters, for the functions that are cast."""
+
+    def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """What a step is to write beside the weights."""
+
+    def written(self, weights: Sequence[Tensor]) -> None:
+        """A step wrote these weights and copies, and no other weight."""
+
+
 class SteppedOptimizer:
     """One optimizer in the care of an engine.
 
@@ -70,6 +80,7 @@ class SteppedOptimizer:
             hold them. None of its methods is replaced.
         masters: its FP32 masters, or None.
         casts_off: gives a context without function casts, for the time of a step; None while there are none.
+        weight_copies: gives the low-precision copies of FP32 parameters that a fused step writes, too.
         is_scaled: says whether a backward may scale gradients or have a step skipped. Then `step(closure)` is
             an error, since the backward in a closure would come after the decision to skip.
         adopt_data_writes: whether writes through `param.data` are looked for before each step.
@@ -84,6 +95,7 @@ class SteppedOptimizer:
         masters: MasterWeights | None,
         *,
         casts_off: Callable[[], AbstractContextManager[None] | None],
+        weight_copies: Callable[[], WeightCopies | None],
         is_scaled: Callable[[], bool],
         adopt_data_writes: bool,
         on_skip: Callable[[SteppedOptimizer, list[Verdict]], None],
@@ -103,6 +115,7 @@ class SteppedOptimizer:
         self._pass_one: PassOne | None = None
         self._list_check = kernels.ListCheck()
         self._casts_off = casts_off
+        self._weight_copies = weight_copies
         self._is_scaled = is_scaled
         self._adopt_data_writes = adopt_data_writes
         self._on_skip = on_skip
@@ -325,10 +338,11 @@ class SteppedOptimizer:
         unscaling = rows.unscaling
         one = self._pass_one if fused.rule.reads_sums else None
         whole = one is not None and not one.plain and one.holds(self.optimizer, self.masters)
+        weight_copies = None if self.masters is not None else self._weight_copies()
         fused.step(
             rows.weights,
             rows.gradients,
-            rows.copies,
+            rows.copies if weight_copies is None else weight_copies.copies(rows.weights),
             rows.scaled,
             inv_scale=None if unscaling is None else unscaling.inv_scale,
             found_inf=found_inf,
@@ -336,6 +350,8 @@ class SteppedOptimizer:
             max_norm=math.inf if unscaling is None else unscaling.max_norm,
             checks=one.checked.checks if whole and one is not None else None,
         )
+        if weight_copies is not None:
+            weight_copies.written(rows.weights)
         if self.masters is not None:
             self.masters.mark_in_sync()
 

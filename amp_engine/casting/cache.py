@@ -43,6 +43,7 @@ class WeightCache:
     """
 
     native: Any = None
+    own_step = False  # whether the step that ends now told what it wrote
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -83,6 +84,12 @@ class WeightCache:
         """Anybody may have written any weight."""
         self._entries.clear()
 
+    def after_step(self) -> None:
+        """An optimizer has stepped: anybody's weights may be written, unless it told which."""
+        if not self.own_step:
+            self.lapse()
+        self.own_step = False
+
     def clear(self) -> None:
         """Forget every cast."""
         self._entries.clear()
@@ -92,7 +99,7 @@ class WeightCache:
         return [None] * len(weights)
 
     def written(self, weights: Sequence[Tensor]) -> None:
-        """The step wrote them."""
+        """The step wrote them and no other weight."""
 
 
 class NativeWeightCache(WeightCache):
@@ -139,7 +146,8 @@ class NativeWeightCache(WeightCache):
         return self.native.copies(weights)
 
     def written(self, weights: Sequence[Tensor]) -> None:
-        """The step wrote them."""
+        """The step wrote them and no other weight."""
+        self.own_step = True
         self.native.written(weights)
 
 

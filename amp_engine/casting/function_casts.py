@@ -63,6 +63,11 @@ class FunctionCasts:
         """Whether inside `disabled`."""
         return self._disabled > 0
 
+    @property
+    def weight_copies(self) -> WeightCache | None:
+        """The cache, for a step that writes weights and what it keeps of them; None while it is not used."""
+        return self.cache if self.enable_caching and patcher.in_force(self) else None
+
     def install(self) -> None:
         """Patch torch. Does nothing if installed."""
         if not self.installed:

@@ -319,7 +319,7 @@ def _watch_weights(casts: InstallableCasts) -> None:
 
     Most third-party optimizers write through `p.data`.
     """
-    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: casts.cache.lapse())
+    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: casts.cache.after_step())
     _patches.on_undo(hook.remove)
 
     descriptor: Any = torch._C.TensorBase.data

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <type_traits>
 #include <utility>
 
@@ -89,7 +90,8 @@ void WeightCache::lapse() {
   std::vector<py::object> edges;
   for (auto it = entries_.begin(); it != entries_.end();) {
     Entry& entry = it->second;
-    if (entry.stepped && !entry.weight.expired()) {
+    // A copy that no step writes yet is kept until the step that may follow now.
+    if ((entry.stepped || entry.state == State::current) && !entry.weight.expired()) {
       edges.push_back(std::move(entry.connected));
       entry.state = entry.state == State::wrong ? State::wrong : State::lapsed;
       ++it;
@@ -98,6 +100,11 @@ void WeightCache::lapse() {
       it = entries_.erase(it);
     }
   }
+}
+
+size_t WeightCache::size() const {
+  return size_t(std::count_if(entries_.begin(), entries_.end(),
+                              [](auto const& item) { return item.second.state == State::current; }));
 }
 
 void WeightCache::clear() {

@@ -19,7 +19,8 @@ class WeightCache {
     bool was_made;  // rather than found
   };
 
-  size_t size() const { return entries_.size(); }
+  // How many copies are the casts of their weights now.
+  size_t size() const;
 
   // The weight in type `low`; gradients flow to the weight.
   Cast cast(at::Tensor const& weight, at::ScalarType low);
@@ -27,7 +28,8 @@ class WeightCache {
   // Somebody may have written the weight.
   void discard(at::Tensor const& weight);
 
-  // Anybody may have written any weight. What a step writes keeps its memory and lapses until it does.
+  // Anybody may have written any weight: no copy is a cast any more. Those that a step writes, or may write next, keep
+  // their memory.
   void lapse();
 
   // Forget everything.

@@ -105,6 +105,7 @@ FUNCTIONAL = CastLists(
         "ctc_loss",
         # since apex
         "huber_loss",
+        "pairwise_distance",
         "pdist",
         "rms_norm",
     ),
@@ -118,17 +119,30 @@ TORCH = CastLists(
         *_MATRIX_PRODUCTS,
         "prelu",
         # since apex
+        "_convolution",
         "chain_matmul",
+        "convolution",
         "einsum",
+        "gru",
+        "gru_cell",
+        "lstm",
+        "lstm_cell",
+        "rnn_relu",
+        "rnn_relu_cell",
+        "rnn_tanh",
+        "rnn_tanh_cell",
     ),
     float=(
         *_POINTWISE_OF_WIDE_RANGE,
         *_REDUCTIONS,
         # since apex
+        "arccos",
+        "arcsin",
         "binary_cross_entropy_with_logits",
         "cdist",
         "cosine_embedding_loss",
         "cosine_similarity",
+        "cumulative_trapezoid",
         "frobenius_norm",
         "group_norm",
         "hinge_embedding_loss",
@@ -138,11 +152,17 @@ TORCH = CastLists(
         "log_softmax",
         "logsumexp",
         "margin_ranking_loss",
+        "native_layer_norm",
+        "norm_except_dim",
         "nuclear_norm",
+        "pairwise_distance",
         "pdist",
         "poisson_nll_loss",
         "rms_norm",
         "softmax",
+        "square",
+        "trapezoid",
+        "trapz",
         "triplet_margin_loss",
     ),
     promote=(
@@ -150,8 +170,10 @@ TORCH = CastLists(
         *_COMPARISONS,
         "bilinear",
         # since apex
+        "arctan2",
         "grid_sampler",
         "index_put",
+        "inner",
         "scatter_add",
         "tensordot",
         "vdot",
@@ -175,9 +197,14 @@ TORCH = CastLists(
 
 # since apex
 LINALG = CastLists(
-    half=("multi_dot", "vecdot"),
+    half=("matmul", "multi_dot", "vecdot"),
     float=("matrix_norm", "norm", "vector_norm"),
 )
+
+SPECIAL = CastLists(float=("erfinv", "expm1", "log1p", "log_softmax", "logsumexp", "softmax"))
+
+# torch.functional holds the Python functions that torch re-exports: a name of its own for each of them.
+TORCH_FUNCTIONAL = CastLists(half=("chain_matmul", "einsum"), float=("cdist", "norm"), promote=("tensordot",))
 
 TENSOR = CastLists(
     half=(
@@ -194,10 +221,14 @@ TENSOR = CastLists(
         "__rpow__",
         "cpu",
         # since apex
+        "arccos",
+        "arcsin",
         "log1p",
         "log_softmax",
         "logsumexp",
         "softmax",
+        "square",
+        "sum_to_size",
     ),
     promote=(
         *_ARITHMETIC,
@@ -207,7 +238,9 @@ TENSOR = CastLists(
         *(f"__r{name}__" for name in ("add", "div", "mul", "sub", "truediv")),
         *(f"__{name}__" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
         # since apex
+        "arctan2",
         "index_put",
+        "inner",
         "scatter_add",
         "vdot",
     ),
@@ -236,3 +269,20 @@ PROMOTED_BY_TORCH = frozenset(
 
 # torch._VF, which nn.RNN, nn.LSTM, nn.GRU and their cells call; see `patcher.RecurrentFunctions`.
 RECURRENT = ("rnn_relu", "rnn_tanh", "gru", "lstm", "rnn_relu_cell", "rnn_tanh_cell", "gru_cell", "lstm_cell")
+
+# torch.distributions took these names from torch.nn.functional when it was imported.
+_LOGITS = CastLists(float=("binary_cross_entropy_with_logits",))
+
+# Namespaces that are patched, by name: a module, or a class in one.
+NAMESPACES = (
+    ("torch.nn.functional", FUNCTIONAL),
+    ("torch", TORCH),
+    ("torch.functional", TORCH_FUNCTIONAL),
+    ("torch.linalg", LINALG),
+    ("torch.special", SPECIAL),
+    ("torch.distributions.bernoulli", _LOGITS),
+    ("torch.distributions.continuous_bernoulli", _LOGITS),
+    ("torch.distributions.geometric", _LOGITS),
+    ("torch.distributions.transforms", CastLists(float=("softplus",))),
+    ("torch.Tensor", TENSOR),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_engine.casting import FunctionCasts
-from amp_engine.casting.lists import FUNCTIONAL, LINALG, TENSOR, TORCH
+from amp_engine.casting.lists import FUNCTIONAL, LINALG, NAMESPACES, SPECIAL, TENSOR, TORCH, TORCH_FUNCTIONAL
 
 f32 = torch.float32
 Cast = Callable[[Tensor], Tensor]
@@ -76,6 +77,34 @@ NORMS = {
     "rms_norm": lambda c: (c(X), (2,)),
 }
 
+
+def cell(gates: int, states: int) -> Callable[[Cast], tuple[Any, ...]]:
+    weights = torch.full((2 * gates, 2), 0.5), torch.full((2 * gates, 2), 0.5)
+    return lambda c: (c(X), (c(X), c(X)) if states == 2 else c(X), *map(c, weights))
+
+
+def layer(gates: int, states: int) -> Callable[[Cast], tuple[Any, ...]]:
+    def arguments(c: Cast) -> tuple[Any, ...]:
+        input, hidden, *weights = cell(gates, 1)(c)
+        hidden = hidden[None]
+        return (input[None], (hidden, hidden) if states == 2 else hidden, weights, False, 1, 0.0, False, False, False)
+
+    return arguments
+
+
+RECURRENT_CELLS = {
+    "gru_cell": cell(3, 1),
+    "lstm_cell": cell(4, 2),
+    "rnn_relu_cell": cell(1, 1),
+    "rnn_tanh_cell": cell(1, 1),
+}
+RECURRENT_LAYERS = {"gru": layer(3, 1), "lstm": layer(4, 2), "rnn_relu": layer(1, 1), "rnn_tanh": layer(1, 1)}
+PLAIN_CONVOLUTION = ([1], [0], [1], False, [0], 1)
+JOINED = {
+    "chain_matmul": lambda c: (c(X), c(X)),
+    "einsum": lambda c: ("ij,jk", c(X), c(X)),
+}
+
 ALWAYS_HALF: dict[Any, dict[str, Any]] = {
     F: {
         **CONVOLUTIONS,
@@ -86,10 +115,19 @@ ALWAYS_HALF: dict[Any, dict[str, Any]] = {
     torch: {
         **CONVOLUTIONS,
         **PRODUCTS,
-        "chain_matmul": lambda c: (c(X), c(X)),
-        "einsum": lambda c: ("ij,jk", c(X), c(X)),
+        **JOINED,
+        **RECURRENT_CELLS,
+        **RECURRENT_LAYERS,
+        "convolution": lambda c: (c(IMAGE[1]), c(IMAGE[1]), None, *PLAIN_CONVOLUTION),
+        "_convolution": lambda c: (c(IMAGE[1]), c(IMAGE[1]), None, *PLAIN_CONVOLUTION, False, False, True),
     },
-    torch.linalg: {"multi_dot": lambda c: ([c(X), c(X)],), "vecdot": lambda c: (c(X), c(X))},
+    torch.functional: JOINED,
+    torch.linalg: {
+        "matmul": lambda c: (c(X), c(X)),
+        "multi_dot": lambda c: ([c(X), c(X)],),
+        "vecdot": lambda c: (c(X), c(X)),
+    },
+    torch.special: {},
     torch.Tensor: {**PRODUCTS, "__matmul__": PRODUCTS["mm"], "__rmatmul__": PRODUCTS["mm"]},
 }
 QUOTIENTS = ("__rdiv__", "__rtruediv__")
@@ -112,6 +150,7 @@ ALWAYS_FLOAT: dict[Any, dict[str, Any]] = {
         "multilabel_soft_margin_loss": lambda c: (c(X), c(X)),
         "nll_loss": lambda c: (c(X), CLASSES),
         "normalize": lambda c: (c(X),),
+        "pairwise_distance": lambda c: (c(X), c(X)),
         "pdist": lambda c: (c(X),),
         "poisson_nll_loss": lambda c: (c(X), c(X)),
         "smooth_l1_loss": lambda c: (c(X), c(X)),
@@ -125,16 +164,30 @@ ALWAYS_FLOAT: dict[Any, dict[str, Any]] = {
         **REDUCTIONS,
         **LOSSES,
         **NORMS,
+        "arccos": lambda c: (c(X),),
+        "arcsin": lambda c: (c(X),),
         "cdist": lambda c: (c(X), c(X)),
+        "cumulative_trapezoid": lambda c: (c(X),),
         "frobenius_norm": lambda c: (c(X), (0, 1)),
+        "native_layer_norm": lambda c: (c(X), (2,), c(V), c(V), 1e-5),
+        "norm_except_dim": lambda c: (c(X),),
         "nuclear_norm": lambda c: (c(X),),
+        "pairwise_distance": lambda c: (c(X), c(X)),
         "pdist": lambda c: (c(X),),
         "poisson_nll_loss": lambda c: (c(X), c(X), True, False, 1e-8, 1),
+        "square": lambda c: (c(X),),
+        "trapezoid": lambda c: (c(X),),
+        "trapz": lambda c: (c(X),),
     },
+    torch.functional: {"cdist": lambda c: (c(X), c(X)), "norm": lambda c: (c(X),)},
     torch.linalg: {
         "matrix_norm": lambda c: (c(X),),
         "norm": lambda c: (c(X),),
         "vector_norm": lambda c: (c(X),),
+    },
+    torch.special: {
+        **{name: WIDE_RANGE[name] for name in ("erfinv", "expm1", "log1p")},
+        **{name: REDUCTIONS[name] for name in ("log_softmax", "logsumexp", "softmax")},
     },
     torch.Tensor: {
         **WIDE_RANGE,
@@ -142,7 +195,11 @@ ALWAYS_FLOAT: dict[Any, dict[str, Any]] = {
         "__ipow__": lambda c: (c(X), 2),
         "__pow__": lambda c: (c(X), 2),
         "__rpow__": lambda c: (c(X), 2.0),
+        "arccos": lambda c: (c(X),),
+        "arcsin": lambda c: (c(X),),
         "cpu": lambda c: (c(X),),
+        "square": lambda c: (c(X),),
+        "sum_to_size": lambda c: (c(X), 1, 2),
         # torch computes them by way of `reciprocal`.
         **{name: lambda c: (c(X), 2.0) for name in QUOTIENTS},
     },
@@ -154,9 +211,11 @@ THREE = torch.ones(2, 3)
 FEW = {
     "addcdiv": lambda c, d: (c(X), d(X), c(X)),
     "addcmul": lambda c, d: (c(X), d(X), c(X)),
+    "arctan2": lambda c, d: (c(X), d(X)),
     "cross": lambda c, d: (c(THREE), d(THREE), 1),
     "dot": lambda c, d: (c(V), d(V)),
     "index_put": lambda c, d: (c(V), (CLASSES,), d(V)),
+    "inner": lambda c, d: (c(V), d(V)),
     "scatter_add": lambda c, d: (c(V), 0, CLASSES, d(V)),
     "vdot": lambda c, d: (c(V), d(V)),
 }
@@ -172,6 +231,7 @@ PROMOTE: dict[Any, dict[str, Any]] = {
         "grid_sampler": lambda c, d: (c(IMAGE[2]), d(GRID), 0, 0, False),
         "tensordot": lambda c, d: (c(X), d(X), 1),
     },
+    torch.functional: {"tensordot": lambda c, d: (c(X), d(X), 1)},
     torch.Tensor: {**BINARY, **FEW, **PROMOTE_OPERATORS},
 }
 COMPARE: dict[Any, dict[str, Any]] = {
@@ -238,18 +298,22 @@ def call(space: Any, name: str, args: Any) -> Any:
     return getattr(space, name)(*args)
 
 
+def results(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # kl_div's mean, chain_matmul's and frobenius_norm's successors
 @pytest.mark.parametrize(("space", "name", "make"), rows(ALWAYS_HALF))
 def test_always_half(space: Any, name: str, make: Any, casts: FunctionCasts) -> None:
     for dtype in (f32, casts.dtype):
-        assert call(space, name, make(to(dtype))).dtype == casts.dtype
+        assert all(result.dtype == casts.dtype for result in results(call(space, name, make(to(dtype)))))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("space", "name", "make"), rows(ALWAYS_FLOAT))
 def test_always_float(space: Any, name: str, make: Any, casts: FunctionCasts) -> None:
     for dtype in (f32, casts.dtype):
-        assert call(space, name, make(to(dtype))).dtype == f32
+        assert all(result.dtype == f32 for result in results(call(space, name, make(to(dtype)))))
 
 
 @pytest.mark.parametrize(("space", "name", "make"), rows(MATCH_INPUT))
@@ -384,8 +448,15 @@ GONE = {"__div__", "__idiv__"}
 
 @pytest.mark.parametrize(
     ("space", "lists"),
-    [(F, FUNCTIONAL), (torch, TORCH), (torch.linalg, LINALG), (torch.Tensor, TENSOR)],
-    ids=["F", "torch", "linalg", "Tensor"],
+    [
+        (F, FUNCTIONAL),
+        (torch, TORCH),
+        (torch.functional, TORCH_FUNCTIONAL),
+        (torch.linalg, LINALG),
+        (torch.special, SPECIAL),
+        (torch.Tensor, TENSOR),
+    ],
+    ids=["F", "torch", "functional", "linalg", "special", "Tensor"],
 )
 class TestEveryListedName:
     def test_exists(self, space: Any, lists: Any) -> None:
@@ -404,3 +475,17 @@ class TestEveryListedName:
         assert set(lists.match_self) == (set(MATCH_SELF) if space is torch.Tensor else set())
         refused = {torch: REFUSED_FUNCTIONS, torch.Tensor: REFUSED_METHODS}.get(space, {})
         assert set(lists.refused_in_place) == set(refused)
+
+
+def test_every_namespace_exists_with_the_names_listed_in_it() -> None:
+    for space, lists in NAMESPACES:
+        for names in vars(lists).values():
+            assert set(names) - GONE <= set(dir(pkgutil.resolve_name(space))), space
+
+
+def test_distributions_use_the_cast_functions_that_they_imported_by_name(casts: FunctionCasts) -> None:
+    logits, zeros = X.to(casts.dtype), torch.zeros(2, 2, dtype=casts.dtype)
+    for name in ("Bernoulli", "ContinuousBernoulli", "Geometric"):
+        distribution = getattr(torch.distributions, name)(logits=logits, validate_args=False)
+        assert distribution.log_prob(zeros).dtype == f32, name
+    assert torch.distributions.transforms.SoftplusTransform()(logits).dtype == f32

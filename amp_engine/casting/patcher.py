@@ -24,7 +24,7 @@ from torch.nn.modules import rnn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_engine.casting import wrappers
-from amp_engine.casting.lists import FUNCTIONAL, LINALG, PROMOTED_BY_TORCH, TENSOR, TORCH, CastLists
+from amp_engine.casting.lists import NAMESPACES, PROMOTED_BY_TORCH, CastLists
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
 from amp_engine.kernels import _native
 
@@ -100,18 +100,11 @@ class PatchedBuiltin:
         return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)  # loads without amp_engine, too
 
 
-_LISTED = (
-    (torch.nn.functional, FUNCTIONAL),
-    (torch, TORCH),
-    (torch.linalg, LINALG),
-    (torch.Tensor, TENSOR),
-)
-
-
 class _Disabled(threading.local):
     count = 0
 
 
+_LISTED = tuple((pkgutil.resolve_name(name), lists) for name, lists in NAMESPACES)
 _lock = threading.RLock()
 _in_thread = _Disabled()
 _stack: list[InstallableCasts] = []

@@ -14,12 +14,15 @@ from amp_engine.amp import clip_grad_norm_ as clip_grad_norm_
 from amp_engine.amp import close as close
 from amp_engine.amp import current_engine as current_engine
 from amp_engine.amp import disable_casts as disable_casts
+from amp_engine.amp import explain as explain
 from amp_engine.amp import float_function as float_function
 from amp_engine.amp import half_function as half_function
 from amp_engine.amp import init as init
 from amp_engine.amp import initialize as initialize
+from amp_engine.amp import keep_float as keep_float
 from amp_engine.amp import load_state_dict as load_state_dict
 from amp_engine.amp import master_params as master_params
+from amp_engine.amp import original as original
 from amp_engine.amp import promote_function as promote_function
 from amp_engine.amp import register_float_function as register_float_function
 from amp_engine.amp import register_half_function as register_half_function
@@ -49,12 +52,15 @@ __all__ = [
     "close",
     "current_engine",
     "disable_casts",
+    "explain",
     "float_function",
     "half_function",
     "init",
     "initialize",
+    "keep_float",
     "load_state_dict",
     "master_params",
+    "original",
     "promote_function",
     "register_float_function",
     "register_half_function",

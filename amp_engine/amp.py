@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import initialized
-from amp_engine.casting import Registration, deferred
+from amp_engine import casting, initialized
+from amp_engine.casting import Explanation, Registration, deferred
+from amp_engine.casting import original as original
 from amp_engine.engine import Engine
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler
 from amp_engine.views import Handle, NoOpHandle, Properties
 
 F = TypeVar("F", bound=Callable[..., Any])
+M = TypeVar("M", bound=nn.Module)
 
 
 class AmpState:
@@ -143,6 +145,14 @@ def disable_casts() -> AbstractContextManager[None]:
     return _amp_state.engine.disable_casts()
 
 
+def keep_float(module: M, keep: bool = True) -> M:
+    return _amp_state.engine.keep_float(module, keep)
+
+
+def explain() -> Explanation:
+    return _amp_state.engine.explain()
+
+
 def close() -> None:
     _amp_state.engine.close()
 
@@ -154,6 +164,8 @@ clip_grad_norm_.__doc__ = Engine.clip_grad_norm_.__doc__
 state_dict.__doc__ = Engine.state_dict.__doc__
 load_state_dict.__doc__ = Engine.load_state_dict.__doc__
 disable_casts.__doc__ = Engine.disable_casts.__doc__
+keep_float.__doc__ = casting.keep_float.__doc__
+explain.__doc__ = Engine.explain.__doc__
 close.__doc__ = Engine.close.__doc__
 
 
@@ -217,12 +229,15 @@ __all__ = [
     "close",
     "current_engine",
     "disable_casts",
+    "explain",
     "float_function",
     "half_function",
     "init",
     "initialize",
+    "keep_float",
     "load_state_dict",
     "master_params",
+    "original",
     "promote_function",
     "register_float_function",
     "register_half_function",

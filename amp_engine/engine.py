@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import arguments, checkpoint, levels, report
-from amp_engine.casting import FunctionCasts, Registration
+from amp_engine import arguments, casting, checkpoint, levels, report
+from amp_engine.casting import Explanation, FunctionCasts, Registration
 from amp_engine.devices import HostNumber, moved
-from amp_engine.dtypes import parse_dtype
+from amp_engine.dtypes import LOW_PRECISION, parse_dtype
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
 from amp_engine.initialized import Initialized, master_params
 from amp_engine.master_weights import MasterWeights
@@ -24,6 +25,8 @@ from amp_engine.overflow import OverflowWatch
 from amp_engine.policy import Policy, require
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, ScaleSnapshot, check_bounds
 from amp_engine.step import SteppedOptimizer, Verdict
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Engine:
@@ -51,6 +54,7 @@ class Engine:
         self._skip_on_overflow = False
         self._registrations: list[Registration] = []
         self._cast_options: dict[str, Any] = {}
+        self._explanations: list[Explanation] = []
         self._said_float16_convolution = False
         self._initialized = Initialized(self._make_stepped)
         self._watch = OverflowWatch(self.reporter, self._initialized.parameter_names)
@@ -142,6 +146,8 @@ class Engine:
         )
         num_losses = arguments.check_num_losses(num_losses)
         check_bounds(min_loss_scale, max_loss_scale)
+        if policy.patch_torch_functions:
+            casting.from_environment(os.environ, self._registrations)
         model_list = arguments.as_models(models)
         optimizer_list = arguments.as_optimizers(optimizers)
         arguments.check_models(model_list, policy)
@@ -215,6 +221,7 @@ class Engine:
                 f"scale_loss() takes the loss as a tensor, not a {type(loss).__name__}.  Pass what backward() would be "
                 "called on."
             )
+        casting.forget_interrupted()
         stepped = [self._stepped(o) for o in dict.fromkeys(_as_list(optimizers))]
         scaler = self._scaler(loss_id)
         try:
@@ -298,15 +305,40 @@ class Engine:
         """A context in which no function is cast, in any thread. Nests; does nothing without O1 or O4."""
         return nullcontext() if self.casts is None else self.casts.disabled()
 
+    def keep_float(self, module: M, keep: bool = True) -> M:
+        """As the function `amp.keep_float`; raises AmpStateError for a part of a model that was cast already."""
+        policy = self.policy
+        if policy is not None and policy.cast_model_type in LOW_PRECISION and self._initialized.has_module(module):
+            raise AmpStateError(
+                f"{policy.opt_level} has cast this {type(module).__name__} with its model.  Call keep_float() before "
+                "amp.initialize()."
+            )
+        return casting.keep_float(module, keep)
+
+    def explain(self) -> Explanation:
+        """For `with amp.explain() as explanation:` around one or more iterations.
+
+        Collects, in all threads, which function on the lists of O1 and O4 ran in which type how often, how many
+        casts were made for it, how many the cache saved, and how many bytes the casts read and wrote:
+        `explanation.records`. `str(explanation)` is a table of them. Nests. Casts made by code that
+        torch.compile compiled are not seen. Python runs at each call, so do not time it. No host sync.
+        """
+        return Explanation(self._explained, self._why_nothing_is_cast)
+
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last `optimizer.step()` was skipped. Waits for the device if that decided."""
         return self._stepped(optimizer).skipped
 
     def register(self, registration: Registration) -> None:
         """Cast one more function wherever O1 or O4 is on, until `close`."""
+        casting.check_patchable(registration.module, registration.name)
         self._registrations.append(registration)
         if self.casts is not None:
-            self.install_casts(**self._cast_options)
+            try:
+                self.install_casts(**self._cast_options)
+            except BaseException:
+                self._registrations.pop()
+                raise
 
     def install_casts(
         self,
@@ -316,20 +348,29 @@ class Engine:
         allow_banned: bool = False,
         verbose: bool = False,
     ) -> FunctionCasts:
-        """Cast listed functions to `dtype` from now on, process-wide; replaces this engine's earlier casts."""
-        self._cast_options = {
+        """Cast listed functions to `dtype` from now on, process-wide; replaces this engine's earlier casts.
+
+        Raises AmpValueError, with everything as it was, for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE.
+        """
+        overrides = casting.from_environment(os.environ, self._registrations)
+        options: dict[str, Any] = {
             "dtype": dtype,
             "enable_caching": enable_caching,
             "allow_banned": allow_banned,
             "verbose": verbose,
         }
+        casts = FunctionCasts(
+            **options, registrations=overrides.registrations, removals=overrides.removals, emit=self.reporter.say
+        )
+        for explanation in self._explanations:
+            casts.observe(explanation)
+        casts.install()
         if self.casts is not None:
             self.casts.remove()
-        self.casts = FunctionCasts(**self._cast_options, registrations=self._registrations, emit=self.reporter.say)
-        self.casts.install()
+        self.casts, self._cast_options = casts, options
         # An engine that is dropped without close() must not leave torch patched.
-        weakref.finalize(self, self.casts.remove).atexit = False
-        return self.casts
+        weakref.finalize(self, casts.remove).atexit = False
+        return casts
 
     def close(self) -> None:
         """Take everything back; the engine can be used again.
@@ -437,6 +478,30 @@ class Engine:
     def _is_scaled(self) -> bool:
         """Whether a backward may decide that a step is skipped, or gradients be scaled."""
         return self._skip_on_overflow or not all(scaler.is_identity for scaler in self.scalers)
+
+    @contextmanager
+    def _explained(self, explanation: Explanation) -> Iterator[None]:
+        self._explanations.append(explanation)
+        if self.casts is not None:
+            self.casts.observe(explanation)
+        try:
+            yield
+        finally:
+            self._explanations.remove(explanation)
+            if self.casts is not None:
+                self.casts.unobserve(explanation)
+
+    def _why_nothing_is_cast(self) -> str | None:
+        if self.casts is not None:
+            return None
+        if self.policy is None:
+            return "amp.initialize() was not called.  Type amp.initialize(model, optimizer, opt_level='O1') first."
+        if not self.policy.enabled:
+            return "amp.initialize(enabled=False) casts nothing."
+        level = self.policy.opt_level
+        if self.policy.cast_model_type in LOW_PRECISION:
+            return f"Function casts are not on at {level}, which casts the model instead; O1 and O4 cast functions."
+        return f"Function casts are not on at {level}; O1 and O4 cast functions."
 
     def _casts_off(self) -> AbstractContextManager[None] | None:
         return None if self.casts is None else self.casts.disabled_in_thread()

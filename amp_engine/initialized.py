@@ -45,6 +45,10 @@ class Initialized:
         """Every model in care, in the order of their arrival."""
         return [m.model for m in self._cast_models if m.model is not None]
 
+    def has_module(self, module: nn.Module) -> bool:
+        """Whether `module` is one of the models, or inside of one."""
+        return any(module is part for model in self.models for part in model.modules())
+
     def get(self, optimizer: Optimizer) -> SteppedOptimizer | None:
         """What stands for `optimizer` here, or None."""
         return self._stepped.get(optimizer)

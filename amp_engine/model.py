@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from amp_engine.casting.keep_float import is_kept, kept_modules
 from amp_engine.checkpoint import hook_model
 from amp_engine.containers import cast_tensors
 from amp_engine.dtypes import LOW_PRECISION
@@ -52,7 +53,8 @@ class CastModel:
     Args:
         model: changed in place; its parameters stay the same objects.
         dtype: of parameters, floating buffers and inputs; None leaves all three alone.
-        keep_batchnorm_fp32: affine batch norms (BatchNormNd, SyncBatchNorm) are float32, not `dtype`.
+        keep_batchnorm_fp32: affine batch norms (BatchNormNd, SyncBatchNorm) are float32, not `dtype`. What was passed
+            to `keep_float` is float32 in any case.
         output_dtype: of floating outputs; None leaves them alone.
     """
 
@@ -69,8 +71,9 @@ class CastModel:
         self._handles: list[RemovableHandle] = []
         if dtype is not None:
             cast_model(model, dtype, keep_batchnorm_fp32)
-            hook = CastInputs(dtype)
-            self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+            if not is_kept(model):
+                self._handles.append(model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True))
+                self._handles += _cast_around_kept(model, dtype)
         if dtype in LOW_PRECISION:
             self._handles += hook_model(model)
         if output_dtype is not None:
@@ -127,18 +130,28 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
     """Cast floating parameters, their gradients and floating buffers in place.
 
     With `keep_batchnorm_fp32`, affine batch norms become (usually: stay) float32. Norms without
-    parameters and layer, group and instance norms are cast, as apex did.
+    parameters and layer, group and instance norms are cast, as apex did. Kept modules become float32, too.
     """
     kept = {
         id(tensor)
         for module in model.modules()
         if keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    }
+    } | {id(tensor) for module, _ in kept_modules(model) for tensor in [*module.parameters(), *module.buffers()]}
     _cast_each(
         model,
         [(t, torch.float32 if id(t) in kept else dtype) for _, t in _tensors(model)],
     )
+
+
+def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
+    """Have modules that stay float32 take any type, and the outermost of them give `dtype`."""
+    handles = []
+    for module, is_outermost in kept_modules(model):
+        handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
+        if is_outermost:
+            handles.append(module.register_forward_hook(CastOutputs(dtype), prepend=True))
+    return handles
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

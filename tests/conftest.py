@@ -73,6 +73,7 @@ def pristine_torch() -> Iterator[None]:
     assert not any(GLOBAL_HOOKS)
     assert torch.backends.mha.get_fastpath_enabled()
     assert torch.is_grad_enabled()
+    assert (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()) == (torch.bfloat16, True)
 
 
 @pytest.fixture

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
 from amp_engine.casting import patcher
 from amp_engine.casting.cache import NativeWeightCache, WeightCache
+from amp_engine.casting.float_region import float_region, in_float_region
 from amp_engine.casting.patcher import Registration
+from amp_engine.casting.wrappers import Call
 from amp_engine.kernels import _native
 
 HAS_NATIVE = _native.module is not None
 _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
+
+
+class Observer(Protocol):
+    """Somebody who wants to know what is cast."""
+
+    def tell(self, call: Call) -> None:
+        """Told of each call of a listed function, in the thread that makes it."""
 
 
 class FunctionCasts:
@@ -26,6 +36,7 @@ class FunctionCasts:
         allow_banned: run banned functions in FP32 instead of refusing them.
         verbose: report each cast.
         registrations: functions beside the lists; they win over them.
+        removals: owner and name of functions that are not cast, listed or not.
         emit: takes the reports.
         native: whether the compiled wrappers cast, rather than those of Python. Default: where they are compiled.
     """
@@ -38,6 +49,7 @@ class FunctionCasts:
         allow_banned: bool = False,
         verbose: bool = False,
         registrations: Sequence[Registration] = (),
+        removals: Sequence[tuple[Any, str]] = (),
         emit: Callable[[str], None] = print,
         native: bool | None = None,
     ) -> None:
@@ -45,11 +57,11 @@ class FunctionCasts:
         self.enable_caching = enable_caching
         self.allow_banned = allow_banned
         self.registrations: Sequence[Registration] = tuple(registrations)
+        self.removals: Sequence[tuple[Any, str]] = tuple(removals)
         self.is_native = HAS_NATIVE if native is None else native
         self.cache = NativeWeightCache() if self.is_native else WeightCache()
         self.installed = False
-        self._verbose = verbose
-        self._emit = emit
+        self._observers: tuple[Observer, ...] = (_Trace(emit),) if verbose else ()
         self._lock = threading.Lock()
         self._disabled = 0
 
@@ -60,13 +72,40 @@ class FunctionCasts:
 
     @property
     def is_disabled(self) -> bool:
-        """Whether inside `disabled`."""
+        """Whether inside `disabled`, or in this thread inside `disabled_in_thread` or a module kept in float32."""
+        return self.is_disabled_everywhere or in_float_region()
+
+    @property
+    def is_disabled_everywhere(self) -> bool:
+        """Whether inside `disabled`, in any thread."""
         return self._disabled > 0
 
     @property
     def weight_copies(self) -> WeightCache | None:
         """The cache, for a step that writes weights and what it keeps of them; None while it is not used."""
         return self.cache if self.enable_caching and patcher.in_force(self) else None
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether somebody is to be told of each call, which the wrappers of wrappers.py do."""
+        return bool(self._observers)
+
+    def observe(self, observer: Observer) -> None:
+        """Tell `observer` of each call, in any thread, until `unobserve`."""
+        with self._lock:
+            self._observers = (*self._observers, observer)
+        patcher.tell_native()
+
+    def unobserve(self, observer: Observer) -> None:
+        """Stop telling `observer`, if it is told."""
+        with self._lock:
+            self._observers = tuple(other for other in self._observers if other is not observer)
+        patcher.tell_native()
+
+    def tell(self, call: Call) -> None:
+        """Pass `call` on to all observers."""
+        for observer in self._observers:
+            observer.tell(call)
 
     def install(self) -> None:
         """Patch torch. Does nothing if installed."""
@@ -84,27 +123,35 @@ class FunctionCasts:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """No casts inside, in any thread. Nests."""
+        # The guards of what is compiled see the region, not the count.
+        region = float_region() if patcher.in_force(self) else nullcontext()
+        if torch.compiler.is_compiling():  # Dynamo traces no lock
+            with region:
+                yield
+            return
         self._disable(1)
         try:
-            yield
+            with region:
+                yield
         finally:
             self._disable(-1)
 
     def disabled_in_thread(self) -> AbstractContextManager[None]:
         """No casts inside, in this thread. Nests."""
-        return patcher.disabled_in_thread()
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether each cast is told of."""
-        return self._verbose
-
-    def trace(self, source: torch.dtype, target: torch.dtype, function: str) -> None:
-        """Report a cast, if verbose, in apex's words."""
-        if self._verbose:
-            self._emit(f"{_NAMES[source]}->{_NAMES[target]} ({function})")
+        return float_region()
 
     def _disable(self, by: int) -> None:
         with self._lock:
             self._disabled += by
         patcher.tell_native()
+
+
+class _Trace:
+    """Reports each cast in apex's words."""
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+
+    def tell(self, call: Call) -> None:
+        for made in call.casts:
+            self._emit(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({call.function.rpartition('.')[2]})")

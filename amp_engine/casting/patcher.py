@@ -7,14 +7,14 @@ when it goes the next newest is patched in, or torch is left as it was found.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from amp_engine.casting import wrappers
 from amp_engine.casting.lists import NAMESPACES, PROMOTED_BY_TORCH, CastLists
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
+from amp_engine.errors import AmpTypeError
 from amp_engine.kernels import _native
 
 
@@ -49,11 +50,16 @@ class InstallableCasts(wrappers.Casts, Protocol):
     """Casts with what a user added to the lists."""
 
     registrations: Sequence[Registration]
+    removals: Sequence[tuple[Any, str]]
     is_native: bool
 
     @property
     def is_disabled(self) -> bool:
-        """Whether a user has switched them off."""
+        """Whether they are switched off, here or everywhere."""
+
+    @property
+    def is_disabled_everywhere(self) -> bool:
+        """Whether they are switched off in all threads."""
 
     @property
     def is_observed(self) -> bool:
@@ -100,13 +106,26 @@ class PatchedBuiltin:
         return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)  # loads without amp_engine, too
 
 
-class _Disabled(threading.local):
-    count = 0
+class PatchedMethod:
+    """Stands for a method of one object in that object. A copy of the object has its own method, which is not cast."""
+
+    def __init__(self, original: Callable[..., Any], call: Callable[..., Any], owner: Any, name: str) -> None:
+        functools.update_wrapper(self, original)
+        self._call = call
+        self._owner_and_name = owner, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The original method, with its casts."""
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, self._owner_and_name  # of the bare copy, whose class knows the method
 
 
 _LISTED = tuple((pkgutil.resolve_name(name), lists) for name, lists in NAMESPACES)
+_WRITTEN_IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+_IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _lock = threading.RLock()
-_in_thread = _Disabled()
 _stack: list[InstallableCasts] = []
 _patches = Patches()
 
@@ -134,6 +153,26 @@ def in_force(casts: InstallableCasts) -> bool:
     return bool(_stack) and _stack[-1] is casts
 
 
+def is_patchable(owner: Any) -> bool:
+    """Whether attributes of `owner` can be assigned: not those of a class written in C, or of an object with slots."""
+    is_immutable = isinstance(owner, type) and bool(owner.__flags__ & _IMMUTABLE_TYPE)
+    return hasattr(owner, "__dict__") and not is_immutable
+
+
+def check_patchable(owner: Any, name: str) -> None:
+    """Raise AmpTypeError if `owner.name` cannot be assigned."""
+    if not is_patchable(owner):
+        raise AmpTypeError(
+            f"{name} of {owner!r} cannot be replaced; functions of modules and Python classes can.  Type the name that "
+            "it is called by, such as (torch.Tensor, 'softmax'), or decorate with amp.half_function what calls it."
+        )
+
+
+def is_installed() -> bool:
+    """Whether any casts are, switched on or off."""
+    return bool(_stack)
+
+
 def current() -> InstallableCasts | None:
     """The casts in force, None where they are switched off.
 
@@ -144,17 +183,7 @@ def current() -> InstallableCasts | None:
         casts = _stack[-1]
     except IndexError:
         return None
-    return None if casts.is_disabled or _in_thread.count > 0 else casts
-
-
-@contextmanager
-def disabled_in_thread() -> Iterator[None]:
-    """No casts of anybody's inside, in this thread. Nests."""
-    _disable_in_thread(1)
-    try:
-        yield
-    finally:
-        _disable_in_thread(-1)
+    return None if casts.is_disabled else casts
 
 
 def tell_native() -> None:
@@ -163,32 +192,26 @@ def tell_native() -> None:
         return
     with _lock:
         casts = _stack[-1] if _stack else None
-        if casts is None or casts.is_disabled or not casts.is_native:
+        if casts is None or casts.is_disabled_everywhere or not casts.is_native:
             _native.module.put_out_of_force()
         else:
             _native.module.put_in_force(casts.dtype, casts.cache.native, casts.enable_caching, casts.is_observed)
 
 
 def original(function: Any) -> Any:
-    """What was patched; anything else as it is."""
+    """What a function of a module or a native method stands for; anything else as it is."""
     return _originals.get(id(function), (None, function))[1]
-
-
-def _disable_in_thread(by: int) -> None:
-    _in_thread.count += by
-    if _native.module is not None and not torch.compiler.is_compiling():
-        _native.module.disable_in_thread(by)
 
 
 def _apply_newest() -> None:
     _patches.undo()
-    _forget_compiled()
+    _know_originals()
     tell_native()
     if not _stack:
         return
     casts = _stack[-1]
     casts.cache.clear()  # while others were in force nobody watched its weights
-    taken = _patch_registered(casts)
+    taken = _patch_registered(casts) | _patch_removed(casts)
     for namespace, lists in _LISTED:
         _patch_lists(namespace, lists, taken, casts.is_native)
     _patch_recurrent()
@@ -208,6 +231,14 @@ def _patch_registered(casts: InstallableCasts) -> set[tuple[int, str]]:
             wrapper = wrappers.throughout(wrapper) if key in listed else wrapper
             _wrap(registration.module, registration.name, wrapper, casts.is_native)
     return taken
+
+
+def _patch_removed(casts: InstallableCasts) -> set[tuple[int, str]]:
+    """Have functions that a user took off the lists run without casts."""
+    for owner, name in casts.removals:
+        if not isinstance(getattr(owner, name), _WRITTEN_IN_C):  # which calls nothing that is patched
+            _wrap(owner, name, wrappers.uncast, False)
+    return {(id(owner), name) for owner, name in casts.removals}
 
 
 def _patch_lists(namespace: Any, lists: CastLists, taken: set[tuple[int, str]], is_native: bool) -> None:
@@ -239,7 +270,19 @@ def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper, is_native: bool) -> 
     # Not what getattr binds: a class method must go on to find its class, a static method to do without.
     as_it_stands = inspect.getattr_static(owner, name, original)
     is_method = isinstance(as_it_stands, (staticmethod, classmethod))
-    _patches.set(owner, name, wrappers.wrap(wrapper, as_it_stands if is_method else original, current))
+    known_as = f"{_qualified_name(owner)}.{name}"
+    patched = wrappers.wrap(wrapper, as_it_stands if is_method else original, current, known_as)
+    if getattr(original, "__self__", None) is owner and not isinstance(owner, (ModuleType, type)):
+        patched = PatchedMethod(original, patched, owner, name)
+    _patches.set(owner, name, patched)
+
+
+def _qualified_name(owner: Any) -> str:
+    """`torch.nn.functional`, `torch.Tensor`; of an object that is no module and no class, its class's."""
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    cls = owner if isinstance(owner, type) else type(owner)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 _NATIVE = frozenset(
@@ -259,7 +302,7 @@ _originals: dict[int, tuple[Any, Any]] = {}  # by the id of what is patched in, 
 @functools.cache  # the same object at each install, so that one that was kept can be pickled by name
 def _patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, name: str, is_native: bool) -> Any:
     """What the function `module.name` becomes. To torch.jit.script, which sees code and ids, it is the original."""
-    reference: Any = wrapper(original, current)
+    reference: Any = wrapper(original, current, f"{module}.{name}")
     reference.__module__, reference.__qualname__ = module, name
     patched, native = reference, _native.module
     if is_native and native is not None:
@@ -294,7 +337,7 @@ def _python_function(original: Any, call: Callable[..., Any]) -> Callable[..., A
 @functools.cache
 def _patched_method(original: Any, wrapper: wrappers.Wrapper, name: str) -> Any:
     """What `torch.Tensor.name` becomes: a method descriptor, which Dynamo and operators take as torch's own."""
-    reference = wrapper(original, current)
+    reference = wrapper(original, current, f"torch.Tensor.{name}")
     native: Any = _native.module
     doc = original.__doc__ or ""
     patched = native.patched_method(original, reference, name, doc, wrapper.__name__, name in PROMOTED_BY_TORCH)
@@ -335,12 +378,15 @@ def _switch_off_fast_path() -> None:
     _patches.on_undo(lambda: torch.backends.mha.set_fastpath_enabled(before))
 
 
-def _forget_compiled() -> None:
-    """Dynamo guards functions but not methods and operators, and keeps tables of torch's functions by name and id.
-
-    Called while torch is as it ships: its own functions, which the patched ones call, are to be in the tables.
-    """
+def forget_compiled() -> None:
+    """Dynamo guards functions but not methods, operators and hooks."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-        torch._dynamo.trace_rules.clear_lru_cache()
-        torch._dynamo.trace_rules.get_torch_obj_rule_map()
+
+
+def _know_originals() -> None:
+    """Have Dynamo look torch's functions up, which it does by name, while they are the originals."""
+    forget_compiled()
+    trace_rules = importlib.import_module("torch._dynamo.trace_rules")
+    trace_rules.clear_lru_cache()
+    trace_rules.get_torch_obj_rule_map()

@@ -62,7 +62,7 @@ def cast_chunk(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] | 
 
 
 def _recurrent(fn: wrappers.Function, current: wrappers.Current) -> wrappers.Function:
-    cast = wrappers.half(fn, current)
+    cast = wrappers.half(fn, current, f"torch._VF.{fn.__name__}")
 
     @functools.wraps(fn)
     def wrapper(*args: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -31,6 +32,52 @@ _BANNED = (
 )
 
 
+@dataclass(frozen=True)
+class Cast:
+    """One tensor that was cast, or would have been but for the cache.
+
+    Attributes:
+        source: its type.
+        target: the type that the function gets.
+        bytes_moved: read and written; 0 from the cache.
+    """
+
+    source: torch.dtype
+    target: torch.dtype
+    bytes_moved: int
+
+
+@dataclass
+class Call:
+    """One call of a patched function, for those who observe the casts.
+
+    Attributes:
+        function: qualified name, such as "torch.nn.functional.linear".
+        kind: the list that it is on: half, float, promote, match_self, refused_in_place or banned.
+        dtype: the widest floating type among its arguments after casting, None if there is none.
+        casts: those that were made.
+        cached: how many casts the cache saved.
+    """
+
+    function: str
+    kind: str
+    dtype: torch.dtype | None = None
+    casts: list[Cast] = field(default_factory=list)
+    cached: int = 0
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        """`tensor` is cast to `dtype`."""
+        moved = tensor.numel() * (tensor.dtype.itemsize + dtype.itemsize)
+        self.casts.append(Cast(tensor.dtype, dtype, moved))
+
+    def cast_weight(self, weight: nn.Parameter, casts: Casts) -> Tensor:
+        """A weight in the low-precision type, from the cache if it is there."""
+        before = len(self.casts)
+        cast = casts.cache.cast(weight, casts.dtype, lambda: self.cast(weight, casts.dtype))
+        self.cached += before == len(self.casts)
+        return cast
+
+
 class Casts(Protocol):
     """What a wrapper asks of the casts that it belongs to."""
 
@@ -43,30 +90,36 @@ class Casts(Protocol):
     def is_active(self) -> bool:
         """Whether to cast at all."""
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether somebody wants to be told of each call."""
+
     def disabled_in_thread(self) -> AbstractContextManager[None]:
         """No casts inside, in this thread."""
 
-    def trace(self, source: torch.dtype, target: torch.dtype, function: str) -> None:
-        """Told of each cast, for verbose output."""
+    def tell(self, call: Call) -> None:
+        """Told of each call, if observed."""
 
 
 Function = Callable[..., Any]
 Current = Callable[[], Casts | None]
-Wrapper = Callable[[Function, Current], Function]
-Convert = Callable[[Tensor, Casts, Function], Tensor]
+Convert = Callable[[Tensor, Casts, "Call | None"], Tensor]
 
 
-def half(fn: Function, current: Current) -> Function:
+Wrapper = Callable[..., Function]  # of (fn, current, name=None), where `name` is what observers know it by
+
+
+def half(fn: Function, current: Current, name: str | None = None) -> Function:
     """Floating arguments in the low-precision type; weights through the cache."""
-    return _listed(fn, current, _to_half)
+    return _listed(fn, current, _to_half, "half", name)
 
 
-def float32(fn: Function, current: Current) -> Function:
+def float32(fn: Function, current: Current, name: str | None = None) -> Function:
     """Low-precision arguments in float32."""
-    return _listed(fn, current, _to_float)
+    return _listed(fn, current, _to_float, "float", name)
 
 
-def promote(fn: Function, current: Current) -> Function:
+def promote(fn: Function, current: Current, name: str | None = None) -> Function:
     """Arguments in float32 where it meets low precision, 0-dim tensors included.
 
     torch itself would let a half tensor decide over a 0-dim float32 one. Mixes with float64 are torch's.
@@ -75,45 +128,49 @@ def promote(fn: Function, current: Current) -> Function:
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts = current()
-        if casts is None or not _mixed(args, kwargs):
+        if casts is None:
             return fn(*args, **kwargs)
-        return fn(*_each(args, _to_float, casts, fn), **_each_keyword(kwargs, _to_float, casts, fn))
+        call = _observed(casts, fn, "promote", name)
+        return _run(fn, args, kwargs, _to_float if _mixed(args, kwargs) else None, casts, call)
 
     return wrapper
 
 
-def match_self(fn: Function, current: Current) -> Function:
+def match_self(fn: Function, current: Current, name: str | None = None, kind: str = "match_self") -> Function:
     """Of an in-place method: the other arguments in the type of the tensor written to."""
 
     @functools.wraps(fn)
     def wrapper(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         casts = current()
-        if casts is None or self.dtype not in CASTABLE:
+        if casts is None:
             return fn(self, *args, **kwargs)
-        to = _to(self.dtype)
-        return fn(self, *_each(args, to, casts, fn), **_each_keyword(kwargs, to, casts, fn))
+        call = _observed(casts, fn, kind, name)
+        return _run(fn, (self, *args), kwargs, _to(self.dtype) if self.dtype in CASTABLE else None, casts, call)
 
     return wrapper
 
 
-def refused_function(fn: Function, current: Current) -> Function:
+def refused_function(fn: Function, current: Current, name: str | None = None) -> Function:
     """Of an in-place function: an error where float16 would lose range."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if current() is not None and torch.float16 in _types(args, kwargs):
+        casts = current()
+        if casts is None:
+            return fn(*args, **kwargs)
+        if torch.float16 in _types(args, kwargs):
             raise NotImplementedError(
                 f"Cannot call in-place function {fn.__name__} with fp16 arguments.  Type "
                 f"{fn.__name__.rstrip('_')}(...) instead, which runs in FP32."
             )
-        return fn(*args, **kwargs)
+        return _run(fn, args, kwargs, None, casts, _observed(casts, fn, "refused_in_place", name))
 
     return wrapper
 
 
-def refused_method(fn: Function, current: Current) -> Function:
+def refused_method(fn: Function, current: Current, name: str | None = None) -> Function:
     """Of an in-place method: an error where float16 would lose range, else as `match_self`."""
-    matched = match_self(fn, current)
+    matched = match_self(fn, current, name, "refused_in_place")
 
     @functools.wraps(fn)
     def wrapper(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -127,9 +184,9 @@ def refused_method(fn: Function, current: Current) -> Function:
     return wrapper
 
 
-def banned(fn: Function, current: Current) -> Function:
+def banned(fn: Function, current: Current, name: str | None = None) -> Function:
     """Of binary_cross_entropy: an error on float16 unless allowed, float32 otherwise."""
-    in_float = float32(fn, current)
+    in_float = _listed(fn, current, _to_float, "banned", name)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -141,32 +198,39 @@ def banned(fn: Function, current: Current) -> Function:
     return wrapper
 
 
+def uncast(fn: Function, current: Current, name: str | None = None) -> Function:
+    """No casts, nor of what it calls (F.softmax calls Tensor.softmax)."""
+    del name  # on no list, so nobody observes it
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        casts = current()
+        if casts is None:
+            return fn(*args, **kwargs)
+        with casts.disabled_in_thread():
+            return fn(*args, **kwargs)
+
+    return wrapper
+
+
 REGISTERED: dict[str, Wrapper] = {"half": half, "float": float32, "promote": promote}
 
 
 @functools.cache  # the same wrapper for the same, as that of a patched function is part of its identity
 def throughout(wrapper: Wrapper) -> Wrapper:
-    """`wrapper` whose word is the last: the function runs without further casts (F.softmax calls Tensor.softmax)."""
+    """`wrapper` whose word is the last: the function runs without further casts."""
 
-    def wrap(fn: Function, current: Current) -> Function:
-        @functools.wraps(fn)
-        def uncast_inside(*args: Any, **kwargs: Any) -> Any:
-            casts = current()
-            if casts is None:
-                return fn(*args, **kwargs)
-            with casts.disabled_in_thread():
-                return fn(*args, **kwargs)
-
-        return wrapper(uncast_inside, current)
+    def wrap(fn: Function, current: Current, name: str | None = None) -> Function:
+        return wrapper(uncast(fn, current), current, name)
 
     return wrap
 
 
-def wrap(wrapper: Wrapper, fn: Any, current: Current) -> Any:
-    """`wrapper(fn, current)`; a static or class method, as it stands in the class, stays one."""
+def wrap(wrapper: Wrapper, fn: Any, current: Current, name: str | None = None) -> Any:
+    """`wrapper(fn, current, name)`; a static or class method, as it stands in the class, stays one."""
     if isinstance(fn, (staticmethod, classmethod)):
-        return type(fn)(wrapper(fn.__func__, current))
-    return wrapper(fn, current)
+        return type(fn)(wrapper(fn.__func__, current, name))
+    return wrapper(fn, current, name)
 
 
 def deferred(kind: str, fn: F, current: Current) -> F:
@@ -179,59 +243,79 @@ def deferred(kind: str, fn: F, current: Current) -> F:
     return cast("F", wrap(REGISTERED[kind], fn, active))
 
 
-def _listed(fn: Function, current: Current, listed: Convert) -> Function:
+def _listed(fn: Function, current: Current, listed: Convert, kind: str, name: str | None) -> Function:
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts = current()
         if casts is None:
             return fn(*args, **kwargs)
-        to = _to_type_of_out(kwargs) or listed
-        return fn(*_each(args, to, casts, fn), **_each_keyword(kwargs, to, casts, fn))
+        call = _observed(casts, fn, kind, name)
+        return _run(fn, args, kwargs, _to_type_asked_for(kwargs) or listed, casts, call)
 
     return wrapper
 
 
-def _to_half(tensor: Tensor, casts: Casts, fn: Function) -> Tensor:
+def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call | None:
+    """A call to be told of, None if nobody observes it. What is compiled is called once, and then gone."""
+    if torch.compiler.is_compiling() or not casts.is_observed:
+        return None
+    return Call(name or f"{fn.__module__}.{getattr(fn, '__qualname__', _name(fn))}", kind)
+
+
+def _run(
+    fn: Function,
+    args: Iterable[Any],
+    kwargs: dict[str, Any],
+    convert: Convert | None,
+    casts: Casts,
+    call: Call | None,
+) -> Any:
+    """`fn` of the arguments, each converted. All but `out`: a copy of it would be written to instead."""
+    if convert is not None:
+        args = [_convert(value, convert, casts, call) for value in args]
+        kwargs = {key: v if key == "out" else _convert(v, convert, casts, call) for key, v in kwargs.items()}
+    if call is not None:
+        types = [dtype for dtype in _types(args, kwargs) if dtype.is_floating_point]
+        call.dtype = functools.reduce(torch.promote_types, types) if types else None
+        casts.tell(call)
+    return fn(*args, **kwargs)
+
+
+def _to_half(tensor: Tensor, casts: Casts, call: Call | None) -> Tensor:
     if type(tensor) is nn.Parameter and tensor.dtype is torch.float32 and casts.enable_caching:
-        return casts.cache.cast(tensor, casts.dtype, lambda: casts.trace(torch.float32, casts.dtype, _name(fn)))
-    return _cast(tensor, casts.dtype, casts, fn)
+        return casts.cache.cast(tensor, casts.dtype) if call is None else call.cast_weight(tensor, casts)
+    return _cast(tensor, casts.dtype, call)
 
 
-def _to_float(tensor: Tensor, casts: Casts, fn: Function) -> Tensor:
-    return _cast(tensor, torch.float32, casts, fn)
+def _to_float(tensor: Tensor, casts: Casts, call: Call | None) -> Tensor:
+    return _cast(tensor, torch.float32, call)
 
 
 def _to(dtype: torch.dtype) -> Convert:
-    return lambda tensor, casts, fn: _cast(tensor, dtype, casts, fn)
+    return lambda tensor, casts, call: _cast(tensor, dtype, call)
 
 
-def _to_type_of_out(kwargs: dict[str, Any]) -> Convert | None:
-    """Where the result is written to a floating `out`, its type decides: many functions allow no other."""
+def _to_type_asked_for(kwargs: dict[str, Any]) -> Convert | None:
+    """The type of a given `dtype`, which torch converts to first, or `out`: many functions allow no other."""
+    if kwargs.get("dtype") in CASTABLE:
+        return _to(kwargs["dtype"])
     out = kwargs.get("out")
     return _to(out.dtype) if isinstance(out, Tensor) and out.dtype in CASTABLE else None
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, casts: Casts, fn: Function) -> Tensor:
+def _cast(tensor: Tensor, dtype: torch.dtype, call: Call | None) -> Tensor:
     if tensor.dtype is dtype or tensor.dtype not in CASTABLE:
         return tensor
-    casts.trace(tensor.dtype, dtype, _name(fn))
+    if call is not None:
+        call.cast(tensor, dtype)
     return tensor.to(dtype)
 
 
-def _each(values: Iterable[Any], convert: Convert, casts: Casts, fn: Function) -> list[Any]:
-    return [_convert(value, convert, casts, fn) for value in values]
-
-
-def _each_keyword(kwargs: dict[str, Any], convert: Convert, casts: Casts, fn: Function) -> dict[str, Any]:
-    """Keyword arguments, all cast but `out`: a copy of it would be written to instead."""
-    return {key: value if key == "out" else _convert(value, convert, casts, fn) for key, value in kwargs.items()}
-
-
-def _convert(value: Any, convert: Convert, casts: Casts, fn: Function) -> Any:
+def _convert(value: Any, convert: Convert, casts: Casts, call: Call | None) -> Any:
     if isinstance(value, Tensor):
-        return convert(value, casts, fn)
+        return convert(value, casts, call)
     if _is_tensor_sequence(value):
-        items = [convert(item, casts, fn) for item in value]
+        items = [convert(item, casts, call) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value
 

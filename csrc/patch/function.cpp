@@ -1,8 +1,10 @@
 #include "function.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -51,7 +53,10 @@ struct Casts {
 };
 Casts& casts = *new Casts;  // for good: Python is gone when globals are destroyed
 
-thread_local int disabled_in_thread = 0;
+// amp_engine/casting/float_region.py: where nothing is cast in this thread.
+bool in_float_region() {
+  return !at::autocast::is_autocast_cache_enabled() && at::autocast::get_autocast_dtype(at::kCPU) == at::kFloat;
+}
 
 // Arguments of a call: the caller's, until one of them is cast.
 class Arguments {
@@ -77,6 +82,7 @@ class Arguments {
   }
 
   size_t size() const { return size_; }
+  size_t positional() const { return positional_; }
   PyObject* operator[](size_t i) const { return args_[i]; }
 
   PyObject* keyword(size_t i) const {
@@ -143,6 +149,17 @@ struct Found {
     scalar |= tensor.dim() == 0;
   }
 };
+
+// The type that a function is told to compute in, as softmax(x, dtype=...) is, if it is one that is cast.
+std::optional<at::ScalarType> dtype_argument(Arguments const& args) {
+  for (size_t i = args.positional(); i < args.size(); ++i) {
+    if (THPDtype_Check(args[i]) && PyUnicode_CompareWithASCIIString(args.keyword(i), "dtype") == 0) {
+      at::ScalarType const type = reinterpret_cast<THPDtype*>(args[i])->scalar_type;
+      return is_castable(type) ? std::optional(type) : std::nullopt;
+    }
+  }
+  return std::nullopt;
+}
 
 bool is_out(PyObject* keyword) {
   return keyword != nullptr && PyUnicode_GET_LENGTH(keyword) == 3 && PyUnicode_CompareWithASCIIString(keyword, "out") == 0;
@@ -286,7 +303,7 @@ void cast_all(Arguments& args, size_t begin, at::ScalarType to, bool weights) {
 }
 
 PyObject* call(Function const& function, Arguments& args) {
-  if (!casts.on || disabled_in_thread > 0) {
+  if (!casts.on || in_float_region()) {
     return args.call(function.original);
   }
   if (casts.observed || has_modes()) {
@@ -298,12 +315,16 @@ PyObject* call(Function const& function, Arguments& args) {
   }
   switch (function.kind) {
     case Kind::half:
-      if (found.float32 || (casts.low == at::kHalf ? found.bfloat16 : found.half)) {
+      if (auto const type = dtype_argument(args)) {
+        cast_all(args, 0, *type, false);
+      } else if (found.float32 || (casts.low == at::kHalf ? found.bfloat16 : found.half)) {
         cast_all(args, 0, casts.low, casts.caching);
       }
       break;
     case Kind::float32:
-      if (found.any_low()) {
+      if (auto const type = dtype_argument(args)) {
+        cast_all(args, 0, *type, false);
+      } else if (found.any_low()) {
         cast_all(args, 0, at::kFloat, false);
       }
       break;
@@ -467,7 +488,6 @@ void bind(py::module_& m) {
       },
       py::arg("dtype"), py::arg("cache"), py::arg("caching"), py::arg("observed"), "What patched functions do now.");
   m.def("put_out_of_force", [] { casts = {}; }, "Patched functions are the originals.");
-  m.def("disable_in_thread", [](int by) { disabled_in_thread += by; }, "Count up or down what disables this thread.");
 }
 
 }  // namespace amp_engine::patch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch.nn.utils import vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 from amp_engine import Engine
-from amp_engine.casting import FunctionCasts, patcher
+from amp_engine.casting import FunctionCasts
 from amp_engine.casting.cache import WeightCache
+from amp_engine.casting.wrappers import Call
 
 X = torch.tensor([[1.0, 2.0]])
 
@@ -26,12 +28,11 @@ def layer(value: float = 1.0) -> nn.Linear:
     return made
 
 
-def saved_casts(casts: FunctionCasts) -> list[str]:
-    """From now on the functions that weights are cast for, in place of printing them."""
-    reports: list[str] = []
-    casts._verbose, casts._emit = True, reports.append
-    patcher.tell_native()
-    return reports
+def observed_calls(casts: FunctionCasts) -> list[Call]:
+    """The calls of listed functions from now on."""
+    calls: list[Call] = []
+    casts.observe(SimpleNamespace(tell=calls.append))
+    return calls
 
 
 class DataOptimizer(torch.optim.Optimizer):
@@ -52,9 +53,10 @@ class DataOptimizer(torch.optim.Optimizer):
 
 
 def test_a_weight_used_twice_is_cast_once(casts: FunctionCasts) -> None:
-    reports, shared = saved_casts(casts), layer()
+    calls, shared = observed_calls(casts), layer()
     shared(shared(X)).sum().backward()
-    assert sum("Float->" in report for report in reports) == 2  # X and the weight
+    assert len([cast for call in calls for cast in call.casts if cast.target == casts.dtype]) == 2  # X and the weight
+    assert sum(call.cached for call in calls) == 1
     assert len(casts.cache) == 1
 
 

@@ -85,6 +85,37 @@ class TestDisabled:
         assert dtype() == casts.dtype
 
 
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("context", ["disabled", "disabled_in_thread"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_is_followed_inside_and_around(context: str, backend: str, casts: FunctionCasts) -> None:
+    disabled = getattr(casts, context)
+
+    def operator(x: Tensor) -> torch.dtype:
+        return (x @ x).dtype
+
+    def inside(x: Tensor) -> tuple[Tensor, ...]:
+        with disabled():
+            return F.linear(x, x), x @ x, x.mm(x)
+
+    compiled = torch.compile(operator, backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert compiled(X) == casts.dtype
+        with disabled():
+            assert compiled(X) == torch.float32
+    assert {y.dtype for y in torch.compile(inside, backend=backend, fullgraph=True)(X)} == {torch.float32}
+    assert casts.is_active
+
+
+def test_autocast_is_as_it_was_after_a_region(casts: FunctionCasts) -> None:
+    with torch.autocast("cpu", dtype=torch.float16):
+        with casts.disabled_in_thread():
+            assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert torch.is_autocast_cache_enabled()
+
+
 def test_disabled_reaches_every_thread_disabled_in_thread_its_own(casts: FunctionCasts) -> None:
     with casts.disabled():
         assert in_thread(dtype) == torch.float32

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import rnn
 from torch.optim import optimizer as optimizer_hooks
 
-from amp_engine.casting import FunctionCasts, Registration, patcher
+from amp_engine.casting import FunctionCasts, Registration, original
 from amp_engine.casting.lists import FUNCTIONAL, LINALG, TENSOR, TORCH
 from amp_engine.casting.patcher import Patches
 
@@ -105,9 +105,9 @@ def test_installed_casts_form_a_stack_that_may_be_left_in_any_order(order: tuple
 def test_casts_that_are_not_the_newest_cannot_be_felt(low: torch.dtype) -> None:
     first, second = FunctionCasts(low), FunctionCasts(torch.bfloat16)
     first.install()
-    original = patcher.original(torch.mm)
+    mm = original(torch.mm)
     second.install()
-    assert patcher.original(torch.mm) is original
+    assert original(torch.mm) is mm
     with first.disabled():
         assert low_of_now() == torch.bfloat16
     second.remove()
@@ -218,7 +218,7 @@ def test_a_builtin_in_a_class_does_not_become_a_method(casts: FunctionCasts) -> 
 def test_patched_functions_keep_name_and_doc(casts: FunctionCasts) -> None:
     for space, name in KEPT.values():
         patched = getattr(space, name)
-        assert (patched.__name__, patched.__doc__) == (name, patcher.original(patched).__doc__)
+        assert (patched.__name__, patched.__doc__) == (name, original(patched).__doc__)
 
 
 def test_a_transformer_that_is_built_while_patched_can_be_pickled(casts: FunctionCasts) -> None:
@@ -254,9 +254,9 @@ def test_subclasses_are_cast_and_stay_subclasses(casts: FunctionCasts) -> None:
 def test_a_subclass_is_handed_the_original_function(casts: FunctionCasts) -> None:
     Named.seen.clear()
     torch.mm(torch.eye(2).as_subclass(Named), X)
-    original = patcher.original(torch.mm)
-    assert patcher.original(original) is original
-    assert original in Named.seen
+    mm = original(torch.mm)
+    assert original(mm) is mm
+    assert mm in Named.seen
     assert torch.mm not in Named.seen
 
 

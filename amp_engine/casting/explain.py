@@ -1,0 +1,136 @@
+"""`amp.explain()`: which function ran in which type how often, and what the casts cost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from amp_engine.casting.wrappers import Call
+from amp_engine.errors import AmpStateError
+
+_USE = "Type:\n\n    with amp.explain() as explanation:\n        ...  # one iteration\n    print(explanation)"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The calls of one function in one type.
+
+    Attributes:
+        function: qualified name, such as "torch.nn.functional.linear" or "torch.Tensor.softmax".
+        listed: the list that it is on: half, float, promote, match_self, refused_in_place or banned.
+        dtype: that it ran in: the widest floating type among its arguments after casting; None without any.
+        calls: how often.
+        casts: how many tensors were cast for it.
+        cached: how many were not, because the cache had a weight's cast.
+        bytes_moved: by the casts, read and written.
+    """
+
+    function: str
+    listed: str
+    dtype: torch.dtype | None
+    calls: int
+    casts: int
+    cached: int
+    bytes_moved: int
+
+
+class Explanation:
+    """What listed functions did inside of `with amp.explain() as explanation:`, in all threads.
+
+    Functions on no list are not seen, nor is what torch.compile compiled: there casts are part of the graph.
+    `str(explanation)` is a table. Each `with` starts anew. No host sync.
+
+    Args:
+        watch: opens a context in which this is told of each call.
+        why_empty: says, at the end, why nothing can have been seen, or None.
+    """
+
+    def __init__(
+        self, watch: Callable[[Explanation], AbstractContextManager[None]], why_empty: Callable[[], str | None]
+    ) -> None:
+        self._watch = watch
+        self._why_empty = why_empty
+        self._reason: str | None = None
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str, torch.dtype | None], list[int]] = {}
+        self._open: AbstractContextManager[None] | None = None
+        self._entered = False
+
+    def __enter__(self) -> Explanation:
+        if self._open is not None:
+            raise AmpStateError("This explanation is being collected already.  Type amp.explain() for another one.")
+        self._counts.clear()
+        self._open, self._entered = self._watch(self), True
+        self._open.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._open is not None
+        self._reason = self._why_empty()
+        self._open.__exit__(None, None, None)
+        self._open = None
+
+    def tell(self, call: Call) -> None:
+        """Count `call`."""
+        key = call.function, call.kind, call.dtype
+        moved = sum(cast.bytes_moved for cast in call.casts)
+        with self._lock:
+            counts = self._counts.setdefault(key, [0, 0, 0, 0])
+            for i, more in enumerate((1, len(call.casts), call.cached, moved)):
+                counts[i] += more
+
+    @property
+    def records(self) -> list[Record]:
+        """So far: those that moved most bytes first, then the most called."""
+        with self._lock:
+            records = [Record(*key, *counts) for key, counts in self._counts.items()]
+        return sorted(records, key=lambda r: (-r.bytes_moved, -r.calls, r.function, str(r.dtype)))
+
+    def __str__(self) -> str:
+        if not self._entered:
+            return f"Nothing is explained yet.  {_USE}"
+        records = self.records
+        if not records:
+            reason = self._why_empty() if self._open is not None else self._reason
+            return f"No listed function was seen.  {reason or _NOTHING_RAN}"
+        head = ("function", "list", "ran in", "calls", "casts", "cached", "bytes moved")
+        rows = [
+            (r.function, r.listed, _name(r.dtype), *map(_number, (r.calls, r.casts, r.cached, r.bytes_moved)))
+            for r in records
+        ]
+        totals = [sum(getattr(r, name) for r in records) for name in ("calls", "casts", "cached", "bytes_moved")]
+        return _table([head, *rows, ("total", "", "", *map(_number, totals))])
+
+
+_NOTHING_RAN = (
+    "None ran, or only inside of amp.disable_casts() or a module of amp.keep_float(), or in code that "
+    "torch.compile compiled, which is not seen."
+)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [_line(row, widths) for row in rows]
+    rule = "-" * max(map(len, lines))
+    return "\n".join((lines[0], rule, *lines[1:-1], rule, lines[-1]))
+
+
+def _line(row: Iterable[str], widths: Sequence[int]) -> str:
+    """Three columns of words, then numbers."""
+    cells = zip(row, widths, strict=True)
+    return "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(cells)).rstrip()
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "-" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _number(value: int) -> str:
+    return f"{value:,}"

@@ -1,0 +1,133 @@
+"""Modules that O1 leaves alone: casts are off inside of their forward, and what comes in is FP32.
+
+The hooks are module-level functions: a module pickles, deepcopies and compiles with them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._C._dynamo import eval_frame
+from torch.utils.hooks import RemovableHandle
+
+from amp_engine.casting import patcher
+from amp_engine.casting.float_region import float_region
+from amp_engine.containers import cast_tensors
+from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.errors import AmpTypeError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class _Inside(threading.local):
+    """The kept modules whose forward this thread is in, each with its region.
+
+    With the module, since torch calls `leave_float` without `enter_float` where a user's hook raised before it.
+    """
+
+    def __init__(self) -> None:
+        self.regions: list[tuple[nn.Module, Iterator[None]]] = []
+
+
+_inside = _Inside()
+
+
+def keep_float(module: M, keep: bool = True) -> M:
+    """Keep `module`, with all that is in it, in FP32; `keep_float(module, False)` takes it back.
+
+    Under O1 and O4, inside its forward no function is cast, in this thread, and float16 and bfloat16 inputs, in
+    whatever containers, arrive as float32; gradients flow through that cast. It may be called before and after
+    `initialize`, and a kept module may contain others. Where no casts are on, at O0 or after `close`, it does nothing.
+
+    Levels that cast the model (O2, O3, O5) want it before `initialize`: parameters and buffers of the module stay
+    float32, as those of batch norms do, its inputs are cast to float32 and its outputs to the model's type. A
+    parameter that it shares with a module outside is float32 there, too.
+
+    Args:
+        module: it must be called; `module.forward(x)` passes the hooks by. Listed functions in the `backward` of a
+            custom autograd function are cast all the same.
+        keep: False undoes it.
+
+    Returns `module`. Raises AmpTypeError for anything but a module, and AmpStateError for a part of a model that was
+    cast already. No host sync.
+    """
+    if not isinstance(module, nn.Module):
+        raise AmpTypeError(
+            f"keep_float() takes a torch.nn.Module, not a {type(module).__name__}.  Type amp.keep_float(model.head); "
+            "for a function type amp.register_float_function(module, 'name')."
+        )
+    if keep != is_kept(module):
+        if keep:
+            module.register_forward_pre_hook(enter_float, with_kwargs=True)
+            module.register_forward_hook(leave_float, prepend=True, always_call=True)
+        else:
+            _remove_hooks(module)
+        patcher.forget_compiled()
+    return module
+
+
+def is_kept(module: nn.Module) -> bool:
+    """Whether `module` itself was passed to `keep_float`."""
+    return any(hook is enter_float for hook in module._forward_pre_hooks.values())
+
+
+def kept_modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Each kept module of `model`, and whether it is in no other one."""
+    within: set[nn.Module] = set()
+    for module in model.modules():  # parents first
+        if is_kept(module):
+            yield module, module not in within
+            within.update(module.modules())
+
+
+def forget_interrupted() -> None:
+    """Leave all modules: torch calls no hook after a KeyboardInterrupt."""
+    while _inside.regions:
+        next(_inside.regions.pop()[1], None)
+
+
+def enter_float(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Forward pre-hook: casts off, inputs to float32."""
+    if not patcher.is_installed():
+        return None
+    args, kwargs = (cast_tensors(value, torch.float32, LOW_PRECISION) for value in (args, kwargs))
+    region = _region()
+    next(region)
+    _inside.regions.append((module, region))
+    return args, kwargs
+
+
+def leave_float(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook, also after an error: casts as they were."""
+    if _inside.regions and _inside.regions[-1][0] is module:
+        next(_inside.regions.pop()[1], None)
+
+
+def _region() -> Iterator[None]:
+    # A generator: Dynamo traces no call of __enter__, but a `with` that is left in another function.
+    with float_region():
+        yield
+
+
+# Dynamo may trace the hooks as part of a model, but not compile them alone, as it would where it is given their module
+# to compile: what a graph of its own does to the state of the thread is gone when the graph is made.
+for _hook in (enter_float, leave_float):
+    eval_frame.set_code_exec_strategy(
+        _hook.__code__, eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    )
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    for hooks, hook, extra in (
+        (before, enter_float, [module._forward_pre_hooks_with_kwargs]),
+        (after, leave_float, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
+    ):
+        for key in [key for key, other in hooks.items() if other is hook]:
+            handle = RemovableHandle(hooks, extra_dict=extra)
+            handle.id = key
+            handle.remove()

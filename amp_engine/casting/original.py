@@ -1,0 +1,37 @@
+"""From what was patched back to what it was."""
+
+from __future__ import annotations
+
+from types import BuiltinMethodType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor
+
+from amp_engine.casting import patcher, recurrent, wrappers
+from amp_engine.casting.patcher import PatchedBuiltin, PatchedMethod
+
+
+def original(fn: Any) -> Any:
+    """The function or method that stood where `fn` was patched in; `fn` itself if it is not a patched one.
+
+    A method comes back bound to what it was bound to. Also undoes the decorators `half_function` and its kin.
+    """
+    if isinstance(fn, MethodType):
+        function = original(fn.__func__)
+        return fn if function is fn.__func__ else function.__get__(fn.__self__)
+    if isinstance(fn, BuiltinMethodType) and isinstance(fn.__self__, Tensor):
+        method = getattr(Tensor, fn.__name__, None)
+        function = patcher.original(method)
+        return fn if function is method else function.__get__(fn.__self__)
+    fn = patcher.original(fn)
+    while _is_ours(fn):
+        fn = fn.__wrapped__
+    return fn
+
+
+def _is_ours(fn: Any) -> bool:
+    # By where its code is from: functools.wraps copies any mark onto the wrapper that a user makes.
+    ours = (vars(wrappers), vars(recurrent))
+    return isinstance(fn, (PatchedBuiltin, PatchedMethod)) or (
+        isinstance(fn, FunctionType) and hasattr(fn, "__wrapped__") and any(fn.__globals__ is space for space in ours)
+    )

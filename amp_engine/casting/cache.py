@@ -6,6 +6,7 @@ where the step is done by our kernels, which write the copies beside the weights
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class _Entry:
     weight: weakref.ref[nn.Parameter]
     cast: Tensor
     version: int
+    cast_version: int
     address: int
     requires_grad: bool
 
@@ -39,7 +41,8 @@ class WeightCache:
     under torch.compile, functorch or a dispatch mode either, where tensors are not what they seem, and nothing under
     torch.jit.trace or the capture of a CUDA graph, which would take the cast for a constant.
 
-    The cast's autograd node keeps its weight alive until the entry is dropped.
+    The cast's autograd node keeps its weight alive until the entry is dropped, at the latest by `drop_orphans` in a
+    collection of garbage.
     """
 
     native: Any = None
@@ -64,6 +67,7 @@ class WeightCache:
             entry is not None
             and entry.weight() is weight
             and entry.version == weight._version
+            and entry.cast_version == entry.cast._version
             and entry.address == weight.data_ptr()
             and entry.requires_grad == weight.requires_grad
             and entry.cast.dtype == dtype
@@ -72,13 +76,15 @@ class WeightCache:
         on_cast()
         cast = weight.to(dtype)
         self._entries[id(weight)] = _Entry(
-            weakref.ref(weight), cast, weight._version, weight.data_ptr(), weight.requires_grad
+            weakref.ref(weight), cast, weight._version, cast._version, weight.data_ptr(), weight.requires_grad
         )
         return cast
 
     def discard(self, weight: Tensor) -> None:
-        """Forget the cast of one weight."""
+        """Forget the cast of one weight, which may be given as a view."""
         self._entries.pop(id(weight), None)
+        if weight._base is not None:
+            self._entries.pop(id(weight._base), None)
 
     def lapse(self) -> None:
         """Anybody may have written any weight."""
@@ -89,6 +95,14 @@ class WeightCache:
         if not self.own_step:
             self.lapse()
         self.own_step = False
+
+    def drop_orphans(self) -> None:
+        """Free the weights that nobody but their own casts keeps alive."""
+        for key, entry in list(self._entries.items()):
+            weight: Any = entry.weight()
+            # Those of this frame, of the call, and of the tensor itself, which the autograd node of the cast holds.
+            if weight is None or (sys.getrefcount(weight) <= 3 and weight._use_count() > 1):
+                del self._entries[key]
 
     def clear(self) -> None:
         """Forget every cast."""
@@ -137,6 +151,10 @@ class NativeWeightCache(WeightCache):
         """Anybody may have written any weight."""
         self.native.lapse()
 
+    def drop_orphans(self) -> None:
+        """Free the weights that nobody but their own casts keeps alive."""
+        self.native.drop_orphans()
+
     def clear(self) -> None:
         """Forget every cast."""
         self.native.clear()
@@ -149,6 +167,16 @@ class NativeWeightCache(WeightCache):
         """The step wrote them and no other weight."""
         self.own_step = True
         self.native.written(weights)
+
+
+def tensors_hold_their_objects() -> bool:
+    """Whether a tensor that C++ holds keeps up the reference count of its Python object, as of torch 2.10."""
+    weight = nn.Parameter(torch.zeros(1))
+    before = sys.getrefcount(weight)
+    held_by_node = weight.view(1)
+    after = sys.getrefcount(weight)
+    del held_by_node
+    return after > before
 
 
 def _may_keep(weight: nn.Parameter) -> bool:

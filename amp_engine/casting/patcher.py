@@ -7,6 +7,7 @@ when it goes the next newest is patched in, or torch is left as it was found.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import inspect
 import pkgutil
@@ -24,6 +25,7 @@ from torch.nn.modules import rnn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_engine.casting import wrappers
+from amp_engine.casting.cache import tensors_hold_their_objects
 from amp_engine.casting.lists import NAMESPACES, PROMOTED_BY_TORCH, CastLists
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
 from amp_engine.errors import AmpTypeError
@@ -272,6 +274,8 @@ def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper, is_native: bool) -> 
     is_method = isinstance(as_it_stands, (staticmethod, classmethod))
     known_as = f"{_qualified_name(owner)}.{name}"
     patched = wrappers.wrap(wrapper, as_it_stands if is_method else original, current, known_as)
+    if owner is torch.Tensor:
+        patched.__module__, patched.__qualname__ = "torch", f"Tensor.{name}"  # which pickles it
     if getattr(original, "__self__", None) is owner and not isinstance(owner, (ModuleType, type)):
         patched = PatchedMethod(original, patched, owner, name)
     _patches.set(owner, name, patched)
@@ -312,6 +316,8 @@ def _patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, nam
         torch.compiler.substitute_in_graph(patched, skip_signature_check=True)(reference)
         if isinstance(original, FunctionType):
             patched = _python_function(original, patched)
+        elif original.__name__ != name:  # linalg_norm of torch.linalg.norm: a builtin is pickled by its __name__
+            patched = PatchedBuiltin(original, patched)
     elif isinstance(original, BuiltinFunctionType):
         patched = PatchedBuiltin(original, reference)
     if not isinstance(patched, BuiltinFunctionType):
@@ -357,6 +363,14 @@ def _watch_weights(casts: InstallableCasts) -> None:
     """
     hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: casts.cache.after_step())
     _patches.on_undo(hook.remove)
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            casts.cache.drop_orphans()
+
+    if tensors_hold_their_objects():
+        gc.callbacks.append(on_collection)
+        _patches.on_undo(lambda: gc.callbacks.remove(on_collection))
 
     descriptor: Any = torch._C.TensorBase.data
 

@@ -145,7 +145,8 @@ def match_self(fn: Function, current: Current, name: str | None = None, kind: st
         if casts is None:
             return fn(self, *args, **kwargs)
         call = _observed(casts, fn, kind, name)
-        return _run(fn, (self, *args), kwargs, _to(self.dtype) if self.dtype in CASTABLE else None, casts, call)
+        is_cast = isinstance(self, Tensor) and self.dtype in CASTABLE
+        return _run(fn, (self, *args), kwargs, _to(self.dtype) if is_cast else None, casts, call)
 
     return wrapper
 
@@ -174,7 +175,7 @@ def refused_method(fn: Function, current: Current, name: str | None = None) -> F
 
     @functools.wraps(fn)
     def wrapper(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.dtype is torch.float16 and current() is not None:
+        if isinstance(self, Tensor) and self.dtype is torch.float16 and current() is not None:
             raise NotImplementedError(
                 f"Cannot call in-place method {fn.__name__} on fp16 Tensors.  Type "
                 f".{fn.__name__.rstrip('_')}(...) instead, which runs in FP32."
@@ -278,7 +279,36 @@ def _run(
         types = [dtype for dtype in _types(args, kwargs) if dtype.is_floating_point]
         call.dtype = functools.reduce(torch.promote_types, types) if types else None
         casts.tell(call)
+    return _call(fn, args, kwargs)
+
+
+def _call(fn: Function, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+    """`fn(*args, **kwargs)`. Tensor subclasses and function modes are handed `fn` itself.
+
+    torch would look it up by its name, find what is patched in, and miss tables that were made of its own functions.
+    """
+    args = tuple(args)
+    if not torch.compiler.is_compiling():
+        values = (*args, *kwargs.values())
+        within = [item for value in values if isinstance(value, (list, tuple)) for item in value]
+        if torch.overrides.has_torch_function((*values, *within)):
+            fn = _METHODS.get(fn, fn)
+            return torch.overrides.handle_torch_function(fn, (*values, *within), *args, **kwargs)
     return fn(*args, **kwargs)
+
+
+def _methods() -> dict[Any, Any]:
+    """Operators that are written in C, and the methods that torch hands on for them."""
+    pairs = [
+        (f"__{name}__", name) for name in ("matmul", "eq", "ne", "ge", "gt", "le", "lt", "add", "sub", "mul", "div")
+    ]
+    pairs += [(f"__i{name}__", f"{name}_") for name in ("add", "sub", "mul", "div")]
+    pairs += [("__radd__", "add"), ("__rmul__", "mul"), ("__truediv__", "div")]
+    base = torch._C.TensorBase
+    return {getattr(base, operator): getattr(base, method) for operator, method in pairs if hasattr(base, operator)}
+
+
+_METHODS = _methods()
 
 
 def _to_half(tensor: Tensor, casts: Casts, call: Call | None) -> Tensor:

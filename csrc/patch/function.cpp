@@ -200,8 +200,9 @@ Found look(Arguments const& args) {
       continue;
     } else if (is_sequence(arg)) {
       look_at_items(arg, found);
-    } else if (THPVariable_Check(arg)) {
-      found.odd = true;
+    } else {
+      static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
+      found.odd |= PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(arg)), name) != 0;  // a tensor, or takes its part
     }
   }
   return found;
@@ -471,6 +472,7 @@ void bind(py::module_& m) {
           py::arg("weight"), py::arg("dtype"))
       .def("discard", &WeightCache::discard)
       .def("lapse", &WeightCache::lapse)
+      .def("drop_orphans", &WeightCache::drop_orphans)
       .def("clear", &WeightCache::clear)
       .def("copies", &WeightCache::copies)
       .def("written", &WeightCache::written);

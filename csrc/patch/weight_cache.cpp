@@ -67,11 +67,15 @@ WeightCache::Cast WeightCache::cast(at::Tensor const& weight, at::ScalarType low
   }
   if (!entry.connected) {
     entry.connected = wrap(connect(entry.copy, weight));
+    entry.object = wrap(weight).ptr();
   }
   return {entry.connected, !is_current};
 }
 
 void WeightCache::discard(at::Tensor const& weight) {
+  if (weight.is_view()) {
+    discard(at::Tensor(weight._base()));
+  }
   auto const found = entries_.find(weight.unsafeGetTensorImpl());
   if (found == entries_.end()) {
     return;
@@ -100,6 +104,19 @@ void WeightCache::lapse() {
       it = entries_.erase(it);
     }
   }
+}
+
+void WeightCache::drop_orphans() {
+  std::vector<py::object> edges;
+  for (auto& item : entries_) {
+    Entry& entry = item.second;
+    // One reference is the tensor's, which holds its object for as long as others in C++ hold the tensor.
+    if (entry.connected && Py_REFCNT(entry.object) == 1) {
+      edges.push_back(std::move(entry.connected));
+    }
+  }
+  edges.clear();
+  sweep();
 }
 
 size_t WeightCache::size() const {
@@ -174,7 +191,9 @@ WeightCache::Entry& WeightCache::renew(at::Tensor const& weight, at::ScalarType 
   at::Tensor copy = copied(weight, low, std::move(memory));
   found = entries_.find(key);  // others ran meanwhile
   if (found == entries_.end()) {
-    sweep();
+    if (entries_.size() >= sweep_at_) {
+      sweep();
+    }
     found = entries_.emplace(key, Entry{WeakImpl(weight.getIntrusivePtr())}).first;
   }
   Entry& entry = found->second;
@@ -189,9 +208,6 @@ WeightCache::Entry& WeightCache::renew(at::Tensor const& weight, at::ScalarType 
 }
 
 void WeightCache::sweep() {
-  if (entries_.size() < sweep_at_) {
-    return;
-  }
   std::vector<Entry> dropped;
   for (auto it = entries_.begin(); it != entries_.end();) {
     if (it->second.weight.expired()) {

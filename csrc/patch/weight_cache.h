@@ -32,6 +32,10 @@ class WeightCache {
   // their memory.
   void lapse();
 
+  // Free the weights that nobody but their own casts keeps alive. Where tensors keep the reference counts of their
+  // Python objects up, as of torch 2.10.
+  void drop_orphans();
+
   // Forget everything.
   void clear();
 
@@ -58,6 +62,7 @@ class WeightCache {
     bool stepped = false;        // a step writes it
     bool across_steps = false;   // and was the last that did
     pybind11::object plain;      // `copy` as Python has it
+    PyObject* object = nullptr;  // the weight as Python has it, there while `connected` is
     pybind11::object connected;  // an alias of it with an autograd edge to the weight, which keeps the weight alive
   };
 

@@ -13,18 +13,18 @@ from tests import models
 
 
 class Functional(nn.Module):
-    """linear, gelu, layer_norm, softmax, a sum and a product of mixed types: [N, 8] -> [N, 4]."""
+    """linear, gelu, layer_norm, `@`, softmax, a sum and a product of mixed types: [N, 8] -> [N, 4]."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 16)
-        self.gate = nn.Linear(8, 16)
+        self.gate = nn.Parameter(torch.randn(8, 16) / 3)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.first(x))
-        hidden = F.layer_norm(hidden, (16,)) * F.softmax(self.gate(x), -1) * self.scale
+        hidden = F.layer_norm(hidden, (16,)) * F.softmax(x @ self.gate, -1) * self.scale
         return self.head(hidden + x.repeat(1, 2))
 
 

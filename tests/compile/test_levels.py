@@ -216,6 +216,18 @@ def test_a_weight_that_is_written_between_calls_is_cast_again() -> None:
         assert_bitwise(run(x), model(x))
 
 
+@pytest.mark.parametrize("product", [lambda x: x @ x, lambda x: x.matmul(x)], ids=["operator", "method"])
+def test_a_compiled_operator_follows_initialize_and_close(product: Callable[[Tensor], Tensor]) -> None:
+    """Dynamo guards functions of a module, but neither operators nor methods."""
+    x, run = torch.eye(3), compiled(product)
+    for _ in range(2):
+        assert run(x).dtype == torch.float32
+        amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+        assert run(x).dtype == torch.bfloat16
+        amp.close()
+    assert run(x).dtype == torch.float32
+
+
 # --- switching casts off --------------------------------------------------------------------------
 
 

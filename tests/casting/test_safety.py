@@ -1,0 +1,506 @@
+"""Function casts in many threads and processes, and after errors: nothing is lost, left over or left off."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from amp_engine import Engine, amp
+from amp_engine.casting import FunctionCasts
+from tests.models import MLP
+from tests.support import backward, train
+
+X = torch.eye(4)
+WAIT = 60.0  # seconds until a deadlock is called one
+MM, LINEAR, MATMUL = torch.mm, F.linear, Tensor.matmul
+
+
+def in_threads(*targets: Callable[[], Any]) -> list[Any]:
+    """Results of functions that run at once, each in a thread of its own; the first error is raised here."""
+    with ThreadPoolExecutor(len(targets)) as pool:
+        futures = [pool.submit(target) for target in targets]
+        return [future.result(WAIT) for future in futures]
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def test_patched_functions_run_in_two_threads_while_a_third_switches_casts_on_and_off(casts: FunctionCasts) -> None:
+    model, done = nn.Linear(4, 4), threading.Event()
+    low = casts.dtype
+
+    def work() -> set[tuple[torch.dtype, ...]]:
+        seen = set()
+        for _ in range(400):
+            y = torch.mm(X, X)
+            assert torch.equal(y.float(), X)
+            z = F.softmax(y, -1)
+            total = torch.cat([y, X]).sum()
+            output = model(X)
+            output.float().sum().backward()
+            seen.add((y.dtype, output.dtype))
+            assert z.dtype in (torch.float32, low)
+            assert total.item() == 8.0
+        return seen
+
+    def switch() -> None:
+        while not done.is_set():
+            with casts.disabled():
+                assert torch.mm(X, X).dtype == torch.float32
+                with casts.disabled():
+                    pass
+                assert torch.mm(X, X).dtype == torch.float32
+
+    def both() -> list[Any]:
+        try:
+            return in_threads(work, work)
+        finally:
+            done.set()
+
+    seen, _ = in_threads(both, switch)
+    assert {dtype for pairs in seen for pair in pairs for dtype in pair} <= {torch.float32, low}
+    assert casts.is_active
+    assert torch.mm(X, X).dtype == low
+    assert model.weight.grad is not None
+
+
+def test_disable_casts_of_several_threads_ends_with_the_last(casts: FunctionCasts) -> None:
+    barrier = threading.Barrier(4)
+
+    def run() -> None:
+        for _ in range(50):
+            barrier.wait(WAIT)
+            with casts.disabled():
+                barrier.wait(WAIT)
+                assert torch.mm(X, X).dtype == torch.float32
+
+    in_threads(*[run] * 4)
+    assert torch.mm(X, X).dtype == casts.dtype
+
+
+def test_a_thread_that_starts_inside_of_disable_casts_sees_it() -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+
+    def dtype() -> torch.dtype:
+        return torch.mm(X, X).dtype
+
+    with amp.disable_casts():
+        assert in_threads(dtype) == [torch.float32]
+    assert in_threads(dtype) == [torch.bfloat16]
+
+
+def test_a_thread_that_is_running_sees_disable_casts_of_another() -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    barrier = threading.Barrier(2)
+
+    def watch() -> list[torch.dtype]:
+        seen = []
+        for _ in range(3):
+            barrier.wait(WAIT)
+            seen.append((X @ X).dtype)
+            barrier.wait(WAIT)
+        return seen
+
+    def switch() -> None:
+        for context in (contextlib.nullcontext(), amp.disable_casts(), contextlib.nullcontext()):
+            with context:
+                barrier.wait(WAIT)
+                barrier.wait(WAIT)
+
+    seen, _ = in_threads(watch, switch)
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_a_step_in_one_thread_leaves_the_casts_of_another_on() -> None:
+    inside, looked = threading.Event(), threading.Event()
+    types: dict[str, torch.dtype] = {}
+
+    class SlowSGD(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if any(group["params"] for group in self.param_groups):  # not amp's own call with nothing to step
+                types["step"] = torch.mm(X, X).dtype
+                inside.set()
+                assert looked.wait(WAIT)
+            return super().step(closure)
+
+    model = MLP.model()
+    optimizer = SlowSGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+
+    def look() -> None:
+        assert inside.wait(WAIT)
+        types["other thread"] = model(MLP.batch()[0]).dtype
+        looked.set()
+
+    in_threads(optimizer.step, look)
+    assert types == {"step": torch.float32, "other thread": torch.float16}
+    assert torch.mm(X, X).dtype == torch.float16
+
+
+def test_engines_come_and_go_in_several_threads_at_once() -> None:
+    barrier = threading.Barrier(4)
+
+    def run(level: str) -> None:
+        barrier.wait(WAIT)
+        for index in range(8):
+            with Engine() as engine:
+                model = MLP.model(index)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+                torch.exp(torch.mm(X, X))
+
+    in_threads(*(lambda level=level: run(level) for level in ("O1", "O4", "O1", "O4")))
+    assert (torch.mm, F.linear, Tensor.matmul) == (MM, LINEAR, MATMUL)
+    assert torch.mm(X, X).dtype == torch.float32
+
+
+def test_functions_run_in_one_thread_while_engines_come_and_go_in_another() -> None:
+    """A call that starts under one engine and ends under another is right under one of them."""
+    done = threading.Event()
+
+    def work() -> int:
+        count = 0
+        while not done.is_set():
+            for y in (torch.mm(X, X), X @ X, X.matmul(X), F.linear(X, X), X + X - X, torch.einsum("ij,jk", X, X)):
+                assert y.dtype in (torch.float32, torch.float16, torch.bfloat16)
+                assert torch.equal(y.float(), X)
+            count += 1
+        return count
+
+    def switch() -> None:
+        try:
+            for index in range(30):
+                with Engine() as engine:
+                    engine.initialize(nn.Linear(1, 1), opt_level=("O1", "O4")[index % 2], verbosity=0)
+                    X @ X
+        finally:
+            done.set()
+
+    counts = in_threads(work, switch)
+    assert counts[0] > 0
+    assert torch.mm is MM
+
+
+def test_several_threads_train_models_of_their_own_under_one_engine() -> None:
+    models = [MLP.model(seed) for seed in range(3)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    amp.initialize(models, optimizers, opt_level="O4", verbosity=0)
+
+    def run(index: int) -> list[float]:
+        return train(MLP, models[index], optimizers[index], "c" * 15)
+
+    for losses in in_threads(*(lambda index=index: run(index) for index in range(3))):
+        assert losses[-1] < losses[0]
+        assert all(loss == loss for loss in losses)  # noqa: PLR0124
+
+
+# --- autograd's threads ---------------------------------------------------------------------------
+
+
+class Product(torch.autograd.Function):
+    """x @ w, with a backward that calls listed functions and notes their types."""
+
+    seen: list[torch.dtype] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        Product.seen.append(torch.mm(w.detach(), x).dtype)
+        grad = grads[0].to(x.dtype)
+        return torch.mm(grad, w.t()).to(x.dtype), torch.mm(x.t(), grad).to(w.dtype)
+
+
+def test_a_backward_in_another_thread_casts_and_heeds_disable_casts(casts: FunctionCasts) -> None:
+    for off, dtype in ((False, casts.dtype), (True, torch.float32), (False, casts.dtype)):
+        Product.seen.clear()
+        w = X.clone().requires_grad_()
+        output = Product.apply(X, w)
+        if off:
+            with casts.disabled():
+                in_threads(output.sum().backward)
+        else:
+            in_threads(output.sum().backward)
+        assert Product.seen == [dtype]
+        assert torch.equal(w.grad, torch.ones(4, 4))
+
+
+def test_backwards_in_many_threads_add_up_in_one_weight(casts: FunctionCasts) -> None:
+    layer, barrier = nn.Linear(4, 4, bias=False), threading.Barrier(4)
+
+    def run() -> None:
+        for _ in range(10):
+            barrier.wait(WAIT)
+            layer(torch.ones(1, 4)).float().sum().backward()
+
+    in_threads(*[run] * 4)
+    assert torch.equal(layer.weight.grad, torch.full((4, 4), 40.0))
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+class Squares(Dataset[Tensor]):
+    """Items made by listed functions."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.stack([index * X, F.softmax(X, -1)]).matmul(X)
+
+
+def reported(queue: Any, run: Callable[[], Any]) -> None:
+    """Send what `run` returns, or its traceback."""
+    try:
+        queue.put(("result", pickle.dumps(run())))
+    except BaseException:
+        queue.put(("error", traceback.format_exc()))
+
+
+def result_of(queue: Any) -> Any:
+    kind, value = queue.get(timeout=WAIT)
+    assert kind == "result", value
+    return pickle.loads(value)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_loader_with_workers_gives_its_batches(method: str) -> None:
+    model = nn.Linear(4, 4)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=method)
+    batches = list(loader)
+    assert [batch.shape for batch in batches] == [(4, 2, 4, 4)] * 2
+    # a fork has its parent's casts; a spawned process has none before it calls initialize
+    assert {batch.dtype for batch in batches} == {torch.float16 if method == "fork" else torch.float32}
+    for index, item in enumerate(torch.cat(batches)):
+        torch.testing.assert_close(item[0].float(), index * X)
+        torch.testing.assert_close(item[1].float(), torch.softmax(X, -1), rtol=1e-3, atol=1e-3)
+    assert model(X).dtype == torch.float16
+
+
+def in_a_fork(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    before = torch.mm(X, X).dtype
+    losses = train(MLP, model, optimizer, "cocc")
+    with amp.disable_casts():
+        off = torch.mm(X, X).dtype
+    amp.close()
+    pristine = (torch.mm, F.linear, Tensor.matmul) == (MM, LINEAR, MATMUL)
+    after = model(MLP.batch()[0]).dtype
+    fresh = MLP.model()
+    amp.initialize(fresh, opt_level="O4", verbosity=0)
+    return [before, off, pristine, after, fresh(MLP.batch()[0]).dtype, losses[-1] < losses[0]]
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fork_trains_closes_and_starts_anew_and_its_parent_feels_nothing(optimizer_class: Any) -> None:
+    model = MLP.model()
+    optimizer = optimizer_class(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    train(MLP, model, optimizer, "cc")
+    context = mp.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=reported, args=(queue, lambda: in_a_fork(model, optimizer)))
+    child.start()
+    low, full = torch.float16, torch.float32
+    assert result_of(queue) == [low, full, True, full, torch.bfloat16, True]
+    child.join(WAIT)
+    assert child.exitcode == 0
+    assert model(MLP.batch()[0]).dtype == torch.float16
+    losses = train(MLP, model, optimizer, "ccc", first=2)
+    assert all(loss == loss for loss in losses)  # noqa: PLR0124
+
+
+def test_a_fork_inside_of_disable_casts_stays_disabled_until_it_is_left() -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    reader, writer = os.pipe()
+    with amp.disable_casts():
+        pid = os.fork()
+        if pid == 0:  # the child: leaves the context, too, and reports
+            inside = torch.mm(X, X).dtype
+    if pid == 0:
+        os.write(writer, repr((inside, torch.mm(X, X).dtype)).encode())
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert pipe.read() == "(torch.float32, torch.bfloat16)"
+    assert status == 0
+
+
+def test_a_fork_while_other_threads_call_patched_functions_does_not_hang(casts: FunctionCasts) -> None:
+    """No lock of the casts may be held by a thread that the child does not have."""
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.is_set():
+            with casts.disabled():
+                torch.mm(X, X)
+            torch.mm(X, X)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            pid = os.fork()
+            if pid == 0:
+                with casts.disabled():
+                    full = torch.mm(X, X).dtype == torch.float32
+                os._exit(0 if full else 1)
+            assert os.waitpid(pid, 0)[1] == 0
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(WAIT)
+
+
+class Activated(nn.Module):
+    """Keeps patched functions, a builtin and a Python one, as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.activation, self.product = F.gelu, torch.mm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.activation(self.linear(x)), X)
+
+
+def in_a_spawned_process(rank: int, path: str, model: nn.Module) -> None:
+    pristine = torch.mm(X, X).dtype == torch.float32 and type(torch.mm) is type(len)
+    plain = model(X).dtype
+    model = MLP.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    train(MLP, model, optimizer, "cc")
+    low = model(MLP.batch()[0]).dtype
+    amp.close()
+    Path(path).write_text(repr((rank, pristine, plain, low, torch.mm(X, X).dtype)))
+
+
+def test_a_spawned_process_gets_a_model_built_while_patched_and_starts_without_casts(tmp_path: Path) -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    model = Activated()
+    assert model(X).dtype == torch.float16
+    model(X).float().sum().backward()
+    mp.spawn(in_a_spawned_process, args=(str(tmp_path / "child"), model), nprocs=1)
+    expected = (0, True, torch.float32, torch.bfloat16, torch.float32)
+    assert (tmp_path / "child").read_text() == repr(expected)
+    assert model(X).dtype == torch.float16
+
+
+# --- errors and references ------------------------------------------------------------------------
+
+REPEATS = 1000
+
+A, B, OUT, ROW = torch.ones(3, 2), torch.ones(3, 3), torch.empty(3, 3), torch.ones(3)
+LISTS = [A, torch.ones(3, 5)]
+HALF_LISTS = [A.to(torch.bfloat16), torch.ones(2, 5)]
+NUMBERS = [1, "text"]
+
+# Calls that fail or not, with the objects that they are given.
+CALLS: dict[str, tuple[Callable[[], Any], list[Any]]] = {
+    "mm, wrong shapes": (lambda: torch.mm(A, A), [A]),
+    "mm, wrong keyword": (lambda: torch.mm(A, other=B), [A, B]),
+    "mm, right": (lambda: torch.mm(B, B), [B]),
+    "mm, right keyword": (lambda: torch.mm(B, mat2=B), [B]),
+    "mm, out": (lambda: torch.mm(B.double(), B, out=OUT), [B, OUT]),
+    "mm, right out": (lambda: torch.mm(B, B, out=OUT), [B, OUT]),
+    "linear, wrong shapes": (lambda: F.linear(A, B, bias=ROW), [A, B, ROW]),
+    "linear, right": (lambda: F.linear(B, B, bias=ROW), [B, ROW]),
+    "matmul, method": (lambda: A.matmul(A), [A]),
+    "matmul, operator": (lambda: A @ A, [A]),
+    "add, operator, a string": (lambda: A + "text", [A]),
+    "add, wrong shapes": (lambda: torch.add(HALF_LISTS[0], B), [HALF_LISTS[0], B]),
+    "add_, wrong shapes": (lambda: A.add_(torch.ones(7)), [A]),
+    "softmax, wrong dim": (lambda: F.softmax(HALF_LISTS[0], dim=9), [HALF_LISTS[0]]),
+    "softmax, right": (lambda: F.softmax(HALF_LISTS[0], dim=1), [HALF_LISTS[0]]),
+    "exp, method": (lambda: HALF_LISTS[0].exp("text"), [HALF_LISTS[0]]),
+    "cat, wrong shapes": (lambda: torch.cat(LISTS), [LISTS, *LISTS]),
+    "cat, mixed types": (lambda: torch.cat(HALF_LISTS), [HALF_LISTS, *HALF_LISTS]),
+    "cat, right": (lambda: torch.cat([HALF_LISTS[0], A]), [HALF_LISTS[0], A]),
+    "cat, no tensors": (lambda: torch.cat(NUMBERS), [NUMBERS]),
+    "cat, wrong keyword": (lambda: torch.cat(tensors=LISTS, dim=7), [LISTS, *LISTS]),
+    "einsum, wrong shapes": (lambda: torch.einsum("ij,jk", A, A), [A]),
+    "layer_norm": (lambda: F.layer_norm(A, (7,), weight=ROW), [A, ROW]),
+    "exp_": (lambda: torch.exp_(HALF_LISTS[0].half()), [HALF_LISTS[0]]),
+}
+
+
+@pytest.mark.parametrize(("call", "given"), CALLS.values(), ids=CALLS)
+def test_a_call_leaves_no_reference_behind(call: Callable[[], Any], given: list[Any], casts: FunctionCasts) -> None:
+    def run() -> None:
+        with contextlib.suppress(RuntimeError, TypeError, IndexError, NotImplementedError):
+            call()
+
+    run()
+    before = [sys.getrefcount(value) for value in given]
+    for _ in range(REPEATS):
+        run()
+    after = [sys.getrefcount(value) for value in given]
+    assert max(b - a for a, b in zip(before, after, strict=True)) < REPEATS // 10
+
+
+def test_calls_leak_no_string_dtype_or_none(casts: FunctionCasts) -> None:
+    key, weight = "a keyword nobody knows", nn.Parameter(torch.ones(3, 3))
+
+    def run() -> None:
+        for keywords in ({key: 1}, {"bias": None}):
+            with contextlib.suppress(TypeError):
+                F.linear(B, weight, **keywords)
+
+    run()
+    values = (key, weight, casts.dtype, casts, casts.cache)
+    before = [sys.getrefcount(value) for value in values]
+    for _ in range(REPEATS):
+        run()
+    after = [sys.getrefcount(value) for value in values]
+    assert max(b - a for a, b in zip(before, after, strict=True)) < REPEATS // 10
+
+
+def test_an_error_in_a_patched_function_leaves_casts_on_and_the_next_call_right(casts: FunctionCasts) -> None:
+    for call in (lambda: torch.mm(A, A), lambda: F.softmax(A.to(casts.dtype), 9), lambda: A @ A, lambda: torch.cat([])):
+        with pytest.raises((RuntimeError, IndexError, ValueError)):
+            call()
+        assert torch.mm(B, B).dtype == casts.dtype
+        assert casts.is_active
+    with pytest.raises(ZeroDivisionError), casts.disabled():
+        1 / 0  # noqa: B018
+    with pytest.raises(ZeroDivisionError), casts.disabled_in_thread():
+        1 / 0  # noqa: B018
+    assert torch.mm(B, B).dtype == casts.dtype
+
+
+def test_an_error_raised_by_an_argument_of_a_call_reaches_the_caller(casts: FunctionCasts) -> None:
+    class Failing(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise KeyError("mine")
+
+    failing = torch.ones(2, 2).as_subclass(Failing)
+    for call in (lambda: torch.mm(failing, X), lambda: torch.cat([failing, X]), lambda: X.matmul(failing)):
+        with pytest.raises(KeyError, match="mine"):
+            call()
+    assert torch.mm(X, X).dtype == casts.dtype

@@ -64,6 +64,7 @@ class FunctionCasts:
         self._observers: tuple[Observer, ...] = (_Trace(emit),) if verbose else ()
         self._lock = threading.Lock()
         self._disabled = 0
+        self.is_disabled_everywhere = False  # which Dynamo guards, and not how often
 
     @property
     def is_active(self) -> bool:
@@ -74,11 +75,6 @@ class FunctionCasts:
     def is_disabled(self) -> bool:
         """Whether inside `disabled`, or in this thread inside `disabled_in_thread` or a module kept in float32."""
         return self.is_disabled_everywhere or in_float_region()
-
-    @property
-    def is_disabled_everywhere(self) -> bool:
-        """Whether inside `disabled`, in any thread."""
-        return self._disabled > 0
 
     @property
     def weight_copies(self) -> WeightCache | None:
@@ -143,6 +139,7 @@ class FunctionCasts:
     def _disable(self, by: int) -> None:
         with self._lock:
             self._disabled += by
+            self.is_disabled_everywhere = self._disabled > 0
         patcher.tell_native()
 
 

@@ -54,14 +54,11 @@ class InstallableCasts(wrappers.Casts, Protocol):
     registrations: Sequence[Registration]
     removals: Sequence[tuple[Any, str]]
     is_native: bool
+    is_disabled_everywhere: bool
 
     @property
     def is_disabled(self) -> bool:
         """Whether they are switched off, here or everywhere."""
-
-    @property
-    def is_disabled_everywhere(self) -> bool:
-        """Whether they are switched off in all threads."""
 
     @property
     def is_observed(self) -> bool:
@@ -330,13 +327,23 @@ def _patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, nam
     return patched
 
 
-def _python_function(original: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """What was a Python function stays one, with a signature, and code that torch.jit.script may look for."""
+def _python_function(original: Any, call: Callable[..., Any]) -> Any:
+    """What was a Python function stays one: with a signature, and with code that torch.jit.script may look for.
 
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
+    It names its parameters. `*args, **kwargs` would add 0.3 us to each call.
+    """
+    signature = inspect.signature(original, follow_wrapped=False)
+    passed = []
+    for p in signature.parameters.values():
+        by_name = p.kind is p.KEYWORD_ONLY or p.name in ("out", "dtype")  # which `call` looks for among keywords
+        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        passed.append(f"{p.name}={p.name}" if by_name else stars + p.name)
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
+    names: dict[str, Any] = {"call": call}
+    source = f"def patched{signature.replace(parameters=bare, return_annotation=signature.empty)}: return call({', '.join(passed)})"
+    exec(compile(source, __file__, "exec"), names)
+    patched = functools.wraps(original)(names["patched"])
+    patched.__defaults__, patched.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
     return patched
 
 

@@ -188,6 +188,21 @@ void look_at_items(PyObject* sequence, Found& found) {
   }
 }
 
+bool is_number_or_text(PyObject* object) {
+  return PyLong_CheckExact(object) || PyFloat_CheckExact(object) || PyUnicode_CheckExact(object) || object == Py_None ||
+         PyBool_Check(object);
+}
+
+// At what is no exact tensor.
+void look_at(PyObject* arg, Found& found) {
+  if (is_sequence(arg)) {
+    look_at_items(arg, found);
+  } else {
+    static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
+    found.odd |= PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(arg)), name) != 0;  // a tensor, or takes its part
+  }
+}
+
 Found look(Arguments const& args) {
   Found found;
   for (size_t i = 0; i < args.size(); ++i) {
@@ -195,14 +210,8 @@ Found look(Arguments const& args) {
     if (THPVariable_CheckExact(arg)) {
       found.odd |= is_out(args.keyword(i));
       found.note(THPVariable_Unpack(arg));
-    } else if (PyLong_CheckExact(arg) || PyFloat_CheckExact(arg) || PyUnicode_CheckExact(arg) || arg == Py_None ||
-               PyBool_Check(arg)) {
-      continue;
-    } else if (is_sequence(arg)) {
-      look_at_items(arg, found);
-    } else {
-      static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
-      found.odd |= PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(arg)), name) != 0;  // a tensor, or takes its part
+    } else if (!is_number_or_text(arg)) {
+      look_at(arg, found);
     }
   }
   return found;
@@ -245,8 +254,14 @@ PyObject* cast_object(PyObject* object, at::ScalarType to, bool weights) {
   }
   if (weights && type == at::kFloat && reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass &&
       may_keep(tensor)) {
+    if (PyObject* const found = casts.cache->find(tensor, to)) {
+      return found;
+    }
     py::object const alive = casts.owner;
     return casts.cache->cast(tensor, to).tensor.release().ptr();
+  }
+  if (tensor.is_cpu() && tensor.numel() <= 8192) {  // a microsecond: to let others run would take a tenth more
+    return THPVariable_Wrap(cast(tensor, to));
   }
   at::Tensor result;
   {
@@ -359,6 +374,17 @@ PyObject* call(Function const& function, Arguments& args) {
   return args.call(function.original);
 }
 
+// HANDLE_TH_ERRORS without its buffer for warnings, which the function that is called on has, too.
+template <class F>
+PyObject* guarded(F f) {
+  try {
+    return f();
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
 // --- functions of modules: builtins, whose `__self__` is this object ----------------------------------------------
 
 struct FunctionObject {
@@ -367,10 +393,10 @@ struct FunctionObject {
 };
 
 PyObject* call_function(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* keywords) {
-  HANDLE_TH_ERRORS
-  Arguments arguments(nullptr, args, size_t(positional), keywords);
-  return call(*reinterpret_cast<FunctionObject*>(self)->function, arguments);
-  END_HANDLE_TH_ERRORS
+  return guarded([&] {
+    Arguments arguments(nullptr, args, size_t(positional), keywords);
+    return call(*reinterpret_cast<FunctionObject*>(self)->function, arguments);
+  });
 }
 
 // A builtin is pickled as getattr(__self__, __name__): its __self__ as the module, so that this loads without us.
@@ -399,10 +425,10 @@ size_t method_count = 0;
 
 template <size_t i>
 PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* keywords) {
-  HANDLE_TH_ERRORS
-  Arguments arguments(self, args, size_t(positional), keywords);
-  return call(*methods[i], arguments);
-  END_HANDLE_TH_ERRORS
+  return guarded([&] {
+    Arguments arguments(self, args, size_t(positional), keywords);
+    return call(*methods[i], arguments);
+  });
 }
 
 using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);

@@ -18,6 +18,11 @@ namespace {
 
 py::object wrap(at::Tensor const& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
 
+// tensor._version() goes through a table of autograd's.
+uint32_t version_of(at::Tensor const& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
 // Nodes are held by std::shared_ptr before torch 2.13, by c10::intrusive_ptr since.
 template <class Pointer, class Node>
 Pointer make_node() {
@@ -48,6 +53,15 @@ at::Tensor copied(at::Tensor const& weight, at::ScalarType low, at::Tensor memor
 
 }  // namespace
 
+PyObject* WeightCache::find(at::Tensor const& weight, at::ScalarType low) {
+  auto const found = entries_.find(weight.unsafeGetTensorImpl());
+  if (found == entries_.end() || !is_current(found->second, weight, low)) {
+    return nullptr;
+  }
+  bool const connected = c10::GradMode::is_enabled() && weight.requires_grad();
+  return py::object(connected ? found->second.connected : found->second.plain).release().ptr();
+}
+
 WeightCache::Cast WeightCache::cast(at::Tensor const& weight, at::ScalarType low) {
   auto const found = entries_.find(weight.unsafeGetTensorImpl());
   bool const keeps = c10::GradMode::is_enabled();
@@ -55,9 +69,7 @@ WeightCache::Cast WeightCache::cast(at::Tensor const& weight, at::ScalarType low
   if (!is_there && !keeps) {  // it would hold memory through evaluation
     return {wrap(copied(weight, low, {})), true};
   }
-  bool const is_current = is_there && found->second.state == State::current && is_exact(found->second, weight) &&
-                          // else written through an alias, perhaps
-                          !(found->second.across_steps && weight.storage().use_count() != 1);
+  bool const is_current = is_there && WeightCache::is_current(found->second, weight, low);
   Entry& entry = is_current ? found->second : renew(weight, low);
   if (!keeps || !weight.requires_grad()) {
     if (!entry.plain) {
@@ -162,14 +174,20 @@ void WeightCache::written(std::vector<at::Tensor> const& weights) {
   }
 }
 
+bool WeightCache::is_current(Entry const& entry, at::Tensor const& weight, at::ScalarType low) {
+  return entry.state == State::current && entry.copy.scalar_type() == low && is_exact(entry, weight) &&
+         // else written through an alias, perhaps
+         !(entry.across_steps && weight.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1);
+}
+
 bool WeightCache::is_exact(Entry const& entry, at::Tensor const& weight) {
-  return entry.version == weight._version() && entry.address == weight.const_data_ptr() &&
-         entry.copy_version == entry.copy._version();
+  return entry.version == version_of(weight) && entry.address == weight.const_data_ptr() &&
+         entry.copy_version == version_of(entry.copy);
 }
 
 void WeightCache::stamp(Entry& entry, at::Tensor const& weight) {
-  entry.version = weight._version();
-  entry.copy_version = entry.copy._version();
+  entry.version = version_of(weight);
+  entry.copy_version = version_of(entry.copy);
   entry.address = weight.const_data_ptr();
 }
 
@@ -187,7 +205,7 @@ WeightCache::Entry& WeightCache::renew(at::Tensor const& weight, at::ScalarType 
       memory = entry.copy;
     }
   }
-  uint32_t const version = weight._version();
+  uint32_t const version = version_of(weight);
   at::Tensor copy = copied(weight, low, std::move(memory));
   found = entries_.find(key);  // others ran meanwhile
   if (found == entries_.end()) {

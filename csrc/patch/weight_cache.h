@@ -22,6 +22,9 @@ class WeightCache {
   // How many copies are the casts of their weights now.
   size_t size() const;
 
+  // What `cast` would find, with its edge where that is needed, as a new reference; null where it would make something.
+  PyObject* find(at::Tensor const& weight, at::ScalarType low);
+
   // The weight in type `low`; gradients flow to the weight.
   Cast cast(at::Tensor const& weight, at::ScalarType low);
 
@@ -66,6 +69,7 @@ class WeightCache {
     pybind11::object connected;  // an alias of it with an autograd edge to the weight, which keeps the weight alive
   };
 
+  static bool is_current(Entry const& entry, at::Tensor const& weight, at::ScalarType low);
   static bool is_exact(Entry const& entry, at::Tensor const& weight);
   static void stamp(Entry& entry, at::Tensor const& weight);
   Entry& renew(at::Tensor const& weight, at::ScalarType low);

@@ -336,13 +336,13 @@ def _python_function(original: Any, call: Callable[..., Any]) -> Any:
     passed = []
     for p in signature.parameters.values():
         by_name = p.kind is p.KEYWORD_ONLY or p.name in ("out", "dtype")  # which `call` looks for among keywords
-        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
         passed.append(f"{p.name}={p.name}" if by_name else stars + p.name)
     bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
+    header = signature.replace(parameters=bare, return_annotation=signature.empty)
     names: dict[str, Any] = {"call": call}
-    source = f"def patched{signature.replace(parameters=bare, return_annotation=signature.empty)}: return call({', '.join(passed)})"
-    exec(compile(source, __file__, "exec"), names)
-    patched = functools.wraps(original)(names["patched"])
+    exec(compile(f"def patched{header}: return call({', '.join(passed)})", __file__, "exec"), names)
+    patched: Any = functools.wraps(original)(names["patched"])
     patched.__defaults__, patched.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
     return patched
 

@@ -30,8 +30,8 @@ namespace {
 
 // What is done to the arguments; amp_engine/casting/wrappers.py has one function of this name for each.
 enum class Kind : char { half, float32, promote, match_self, refused_function, refused_method, banned };
-char const* const kKinds[] = {"half",       "float32",          "promote",       "match_self",
-                              "refused_function", "refused_method", "banned"};
+char const* const kKinds[] = {"half",   "float32", "promote", "match_self", "refused_function", "refused_method",
+                              "banned"};
 
 struct Function {
   PyObject* original;   // called on
@@ -136,6 +136,7 @@ struct Found {
   int sequences = 0;
 
   bool any_low() const { return half || bfloat16; }
+  bool mixed() const { return float32 + half + bfloat16 > 1 && !wide; }
 
   void note(at::Tensor const& tensor) {
     at::ScalarType const type = tensor.scalar_type();
@@ -162,7 +163,8 @@ std::optional<at::ScalarType> dtype_argument(Arguments const& args) {
 }
 
 bool is_out(PyObject* keyword) {
-  return keyword != nullptr && PyUnicode_GET_LENGTH(keyword) == 3 && PyUnicode_CompareWithASCIIString(keyword, "out") == 0;
+  return keyword != nullptr && PyUnicode_GET_LENGTH(keyword) == 3 &&
+         PyUnicode_CompareWithASCIIString(keyword, "out") == 0;
 }
 
 void look_at_items(PyObject* sequence, Found& found) {
@@ -289,7 +291,8 @@ PyObject* cast_items(PyObject* sequence, at::ScalarType to, bool weights) {
     return nullptr;
   }
   bool const is_list = PyList_CheckExact(sequence);
-  auto result = py::reinterpret_steal<py::object>(is_list ? PyList_New(Py_ssize_t(count)) : PyTuple_New(Py_ssize_t(count)));
+  auto result =
+      py::reinterpret_steal<py::object>(is_list ? PyList_New(Py_ssize_t(count)) : PyTuple_New(Py_ssize_t(count)));
   for (size_t i = 0; i < count; ++i) {
     // A cast lets other threads run, which may shorten a list.
     if (size_t(Py_SIZE(sequence)) != count) {
@@ -345,7 +348,7 @@ PyObject* call(Function const& function, Arguments& args) {
       }
       break;
     case Kind::promote:
-      if (found.float32 + found.half + found.bfloat16 > 1 && !found.wide && (!function.torch_promotes || found.scalar)) {
+      if (found.mixed() && (!function.torch_promotes || found.scalar)) {
         cast_all(args, 0, at::kFloat, false);
       }
       break;

@@ -70,18 +70,21 @@ WeightCache::Cast WeightCache::cast(at::Tensor const& weight, at::ScalarType low
     return {wrap(copied(weight, low, {})), true};
   }
   bool const is_current = is_there && WeightCache::is_current(found->second, weight, low);
-  Entry& entry = is_current ? found->second : renew(weight, low);
-  if (!keeps || !weight.requires_grad()) {
-    if (!entry.plain) {
-      entry.plain = wrap(entry.copy);
-    }
-    return {entry.plain, !is_current};
+  Entry const& entry = is_current ? found->second : renew(weight, low);
+  bool const connected = keeps && weight.requires_grad();
+  if (py::object const& kept = connected ? entry.connected : entry.plain) {
+    return {kept, !is_current};
   }
-  if (!entry.connected) {
-    entry.connected = wrap(connect(entry.copy, weight));
-    entry.object = wrap(weight).ptr();
+  at::Tensor const copy = entry.copy;
+  py::object made = wrap(connected ? connect(copy, weight) : copy.detach());
+  PyObject* const object = wrap(weight).ptr();
+  // A new object may have set off a collection of garbage, which drops entries and moves others.
+  auto const again = entries_.find(weight.unsafeGetTensorImpl());
+  if (again != entries_.end() && again->second.copy.is_same(copy)) {
+    (connected ? again->second.connected : again->second.plain) = made;
+    again->second.object = object;
   }
-  return {entry.connected, !is_current};
+  return {std::move(made), !is_current};
 }
 
 void WeightCache::discard(at::Tensor const& weight) {
@@ -94,7 +97,7 @@ void WeightCache::discard(at::Tensor const& weight) {
   }
   if (found->second.stepped) {
     found->second.state = State::wrong;
-    found->second.connected = {};
+    found->second.connected = found->second.plain = {};
   } else {
     entries_.erase(found);
   }
@@ -103,12 +106,13 @@ void WeightCache::discard(at::Tensor const& weight) {
 void WeightCache::lapse() {
   // What is dropped may run Python that comes back here.
   std::vector<Entry> dropped;
-  std::vector<py::object> edges;
+  std::vector<py::object> aliases;
   for (auto it = entries_.begin(); it != entries_.end();) {
     Entry& entry = it->second;
     // A copy that no step writes yet is kept until the step that may follow now.
     if ((entry.stepped || entry.state == State::current) && !entry.weight.expired()) {
-      edges.push_back(std::move(entry.connected));
+      aliases.push_back(std::move(entry.connected));
+      aliases.push_back(std::move(entry.plain));
       entry.state = entry.state == State::wrong ? State::wrong : State::lapsed;
       ++it;
     } else {
@@ -150,7 +154,7 @@ std::vector<std::optional<at::Tensor>> WeightCache::copies(std::vector<at::Tenso
       continue;
     }
     Entry& entry = found->second;
-    entry.connected = {};
+    entry.connected = entry.plain = {};
     entry.stepped = true;
     if (entry.state == State::wrong || entry.copy.storage().use_count() != 1 || !is_exact(entry, weight)) {
       result.emplace_back(renew(weight, entry.copy.scalar_type()).copy);
@@ -198,7 +202,7 @@ WeightCache::Entry& WeightCache::renew(at::Tensor const& weight, at::ScalarType 
   at::Tensor memory;
   if (found != entries_.end()) {
     Entry& entry = found->second;
-    entry.connected = {};
+    entry.connected = entry.plain = {};
     if (entry.stepped && entry.copy.storage().use_count() == 1 && entry.copy.scalar_type() == low &&
         entry.copy.sizes() == weight.sizes() && entry.copy.strides() == weight.strides() &&
         entry.copy.device() == weight.device()) {
@@ -215,8 +219,7 @@ WeightCache::Entry& WeightCache::renew(at::Tensor const& weight, at::ScalarType 
     found = entries_.emplace(key, Entry{WeakImpl(weight.getIntrusivePtr())}).first;
   }
   Entry& entry = found->second;
-  entry.connected = {};
-  entry.plain = {};
+  entry.connected = entry.plain = {};
   entry.copy = std::move(copy);
   stamp(entry, weight);
   entry.version = version;

@@ -64,9 +64,10 @@ class WeightCache {
     State state = State::current;
     bool stepped = false;        // a step writes it
     bool across_steps = false;   // and was the last that did
-    pybind11::object plain;      // `copy` as Python has it
-    PyObject* object = nullptr;  // the weight as Python has it, there while `connected` is
-    pybind11::object connected;  // an alias of it with an autograd edge to the weight, which keeps the weight alive
+    // Aliases of `copy`, so that its storage tells whether a graph holds one: without gradient, and with an autograd
+    // edge to the weight, which keeps the weight alive, and its Python object `object`.
+    pybind11::object plain, connected;
+    PyObject* object = nullptr;
   };
 
   static bool is_current(Entry const& entry, at::Tensor const& weight, at::ScalarType low);

@@ -852,3 +852,36 @@ def test_models_that_come_and_go_keep_memory_flat() -> None:
         if index and index % 100 == 0:
             counts.add((live_tensors(), len(amp.current_engine().casts.cache)))
     assert len(counts) == 1, counts
+
+
+def test_a_graph_over_a_frozen_weight_has_the_weight_it_ran_with(level: str) -> None:
+    convolution = nn.Conv1d(3, 2, 1)  # which saves its weight itself, and no view of it
+    nn.init.constant_(convolution.weight, 2.0)
+    model, optimizer = initialized(level, OPTIMIZERS["SGD"], convolution)
+    x = X[..., None].clone().requires_grad_()
+    iterate(model, optimizer, x.detach())
+    before = model.weight.detach().clone()
+    model.requires_grad_(False)
+    loss = total(model(x))
+    model.requires_grad_(True)
+    iterate(model, optimizer, x.detach())
+    assert not torch.equal(model.weight, before)
+    loss.backward()
+    assert torch.equal(x.grad, before.sum(0).expand_as(x))
+
+
+def test_collections_of_garbage_while_weights_are_cast_change_nothing(level: str) -> None:
+    """Each new object may set one off, and it drops the copies of models that are gone."""
+    initialized(level)
+    threshold = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for i in range(60):
+            model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(3)])
+            for layer in model:
+                nn.init.constant_(layer.weight, i % 3)
+            cycle = [model]
+            cycle.append(cycle)  # type: ignore[arg-type]
+            assert model(X[:1])[0, 0] == 2 * (3 * (i % 3)) ** 2 * (i % 3)
+    finally:
+        gc.set_threshold(*threshold)

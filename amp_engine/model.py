@@ -16,6 +16,7 @@ from amp_engine.casting.keep_float import is_kept, kept_modules
 from amp_engine.checkpoint import hook_model
 from amp_engine.containers import cast_tensors
 from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.dynamo import part_of_a_graph
 
 
 class CastInputs:
@@ -42,6 +43,10 @@ class CastOutputs:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast the result."""
         return cast_tensors(output, self.dtype)
+
+
+part_of_a_graph(CastInputs.__call__)
+part_of_a_graph(CastOutputs.__call__)
 
 
 class CastModel:

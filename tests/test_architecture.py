@@ -17,7 +17,7 @@ MODULES = {
 # Each line may import from the lines above it, never from its own line or from below.
 LAYERS = [
     ["errors", "devices", "kernels._native", "kernels.hyperparameters"],
-    ["dtypes", "ghost", "__main__"],
+    ["dtypes", "dynamo", "ghost", "__main__"],
     ["containers", "policy", "kernels.walk"],
     ["kernels.refusals", "levels"],
     ["kernels.reference"],

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting import patcher
 from amp_engine.casting.float_region import float_region
 from amp_engine.containers import cast_tensors
 from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.dynamo import part_of_a_graph
 from amp_engine.errors import AmpTypeError
 
 M = TypeVar("M", bound=nn.Module)
@@ -113,12 +113,8 @@ def _region() -> Iterator[None]:
         yield
 
 
-# Dynamo may trace the hooks as part of a model, but not compile them alone, as it would where it is given their module
-# to compile: what a graph of its own does to the state of the thread is gone when the graph is made.
-for _hook in (enter_float, leave_float):
-    eval_frame.set_code_exec_strategy(
-        _hook.__code__, eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    )
+part_of_a_graph(enter_float)
+part_of_a_graph(leave_float)
 
 
 def _remove_hooks(module: nn.Module) -> None:

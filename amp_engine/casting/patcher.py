@@ -406,8 +406,10 @@ def forget_compiled() -> None:
 
 
 def _know_originals() -> None:
-    """Have Dynamo look torch's functions up, which it does by name, while they are the originals."""
+    """Have Dynamo look torch's functions up, which it does by name and once, while they are the originals."""
     forget_compiled()
     trace_rules = importlib.import_module("torch._dynamo.trace_rules")
-    trace_rules.clear_lru_cache()
-    trace_rules.get_torch_obj_rule_map()
+    trace_rules.get_tensor_method.cache_clear()
+    if torch.mm not in trace_rules.get_torch_obj_rule_map():  # somebody had it looked up again while it was patched
+        trace_rules.get_torch_obj_rule_map.cache_clear()
+        trace_rules.get_torch_obj_rule_map()

@@ -401,3 +401,18 @@ def test_explain_finds_one_graph_without_a_break() -> None:
     amp.initialize(model, opt_level="O1", verbosity=0)
     found = torch._dynamo.explain(model)(FUNCTIONAL.batch()[0])
     assert (found.graph_count, found.graph_break_count) == (1, 0)
+
+
+def test_dynamo_knows_torch_again_after_it_looked_functions_up_while_they_were_patched() -> None:
+    """torch.distributed.init_process_group clears the table."""
+    casts = FunctionCasts(torch.bfloat16)
+    casts.install()
+    torch._dynamo.trace_rules.clear_lru_cache()
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    casts.remove()
+    casts.install()
+    try:
+        result = torch.compile(lambda x: torch.mul(x, x.bfloat16()), fullgraph=True, backend="aot_eager")(torch.ones(2))
+        assert result.dtype == torch.float32
+    finally:
+        casts.remove()

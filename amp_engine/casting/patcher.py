@@ -410,6 +410,8 @@ def _know_originals() -> None:
     forget_compiled()
     trace_rules = importlib.import_module("torch._dynamo.trace_rules")
     trace_rules.get_tensor_method.cache_clear()
-    if torch.mm not in trace_rules.get_torch_obj_rule_map():  # somebody had it looked up again while it was patched
+    known = trace_rules.get_torch_obj_rule_map()
+    in_graph = trace_rules.TorchInGraphFunctionVariable
+    if any(known.get(patched) is in_graph for patched, _ in _originals.values()):  # somebody had it look meanwhile
         trace_rules.get_torch_obj_rule_map.cache_clear()
         trace_rules.get_torch_obj_rule_map()

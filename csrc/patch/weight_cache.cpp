@@ -63,26 +63,28 @@ PyObject* WeightCache::find(at::Tensor const& weight, at::ScalarType low) {
 }
 
 WeightCache::Cast WeightCache::cast(at::Tensor const& weight, at::ScalarType low) {
-  auto const found = entries_.find(weight.unsafeGetTensorImpl());
+  auto found = entries_.find(weight.unsafeGetTensorImpl());
   bool const keeps = c10::GradMode::is_enabled();
+  bool const connected = keeps && weight.requires_grad();
   bool const is_there = found != entries_.end() && found->second.copy.scalar_type() == low;
   if (!is_there && !keeps) {  // it would hold memory through evaluation
     return {wrap(copied(weight, low, {})), true};
   }
   bool const is_current = is_there && WeightCache::is_current(found->second, weight, low);
-  Entry const& entry = is_current ? found->second : renew(weight, low);
-  bool const connected = keeps && weight.requires_grad();
-  if (py::object const& kept = connected ? entry.connected : entry.plain) {
-    return {kept, !is_current};
+  if (is_current) {
+    Entry const& entry = found->second;
+    if (py::object const& kept = connected ? entry.connected : entry.plain) {
+      return {kept, false};
+    }
   }
-  at::Tensor const copy = entry.copy;
+  at::Tensor const copy = is_current ? found->second.copy : renew(weight, low);
   py::object made = wrap(connected ? connect(copy, weight) : copy.detach());
   PyObject* const object = wrap(weight).ptr();
-  // A new object may have set off a collection of garbage, which drops entries and moves others.
-  auto const again = entries_.find(weight.unsafeGetTensorImpl());
-  if (again != entries_.end() && again->second.copy.is_same(copy)) {
-    (connected ? again->second.connected : again->second.plain) = made;
-    again->second.object = object;
+  py::object replaced;
+  found = entries_.find(weight.unsafeGetTensorImpl());
+  if (found != entries_.end() && found->second.copy.is_same(copy)) {
+    found->second.object = object;
+    replaced = std::exchange(connected ? found->second.connected : found->second.plain, made);
   }
   return {std::move(made), !is_current};
 }
@@ -95,9 +97,11 @@ void WeightCache::discard(at::Tensor const& weight) {
   if (found == entries_.end()) {
     return;
   }
-  if (found->second.stepped) {
-    found->second.state = State::wrong;
-    found->second.connected = found->second.plain = {};
+  Entry& entry = found->second;
+  std::pair<py::object, py::object> const dropped{std::move(entry.connected), std::move(entry.plain)};
+  at::Tensor const memory = entry.copy;
+  if (entry.stepped) {
+    entry.state = State::wrong;
   } else {
     entries_.erase(found);
   }
@@ -148,19 +152,17 @@ std::vector<std::optional<at::Tensor>> WeightCache::copies(std::vector<at::Tenso
   std::vector<std::optional<at::Tensor>> result;
   result.reserve(weights.size());
   for (at::Tensor const& weight : weights) {
+    drop_aliases(weight);
     auto const found = entries_.find(weight.unsafeGetTensorImpl());
     if (found == entries_.end()) {
       result.emplace_back();
       continue;
     }
     Entry& entry = found->second;
-    entry.connected = entry.plain = {};
     entry.stepped = true;
-    if (entry.state == State::wrong || entry.copy.storage().use_count() != 1 || !is_exact(entry, weight)) {
-      result.emplace_back(renew(weight, entry.copy.scalar_type()).copy);
-    } else {
-      result.emplace_back(entry.copy);
-    }
+    bool const is_good =
+        entry.state != State::wrong && entry.copy.storage().use_count() == 1 && is_exact(entry, weight);
+    result.emplace_back(is_good ? entry.copy : renew(weight, entry.copy.scalar_type()));
   }
   return result;
 }
@@ -195,14 +197,22 @@ void WeightCache::stamp(Entry& entry, at::Tensor const& weight) {
   entry.address = weight.const_data_ptr();
 }
 
+void WeightCache::drop_aliases(at::Tensor const& weight) {
+  std::pair<py::object, py::object> dropped;
+  auto const found = entries_.find(weight.unsafeGetTensorImpl());
+  if (found != entries_.end()) {
+    dropped = {std::move(found->second.connected), std::move(found->second.plain)};
+  }
+}
+
 // In the same memory where nobody else holds it: a step's table points there.
-WeightCache::Entry& WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
+at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
   Impl* const key = weight.unsafeGetTensorImpl();
+  drop_aliases(weight);
   auto found = entries_.find(key);
   at::Tensor memory;
   if (found != entries_.end()) {
-    Entry& entry = found->second;
-    entry.connected = entry.plain = {};
+    Entry const& entry = found->second;
     if (entry.stepped && entry.copy.storage().use_count() == 1 && entry.copy.scalar_type() == low &&
         entry.copy.sizes() == weight.sizes() && entry.copy.strides() == weight.strides() &&
         entry.copy.device() == weight.device()) {
@@ -211,21 +221,21 @@ WeightCache::Entry& WeightCache::renew(at::Tensor const& weight, at::ScalarType 
   }
   uint32_t const version = version_of(weight);
   at::Tensor copy = copied(weight, low, std::move(memory));
-  found = entries_.find(key);  // others ran meanwhile
+  drop_aliases(weight);
+  if (entries_.size() >= sweep_at_) {
+    sweep();
+  }
+  found = entries_.find(key);
   if (found == entries_.end()) {
-    if (entries_.size() >= sweep_at_) {
-      sweep();
-    }
     found = entries_.emplace(key, Entry{WeakImpl(weight.getIntrusivePtr())}).first;
   }
   Entry& entry = found->second;
-  entry.connected = entry.plain = {};
-  entry.copy = std::move(copy);
+  at::Tensor const replaced = std::exchange(entry.copy, copy);
   stamp(entry, weight);
   entry.version = version;
   entry.state = State::current;
   entry.across_steps = false;
-  return entry;
+  return copy;
 }
 
 void WeightCache::sweep() {

@@ -73,9 +73,12 @@ class WeightCache {
   static bool is_current(Entry const& entry, at::Tensor const& weight, at::ScalarType low);
   static bool is_exact(Entry const& entry, at::Tensor const& weight);
   static void stamp(Entry& entry, at::Tensor const& weight);
-  Entry& renew(at::Tensor const& weight, at::ScalarType low);
+  at::Tensor renew(at::Tensor const& weight, at::ScalarType low);
+  void drop_aliases(at::Tensor const& weight);
   void sweep();
 
+  // Whatever makes or frees a Python object lets other threads, and collections of garbage, come here: entries are
+  // found again after it, and freed when the table is whole.
   ska::flat_hash_map<Impl*, Entry> entries_;
   size_t sweep_at_ = 64;
 };

@@ -504,3 +504,37 @@ def test_an_error_raised_by_an_argument_of_a_call_reaches_the_caller(casts: Func
         with pytest.raises(KeyError, match="mine"):
             call()
     assert torch.mm(X, X).dtype == casts.dtype
+
+
+def test_threads_may_cast_drop_and_step_the_copies_of_one_model(casts: FunctionCasts) -> None:
+    """Freeing a tensor lets other threads run, in the middle of whatever freed it."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    x = torch.ones(1, 2)
+    try:
+        for _ in range(8):
+            model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+            weights = list(model.parameters())
+            expected = model(x).detach()
+            drop: list[Callable[[], Any]] = [
+                casts.cache.clear,
+                casts.cache.lapse,
+                lambda first=weights[0]: casts.cache.discard(first),
+                lambda all_of_them=weights: casts.cache.copies(all_of_them),
+            ]
+            results: list[Tensor] = []
+
+            def run(call: Callable[[], Any], model: Any = model, results: list[Tensor] = results) -> None:
+                for _ in range(40):
+                    results.append(model(x).detach())
+                    call()
+
+            threads = [threading.Thread(target=run, args=(call,)) for call in drop * 2]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(results) == 40 * len(threads)
+            assert all(torch.equal(result, expected) for result in results)
+    finally:
+        sys.setswitchinterval(interval)

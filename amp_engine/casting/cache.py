@@ -34,7 +34,8 @@ class WeightCache:
 
     A cast is reused while its weight is the same object with the same version, address and
     `requires_grad`. Optimizers that write through `weight.data` move none of these, so the owner of the cache
-    also calls `clear` after every optimizer step and `discard` when a weight's `.data` is taken.
+    also calls `after_step` after every optimizer step, `lapse` after every `scale_loss`, and `discard` when a weight's
+    `.data` is taken.
 
     Nothing is kept while gradients are off: there a copy would go stale between a load and the next
     forward, hold memory through evaluation, and be reused in training without its autograd edge. Nothing is kept
@@ -170,7 +171,7 @@ class NativeWeightCache(WeightCache):
 
 
 def tensors_hold_their_objects() -> bool:
-    """Whether a tensor that C++ holds keeps up the reference count of its Python object, as of torch 2.10."""
+    """Whether a tensor that C++ holds keeps the reference count of its Python object up: not in every torch."""
     weight = nn.Parameter(torch.zeros(1))
     before = sys.getrefcount(weight)
     held_by_node = weight.view(1)

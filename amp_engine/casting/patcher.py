@@ -354,6 +354,7 @@ def _patched_method(original: Any, wrapper: wrappers.Wrapper, name: str) -> Any:
     native: Any = _native.module
     doc = original.__doc__ or ""
     patched = native.patched_method(original, reference, name, doc, wrapper.__name__, name in PROMOTED_BY_TORCH)
+    patched = reference if patched is None else patched
     _originals[id(patched)] = patched, original
     return patched
 

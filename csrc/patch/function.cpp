@@ -2,7 +2,6 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
@@ -133,7 +132,6 @@ PyObject** items(PyObject* sequence, size_t& count) {
 struct Found {
   bool odd = false;  // Python must see to it: subclasses, `out`, sequences of unusual types
   bool float32 = false, half = false, bfloat16 = false, wide = false, scalar = false;
-  int sequences = 0;
 
   bool any_low() const { return half || bfloat16; }
   bool mixed() const { return float32 + half + bfloat16 > 1 && !wide; }
@@ -181,7 +179,6 @@ void look_at_items(PyObject* sequence, Found& found) {
   for (size_t i = 0; i < count; ++i) {
     if (THPVariable_CheckExact(tensors[i])) {
       found.note(THPVariable_Unpack(tensors[i]));
-      found.sequences = 1;
     } else if (i == 0 && !THPVariable_Check(tensors[i])) {
       return;  // of numbers
     } else {

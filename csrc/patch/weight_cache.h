@@ -35,8 +35,8 @@ class WeightCache {
   // their memory.
   void lapse();
 
-  // Free the weights that nobody but their own casts keeps alive. Where tensors keep the reference counts of their
-  // Python objects up, as of torch 2.10.
+  // Free the weights that nobody but their own casts keeps alive. Only where a tensor that C++ holds keeps the
+  // reference count of its Python object up.
   void drop_orphans();
 
   // Forget everything.

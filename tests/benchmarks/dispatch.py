@@ -8,7 +8,6 @@ and the wall clock counts whoever else wants the core. The 25th percentile over 
 from __future__ import annotations
 
 import argparse
-import inspect
 import time
 import timeit
 from collections.abc import Iterator
@@ -30,7 +29,6 @@ from tests.benchmarks.timing import Judged, judged, write
 HALF = torch.bfloat16
 BLOCK_SECONDS = 0.005  # about what a contestant runs at a time: some thousand calls
 AUTOCAST = "torch.autocast"
-HAS_REFERENCE = "native" in inspect.signature(FunctionCasts).parameters
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def operands() -> dict[str, Any]:
 @contextmanager
 def ours(call: str, native: bool = True) -> Iterator[Block]:
     """The call under O4's casts; where `native` is false, with the wrappers in Python."""
-    casts = FunctionCasts(HALF, **({"native": False} if HAS_REFERENCE and not native else {}))
+    casts = FunctionCasts(HALF, native=None if native else False)
     casts.install()
     try:
         yield _block(call)
@@ -190,7 +188,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench/dispatch.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if not HAS_REFERENCE or not kernels.has_native(torch.device("cpu")):
+    if not kernels.has_native(torch.device("cpu")):
         print("Note:  the wrappers here are the ones in Python, so ours and theirs are the same.")
     records, failures = [], []
     for case in (*AGAINST, *ADDED):

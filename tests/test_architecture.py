@@ -46,6 +46,8 @@ LAYERS = [
     ["initialized"],
     ["engine"],
     ["amp"],
+    ["apex.amp"],
+    ["apex"],
 ]
 RANK = {f"amp_engine.{name}": i for i, layer in enumerate(LAYERS) for name in layer}
 

@@ -1,0 +1,34 @@
+"""What answers to `import apex`: its packages, on amp_engine and today's PyTorch.
+
+Three ways in: `from amp_engine import amp`; `import amp_engine.apex.install` at the top of a program; `python -m
+amp_engine.apex train.py` for a script that nobody edits. See docs/migrating_from_apex.md.
+"""
+
+import importlib
+from types import ModuleType
+
+_PARTS = (
+    "amp",
+    "fp16_utils",
+    "fused_dense",
+    "mlp",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+)
+
+
+class DeprecatedFeatureWarning(FutureWarning):
+    """What apex warned with. Nothing here is deprecated, so it is only there to be filtered."""
+
+
+def __getattr__(name: str) -> ModuleType:
+    # `import apex; apex.parallel` worked without an import of its own; importing all of it here would take its time.
+    if name in _PARTS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PARTS])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.benchmarks import dispatch, train
-from tests.benchmarks.processes import ContestantError, race
+from tests.benchmarks.processes import ContestantError, interleaved, race
 from tests.benchmarks.timing import Judged, Record, judged, write
 
 STEP_KEYS = ["case", "ours_us", "peer", "peer_us", "ratio", "bytes_per_param", "bandwidth_fraction"]
@@ -83,11 +83,31 @@ def test_a_race_runs_every_contestant_in_every_round_and_leaves_this_process_alo
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_contestant_that_fails_says_why():
+def test_contestants_that_take_turns_in_one_process_never_meet_the_others_context():
+    inside = []
+
+    def counting(step):
+        total = iter(range(0, 100, step))
+
+        @contextmanager
+        def contestant():
+            inside.append(step)
+            yield lambda: float(next(total)) if inside == [step] else float("nan")
+            inside.remove(step)
+
+        return contestant
+
+    assert interleaved([counting(1), counting(10)], rounds=3, warmup=1) == [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]]
+    assert inside == []
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("runs", [race, interleaved])
+def test_a_contestant_that_fails_says_why(runs):
     @contextmanager
     def failing():
         raise ValueError("no such engine")
         yield
 
     with pytest.raises(ContestantError, match="ValueError: no such engine"):
-        race([failing], rounds=1)
+        runs([failing], rounds=1)

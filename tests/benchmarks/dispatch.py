@@ -1,8 +1,8 @@
 """What O4's casts cost per call, against torch.autocast and against wrappers in Python.
 
-`make bench` writes build/bench/dispatch.json. Tensors are tiny, so a call is hardly more than its dispatch. Each side
-runs in a process of its own, in one thread, with gradients enabled. Times are CPU time: one thread waits for nothing,
-and the wall clock counts whoever else wants the core. The 25th percentile over the rounds counts.
+`make bench` writes build/bench/dispatch.json. Tensors are tiny, so a call is hardly more than its dispatch. The sides
+of a case take turns in one process, in one thread, with gradients enabled. Times are CPU time: one thread waits for
+nothing, and the wall clock counts whoever else wants the core. The 25th percentile over the rounds counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from amp_engine import kernels
 from amp_engine.casting import FunctionCasts
-from tests.benchmarks.processes import Block, Contestant, ContestantError, race
+from tests.benchmarks.processes import Block, Contestant, ContestantError, interleaved
 from tests.benchmarks.timing import Judged, judged, write
 
 HALF = torch.bfloat16
@@ -173,10 +173,10 @@ def sides(case: Against) -> tuple[Contestant, Contestant]:
 def measure(case: Against | Added, rounds: int) -> Judged:
     """One record."""
     if isinstance(case, Against):
-        mine, theirs = race(sides(case), rounds)
+        mine, theirs = interleaved(sides(case), rounds)
         return judged(case.name, mine, case.peer, theirs, case.limit)
     contestants = partial(ours, case.call), partial(ours, case.call, native=False), partial(peer, case.bare, False)
-    mine, theirs, bare = race(contestants, rounds)
+    mine, theirs, bare = interleaved(contestants, rounds)
     return judged(case.name, mine, f"Python wrappers, over {case.bare}", theirs, case.limit, base=bare)
 
 

@@ -16,7 +16,7 @@ MODULES = {
 
 # Each line may import from the lines above it, never from its own line or from below.
 LAYERS = [
-    ["errors", "devices", "kernels._native", "kernels.hyperparameters"],
+    ["errors", "devices", "kernels._native", "kernels.hyperparameters", "casting.locks"],
     ["dtypes", "dynamo", "ghost", "__main__"],
     ["containers", "policy", "kernels.walk"],
     ["kernels.refusals", "levels"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from types import TracebackType
 
 import torch
 
+from amp_engine.casting import locks
 from amp_engine.casting.wrappers import Call
 from amp_engine.errors import AmpStateError
 
@@ -56,7 +56,6 @@ class Explanation:
         self._watch = watch
         self._why_empty = why_empty
         self._reason: str | None = None
-        self._lock = threading.Lock()
         self._counts: dict[tuple[str, str, torch.dtype | None], list[int]] = {}
         self._open: AbstractContextManager[None] | None = None
         self._entered = False
@@ -81,7 +80,7 @@ class Explanation:
         """Count `call`."""
         key = call.function, call.kind, call.dtype
         moved = sum(cast.bytes_moved for cast in call.casts)
-        with self._lock:
+        with locks.shared:
             counts = self._counts.setdefault(key, [0, 0, 0, 0])
             for i, more in enumerate((1, len(call.casts), call.cached, moved)):
                 counts[i] += more
@@ -89,7 +88,7 @@ class Explanation:
     @property
     def records(self) -> list[Record]:
         """So far: those that moved most bytes first, then the most called."""
-        with self._lock:
+        with locks.shared:
             records = [Record(*key, *counts) for key, counts in self._counts.items()]
         return sorted(records, key=lambda r: (-r.bytes_moved, -r.calls, r.function, str(r.dtype)))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-from amp_engine.casting import patcher
+from amp_engine.casting import locks, patcher
 from amp_engine.casting.cache import NativeWeightCache, WeightCache
 from amp_engine.casting.float_region import float_region, in_float_region
 from amp_engine.casting.patcher import Registration
@@ -62,7 +61,6 @@ class FunctionCasts:
         self.cache = NativeWeightCache() if self.is_native else WeightCache()
         self.installed = False
         self._observers: tuple[Observer, ...] = (_Trace(emit),) if verbose else ()
-        self._lock = threading.Lock()
         self._disabled = 0
         self.is_disabled_everywhere = False  # which Dynamo guards, and not how often
 
@@ -88,13 +86,13 @@ class FunctionCasts:
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of each call, in any thread, until `unobserve`."""
-        with self._lock:
+        with locks.shared:
             self._observers = (*self._observers, observer)
         patcher.tell_native()
 
     def unobserve(self, observer: Observer) -> None:
         """Stop telling `observer`, if it is told."""
-        with self._lock:
+        with locks.shared:
             self._observers = tuple(other for other in self._observers if other is not observer)
         patcher.tell_native()
 
@@ -137,7 +135,7 @@ class FunctionCasts:
         return float_region()
 
     def _disable(self, by: int) -> None:
-        with self._lock:
+        with locks.shared:
             self._disabled += by
             self.is_disabled_everywhere = self._disabled > 0
         patcher.tell_native()

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import pkgutil
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.nn.modules import rnn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_engine.casting import wrappers
+from amp_engine.casting import locks, wrappers
 from amp_engine.casting.cache import tensors_hold_their_objects
 from amp_engine.casting.lists import NAMESPACES, PROMOTED_BY_TORCH, CastLists
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
@@ -124,14 +123,13 @@ class PatchedMethod:
 _LISTED = tuple((pkgutil.resolve_name(name), lists) for name, lists in NAMESPACES)
 _WRITTEN_IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
-_lock = threading.RLock()
 _stack: list[InstallableCasts] = []
 _patches = Patches()
 
 
 def install(casts: InstallableCasts) -> None:
     """Put `casts` in force. If that fails, what was in force before stays."""
-    with _lock:
+    with locks.install.held():
         _stack.append(casts)
         try:
             _apply_newest()
@@ -142,7 +140,7 @@ def install(casts: InstallableCasts) -> None:
 
 def remove(casts: InstallableCasts) -> None:
     """Take `casts` out of force and put the next newest in."""
-    with _lock:
+    with locks.install.held():
         _stack.remove(casts)
         _apply_newest()
 
@@ -189,7 +187,7 @@ def tell_native() -> None:
     """Have the compiled wrappers do what `current` says."""
     if _native.module is None:
         return
-    with _lock:
+    with locks.shared:
         casts = _stack[-1] if _stack else None
         if casts is None or casts.is_disabled_everywhere or not casts.is_native:
             _native.module.put_out_of_force()

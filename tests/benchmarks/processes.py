@@ -64,9 +64,9 @@ def race(contestants: Sequence[Contestant], rounds: int, warmup: int = 2) -> lis
 def interleaved(contestants: Sequence[Contestant], rounds: int, warmup: int = 2) -> list[list[float]]:
     """As `race`, but all contestants take turns in one process, each in its context while its block runs.
 
-    Two processes differ by a few percent for as long as they live. This one is started anew for each call: CPython gives
-    a class a limited number of version tags, and torch.Tensor, patched too often, loses the caches of its attributes
-    for the rest of the process.
+    Two processes differ by a few percent for as long as they live. This one is started anew for each call: CPython
+    gives a class a limited number of version tags, and torch.Tensor, patched too often, loses the caches of its
+    attributes for the rest of the process.
 
     Raises ContestantError if one fails.
     """

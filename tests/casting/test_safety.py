@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
@@ -355,17 +356,19 @@ def test_a_fork_while_other_threads_call_patched_functions_does_not_hang(casts: 
 
     def work() -> None:
         while not done.is_set():
-            with casts.disabled():
-                torch.mm(X, X)
+            for _ in range(100):  # short and often: each takes the lock twice
+                with casts.disabled():
+                    pass
             torch.mm(X, X)
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
-        for _ in range(10):
+        for _ in range(30):
             pid = os.fork()
             if pid == 0:
+                signal.alarm(int(WAIT))  # ends a child that waits for ever
                 with casts.disabled():
                     full = torch.mm(X, X).dtype == torch.float32
                 os._exit(0 if full else 1)

@@ -1,0 +1,31 @@
+"""Locks that a forked child finds open, whatever the other threads of its parent were doing."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Of counts and lists that hold for all threads; held for a few statements. A fork waits for it: the child has only the
+# thread that forked, and nobody there would open what another thread had closed.
+shared = threading.RLock()
+os.register_at_fork(before=shared.acquire, after_in_parent=shared.release, after_in_child=shared.release)
+
+
+class InstallLock:
+    """Held while torch is patched, which waits for Dynamo: a fork, perhaps of Dynamo's, does not wait for it."""
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nests within a thread."""
+        with self._lock:
+            yield
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+
+install = InstallLock()

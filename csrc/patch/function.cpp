@@ -32,9 +32,17 @@ enum class Kind : char { half, float32, promote, match_self, refused_function, r
 char const* const kKinds[] = {"half",   "float32", "promote", "match_self", "refused_function", "refused_method",
                               "banned"};
 
+// The C function of a builtin or a method of torch's that takes a tuple and a dictionary: called without CPython's own
+// way there, which would take both apart and make them again.
+struct Direct {
+  PyCFunctionWithKeywords function = nullptr;  // none: call the object
+  PyObject* self = nullptr;                    // of a builtin; a method gets its own
+};
+
 struct Function {
   PyObject* original;   // called on
   PyObject* reference;  // the Python wrapper, for what is out of the ordinary here
+  Direct direct;        // into `original`
   std::string name, doc, module;
   Kind kind;
   bool torch_promotes;  // of Kind::promote: torch itself gives the widest type, but for 0-dim tensors
@@ -57,22 +65,9 @@ bool in_float_region() {
   return !at::autocast::is_autocast_cache_enabled() && at::autocast::get_autocast_dtype(at::kCPU) == at::kFloat;
 }
 
-// Arguments of a call: the caller's, until one of them is cast.
+// Arguments of a call, and those that were cast in their place.
 class Arguments {
  public:
-  Arguments(PyObject* self, PyObject* const* args, size_t positional, PyObject* keywords)
-      : self_(self != nullptr), positional_(positional + self_), keywords_(keywords) {
-    size_ = positional_ + (keywords ? PyTuple_GET_SIZE(keywords) : 0);
-    if (!self_) {
-      args_ = args;
-      return;
-    }
-    // A method descriptor gets `self` apart from the rest.
-    PyObject** copy = room();
-    copy[0] = self;
-    std::memcpy(copy + 1, args, (size_ - 1) * sizeof(PyObject*));
-    args_ = copy;
-  }
   Arguments(Arguments const&) = delete;
   ~Arguments() {
     for (PyObject* object : owned_) {
@@ -83,10 +78,6 @@ class Arguments {
   size_t size() const { return size_; }
   size_t positional() const { return positional_; }
   PyObject* operator[](size_t i) const { return args_[i]; }
-
-  PyObject* keyword(size_t i) const {
-    return i < positional_ ? nullptr : PyTuple_GET_ITEM(keywords_, i - positional_);
-  }
 
   // Steals `object`.
   void set(size_t i, PyObject* object) {
@@ -99,9 +90,9 @@ class Arguments {
     const_cast<PyObject**>(args_)[i] = object;
   }
 
-  PyObject* call(PyObject* callable) const { return PyObject_Vectorcall(callable, args_, positional_, keywords_); }
+ protected:
+  Arguments(size_t positional, size_t size) : positional_(positional), size_(size) {}
 
- private:
   PyObject** room() {
     if (size_ <= few_.size()) {
       return few_.data();
@@ -110,13 +101,102 @@ class Arguments {
     return many_.data();
   }
 
-  bool self_;
+  bool any_cast() const { return !owned_.empty(); }
+
   size_t positional_, size_;
-  PyObject* keywords_;
-  PyObject* const* args_;
+  PyObject* const* args_ = nullptr;
+
+ private:
   std::array<PyObject*, 12> few_;
   std::vector<PyObject*> many_;
   c10::SmallVector<PyObject*, 6> owned_;
+};
+
+// As METH_FASTCALL has them: the names of the last ones in a tuple.
+class FastArguments : public Arguments {
+ public:
+  FastArguments(PyObject* self, PyObject* const* args, size_t positional, PyObject* names)
+      : Arguments(positional + (self != nullptr), positional + (self != nullptr) + (names ? Py_SIZE(names) : 0)),
+        names_(names) {
+    args_ = args;
+    if (self) {  // a method descriptor gets it apart from the rest
+      PyObject** copy = room();
+      copy[0] = self;
+      std::memcpy(copy + 1, args, (size_ - 1) * sizeof(PyObject*));
+      args_ = copy;
+    }
+  }
+
+  PyObject* name(size_t i) const { return i < positional_ ? nullptr : PyTuple_GET_ITEM(names_, i - positional_); }
+  PyObject* call(PyObject* callable) const { return PyObject_Vectorcall(callable, args_, positional_, names_); }
+  PyObject* call_original(Function const& function) const { return call(function.original); }
+
+ private:
+  PyObject* names_;
+};
+
+// As METH_VARARGS has them: a tuple and a dictionary, handed on as they are where nothing was cast.
+class TupleArguments : public Arguments {
+ public:
+  TupleArguments(PyObject* self, PyObject* tuple, PyObject* dict)
+      : Arguments(size_t(Py_SIZE(tuple)) + (self != nullptr),
+                  size_t(Py_SIZE(tuple)) + (self != nullptr) + (dict ? size_t(PyDict_GET_SIZE(dict)) : 0)),
+        self_(self),
+        tuple_(tuple),
+        dict_(dict) {
+    args_ = reinterpret_cast<PyTupleObject*>(tuple)->ob_item;
+    if (size_ != size_t(Py_SIZE(tuple))) {
+      PyObject** copy = room();
+      copy[0] = self;
+      std::memcpy(copy + (self != nullptr), args_, size_t(Py_SIZE(tuple)) * sizeof(PyObject*));
+      Py_ssize_t position = 0;
+      PyObject* key = nullptr;
+      for (size_t i = positional_; i < size_; ++i) {
+        PyDict_Next(dict, &position, &key, copy + i);
+        names_.push_back(key);
+      }
+      args_ = copy;
+    }
+  }
+
+  PyObject* name(size_t i) const { return i < positional_ ? nullptr : names_[i - positional_]; }
+
+  PyObject* call(PyObject* callable) const {
+    py::object const names = dict_ ? names_in_a_tuple() : py::object();
+    return PyObject_Vectorcall(callable, args_, positional_, names.ptr());
+  }
+
+  PyObject* call_original(Function const& function) const {
+    PyObject* const self = self_ ? args_[0] : function.direct.self;
+    if (!any_cast()) {
+      return function.direct.function(self, tuple_, dict_);
+    }
+    size_t const first = self_ != nullptr;
+    py::tuple const tuple(positional_ - first);
+    for (size_t i = first; i < positional_; ++i) {
+      PyTuple_SET_ITEM(tuple.ptr(), Py_ssize_t(i - first), Py_NewRef(args_[i]));
+    }
+    py::object dict;
+    if (dict_) {
+      dict = py::reinterpret_steal<py::object>(PyDict_Copy(dict_));
+      for (size_t i = positional_; i < size_; ++i) {
+        PyDict_SetItem(dict.ptr(), name(i), args_[i]);
+      }
+    }
+    return function.direct.function(self, tuple.ptr(), dict.ptr());
+  }
+
+ private:
+  py::tuple names_in_a_tuple() const {
+    py::tuple tuple(names_.size());
+    for (size_t i = 0; i < names_.size(); ++i) {
+      PyTuple_SET_ITEM(tuple.ptr(), Py_ssize_t(i), Py_NewRef(names_[i]));
+    }
+    return tuple;
+  }
+
+  PyObject *self_, *tuple_, *dict_;
+  c10::SmallVector<PyObject*, 4> names_;
 };
 
 bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
@@ -150,9 +230,10 @@ struct Found {
 };
 
 // The type that a function is told to compute in, as softmax(x, dtype=...) is, if it is one that is cast.
-std::optional<at::ScalarType> dtype_argument(Arguments const& args) {
+template <class A>
+std::optional<at::ScalarType> dtype_argument(A const& args) {
   for (size_t i = args.positional(); i < args.size(); ++i) {
-    if (THPDtype_Check(args[i]) && PyUnicode_CompareWithASCIIString(args.keyword(i), "dtype") == 0) {
+    if (THPDtype_Check(args[i]) && PyUnicode_CompareWithASCIIString(args.name(i), "dtype") == 0) {
       at::ScalarType const type = reinterpret_cast<THPDtype*>(args[i])->scalar_type;
       return is_castable(type) ? std::optional(type) : std::nullopt;
     }
@@ -202,12 +283,13 @@ void look_at(PyObject* arg, Found& found) {
   }
 }
 
-Found look(Arguments const& args) {
+template <class A>
+Found look(A const& args) {
   Found found;
   for (size_t i = 0; i < args.size(); ++i) {
     PyObject* const arg = args[i];
     if (THPVariable_CheckExact(arg)) {
-      found.odd |= is_out(args.keyword(i));
+      found.odd |= is_out(args.name(i));
       found.note(THPVariable_Unpack(arg));
     } else if (!is_number_or_text(arg)) {
       look_at(arg, found);
@@ -318,9 +400,10 @@ void cast_all(Arguments& args, size_t begin, at::ScalarType to, bool weights) {
   }
 }
 
-PyObject* call(Function const& function, Arguments& args) {
+template <class A>
+PyObject* call(Function const& function, A& args) {
   if (!casts.on || in_float_region()) {
-    return args.call(function.original);
+    return args.call_original(function);
   }
   if (casts.observed || has_modes()) {
     return args.call(function.reference);
@@ -371,7 +454,7 @@ PyObject* call(Function const& function, Arguments& args) {
       break;
     }
   }
-  return args.call(function.original);
+  return args.call_original(function);
 }
 
 // HANDLE_TH_ERRORS without its buffer for warnings, which the function that is called on has, too.
@@ -392,9 +475,16 @@ struct FunctionObject {
   Function* function;
 };
 
-PyObject* call_function(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* keywords) {
+PyObject* call_function(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* names) {
   return guarded([&] {
-    Arguments arguments(nullptr, args, size_t(positional), keywords);
+    FastArguments arguments(nullptr, args, size_t(positional), names);
+    return call(*reinterpret_cast<FunctionObject*>(self)->function, arguments);
+  });
+}
+
+PyObject* call_direct_function(PyObject* self, PyObject* tuple, PyObject* dict) {
+  return guarded([&] {
+    TupleArguments arguments(nullptr, tuple, dict);
     return call(*reinterpret_cast<FunctionObject*>(self)->function, arguments);
   });
 }
@@ -424,32 +514,19 @@ std::array<Function*, 512> methods{};
 size_t method_count = 0;
 
 template <size_t i>
-PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* keywords) {
+PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* names) {
   return guarded([&] {
-    Arguments arguments(self, args, size_t(positional), keywords);
+    FastArguments arguments(self, args, size_t(positional), names);
     return call(*methods[i], arguments);
   });
 }
 
-using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
-
-template <size_t... i>
-constexpr std::array<FastCall, sizeof...(i)> thunks_of(std::index_sequence<i...>) {
-  return {&call_method<i>...};
-}
-constexpr auto thunks = thunks_of(std::make_index_sequence<512>());
-
-Function& make(py::object original, py::object reference, std::string name, std::string doc, std::string module,
-               std::string const& kind, bool torch_promotes) {
-  size_t i = 0;
-  while (i < std::size(kKinds) && kind != kKinds[i]) {
-    ++i;
-  }
-  if (i == std::size(kKinds)) {
-    throw py::value_error("kind is '" + kind + "', but must be the name of a wrapper of amp_engine.casting.wrappers.");
-  }
-  return functions.emplace_back(Function{original.release().ptr(), reference.release().ptr(), std::move(name),
-                                         std::move(doc), std::move(module), Kind(i), torch_promotes, {}});
+template <size_t i>
+PyObject* call_direct_method(PyObject* self, PyObject* tuple, PyObject* dict) {
+  return guarded([&] {
+    TupleArguments arguments(self, tuple, dict);
+    return call(*methods[i], arguments);
+  });
 }
 
 template <class F>
@@ -457,11 +534,56 @@ PyCFunction c_function(F* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
+template <size_t... i>
+std::array<std::pair<PyCFunction, PyCFunction>, sizeof...(i)> thunks_of(std::index_sequence<i...>) {
+  return {std::pair{c_function(&call_method<i>), c_function(&call_direct_method<i>)}...};
+}
+
+// The way into `original`, if it is a builtin (or a method, where it is patched as one) that takes tuple and dictionary.
+Direct direct_into(PyObject* original, bool as_method) {
+  auto const takes = [](PyMethodDef const* method) {
+    return (method->ml_flags & ~(METH_STATIC | METH_CLASS)) == (METH_VARARGS | METH_KEYWORDS);
+  };
+  auto const function = [](PyMethodDef const* method) {
+    return reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(method->ml_meth));
+  };
+  if (!as_method && PyCFunction_CheckExact(original)) {
+    auto const* const method = reinterpret_cast<PyCFunctionObject*>(original)->m_ml;
+    return takes(method) ? Direct{function(method), PyCFunction_GET_SELF(original)} : Direct{};
+  }
+  if (as_method && Py_IS_TYPE(original, &PyMethodDescr_Type)) {
+    auto const* const method = reinterpret_cast<PyMethodDescrObject*>(original)->d_method;
+    return takes(method) ? Direct{function(method), nullptr} : Direct{};
+  }
+  return {};
+}
+
+Function& make(py::object original, py::object reference, std::string name, std::string doc, std::string module,
+               std::string const& kind, bool torch_promotes, bool as_method) {
+  size_t i = 0;
+  while (i < std::size(kKinds) && kind != kKinds[i]) {
+    ++i;
+  }
+  if (i == std::size(kKinds)) {
+    throw py::value_error("kind is '" + kind + "', but must be the name of a wrapper of amp_engine.casting.wrappers.");
+  }
+  Direct const direct = direct_into(original.ptr(), as_method);
+  return functions.emplace_back(Function{original.release().ptr(), reference.release().ptr(), direct, std::move(name),
+                                         std::move(doc), std::move(module), Kind(i), torch_promotes, {}});
+}
+
+// `fast` takes arguments as METH_FASTCALL, `direct` as METH_VARARGS has them.
+void define(Function& f, PyCFunction fast, PyCFunction direct) {
+  bool const is_direct = f.direct.function != nullptr;
+  f.definition = {f.name.c_str(), is_direct ? direct : fast, (is_direct ? METH_VARARGS : METH_FASTCALL) | METH_KEYWORDS,
+                  f.doc.c_str()};
+}
+
 py::object patched_function(py::object original, py::object reference, std::string name, std::string doc,
                             std::string module, std::string const& kind, bool torch_promotes) {
   Function& f = make(std::move(original), std::move(reference), std::move(name), std::move(doc), std::move(module),
-                     kind, torch_promotes);
-  f.definition = {f.name.c_str(), c_function(&call_function), METH_FASTCALL | METH_KEYWORDS, f.doc.c_str()};
+                     kind, torch_promotes, false);
+  define(f, c_function(&call_function), c_function(&call_direct_function));
   auto* const self = PyObject_New(FunctionObject, function_type);
   self->function = &f;
   py::object const owned = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
@@ -475,8 +597,9 @@ py::object patched_method(py::object original, py::object reference, std::string
     return py::none();
   }
   Function& f = make(std::move(original), std::move(reference), std::move(name), std::move(doc), "torch", kind,
-                     torch_promotes);
-  f.definition = {f.name.c_str(), c_function(thunks[method_count]), METH_FASTCALL | METH_KEYWORDS, f.doc.c_str()};
+                     torch_promotes, true);
+  static auto const thunks = thunks_of(std::make_index_sequence<std::tuple_size_v<decltype(methods)>>());
+  define(f, thunks[method_count].first, thunks[method_count].second);
   methods[method_count++] = &f;
   return py::reinterpret_steal<py::object>(
       PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(THPVariableClass), &f.definition));

@@ -1,0 +1,109 @@
+"""Run an unmodified script whose `import apex` is answered by amp_engine.
+
+    python -m amp_engine.apex [--replace] [--no-children] script.py [arguments]
+    python -m amp_engine.apex [--replace] [--no-children] -m package.module [arguments]
+    python -m amp_engine.apex [--replace] [--no-children] -c code [arguments]
+    torchrun --nproc_per_node=2 -m amp_engine.apex [--replace] [--no-children] script.py [arguments]
+    python -m amp_engine.apex --check path [path ...]
+
+What follows is as `python` would take it: a script, a directory or a zip file with a __main__.py, `-m` or `-c`, then
+the program's own arguments.
+
+  --replace      also in place of an NVIDIA apex that is installed and has amp, which is otherwise left alone
+  --no-children  not in the processes that the program starts
+  --check        run nothing; say what in these files and directories amp_engine.apex does not serve, and what to write
+  -h, --help     this text
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+from amp_engine.apex import finder
+
+_NAME = "amp_engine.apex"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line. Returns an exit status, or becomes the program that is to be run."""
+    replace = once = False
+    while arguments:
+        option = arguments[0]
+        if option in ("-h", "--help"):
+            print(__doc__)
+            return 0
+        if option == "--check":
+            if len(arguments) == 1:
+                return _fail("--check needs files or directories: --check path [path ...]")
+            from amp_engine.apex import check  # it reads sources; those who run a script do not wait for it
+
+            return check.main(arguments[1:])
+        if option not in ("--replace", "--no-children"):
+            break
+        replace |= option == "--replace"
+        once |= option == "--no-children"
+        arguments = arguments[1:]
+    if not arguments:
+        print(f"{__doc__}\nHere {finder.decide(replace=replace)}.")
+        return 0
+    if complaint := _complaint(arguments):
+        return _fail(complaint)
+    return _run(arguments, replace=replace, once=once)
+
+
+def _complaint(target: list[str]) -> str | None:
+    """What is wrong with `target`, what is allowed and what to type, None if python can be given it."""
+    first = target[0]
+    if first in ("-m", "-c"):
+        return None if len(target) > 1 else f"{first} needs {'a module' if first == '-m' else 'code'} after it"
+    if first.startswith("-") and first != "-":
+        return (
+            f"no option {first}: there are --replace, --no-children, --check, -m and -c. Options of python stand "
+            f"before `-m {_NAME}`, those of the script behind the script"
+        )
+    if first != "-" and not os.path.exists(first):
+        module = first.removesuffix(".py").replace("/", ".")
+        return f"no file {first!r} in {os.getcwd()}; a module is run by `-m {module}`"
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        return (
+            "python's -E, -I and -S keep PYTHONPATH or sitecustomize from the script, and with them this command. "
+            "Leave them out, or write `import amp_engine.apex.install` at the top of the script"
+        )
+    return None
+
+
+def _run(target: list[str], *, replace: bool, once: bool) -> NoReturn:
+    # A new interpreter in this process's place, not runpy in this one: here torch is imported already, and would not
+    # see what the script sets before its own import of it (OMP_NUM_THREADS, TORCH_LOGS); and `__main__`, tracebacks,
+    # signals and exit statuses are python's own.
+    if target[0] not in ("-m", "-c", "-") and not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+        sys.path[0] = os.path.dirname(os.path.realpath(target[0]))
+    decision = finder.decide(replace=replace)
+    if decision.other is not None:
+        print(f"{_NAME}: {decision}.", file=sys.stderr)
+    environment = dict(os.environ)
+    finder.add_children(environment, replace=replace, once=once)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *_interpreter_options(), *target], environment)
+
+
+def _interpreter_options() -> list[str]:
+    """What stood between `python` and `-m amp_engine.apex`: `-u`, `-W error`, `-m pdb`."""
+    options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    last = options.pop() if options else ""
+    if last == _NAME:
+        last = options.pop()  # -m, -um
+        cluster = last[:-1]
+    else:
+        cluster = last[: -len(f"m{_NAME}")] if last.endswith(f"m{_NAME}") else ""  # -mamp_engine.apex; a path
+    return [*options, cluster] if cluster.strip("-") else options
+
+
+def _fail(complaint: str) -> int:
+    print(f"python -m {_NAME}: {complaint}.", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

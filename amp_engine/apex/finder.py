@@ -1,0 +1,358 @@
+"""Who answers to `import apex`: an import finder that gives `amp_engine.apex` the names of apex.
+
+Under it `apex.X` is the module object `amp_engine.apex.X`, in `sys.modules` under both names, and `amp_C` and `apex_C`
+are `amp_engine.apex.amp_C` and `.apex_C`; `importlib.metadata` knows a distribution named apex. An apex of NVIDIA's
+that is installed and has amp is left alone; one without amp is given the parts that it lacks.
+
+Loadable from this file alone, on the standard library: child processes install it at their start (see
+children/sitecustomize.py), and torch is imported once somebody imports apex, not before.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Iterator, MutableMapping
+from importlib.machinery import ModuleSpec, PathFinder
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+_PACKAGE = "amp_engine.apex"
+_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(_DIRECTORY))
+_CHILDREN = os.path.join(_DIRECTORY, "children")
+
+_TOP_LEVEL = ("apex", "amp_C", "apex_C")
+# Modules of this package that are about apex and no part of it.
+_NOT_APEX = ("__main__", "check", "children", "finder", "install", "inventory")
+# One of these in it makes a package named apex NVIDIA's. PyPI has another of that name, a toolkit for Pyramid.
+_NVIDIA = ("amp", "contrib", "multi_tensor_apply", "normalization", "optimizers", "parallel", "transformer")
+
+# For child processes: "replace" and "once" (not for the children of the child), in any order.
+VARIABLE = "AMP_ENGINE_APEX"
+
+
+class Decision(NamedTuple):
+    """Who answers to `import apex`, and why.
+
+    Attributes:
+        serves: "all" (apex, amp_C and apex_C are amp_engine's), "missing" (what the installed apex lacks) or "nothing".
+        reason: a sentence on the other apex that was found, or on its absence.
+        other: where that other apex is, None without one.
+        nvidia: whether the other apex is NVIDIA's.
+    """
+
+    serves: str
+    reason: str
+    other: str | None = None
+    nvidia: bool = False
+
+    @property
+    def hides_unrelated(self) -> bool:
+        """Whether a package or module that only shares the name cannot be imported any more."""
+        return self.serves == "all" and self.other is not None and not self.nvidia
+
+    def __str__(self) -> str:
+        who = {
+            "all": f"`import apex` is {_PACKAGE} ({_DIRECTORY})",
+            "missing": f"`import apex` is the apex at {self.other}; what it lacks is {_PACKAGE} ({_DIRECTORY})",
+            "nothing": f"`import apex` is the apex at {self.other}",
+        }
+        return f"{who[self.serves]}: {self.reason}"
+
+
+def decide(*, replace: bool = False) -> Decision:
+    """Who would answer to `import apex` after `install(replace=replace)`; changes nothing and imports nothing."""
+    loaded = sys.modules.get("apex")
+    if loaded is not None and not _is_ours(loaded):
+        where, locations = getattr(loaded, "__file__", None), list(getattr(loaded, "__path__", ()))
+    else:
+        loaded, spec = None, _find_elsewhere("apex")
+        if spec is None:
+            return Decision("all", "no other apex is installed")
+        where, locations = spec.origin if spec.has_location else None, list(spec.submodule_search_locations or ())
+    if where is None and locations:
+        return Decision("all", f"{locations[0]} is a directory without __init__.py, no installed apex")
+
+    def has(part: str) -> bool:
+        spec = PathFinder.find_spec(f"apex.{part}", locations)
+        return (spec is not None and spec.loader is not None) or hasattr(loaded, part)
+
+    where = locations[0] if locations else where or repr(loaded)
+    if not any(map(has, _NVIDIA)):
+        return Decision("all", f"the one at {where} is not NVIDIA's apex and is hidden", where)
+    if replace:
+        return Decision("all", f"it replaces NVIDIA's apex at {where}", where, nvidia=True)
+    if has("amp"):
+        return Decision("nothing", "it is NVIDIA's and has amp; replace it by replace=True or --replace", where, True)
+    return Decision("missing", "it is NVIDIA's and has no amp", where, True)
+
+
+def install(*, replace: bool = False, children: bool = False) -> Decision:
+    """Let `import apex` find `amp_engine.apex`.
+
+    What is installed already stays installed, with the wider of the two calls' arguments.
+
+    Args:
+        replace: also in place of an apex of NVIDIA's that has amp.
+        children: in child processes too (multiprocessing, subprocesses, workers of torchrun), through PYTHONPATH. Not
+            in those started with python's -E, -I or -S.
+
+    Returns:
+        What was decided. `installed()` has it later. Where it serves nothing, nothing was changed.
+
+    Warns:
+        RuntimeWarning: an unrelated package or module named apex is hidden.
+    """
+    finder = _installed()
+    if finder is None or (replace and finder.decision.serves != "all"):
+        children = children or (finder is not None and finder.children)
+        finder = ApexFinder(replace)
+        if finder.decision.serves == "nothing":
+            return finder.decision
+        uninstall()
+        finder.start()
+        if finder.decision.hides_unrelated:
+            warnings.warn(f"{finder.decision}.", RuntimeWarning, stacklevel=2)
+    finder.replace |= replace
+    if children:
+        finder.children = True
+        add_children(os.environ, replace=finder.replace)
+    return finder.decision
+
+
+def uninstall() -> None:
+    """Undo `install`: the finder, the modules under apex's names, and PYTHONPATH. Without an install, nothing."""
+    finder = _installed()
+    if finder is not None:
+        finder.stop()
+
+
+def installed() -> Decision | None:
+    """What the finder that is installed serves, None where there is none."""
+    finder = _installed()
+    return None if finder is None else finder.decision
+
+
+def add_children(environment: MutableMapping[str, str], *, replace: bool = False, once: bool = False) -> None:
+    """Make an environment install the finder in the processes started with it, in theirs too unless `once`."""
+    remove_children(environment)
+    words = [word for word, wanted in (("replace", replace), ("once", once)) if wanted]
+    if words:
+        environment[VARIABLE] = " ".join(words)
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([_CHILDREN, path] if path else [_CHILDREN])
+
+
+def remove_children(environment: MutableMapping[str, str]) -> None:
+    """Undo `add_children`."""
+    environment.pop(VARIABLE, None)
+    path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    if _CHILDREN in path:
+        rest = os.pathsep.join(entry for entry in path if entry != _CHILDREN)
+        if rest:
+            environment["PYTHONPATH"] = rest
+        else:
+            del environment["PYTHONPATH"]
+
+
+def start_child() -> None:
+    """Install in a process that was started with `add_children`'s environment.
+
+    Who answers is decided at the first import of apex: when this runs, `sys.path` still lacks the script's directory.
+    """
+    words = os.environ.get(VARIABLE, "").split()
+    if "once" in words:
+        remove_children(os.environ)
+    if _installed() is None:
+        finder = ApexFinder("replace" in words)
+        finder.children = "once" not in words
+        finder.start()
+
+
+class ApexFinder:
+    """The finder on `sys.meta_path`. It stands first there and, to serve what is missing, asks the others first."""
+
+    def __init__(self, replace: bool) -> None:
+        self.replace = replace
+        self.children = False
+        self._decision: Decision | None = None
+        self._put_aside: dict[str, ModuleType] = {}
+
+    @property
+    def decision(self) -> Decision:
+        """Who answers to `import apex`; decided when it is first asked for."""
+        if self._decision is None:
+            self._decision = decide(replace=self.replace)
+        return self._decision
+
+    def start(self) -> None:
+        """Enter `sys.meta_path`."""
+        sys.meta_path.insert(0, self)
+        # `import apex` that failed halfway leaves its submodules in sys.modules, where they would hide ours.
+        others = {name: module for name, module in _apex_modules().items() if not _is_ours(module)}
+        if others and self.decision.serves == "all":
+            self._put_aside = others
+            for name in others:
+                del sys.modules[name]
+
+    def stop(self) -> None:
+        """Leave `sys.meta_path`, `sys.modules` and the environment as `start` found them."""
+        sys.meta_path.remove(self)
+        ours = {name: module for name, module in _apex_modules().items() if _is_ours(module)}
+        for name, module in ours.items():
+            del sys.modules[name]
+            parent, _, child = name.rpartition(".")
+            above = sys.modules.get(parent)  # NVIDIA's apex, where it was given what it lacks
+            if above is not None and not _is_ours(above) and vars(above).get(child) is module:
+                del vars(above)[child]
+        for name, module in self._put_aside.items():
+            sys.modules.setdefault(name, module)
+        if self.children:
+            remove_children(os.environ)
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The official hook. Imports nothing."""
+        if name == "amp_engine":  # a child process is to have the amp_engine of this finder, on its sys.path or not
+            return PathFinder.find_spec(name, [_ROOT])
+        real = _real_name(name)
+        if real is None or self.decision.serves == "nothing":
+            return None
+        if self.decision.serves == "missing" and (name == "apex" or self._others_have(name, path)):
+            return None
+        directory = (
+            os.path.join(_DIRECTORY, *real.split(".")[2:-1]) if real != _PACKAGE else os.path.dirname(_DIRECTORY)
+        )
+        spec = PathFinder.find_spec(real, [directory])
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = _Alias(
+            spec
+        )  # importlib.abc, for its base class, would double the time that a child takes to load this
+        alias = ModuleSpec(name, loader, origin=spec.origin)
+        alias.has_location = spec.has_location
+        alias.submodule_search_locations = spec.submodule_search_locations
+        return alias
+
+    def _others_have(self, name: str, path: Any) -> bool:
+        # Below a package of ours the others find our own files, and would load them a second time.
+        parent = name.rpartition(".")[0]
+        return not (parent and _is_ours(sys.modules.get(parent))) and _find_elsewhere(name, path) is not None
+
+    def find_distributions(self, context: Any = None) -> Iterator[Any]:
+        """The official hook of importlib.metadata: a distribution named apex, unless NVIDIA's has its own."""
+        asked = getattr(context, "name", None)
+        if (asked is None or asked.lower() == "apex") and self.decision.serves == "all":
+            yield _distribution()
+
+
+class _Alias:
+    """Loads a module of ours under apex's name for it: one object under both names."""
+
+    def __init__(self, real: ModuleSpec) -> None:
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        # Not a stand-in that exec_module swaps in sys.modules: a thread that waits for this import could get it instead
+        # (import_ensure_initialized in CPython's import.c keeps the object that it found before it waited).
+        module = importlib.import_module(self._real.name)
+        self._own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own_spec  # importlib has set the alias's
+        # A submodule imported under apex's name would become an attribute of its package, and some attributes are
+        # rebound: `apex.amp._amp_state` is the state, `apex.parallel.LARC` the class. So what is there is not imported.
+        for real in [name for name in sys.modules if name.startswith(f"{self._real.name}.")]:
+            alias = _apex_name(real)
+            if alias is not None and alias not in sys.modules:
+                sys.modules[alias] = importlib.import_module(real)  # waits for a thread that is importing it
+
+    # `python -m apex.parallel.multiproc`, and tools that read sources without importing.
+
+    def get_code(self, name: str) -> CodeType | None:
+        return self._inspect("get_code")
+
+    def get_source(self, name: str) -> str | None:
+        return self._inspect("get_source")
+
+    def get_filename(self, name: str) -> str:
+        return self._inspect("get_filename")
+
+    def is_package(self, name: str) -> bool:
+        return self._inspect("is_package")
+
+    def _inspect(self, method: str) -> Any:
+        return getattr(self._real.loader, method)(self._real.name)
+
+
+def _installed() -> Any:
+    # By the name of its class: in a child process this file was loaded before amp_engine.apex.finder could be imported.
+    return next((finder for finder in sys.meta_path if _is_apex_finder(finder)), None)
+
+
+def _is_apex_finder(finder: object) -> bool:
+    return type(finder).__name__ == ApexFinder.__name__
+
+
+def _is_ours(module: object) -> bool:
+    name = getattr(getattr(module, "__spec__", None), "name", "")
+    return name == _PACKAGE or name.startswith(f"{_PACKAGE}.")
+
+
+def _apex_modules() -> dict[str, ModuleType]:
+    return {name: sys.modules[name] for name in list(sys.modules) if name.split(".")[0] in _TOP_LEVEL}
+
+
+def _real_name(name: str) -> str | None:
+    """`apex.amp` -> `amp_engine.apex.amp`, `amp_C` -> `amp_engine.apex.amp_C`, `apex.finder` and `numpy` -> None."""
+    top, *rest = name.split(".")
+    if top not in _TOP_LEVEL or (rest and rest[0] in _NOT_APEX):
+        return None
+    return ".".join([_PACKAGE, *([] if top == "apex" else [top]), *rest])
+
+
+def _apex_name(real: str) -> str | None:
+    """The way back: `amp_engine.apex.amp` -> `apex.amp`."""
+    name = f"apex{real.removeprefix(_PACKAGE)}"
+    return None if _real_name(name) is None else name
+
+
+def _find_elsewhere(name: str, path: Any = None) -> ModuleSpec | None:
+    """The spec that the other finders have, for a submodule only if it is more than a directory without __init__.py."""
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        if find_spec is not None and not _is_apex_finder(finder):
+            spec = find_spec(name, path)
+            if spec is not None and (name == "apex" or spec.loader is not None):
+                return spec
+    return None
+
+
+def _version() -> str:
+    """amp_engine's, read and not imported, as a local version of apex's last one."""
+    import re  # only those who ask for the version pay for it
+
+    spec = PathFinder.find_spec("amp_engine", [_ROOT])
+    source = spec.loader.get_source("amp_engine") if spec is not None else ""  # type: ignore[union-attr]
+    found = re.search(r'^__version__ = "(.+)"', source or "", re.MULTILINE)
+    return f"0.1+amp.engine.{found.group(1).replace('+', '.')}" if found else "0.1+amp.engine"
+
+
+def _distribution() -> Any:
+    from importlib.metadata import Distribution  # who asks for distributions has it already
+
+    class ApexDistribution(Distribution):
+        def read_text(self, filename: str) -> str | None:
+            return {
+                "METADATA": f"Metadata-Version: 2.1\nName: apex\nVersion: {_version()}\n"
+                "Summary: amp_engine.apex, which answers as apex\nRequires-Dist: amp_engine\n",
+                "top_level.txt": "\n".join(_TOP_LEVEL),
+                "INSTALLER": "amp_engine",
+            }.get(filename)
+
+        def locate_file(self, path: Any) -> Any:
+            return os.path.join(_ROOT, path)
+
+    return ApexDistribution()

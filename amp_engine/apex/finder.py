@@ -24,8 +24,6 @@ _ROOT = os.path.dirname(os.path.dirname(_DIRECTORY))
 _CHILDREN = os.path.join(_DIRECTORY, "children")
 
 _TOP_LEVEL = ("apex", "amp_C", "apex_C")
-# Modules of this package that are about apex and no part of it.
-_NOT_APEX = ("__main__", "check", "children", "finder", "install", "inventory")
 # One of these in it makes a package named apex NVIDIA's. PyPI has another of that name, a toolkit for Pyramid.
 _NVIDIA = ("amp", "contrib", "multi_tensor_apply", "normalization", "optimizers", "parallel", "transformer")
 
@@ -221,15 +219,11 @@ class ApexFinder:
             return None
         if self.decision.serves == "missing" and (name == "apex" or self._others_have(name, path)):
             return None
-        directory = (
-            os.path.join(_DIRECTORY, *real.split(".")[2:-1]) if real != _PACKAGE else os.path.dirname(_DIRECTORY)
-        )
-        spec = PathFinder.find_spec(real, [directory])
+        spec = PathFinder.find_spec(real, [os.path.join(_ROOT, *real.split(".")[:-1])])
         if spec is None or spec.loader is None:
             return None
-        loader: Any = _Alias(
-            spec
-        )  # importlib.abc, for its base class, would double the time that a child takes to load this
+        # No subclass of importlib.abc.Loader: importing that takes longer than everything else that a child needs.
+        loader: Any = _Alias(spec)
         alias = ModuleSpec(name, loader, origin=spec.origin)
         alias.has_location = spec.has_location
         alias.submodule_search_locations = spec.submodule_search_locations
@@ -265,8 +259,8 @@ class _Alias:
         # A submodule imported under apex's name would become an attribute of its package, and some attributes are
         # rebound: `apex.amp._amp_state` is the state, `apex.parallel.LARC` the class. So what is there is not imported.
         for real in [name for name in sys.modules if name.startswith(f"{self._real.name}.")]:
-            alias = _apex_name(real)
-            if alias is not None and alias not in sys.modules:
+            alias = f"apex{real.removeprefix(_PACKAGE)}"
+            if alias not in sys.modules:
                 sys.modules[alias] = importlib.import_module(real)  # waits for a thread that is importing it
 
     # `python -m apex.parallel.multiproc`, and tools that read sources without importing.
@@ -306,17 +300,11 @@ def _apex_modules() -> dict[str, ModuleType]:
 
 
 def _real_name(name: str) -> str | None:
-    """`apex.amp` -> `amp_engine.apex.amp`, `amp_C` -> `amp_engine.apex.amp_C`, `apex.finder` and `numpy` -> None."""
-    top, *rest = name.split(".")
-    if top not in _TOP_LEVEL or (rest and rest[0] in _NOT_APEX):
+    """`apex.amp` -> `amp_engine.apex.amp`, `amp_C` -> `amp_engine.apex.amp_C`, `numpy` -> None."""
+    top, _, rest = name.partition(".")
+    if top not in _TOP_LEVEL:
         return None
-    return ".".join([_PACKAGE, *([] if top == "apex" else [top]), *rest])
-
-
-def _apex_name(real: str) -> str | None:
-    """The way back: `amp_engine.apex.amp` -> `apex.amp`."""
-    name = f"apex{real.removeprefix(_PACKAGE)}"
-    return None if _real_name(name) is None else name
+    return ".".join(filter(None, (_PACKAGE, "" if top == "apex" else top, rest)))
 
 
 def _find_elsewhere(name: str, path: Any = None) -> ModuleSpec | None:

@@ -258,7 +258,7 @@ class _Alias:
         module.__spec__ = self._own_spec  # importlib has set the alias's
         # A submodule imported under apex's name would become an attribute of its package, and some attributes are
         # rebound: `apex.amp._amp_state` is the state, `apex.parallel.LARC` the class. So what is there is not imported.
-        for real in [name for name in sys.modules if name.startswith(f"{self._real.name}.")]:
+        for real in [name for name in list(sys.modules) if name.startswith(f"{self._real.name}.")]:
             alias = f"apex{real.removeprefix(_PACKAGE)}"
             if alias not in sys.modules:
                 sys.modules[alias] = importlib.import_module(real)  # waits for a thread that is importing it

@@ -1,0 +1,833 @@
+# ruff: noqa: N999 - apex's name
+"""`amp_C`: apex's multi-tensor operations, on amp_engine's kernels, for every device that torch has.
+
+Every operation is called as `op(chunk_size, noop_flag, tensor_lists, *args)`, most often through
+`multi_tensor_applier(op, noop_flag, tensor_lists, *args)`.
+
+    chunk_size    an int, taken and not used: the kernels choose their own, and no result depends on it.
+    noop_flag     int32, one element, on the device of the tensors. An operation either sets it to 1 if what it reads
+                  is not finite, and never clears it; or does nothing where it is not 0; or leaves it alone.
+    tensor_lists  lists of equal lengths. Each list is of one type: float32, float16 or bfloat16 (float64 where that is
+                  said). Tensors of one index have one shape and one order in memory, without gaps (contiguous,
+                  channels_last, ...). Empty tensors and empty lists are fine.
+
+Anything else raises AmpValueError, which names list and tensor, and changes nothing. Arithmetic is in float32, rounded
+once to the type of what is written. No operation waits for the device.
+
+The legacy pair multi_tensor_lamb_stage1_cuda and multi_tensor_lamb_stage2_cuda is not served: multi_tensor_lamb does
+both stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from amp_engine import kernels
+from amp_engine.apex import float64_steps
+from amp_engine.errors import AmpValueError
+from amp_engine.kernels.refusals import check_lists
+from amp_engine.policy import LOWEST_SCALE
+
+TensorList = Sequence[Tensor]
+TensorLists = Sequence[TensorList]
+
+
+@torch.no_grad()
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
+    """out = in * scale, for lists [in, out], whose types are independent; out may be in.
+
+    The flag is set if an element of `in` is not finite. What overflows in the rounding to `out` does not set it.
+    """
+    op, names = "multi_tensor_scale", ("inputs", "outputs")
+    inputs, outputs = _lists(op, noop_flag, tensor_lists, names)
+    with _refusals_by_place(op, tensor_lists, written=[1]):
+        checks = kernels.scale_(outputs, inputs, _constant(scale, noop_flag))
+    _set_where(noop_flag, checks.nonfinite)
+
+
+@torch.no_grad()
+def multi_tensor_axpby(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, a: float, b: float, arg_to_check: int
+) -> None:
+    """out = a * x + b * y, for lists [x, y, out], whose types are independent; out may be x or y.
+
+    Args:
+        arg_to_check: the flag is set if an element of x (0), of y (1) or of either (-1) is not finite.
+    """
+    op, names = "multi_tensor_axpby", ("xs", "ys", "outputs")
+    xs, ys, outputs = _lists(op, noop_flag, tensor_lists, names)
+    if arg_to_check not in (-1, 0, 1):
+        raise AmpValueError(f"{op}: arg_to_check={arg_to_check!r}.  Type -1 (both), 0 (x) or 1 (y).")
+    with _refusals_by_place(op, tensor_lists, written=[2]):
+        # Before an output that is its y is written.
+        of_y = None if arg_to_check == 0 else kernels.check(ys)
+        of_x = kernels.axpby_(outputs, xs, ys, _constant(a, noop_flag), _constant(b, noop_flag))
+    if arg_to_check != 1:
+        _set_where(noop_flag, of_x.nonfinite)
+    if of_y is not None:
+        _set_where(noop_flag, of_y.nonfinite)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """2-norm over all tensors of the list in [x].
+
+    The flag is set if the norm is not finite. Squares are summed in float64, where they do not overflow as they did in
+    apex; the square of one element above 1.8e19 still may.
+
+    Returns:
+        (norm over all: float32, shape [1]; norm of each: float32, shape [n], or shape [0] unless `per_tensor`).
+    """
+    op = "multi_tensor_l2norm"
+    (xs,) = _lists(op, noop_flag, tensor_lists, ("xs",))
+    with _refusals_by_place(op, tensor_lists):
+        total, each = kernels.l2norm(xs)
+    return _norms(noop_flag, total, each, per_tensor)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm_mp(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """`multi_tensor_l2norm`, which returns zeros where the flag was set before."""
+    op = "multi_tensor_l2norm_mp"
+    (xs,) = _lists(op, noop_flag, tensor_lists, ("xs",))
+    with _refusals_by_place(op, tensor_lists):
+        total, each = kernels.l2norm(xs)
+    was_set = _is_set(noop_flag)
+    if xs:
+        total, each = total.masked_fill(was_set, 0), each.masked_fill(was_set, 0)
+    return _norms(noop_flag, total, each, per_tensor)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """out = in * scale, for lists [in, out], whose types are independent; and the 2-norm of `in * scale`.
+
+    The norm is of the values before they are rounded to the type of `out`. Flag and returns are those of
+    `multi_tensor_l2norm`.
+    """
+    op, names = "multi_tensor_l2norm_scale", ("inputs", "outputs")
+    inputs, outputs = _lists(op, noop_flag, tensor_lists, names)
+    with _refusals_by_place(op, tensor_lists, written=[1]):
+        sum_squares = kernels.scale_(outputs, inputs, _constant(scale, noop_flag)).sum_squares
+    return _norms_of_squares(noop_flag, sum_squares, _constant(scale, noop_flag), per_tensor)
+
+
+@torch.no_grad()
+def multi_tensor_unscale_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, inv_scale: Tensor, per_tensor: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """2-norm of `x * inv_scale` over the list in [x], which is not changed.
+
+    Args:
+        inv_scale: one floating element, on the device of the tensors.
+
+    Flag and returns are those of `multi_tensor_l2norm`.
+    """
+    op = "multi_tensor_unscale_l2norm"
+    (xs,) = _lists(op, noop_flag, tensor_lists, ("xs",))
+    factor = _scalar(op, "inv_scale", inv_scale, noop_flag)
+    with _refusals_by_place(op, tensor_lists):
+        sum_squares = kernels.check(xs).sum_squares
+    return _norms_of_squares(noop_flag, sum_squares, factor, per_tensor)
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """SGD, for lists [gradients, parameters, momentum buffers] or these and [..., copies of parameters].
+
+    g = grad * scale;  g += weight_decay * p, unless wd_after_momentum
+    buffer = g if first_run, else momentum * buffer + (1 - dampening) * g
+    g = g + momentum * buffer if nesterov, else buffer;  g += weight_decay * p, if wd_after_momentum
+    p -= lr * g;  copy = p
+
+    Buffers are not read or written if `momentum` is 0. Nothing is written where the flag is set. `first_run` is of all
+    tensors of the call; a tensor whose first gradient comes later needs a call of its own.
+    """
+    op, names = "multi_tensor_sgd", ("gradients", "parameters", "momentum buffers", "copies")
+    grads, params, buffers, *copies = _lists(op, noop_flag, tensor_lists, names, optional=1)
+    with _refusals_by_place(op, tensor_lists, written=[1, 2, 3]), _in_float32(buffers) as buffers_f32:
+        kernels.sgd_(
+            grads,
+            params,
+            buffers_f32 if momentum else None,
+            _steps(0 if first_run else 1, params, noop_flag),
+            copies[0] if copies else None,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=bool(nesterov),
+            decay_after_momentum=bool(wd_after_momentum),
+            inv_scale=_constant(scale, noop_flag),
+            found_inf=_is_set(noop_flag).float(),
+        )
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Adam, for lists [gradients, parameters, exp_avg, exp_avg_sq]; gradients and parameters also float64.
+
+    g += weight_decay * p, if mode is 0 (L2)
+    m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g * g
+    u = m / (1 - beta1**step) / (sqrt(v / (1 - beta2**step)) + epsilon);  u += weight_decay * p, if mode is 1 (AdamW)
+    p -= lr * u
+
+    Args:
+        step: the number of this step, from 1.
+        bias_correction: 0 leaves the divisions by 1 - beta**step out.
+
+    The flag is left alone and not read.
+    """
+    op, names = "multi_tensor_adam", ("gradients", "parameters", "exp_avg", "exp_avg_sq")
+    lists = _lists(op, noop_flag, tensor_lists, names)
+    _adam(op, lists, None, noop_flag, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_adam` with what changes between steps on the device; `g *= inv_scale` is written back.
+
+    Args:
+        lr, inv_scale: one floating element each.
+        step: one element of any type: the number of this step, from 1. It is not advanced.
+
+    Nothing is written where the flag is set.
+    """
+    op, names = "multi_tensor_adam_capturable", ("gradients", "parameters", "exp_avg", "exp_avg_sq")
+    lists = _lists(op, noop_flag, tensor_lists, names)
+    scalars = (beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+    _adam(op, lists, None, noop_flag, lr, *scalars, inv_scale)
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_adam_capturable`, for lists [gradients, parameters, exp_avg, exp_avg_sq, masters].
+
+    The masters are stepped, and the parameters become the masters, rounded.
+    """
+    op, names = "multi_tensor_adam_capturable_master", ("gradients", "parameters", "exp_avg", "exp_avg_sq", "masters")
+    grads, params, exp_avgs, exp_avg_sqs, masters = _lists(op, noop_flag, tensor_lists, names)
+    scalars = (beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+    _adam(op, (grads, masters, exp_avgs, exp_avg_sqs), params, noop_flag, lr, *scalars, inv_scale)
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: float,
+    use_nvlamb: bool | None = None,
+) -> None:
+    """LAMB, for lists [gradients, parameters, exp_avg, exp_avg_sq]. Gradients are overwritten: they become u.
+
+    g /= max(1, global_grad_norm / max_grad_norm), unless max_grad_norm is 0;  g += weight_decay * p, if mode is 0
+    m = beta1 * m + beta3 * g;  v = beta2 * v + (1 - beta2) * g * g;  beta3 = 1 - beta1 if grad_averaging else 1
+    u = m / (1 - beta1**step) / (sqrt(v / (1 - beta2**step)) + epsilon);  u += weight_decay * p, if mode is 1
+    p -= lr * r * u;  r = |p| / |u| if weight_decay != 0 or use_nvlamb, and neither norm is 0, else 1
+
+    Args:
+        step: the number of this step, from 1.
+        bias_correction: 0 leaves the divisions by 1 - beta**step out.
+        global_grad_norm: one floating element, on the device of the tensors.
+
+    The flag is left alone and not read.
+    """
+    op, names = "multi_tensor_lamb", ("gradients", "parameters", "exp_avg", "exp_avg_sq")
+    lists = _lists(op, noop_flag, tensor_lists, names)
+    norm = _scalar(op, "global_grad_norm", global_grad_norm, noop_flag)
+    norm = norm / max_grad_norm if max_grad_norm > 0 else torch.zeros_like(norm)
+    scalars = (beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging, mode)
+    _lamb(op, lists, None, noop_flag, lr, *scalars, norm, use_nvlamb)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_mp(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Tensor,
+    max_grad_norm: Tensor,
+    use_nvlamb: bool | None,
+    found_inf: Tensor,
+    inv_scale: Tensor,
+) -> None:
+    """`multi_tensor_lamb` with what changes between steps on the device, of `g = grad * inv_scale`.
+
+    For lists [gradients, parameters, exp_avg, exp_avg_sq] or these and [..., copies of parameters]. Nothing is written
+    where the flag is set or `found_inf` is not 0.
+
+    Args:
+        lr, global_grad_norm, max_grad_norm, found_inf, inv_scale: one floating element each. The norm is of the
+            unscaled gradients.
+        step: one element of any type: the number of this step, from 1. It is not advanced.
+    """
+    op, names = "multi_tensor_lamb_mp", ("gradients", "parameters", "exp_avg", "exp_avg_sq", "copies")
+    *lists, last = _lists(op, noop_flag, tensor_lists, names, optional=1)
+    copies: TensorList | None = last
+    if len(tensor_lists) == 4:
+        lists, copies = [*lists, last], None
+    norm = _scalar(op, "global_grad_norm", global_grad_norm, noop_flag)
+    max_norm = _scalar(op, "max_grad_norm", max_grad_norm, noop_flag)
+    norm = torch.where(max_norm > 0, norm / max_norm, 0.0)
+    scalars = (beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging, mode)
+    _lamb(op, lists, copies, noop_flag, lr, *scalars, norm, use_nvlamb, inv_scale, found_inf)
+
+
+@torch.no_grad()
+def multi_tensor_novograd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    grad_norms: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_type: int,
+) -> None:
+    """NovoGrad, for lists [gradients, parameters, exp_avg]; gradients and parameters also float64.
+
+    n = |g|_2;  norm = sqrt(beta2 * norm**2 + (1 - beta2) * n**2), if norm_type is 2
+    n = largest |g|;  norm = beta2 * norm + (1 - beta2) * n, if norm_type is 0
+    c1 = 1 - beta1**step;  c2 = sqrt(1 - beta2**step);  beta3 = 1 - beta1 if grad_averaging else 1
+    m = beta1 * m + beta3 * (g / (norm / c2 + epsilon) + weight_decay * p);  p -= lr / c1 * m, if mode is 0
+    m = beta1 * m + beta3 * g;  p -= lr * (m / c1 / (norm / c2 + epsilon) + weight_decay * p), if mode is 1
+
+    Args:
+        grad_norms: norms, not their squares: float32 (or float16), shape [n]; blended in place. Before the first step
+            fill it with the norms of the first gradients, or with zeros.
+        step: the number of this step, from 1.
+        bias_correction: 0 makes c1 and c2 1.
+
+    The flag is set if a gradient is not finite, and not read.
+    """
+    op, names = "multi_tensor_novograd", ("gradients", "parameters", "exp_avg")
+    grads, params, exp_avgs = _lists(op, noop_flag, tensor_lists, names)
+    if grad_norms.shape != (len(grads),) or grad_norms.device != noop_flag.device:
+        raise AmpValueError(
+            f"{op}: grad_norms has shape {list(grad_norms.shape)} on {grad_norms.device}, but must have one norm a "
+            f"tensor: shape [{len(grads)}] on {noop_flag.device}."
+        )
+    if norm_type not in (0, 2):
+        raise AmpValueError(f"{op}: norm_type={norm_type!r}.  Type 2, or 0 for the largest magnitude.")
+    if not grads:
+        return
+    is_double = params[0].dtype is torch.float64
+    bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    beta3 = 1 - beta1 if grad_averaging else 1.0
+    inside = mode == 0
+    if is_double:
+        _check_float64(op, tensor_lists)
+    with _refusals_by_place(op, tensor_lists, written=[1, 2]):
+        if is_double:
+            # The maximum of no element is an error.
+            size = torch.stack([g.norm() if norm_type == 2 or not g.numel() else g.abs().max() for g in grads])
+            nonfinite = kernels.nonfinite(grads)
+        else:
+            checks = kernels.check(grads)
+            size = checks.sum_squares.sqrt() if norm_type == 2 else checks.largest.double()
+            nonfinite = checks.nonfinite
+        norms = grad_norms.double()
+        if norm_type == 2:
+            norms = (beta2 * norms.square() + (1 - beta2) * size.square()).sqrt()
+        else:
+            norms = beta2 * norms + (1 - beta2) * size
+        if is_double:
+            float64_steps.novograd_(
+                (grads, params, exp_avgs),
+                norms / bias2**0.5 + epsilon,
+                lr=lr,
+                beta1=beta1,
+                beta3=beta3,
+                bias1=bias1,
+                decay_inside_moment=inside,
+                weight_decay=weight_decay,
+            )
+        else:
+            # The kernel starts a tensor's norm itself at its first step. Here the caller did, so the norms come
+            # blended and corrected, for a later step (1 was done) with beta2 = 1, which leaves them as they are.
+            with _in_float32(exp_avgs) as exp_avgs_f32:
+                kernels.novograd_(
+                    grads,
+                    params,
+                    exp_avgs_f32,
+                    (norms / bias2**0.5).float(),
+                    _steps(1, params, noop_flag),
+                    lr=lr / bias1,
+                    beta1=beta1,
+                    beta2=1.0,
+                    eps=epsilon,
+                    weight_decay=weight_decay if inside else weight_decay * bias1,
+                    bias_correction=False,
+                    grad_averaging=bool(grad_averaging),
+                    decay_inside_moment=inside,
+                    infinity_norm=norm_type == 0,
+                )
+    grad_norms.copy_(norms)
+    _set_where(noop_flag, nonfinite)
+
+
+@torch.no_grad()
+def multi_tensor_adagrad(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: float,
+    epsilon: float,
+    mode: int,
+    weight_decay: float,
+) -> None:
+    """Adagrad, for lists [gradients, parameters, sums]; all three also float64.
+
+    g += weight_decay * p, if mode is 0 (L2)
+    h += g * g;  p -= lr * (g / (sqrt(h) + epsilon) [+ weight_decay * p, if mode is 1])
+
+    The flag is left alone and not read.
+    """
+    op, names = "multi_tensor_adagrad", ("gradients", "parameters", "sums")
+    lists = _lists(op, noop_flag, tensor_lists, names)
+    grads, params, sums = lists
+    if params and params[0].dtype is torch.float64:
+        _check_float64(op, tensor_lists)
+        float64_steps.adagrad_(lists, lr=lr, eps=epsilon, decoupled=mode == 1, weight_decay=weight_decay)
+        return
+    with _refusals_by_place(op, tensor_lists, written=[1, 2]), _in_float32(sums) as sums_f32:
+        kernels.adagrad_(
+            grads,
+            params,
+            sums_f32,
+            _steps(0, params, noop_flag),
+            lr=lr,
+            eps=epsilon,
+            weight_decay=weight_decay,
+            decoupled=mode == 1,
+        )
+
+
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """Adjust a dynamic loss scale that falls only after `hysteresis` overflows since it was last clean; in place.
+
+    if found_inf != 0:
+        growth_tracker = 0;  hysteresis_tracker -= 1
+        if hysteresis_tracker <= 0: current_scale *= backoff_factor
+    else:
+        growth_tracker += 1;  hysteresis_tracker = hysteresis
+        if growth_tracker == growth_interval: current_scale *= growth_factor, if that is finite;  growth_tracker = 0
+
+    The scale stops at the smallest normal float32 (1.2e-38); in apex it reached 0, and stayed there.
+
+    Args:
+        current_scale, found_inf: float32, one element each, on one device.
+        growth_tracker, hysteresis_tracker: int32, one element each.
+
+    Returns:
+        `current_scale`. No host sync.
+    """
+    tensors = (current_scale, growth_tracker, hysteresis_tracker, found_inf)
+    for name, tensor in zip(
+        ("current_scale", "growth_tracker", "hysteresis_tracker", "found_inf"), tensors, strict=True
+    ):
+        if tensor.numel() != 1:
+            raise AmpValueError(f"update_scale_hysteresis: {name} has {tensor.numel()} elements, but must have one.")
+    scale, grown, left, bad = (tensor.view(()) for tensor in tensors)
+    kernels.update_scale_(
+        scale,
+        grown,
+        bad,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=LOWEST_SCALE,
+        max_scale=float("inf"),
+        hysteresis_tracker=left,
+        hysteresis=hysteresis,
+    )
+    return current_scale
+
+
+def _adam(
+    op: str,
+    lists: TensorLists,
+    copies: TensorList | None,
+    noop_flag: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor | None = None,
+) -> None:
+    """Adam; with `inv_scale` the capturable kind, which reads the flag and unscales the gradients."""
+    grads, params, exp_avgs, exp_avg_sqs = lists
+    skips = None
+    if inv_scale is not None:
+        _check_once(op, grads)
+        lr = _scalar(op, "lr", lr, noop_flag)
+        step = _scalar(op, "step", step, noop_flag)
+        inv_scale = _scalar(op, "inv_scale", inv_scale, noop_flag)
+        skips = _is_set(noop_flag)
+    # Masters are the fifth of the caller's lists.
+    places = list(lists) if copies is None else [grads, copies, exp_avgs, exp_avg_sqs, params]
+    is_decoupled, is_corrected = mode == 1, bool(bias_correction)
+    if params and params[0].dtype is torch.float64:
+        _check_float64(op, places)
+        float64_steps.adam_(
+            lists,
+            copies,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            step=step.double() if isinstance(step, Tensor) else step,
+            decoupled=is_decoupled,
+            bias_correction=is_corrected,
+            weight_decay=weight_decay,
+            inv_scale=inv_scale,
+            skips=skips,
+        )
+    else:
+        with (
+            _refusals_by_place(op, places, written=range(1, len(places))),
+            _in_float32(exp_avgs) as exp_avgs_f32,
+            _in_float32(exp_avg_sqs) as exp_avg_sqs_f32,
+        ):
+            kernels.adam_(
+                grads,
+                params,
+                exp_avgs_f32,
+                exp_avg_sqs_f32,
+                _steps(step - 1, params, noop_flag),
+                copies,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                weight_decay=weight_decay,
+                decoupled=is_decoupled,
+                bias_correction=is_corrected,
+                inv_scale=inv_scale,
+                found_inf=None if skips is None else skips.float(),
+            )
+    if inv_scale is not None and skips is not None and grads:
+        factor = torch.where(skips, 1.0, inv_scale)
+        if grads[0].dtype is torch.float64:
+            torch._foreach_mul_(list(grads), factor)
+        else:
+            kernels.scale_(grads, grads, factor)
+
+
+def _lamb(
+    op: str,
+    lists: TensorLists,
+    copies: TensorList | None,
+    noop_flag: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int | Tensor,
+    bias_correction: int,
+    weight_decay: float,
+    grad_averaging: int,
+    mode: int,
+    norm_over_max: Tensor,
+    use_nvlamb: bool | None,
+    inv_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """LAMB; with `inv_scale` and `found_inf` the capturable kind. Then the updates, into the gradients."""
+    grads, params, exp_avgs, exp_avg_sqs = lists
+    skips: Tensor | None = None
+    if inv_scale is not None and found_inf is not None:
+        lr = _scalar(op, "lr", lr, noop_flag)
+        step = _scalar(op, "step", step, noop_flag)
+        inv_scale = _scalar(op, "inv_scale", inv_scale, noop_flag)
+        skips = _is_set(noop_flag) | (_scalar(op, "found_inf", found_inf, noop_flag) != 0)
+    if not params:
+        return
+    _check_once(op, grads)
+    is_decoupled = mode == 1
+    places = list(lists) if copies is None else [*lists, copies]
+    with (
+        _refusals_by_place(op, places, written=range(1, len(places))),
+        _in_float32(exp_avgs) as exp_avgs_f32,
+        _in_float32(exp_avg_sqs) as exp_avg_sqs_f32,
+    ):
+        before = [p.to(torch.float32, copy=True) for p in params] if is_decoupled and weight_decay != 0 else None
+        kernels.lamb_(
+            grads,
+            params,
+            exp_avgs_f32,
+            exp_avg_sqs_f32,
+            _steps(step - 1, params, noop_flag),
+            copies,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled=is_decoupled,
+            bias_correction=bool(bias_correction),
+            grad_averaging=bool(grad_averaging),
+            max_grad_norm=1.0,
+            use_nvlamb=bool(use_nvlamb),
+            grad_norm=norm_over_max,
+            inv_scale=inv_scale,
+            found_inf=None if skips is None else skips.float(),
+        )
+        denominators = list(torch._foreach_sqrt(list(exp_avg_sqs_f32)))
+        updates = list(exp_avgs_f32)
+        if bias_correction:
+            t = step.double() if isinstance(step, Tensor) else step
+            # Foreach would widen 0-d updates to a factor's float64.
+            inv_bias1, inv_root2 = (
+                x.float() if isinstance(x, Tensor) else x for x in (1 / (1 - beta1**t), (1 - beta2**t) ** -0.5)
+            )
+            torch._foreach_mul_(denominators, inv_root2)
+            updates = list(torch._foreach_mul(updates, inv_bias1))
+        torch._foreach_add_(denominators, eps)
+        updates = list(torch._foreach_div(updates, denominators))
+        if before is not None:
+            torch._foreach_add_(updates, before, alpha=weight_decay)
+        if skips is not None:
+            updates = [torch.where(skips, g.float(), u) for g, u in zip(grads, updates, strict=True)]
+        torch._foreach_copy_(list(grads), updates)
+
+
+def _lists(
+    op: str, noop_flag: Tensor, tensor_lists: TensorLists, names: Sequence[str], optional: int = 0
+) -> Sequence[TensorList]:
+    """`tensor_lists`, after a look at their number, their lengths, their types and the flag.
+
+    The last `optional` of `names` may be left out.
+    """
+    if noop_flag.numel() != 1 or noop_flag.dtype is not torch.int32:
+        raise AmpValueError(
+            f"{op}: noop_flag is a {_type_name(noop_flag)} tensor of shape {list(noop_flag.shape)}, but must be one "
+            "int32.  Type torch.zeros(1, dtype=torch.int32, device=...)."
+        )
+    if not len(names) - optional <= len(tensor_lists) <= len(names):
+        last = f", and {' and '.join(names[-optional:])} if wanted" if optional else ""
+        raise AmpValueError(
+            f"{op}: tensor_lists holds {len(tensor_lists)} lists, but takes {len(names) - optional}: "
+            f"{', '.join(names[: len(names) - optional])}{last}."
+        )
+    for i, tensors in enumerate(tensor_lists):
+        if len(tensors) != len(tensor_lists[0]):
+            raise AmpValueError(
+                f"{op}: tensor_lists[{i}] ({names[i]}) has {len(tensors)} entries, but tensor_lists[0] ({names[0]}) "
+                f"has {len(tensor_lists[0])}.  All lists of one call are of one length."
+            )
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            j = next(j for j, tensor in enumerate(tensors) if tensor.dtype != tensors[0].dtype)
+            raise AmpValueError(
+                f"{op}: tensor_lists[{i}][{j}] ({names[i]}) is {_type_name(tensors[j])}, but tensor_lists[{i}][0] is "
+                f"{_type_name(tensors[0])}.  One list holds one type; make a call for each."
+            )
+    if tensor_lists[0] and tensor_lists[0][0].device != noop_flag.device:
+        raise AmpValueError(
+            f"{op}: noop_flag is on {noop_flag.device}, but the tensors are on {tensor_lists[0][0].device}.  Make a "
+            "flag for each device."
+        )
+    return tensor_lists
+
+
+@contextmanager
+def _refusals_by_place(op: str, lists: TensorLists, written: Sequence[int] = ()) -> Iterator[None]:
+    """What a kernel refuses is said in terms of the caller's lists, of which `written` are written."""
+    try:
+        yield
+    except AmpValueError:
+        check_lists(
+            op,
+            {f"tensor_lists[{i}]": tensors for i, tensors in enumerate(lists)},
+            [f"tensor_lists[{i}]" for i in written if i < len(lists)],
+        )
+        raise
+
+
+def _check_once(op: str, grads: TensorList) -> None:
+    """Raise AmpValueError for gradients that share memory, before they are written."""
+    places: dict[int, int] = {}
+    for j, grad in enumerate(grads):
+        first = places.setdefault(grad.data_ptr(), j) if grad.numel() else j
+        if first != j:
+            raise AmpValueError(
+                f"{op}: tensor_lists[0][{j}] has the same memory as tensor_lists[0][{first}].  Each gradient is "
+                "written, so it may be there once."
+            )
+
+
+def _check_float64(op: str, lists: TensorLists) -> None:
+    """The checks of lists with float64 in them, which plain PyTorch computes: in any order in memory."""
+    for i, tensors in enumerate(lists):
+        for j, tensor in enumerate(tensors):
+            if tensor.dtype not in (torch.float64, torch.float32):
+                raise AmpValueError(
+                    f"{op}: tensor_lists[{i}][{j}] is {_type_name(tensor)}, but beside float64 parameters only float64 "
+                    "and float32 are allowed."
+                )
+            if tensor.shape != lists[0][j].shape or tensor.device != lists[0][j].device:
+                raise AmpValueError(
+                    f"{op}: tensor_lists[{i}][{j}] has shape {list(tensor.shape)} on {tensor.device}, but "
+                    f"tensor_lists[0][{j}] has {list(lists[0][j].shape)} on {lists[0][j].device}."
+                )
+
+
+@contextmanager
+def _in_float32(state: TensorList) -> Iterator[TensorList]:
+    """`state` as float32, which is all that kernels keep state in; what was written is rounded back at the end."""
+    if not state or state[0].dtype is torch.float32:
+        yield state
+        return
+    wide = [tensor.float() for tensor in state]
+    yield wide
+    kernels.cast_copy_(state, wide)
+
+
+def _norms(noop_flag: Tensor, total: Tensor, each: Tensor, per_tensor: bool | None) -> tuple[Tensor, Tensor]:
+    """What the norms return, as float32; the flag is set if `total` is not finite."""
+    total = total.float().reshape(1).to(noop_flag.device)
+    _set_where(noop_flag, ~total.isfinite())
+    return total, each.float() if per_tensor else each.new_empty(0, dtype=torch.float32)
+
+
+def _norms_of_squares(
+    noop_flag: Tensor, sum_squares: Tensor, factor: Tensor, per_tensor: bool | None
+) -> tuple[Tensor, Tensor]:
+    """`_norms` of tensors whose sums of squares are known, times `factor`."""
+    sum_squares = sum_squares.to(noop_flag.device)
+    size = factor.double().abs()
+    return _norms(noop_flag, sum_squares.sum().sqrt() * size, sum_squares.sqrt() * size, per_tensor)
+
+
+def _is_set(noop_flag: Tensor) -> Tensor:
+    """Bool, shape []."""
+    return noop_flag.view(()) != 0
+
+
+def _set_where(noop_flag: Tensor, bad: Tensor) -> None:
+    """Set the flag if one of `bad` (bool, any shape) is true. No host sync."""
+    if bad.numel():
+        noop_flag.masked_fill_(bad.any(), 1)
+
+
+def _steps(done: int | Tensor, params: TensorList, noop_flag: Tensor) -> Tensor:
+    """`done` steps for each parameter, as the kernels count them."""
+    if isinstance(done, Tensor):
+        return done.float().expand(len(params)).contiguous()
+    return torch.full((len(params),), float(done), device=noop_flag.device)
+
+
+def _constant(value: float, noop_flag: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=noop_flag.device)
+
+
+def _scalar(op: str, name: str, value: float | Tensor, noop_flag: Tensor) -> Tensor:
+    """`value` as a float32 tensor of shape [] on the device of the call. No host sync."""
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.device != noop_flag.device:
+        found = f"shape {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)
+        raise AmpValueError(f"{op}: {name} is {found}, but must be a tensor of one element on {noop_flag.device}.")
+    return value.detach().float().view(())
+
+
+def _type_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -18,8 +18,10 @@ from amp_engine import casting, initialized
 from amp_engine.casting import Explanation, Registration, deferred
 from amp_engine.casting import original as original
 from amp_engine.engine import Engine
+from amp_engine.errors import AmpStateError
+from amp_engine.handle import Handle, NoOpHandle
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler
-from amp_engine.views import Handle, NoOpHandle, Properties
+from amp_engine.views import Properties
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
@@ -29,7 +31,7 @@ class AmpState:
     """The current engine, under the names that scripts know of apex's state object.
 
     `opt_properties`, `loss_scalers`, `min_loss_scale` and `max_loss_scale` exist once `initialize` was called,
-    `handle` while functions are cast.
+    `handle` while functions are cast. All are the engine's own: what is written counts from then on.
     """
 
     def __init__(self) -> None:
@@ -52,7 +54,7 @@ class AmpState:
         engine: Engine | None = self.__dict__.get("engine")
         if engine is not None and engine.policy is not None:
             if name == "opt_properties":
-                return Properties(engine.policy)
+                return Properties(engine)
             if engine.policy.enabled and name in ("min_loss_scale", "max_loss_scale"):
                 return getattr(engine, name)
             if engine.policy.enabled and name == "loss_scalers":
@@ -60,6 +62,20 @@ class AmpState:
         if engine is not None and engine.casts is not None and name == "handle":
             return Handle(engine)
         raise AttributeError(f"'AmpState' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("opt_properties", "handle"):
+            raise AmpStateError(
+                f"_amp_state.{name} shows what amp.initialize decided.  Write to its attributes instead."
+            )
+        if name == "loss_scalers":
+            self.engine.replace_scalers(value)
+        elif name == "min_loss_scale":
+            self.engine.bound_scales(value, self.engine.max_loss_scale)
+        elif name == "max_loss_scale":
+            self.engine.bound_scales(self.engine.min_loss_scale, value)
+        else:
+            super().__setattr__(name, value)
 
 
 _amp_state = AmpState()

@@ -15,6 +15,15 @@ from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ghost import inner_optimizers
 from amp_engine.policy import Policy
 
+# What `initialize` adds to an optimizer, beside `_amp_stash`: the names that apex added, and scripts call.
+APEX_METHODS = (
+    "_amp_lazy_init",
+    "_lazy_init_maybe_master_weights",
+    "_master_params_to_model_params",
+    "_post_amp_backward",
+    "_prepare_amp_backward",
+)
+
 _PARALLEL_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -84,6 +93,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer]
                 f"This {type(optimizer).__name__} was; call amp.close() first to start over."
             )
         seen.append(id(optimizer))
+        for name in APEX_METHODS:
+            if hasattr(optimizer, name):
+                raise AmpStateError(
+                    f"Incoming optimizer already has {name} defined.  amp.initialize adds an attribute of this name; "
+                    f"rename the one of {type(optimizer).__name__}."
+                )
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             raise AmpStateError(
                 f"{type(optimizer).__name__} is a torch.optim.Optimizer by name only: it takes no step hooks.  Pass "

@@ -1,11 +1,11 @@
-"""Cast the tensors inside of whatever a model takes or returns, and keep the containers' types."""
+"""Change the tensors inside of whatever a model takes or returns, and keep the containers' types."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,25 +15,39 @@ from torch import Tensor, nn
 def cast_tensors(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | None = None) -> Any:
     """`value` with every floating tensor in it cast to `dtype`; with `only`, every tensor of these types.
 
-    Walked: lists, tuples, named tuples, deques, mappings, dataclass instances, and objects with a `to` method
-    (packed sequences, batch classes). A container comes back in its own type and the one handed in is not
-    changed; one in which nothing had to be cast comes back itself. Strings, numbers, sets, numpy arrays,
-    generators, modules and everything else are returned as they are. No host sync.
+    Objects with a `to` method (packed sequences, batch classes) are asked to cast themselves. Walked as
+    `map_tensors` says. No host sync.
+    """
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if (value.is_floating_point() if only is None else value.dtype in only) else value
+        return value.to(dtype) if only is None or _holds(value, only) else value
+
+    return map_tensors(value, cast)
+
+
+def map_tensors(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """`value` with `fn` applied to every tensor in it, and to objects with a `to` method.
+
+    Walked: lists, tuples, named tuples, deques, mappings and dataclass instances. A container comes back in its own
+    type and the one handed in is not changed; one in which `fn` gave back what it took comes back itself. Strings,
+    numbers, sets, numpy arrays, generators, modules and everything else are returned as they are.
     """
     if isinstance(value, Tensor):
-        return value.to(dtype) if (value.is_floating_point() if only is None else value.dtype in only) else value
+        return fn(value)
     if isinstance(value, (str, bytes, nn.Module)) or value is None:
         return value
     if isinstance(value, (list, tuple, deque)) and not hasattr(value, "to"):
-        return _cast_sequence(value, dtype, only)
+        return _map_sequence(value, fn)
     # A dataclass that is a mapping too (Hugging Face's ModelOutput) keeps its items and fields in step
     # through item assignment.
     if isinstance(value, Mapping) and not hasattr(value, "to"):
-        return _cast_mapping(value, dtype, only)
+        return _map_mapping(value, fn)
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to"):
-        return _cast_dataclass(value, dtype, only)
+        return _map_dataclass(value, fn)
     if callable(getattr(value, "to", None)) and not isinstance(value, type):
-        return value.to(dtype) if only is None or _holds(value, only) else value
+        return fn(value)
     return value
 
 
@@ -46,8 +60,8 @@ def _holds(value: Any, dtypes: Sequence[torch.dtype]) -> bool:
     return bool(types) and types.issubset(dtypes)
 
 
-def _cast_sequence(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | None) -> Any:
-    items = [cast_tensors(item, dtype, only) for item in value]
+def _map_sequence(value: Any, fn: Callable[[Any], Any]) -> Any:
+    items = [map_tensors(item, fn) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     if hasattr(value, "_make"):
@@ -58,8 +72,8 @@ def _cast_sequence(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] |
     return type(value)(items)
 
 
-def _cast_mapping(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | None) -> Any:
-    items = {key: cast_tensors(item, dtype, only) for key, item in value.items()}
+def _map_mapping(value: Any, fn: Callable[[Any], Any]) -> Any:
+    items = {key: map_tensors(item, fn) for key, item in value.items()}
     if all(items[key] is item for key, item in value.items()):
         return value
     rebuilt = copy.copy(value)
@@ -71,14 +85,14 @@ def _cast_mapping(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | 
     return rebuilt
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | None) -> Any:
+def _map_dataclass(value: Any, fn: Callable[[Any], Any]) -> Any:
     rebuilt = copy.copy(value)
     changed = False
     for field in dataclasses.fields(value):
         if not hasattr(value, field.name):
             continue
         old = getattr(value, field.name)
-        new = cast_tensors(old, dtype, only)
+        new = map_tensors(old, fn)
         if new is not old:
             # Not dataclasses.replace: it would run __post_init__ again and lose init=False state.
             object.__setattr__(rebuilt, field.name, new)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
@@ -53,6 +53,7 @@ class Engine:
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
         self._skip_on_overflow = False
         self._registrations: list[Registration] = []
+        self._removals: list[tuple[Any, str]] = []
         self._cast_options: dict[str, Any] = {}
         self._explanations: list[Explanation] = []
         self._said_float16_convolution = False
@@ -325,6 +326,51 @@ class Engine:
         """
         return Explanation(self._explained, self._why_nothing_is_cast)
 
+    def set_policy(self, policy: Policy) -> None:
+        """Change the policy after `initialize`, as a write to `_amp_state.opt_properties` does.
+
+        `enabled` decides what `scale_loss` does from now on; `patch_torch_functions=False` takes the function casts
+        away. The other properties were decided with the model: AmpStateError for what would change them.
+        """
+        before, after = self._initialized_policy("initialize").properties(), policy.properties()
+        for name in [name for name in after if after[name] != before[name]]:
+            can_change = {"enabled": bool(self.scalers), "patch_torch_functions": not policy.patch_torch_functions}
+            if not can_change.get(name, False):
+                hint = "_amp_state.loss_scalers[0]._loss_scale = 2.0**16, or " if name == "loss_scale" else ""
+                raise AmpStateError(
+                    f"{name} is {before[name]!r} since amp.initialize, which has acted on it.  Type {hint}amp.close() "
+                    f"and amp.initialize(..., {name}={after[name]!r})."
+                )
+        if before["patch_torch_functions"] and not policy.patch_torch_functions:
+            self.remove_casts()
+        self.policy = policy
+
+    def replace_scalers(self, scalers: Sequence[LossScaler]) -> None:
+        """Use other loss scalers from the next `scale_loss` on. Raises AmpTypeError for what are none."""
+        if not isinstance(scalers, (list, tuple)) or not all(isinstance(scaler, LossScaler) for scaler in scalers):
+            raise AmpTypeError("loss_scalers is a list of LossScaler.  Type for example [LossScaler('dynamic')].")
+        self.scalers = list(scalers)
+
+    def bound_scales(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
+        """Keep dynamic scales within these bounds from their next update on. Raises AmpValueError, as `initialize`."""
+        low, high = check_bounds(min_loss_scale, max_loss_scale)
+        self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
+        for scaler in self.scalers:
+            scaler._min_loss_scale, scaler._max_loss_scale = low, high
+
+    def look_after(self, optimizer: Optimizer, on_skip: Callable[[], None]) -> SteppedOptimizer:
+        """Take in an optimizer whose losses and scalers are the caller's business, until `close`.
+
+        Args:
+            on_skip: called for each step that was skipped.
+
+        Raises AmpStateError or AmpTypeError for what `initialize` would not take either.
+        """
+        arguments.check_optimizers(arguments.as_optimizers(optimizer), self._initialized.optimizers, is_scaled=True)
+        stepped = self._make_stepped(optimizer, None, False, lambda stepped, verdicts: on_skip())
+        self._initialized.look_after(optimizer, stepped)
+        return stepped
+
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last `optimizer.step()` was skipped. Waits for the device if that decided."""
         return self._stepped(optimizer).skipped
@@ -332,12 +378,34 @@ class Engine:
     def register(self, registration: Registration) -> None:
         """Cast one more function wherever O1 or O4 is on, until `close`."""
         casting.check_patchable(registration.module, registration.name)
-        self._registrations.append(registration)
+        removals = [removal for removal in self._removals if not _names(removal, registration)]
+        self._change_lists([*self._registrations, registration], removals)
+
+    def unregister(self, module: Any, name: str) -> None:
+        """Run `module.name` without casts, registered or listed as it may be, until `close` or `register`."""
+        casting.check_patchable(module, name)
+        removal = (module, name)
+        registrations = [registration for registration in self._registrations if not _names(removal, registration)]
+        self._change_lists(registrations, [*self._removals, removal])
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """What was registered since the last `close`; the first one of a function counts."""
+        return list(self._registrations)
+
+    @property
+    def removals(self) -> list[tuple[Any, str]]:
+        """Owner and name of what was taken off the lists since the last `close`."""
+        return list(self._removals)
+
+    def _change_lists(self, registrations: list[Registration], removals: list[tuple[Any, str]]) -> None:
+        before = self._registrations, self._removals
+        self._registrations, self._removals = registrations, removals
         if self.casts is not None:
             try:
                 self.install_casts(**self._cast_options)
             except BaseException:
-                self._registrations.pop()
+                self._registrations, self._removals = before
                 raise
 
     def install_casts(
@@ -353,6 +421,7 @@ class Engine:
         Raises AmpValueError, with everything as it was, for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE.
         """
         overrides = casting.from_environment(os.environ, self._registrations)
+        removals = [r for r in self._removals if not any(_names(r, added) for added in overrides.registrations)]
         options: dict[str, Any] = {
             "dtype": dtype,
             "enable_caching": enable_caching,
@@ -360,7 +429,10 @@ class Engine:
             "verbose": verbose,
         }
         casts = FunctionCasts(
-            **options, registrations=overrides.registrations, removals=overrides.removals, emit=self.reporter.say
+            **options,
+            registrations=overrides.registrations,
+            removals=(*overrides.removals, *removals),
+            emit=self.reporter.say,
         )
         for explanation in self._explanations:
             casts.observe(explanation)
@@ -372,6 +444,12 @@ class Engine:
         weakref.finalize(self, casts.remove).atexit = False
         return casts
 
+    def remove_casts(self) -> None:
+        """Give torch its functions back."""
+        if self.casts is not None:
+            self.casts.remove()
+            self.casts = None
+
     def close(self) -> None:
         """Take everything back; the engine can be used again.
 
@@ -379,11 +457,9 @@ class Engine:
         masters, and lose every hook; optimizers step their own parameters again, with their state.
         """
         self._refuse_inside_of_scale_loss("close")
-        if self.casts is not None:
-            self.casts.remove()
-            self.casts = None
+        self.remove_casts()
         self._initialized.release()
-        self._registrations.clear()
+        self._registrations, self._removals = [], []
         self.policy, self.scalers = None, []
 
     def _initialized_policy(self, call: str) -> Policy:
@@ -402,7 +478,11 @@ class Engine:
             )
 
     def _make_stepped(
-        self, optimizer: Optimizer, masters: MasterWeights | None, adopt_data_writes: bool
+        self,
+        optimizer: Optimizer,
+        masters: MasterWeights | None,
+        adopt_data_writes: bool,
+        on_skip: Callable[[SteppedOptimizer, Sequence[Verdict]], None] | None = None,
     ) -> SteppedOptimizer:
         return SteppedOptimizer(
             optimizer,
@@ -411,7 +491,8 @@ class Engine:
             weight_copies=lambda: None if self.casts is None else self.casts.weight_copies,
             is_scaled=self._is_scaled,
             adopt_data_writes=adopt_data_writes,
-            on_skip=self._watch.skipped,
+            default_scaler=lambda: self.scalers[0] if self.scalers else LossScaler(1.0),
+            on_skip=on_skip or self._watch.skipped,
             on_report=self._watch.stepped_on,
             on_window_left_open=self._close_left_open,
         )
@@ -507,6 +588,10 @@ class Engine:
         return None if self.casts is None else self.casts.disabled_in_thread()
 
 
+def _names(removal: tuple[Any, str], registration: Registration) -> bool:
+    return removal[0] is registration.module and removal[1] == registration.name
+
+
 def _as_list(optimizers: Any) -> list[Any]:
     if isinstance(optimizers, Iterable) and not isinstance(optimizers, Optimizer):
         return list(optimizers)
@@ -515,7 +600,7 @@ def _as_list(optimizers: Any) -> list[Any]:
 
 def _open_snapshot(stepped: Sequence[SteppedOptimizer], loss_id: int) -> ScaleSnapshot | None:
     """The scale of a window that `delay_unscale` left open: its gradients must all have one scale."""
-    windows = [one.window for one in stepped if one.window is not None]
+    windows = [one.window for one in stepped if one.window is not None and one.window.is_claimed]
     for window in windows:
         if window.loss_id != loss_id:
             raise AmpStateError(

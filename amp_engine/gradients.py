@@ -94,6 +94,8 @@ class GradientWindow:
         scaler: what every loss of this window is scaled by,
         loss_id: under which number,
         snapshot: and with which scale.
+        is_claimed: whether these three are known. If not, they stand until `claim`.
+        is_entered: whether the backward is still to come. If not, `.grad` holds its gradients already.
     """
 
     def __init__(
@@ -103,10 +105,15 @@ class GradientWindow:
         scaler: LossScaler,
         loss_id: int,
         snapshot: ScaleSnapshot,
+        *,
+        is_claimed: bool = True,
+        is_entered: bool = True,
     ) -> None:
         self.scaler = scaler
         self.loss_id = loss_id
         self.snapshot = snapshot
+        self.is_claimed = is_claimed
+        self.is_left_open = False
         self.loss = NO_LOSS  # the last one that was left open with
         self._optimizer = weakref.ref(optimizer)
         self._masters = masters
@@ -121,14 +128,24 @@ class GradientWindow:
         roster = self._roster()
         if masters is not None:
             masters.materialize()  # this backward is to be added to
+        if not is_entered:
+            return
+        if masters is not None:
             walk.drop_gradients(masters.params)  # of an earlier step, still scaled
         for p in roster.plain:
             if p.grad is not None:
                 self._earlier[id(p)] = _own_memory(p.grad)
                 p.grad = None
 
+    def claim(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot) -> None:
+        """Say what the losses of this window are scaled by, unless it is known."""
+        if not self.is_claimed:
+            self.scaler, self.loss_id, self.snapshot = scaler, loss_id, snapshot
+            self.is_claimed = True
+
     def leave_open(self, loss: Tensor) -> None:
         """Exit with `delay_unscale`: gradients stay scaled and go on accumulating in place."""
+        self.is_left_open = True
         self.loss = loss
         self._reentered = []
         self._left = [seen for seen in map(_seen, self._roster().plain) if seen.grad is not None]
@@ -147,6 +164,7 @@ class GradientWindow:
     def reenter(self) -> None:
         """Next entry into a window that was left open."""
         self._take_back()
+        self.is_left_open = False
         self._reentered = [_seen(p) for p in self._written_params()]
 
     def close(
@@ -282,6 +300,11 @@ class GradientWindow:
             return True
         self.discard()
         return False
+
+    def forget(self) -> None:
+        """Close the window with gradients as they are, neither unscaled nor checked."""
+        self._take_back()
+        self._restore_earlier(add=True)
 
     def discard(self) -> None:
         """Drop the window's gradients and put back those of earlier backwards."""

@@ -107,6 +107,11 @@ class Initialized:
                 self._cast_models.remove(earlier)
         self._cast_models += cast_models
 
+    def look_after(self, optimizer: Optimizer, stepped: SteppedOptimizer) -> None:
+        """Take in an optimizer with what stands for it, until `release`."""
+        self._stepped[optimizer] = stepped
+        vars(optimizer).update(Stash(stepped).attributes())
+
     def release(self) -> None:
         """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""
         optimizers = self.optimizers
@@ -137,19 +142,19 @@ class Initialized:
             if masters is None and policy.cast_model_type:
                 self._state_follows_cast.add(optimizer)
                 _match_state_to_parameters(optimizer)
-            self._stepped[optimizer] = stepped = self._make_stepped(optimizer, masters, adopt_data_writes)
+            self.look_after(optimizer, self._make_stepped(optimizer, masters, adopt_data_writes))
         except BaseException:
             if masters is not None:
                 masters.release()
             raise
-        optimizer._amp_stash = Stash(stepped)  # type: ignore[attr-defined]
         return masters
 
     def _let_go(self, optimizer: Optimizer) -> None:
         stepped = self._stepped.pop(optimizer, None)
         if stepped is not None:
             stepped.release()
-            del optimizer._amp_stash  # type: ignore[attr-defined]
+            for name in Stash(stepped).attributes():
+                vars(optimizer).pop(name, None)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:

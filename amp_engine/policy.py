@@ -61,6 +61,20 @@ class Policy:
             given["loss_scale"] = parse_loss_scale(given["loss_scale"])
         return dataclasses.replace(self, **given)  # type: ignore[arg-type]
 
+    def with_property(self, name: str, value: object) -> Policy:
+        """A copy with one of apex's properties set, to None too.
+
+        Raises AmpStateError if there is no such property or it does not fit the others, AmpTypeError or AmpValueError
+        for a value that it cannot have.
+        """
+        if name not in self.properties():
+            raise AmpStateError(f"There is no property {name!r}.  Type one of {', '.join(self.properties())}.")
+        changed = self.override(**{name: value})
+        if value is None:
+            changed = dataclasses.replace(self, **{name: None})  # type: ignore[arg-type]
+        require(changed)
+        return changed
+
     def complaints(self) -> Iterator[str]:
         """One sentence for each field that does not fit the level (apex's words)."""
         level = self.opt_level

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,7 @@ class LossScaler:
         self.scale = torch.tensor(first, dtype=torch.float32, device="cpu")
         self.unskipped = torch.tensor(0, dtype=torch.int32, device="cpu")
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        self._last_found_inf: Tensor | None = None  # of the last update
 
     @property
     def is_identity(self) -> bool:
@@ -128,15 +130,71 @@ class LossScaler:
         )
         if closed is not None:
             closed.settle(inv_scale)
+        self._last_found_inf = found_inf
         return found_inf
 
     def clear_overflow_state(self) -> None:
-        """Forget what `record_` remembered."""
+        """Forget what `record_` remembered, and what the last update found."""
         self.found_inf.zero_()
+        self._last_found_inf = None
 
     def update_scale(self) -> bool:
         """`update_`, and whether the step should be skipped. Waits for the device."""
-        return self.dynamic and bool(self.update_() != 0)
+        # A flag that was written through `_overflow_buf` is a denormal number, which a processor may take for 0.
+        self.found_inf.copy_(self._overflow_buf[0] != 0)
+        found_inf = self.update_()
+        return self.dynamic and bool(found_inf != 0)
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: object = None,
+        models_are_masters: bool = False,
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """`master = model / scale` pairwise; remembers whether one of `model_grads` was not finite. No host sync.
+
+        Args:
+            model_grads: n dense tensors of float16, bfloat16 or float32.
+            master_grads: n of their shapes, strides and devices, in any of these types; possibly the same tensors.
+            unused_scale: as in apex.
+            models_are_masters: then there is nothing to do, and nothing is looked at, at a static scale of 1.
+            scale_override: as in `unscale_with_stashed`.
+        """
+        del unused_scale
+        if models_are_masters and self.is_identity and scale_override is None:
+            return
+        for models, masters in _by_device(model_grads, master_grads):
+            factor, _ = self._factors(models[0].device, scale_override)
+            self.record_(kernels.scale_(masters, models, factor).nonfinite)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """`master = model / scale + stashed`; remembers whether one of `model_grads` was not finite. No host sync.
+
+        Args:
+            model_grads, master_grads: as in `unscale`.
+            stashed_master_grads: what was accumulated before; as `master_grads`.
+            scale_override: the scales that model and stashed gradients have, and the scale that their sum is to
+                have. Default: (this scale, 1, 1).
+        """
+        for models, stashed, masters in _by_device(model_grads, stashed_master_grads, master_grads):
+            a, b = self._factors(models[0].device, scale_override)
+            self.record_(kernels.axpby_(masters, models, stashed, a, b).nonfinite)
+
+    def _factors(self, device: torch.device, scales: tuple[float, float, float] | None) -> tuple[Tensor, Tensor | None]:
+        """What model and stashed gradients are multiplied by: float32, shape []; None is 1."""
+        if scales is None:
+            return moved(self.snapshot().inv_scale, device), None
+        have, stashed_have, wanted = scales
+        a, b = (torch.tensor(wanted / scale, dtype=torch.float32, device=device) for scale in (have, stashed_have))
+        return a, b
 
     def state_dict(self) -> dict[str, float | int]:
         """`{"loss_scale": float, "unskipped": int}`, apex's format. Waits for the device."""
@@ -181,7 +239,46 @@ class LossScaler:
 
     @property
     def _has_overflow(self) -> bool:
-        return bool(self.found_inf != 0)
+        found = self._last_found_inf
+        return bool(self._overflow_buf != 0) or (found is not None and bool(found != 0))
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self.clear_overflow_state()
+        self.found_inf.fill_(float(value))
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        """The flag as apex's kernels take it: int32, shape [1], on the memory of `found_inf`."""
+        return self.found_inf.view(torch.int32).view(1)
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: Tensor) -> None:
+        self.found_inf.copy_((value != 0).any())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_loss_scale" not in state:
+            self.__dict__.update(state)
+            return
+        # apex's attributes: the FP16_Optimizer of apex.fp16_utils saved its scaler as an object.
+        dynamic, scale = state["dynamic"], float(state["_loss_scale"])
+        LossScaler.__init__(
+            self,
+            "dynamic" if dynamic else scale,
+            scale_window=state["_scale_seq_len"],
+            min_loss_scale=state["_min_loss_scale"],
+            max_loss_scale=state["_max_loss_scale"],
+        )
+        self._loss_scale = max(scale, self._min_loss_scale) if dynamic else scale  # apex's could sink to 0
+        self._unskipped = state["_unskipped"]
+        self._has_overflow = state["_has_overflow"]
+
+
+def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
+    """The same lists, once for each device of the tensors in the first."""
+    rows = list(zip(*lists, strict=True))
+    devices = dict.fromkeys(row[0].device for row in rows)
+    return [tuple(map(list, zip(*(row for row in rows if row[0].device == device), strict=True))) for device in devices]
 
 
 def check_bounds(min_loss_scale: object, max_loss_scale: object) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from amp_engine import kernels
 from amp_engine.devices import HostNumber, moved
 from amp_engine.errors import AmpStateError
 from amp_engine.ghost import ghost
-from amp_engine.gradients import Checked, GradientWindow, PassOne
+from amp_engine.gradients import NO_LOSS, Checked, GradientWindow, PassOne
 from amp_engine.kernels import walk
 from amp_engine.lazy_gradients import MasterParameter, Unscaling, clip_factor
 from amp_engine.master_weights import MasterWeights, roster_of
@@ -84,6 +84,7 @@ class SteppedOptimizer:
         is_scaled: says whether a backward may scale gradients or have a step skipped. Then `step(closure)` is
             an error, since the backward in a closure would come after the decision to skip.
         adopt_data_writes: whether writes through `param.data` are looked for before each step.
+        default_scaler: gives the scaler of gradients that nobody said the scaler of.
         on_skip: told the verdicts that made a step a skip.
         on_report: told a verdict that did not.
         on_window_left_open: asked to close the open window when a step finds one.
@@ -98,6 +99,7 @@ class SteppedOptimizer:
         weight_copies: Callable[[], WeightCopies | None],
         is_scaled: Callable[[], bool],
         adopt_data_writes: bool,
+        default_scaler: Callable[[], LossScaler],
         on_skip: Callable[[SteppedOptimizer, list[Verdict]], None],
         on_report: Callable[[Verdict], None],
         on_window_left_open: Callable[[SteppedOptimizer], None],
@@ -107,6 +109,8 @@ class SteppedOptimizer:
         self.window: GradientWindow | None = None
         self.in_backward = False
         self.backward_seen = False  # since the last step
+        self.adopts_next = False  # whether the next backward looks for writes through `param.data`
+        self.caller_skips = False  # whether somebody's own `scale_loss` took it on itself to skip the next step
         self.verdicts: list[Verdict] = []
         # Of steps that the device decided: what the host has not been told yet, oldest first.
         self._undecided: deque[list[Verdict]] = deque()
@@ -118,6 +122,7 @@ class SteppedOptimizer:
         self._weight_copies = weight_copies
         self._is_scaled = is_scaled
         self._adopt_data_writes = adopt_data_writes
+        self._default_scaler = default_scaler
         self._on_skip = on_skip
         self._on_report = on_report
         self._on_window_left_open = on_window_left_open
@@ -147,15 +152,7 @@ class SteppedOptimizer:
                 f"scale_loss() was entered again for {type(self.optimizer).__name__} inside of its own body.  Leave "
                 "the first `with amp.scale_loss(...)` before the next one, or call scale_loss once on the sum."
             )
-        self._hear_of_steps(wait=False)
-        self._pass_one = None
-        if self.masters is not None:
-            self.masters.scan()
-            self.masters.refresh()
-        if self.window is None:
-            self.window = GradientWindow(self.optimizer, self.masters, scaler, loss_id, snapshot)
-        else:
-            self.window.reenter()
+        self._open_window(scaler, loss_id, snapshot)
         self.in_backward = True
 
     def leave_open(self, loss: Tensor) -> None:
@@ -173,6 +170,84 @@ class SteppedOptimizer:
         self.window = None
         self._hook_last()
         return checked
+
+    # Around a backward in somebody's own `scale_loss`, who names the scaler in the end, and decides on the skip.
+
+    def look_for_parameters(self) -> None:
+        """Give new parameters masters, and take foreign writes over into masters."""
+        if self.masters is not None:
+            self.masters.scan()
+            self.masters.refresh(self.adopts_next)
+        self.adopts_next = False
+
+    def prepare_backward(self) -> None:
+        """Entry: open or re-enter the window."""
+        if self.in_backward:
+            raise AmpStateError(
+                f"_prepare_amp_backward() was called for {type(self.optimizer).__name__} inside of an `with "
+                "amp.scale_loss(...)`, which did it at its entry.  Leave out one of the two."
+            )
+        scaler = self._default_scaler()
+        self._open_window(scaler, 0, scaler.snapshot(), is_claimed=False)
+
+    def post_backward(self, scaler: LossScaler) -> None:
+        """Exit: unscale by `scaler`, and record in it what was not finite. No host sync but `scaler.to`'s."""
+        window = self._adopted_window()
+        for weight in roster_of(self.optimizer, self.masters).weights[:1]:
+            scaler.to(weight.device)
+        window.claim(scaler, 0, scaler.snapshot())
+        self.close_window(True, set())
+
+    def set_left_open(self, value: bool) -> None:
+        """Declare the gradients that are there scaled, or not, without looking at them."""
+        if value:
+            window = self._adopted_window()
+            if not window.is_left_open:
+                window.leave_open(NO_LOSS)
+        elif self.window is not None and self.window.is_left_open:
+            self.window.forget()
+            self.window = None
+
+    @property
+    def skips_next(self) -> bool:
+        """Whether the next step will be skipped, by us or by the caller. Waits for the device if that decided."""
+        return self.caller_skips or any(v.skips and v.overflow.read() != 0 for v in self.verdicts)
+
+    def skipped_by_caller(self) -> None:
+        """The step was skipped without us, and all that was decided about it is past."""
+        self._hear_of_steps(wait=True)
+        self.caller_skips = self.backward_seen = False
+        self.verdicts = []
+        self._pass_one = None
+        self._skipped = True
+        self.skips_in_a_row += 1
+        if self.masters is not None:
+            self.masters.drop_gradients()
+
+    def _open_window(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot, is_claimed: bool = True) -> None:
+        self._hear_of_steps(wait=False)
+        self._pass_one = None
+        self.look_for_parameters()
+        if self.window is not None and not self.window.is_left_open:
+            self.window.discard()  # of a body that raised, with nobody to close it
+            self.window = None
+        if self.window is None:
+            self.window = GradientWindow(self.optimizer, self.masters, scaler, loss_id, snapshot, is_claimed=is_claimed)
+            return
+        self.window.reenter()
+        if is_claimed:
+            self.window.claim(scaler, loss_id, snapshot)
+
+    def _adopted_window(self) -> GradientWindow:
+        """The open window, or one around the gradients that are there."""
+        if self.window is None:
+            self._pass_one = None
+            self.look_for_parameters()
+            scaler = self._default_scaler()
+            self.window = GradientWindow(
+                self.optimizer, self.masters, scaler, 0, scaler.snapshot(), is_claimed=False, is_entered=False
+            )
+        return self.window
 
     def add_verdict(self, verdict: Verdict) -> None:
         """Keep a verdict for the next step, and no more than that needs, however many backwards it takes."""

@@ -55,6 +55,7 @@ class FunctionCasts:
         self.dtype = dtype
         self.enable_caching = enable_caching
         self.allow_banned = allow_banned
+        self.verbose = verbose
         self.registrations: Sequence[Registration] = tuple(registrations)
         self.removals: Sequence[tuple[Any, str]] = tuple(removals)
         self.is_native = HAS_NATIVE if native is None else native
@@ -62,6 +63,7 @@ class FunctionCasts:
         self.installed = False
         self._observers: tuple[Observer, ...] = (_Trace(emit),) if verbose else ()
         self._disabled = 0
+        self._is_switched_off = False
         self.is_disabled_everywhere = False  # which Dynamo guards, and not how often
 
     @property
@@ -133,6 +135,12 @@ class FunctionCasts:
     def disabled_in_thread(self) -> AbstractContextManager[None]:
         """No casts inside, in this thread. Nests."""
         return float_region()
+
+    def switch(self, on: bool) -> None:
+        """Cast, or cast nothing in any thread until switched on again. Does not nest."""
+        if on == self._is_switched_off:
+            self._is_switched_off = not on
+            self._disable(-1 if on else 1)
 
     def _disable(self, by: int) -> None:
         with locks.shared:

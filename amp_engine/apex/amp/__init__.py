@@ -1,6 +1,5 @@
 """`apex.amp`."""
 
-from amp_engine.amp import _amp_state as _amp_state
 from amp_engine.amp import disable_casts as disable_casts
 from amp_engine.amp import float_function as float_function
 from amp_engine.amp import half_function as half_function
@@ -14,3 +13,19 @@ from amp_engine.amp import register_half_function as register_half_function
 from amp_engine.amp import register_promote_function as register_promote_function
 from amp_engine.amp import scale_loss as scale_loss
 from amp_engine.amp import state_dict as state_dict
+from amp_engine.apex.amp import __version__ as __version__
+from amp_engine.apex.amp import _amp_state as _amp_state_module
+from amp_engine.apex.amp import _initialize as _initialize
+from amp_engine.apex.amp import _process_optimizer as _process_optimizer
+from amp_engine.apex.amp import amp as amp
+from amp_engine.apex.amp import compat as compat
+from amp_engine.apex.amp import frontend as frontend
+from amp_engine.apex.amp import handle as handle
+from amp_engine.apex.amp import lists as lists
+from amp_engine.apex.amp import opt as opt
+from amp_engine.apex.amp import rnn_compat as rnn_compat
+from amp_engine.apex.amp import scaler as scaler
+from amp_engine.apex.amp import utils as utils
+
+# The object, under the name of the module, once importing the module has set that.
+_amp_state = _amp_state_module._amp_state

@@ -1,0 +1,67 @@
+"""A list of function names that edits what O1 casts."""
+
+from collections.abc import MutableSequence
+from typing import Any, overload
+
+from amp_engine.amp import _amp_state
+from amp_engine.casting import Registration
+from amp_engine.errors import AmpTypeError
+
+
+class FunctionList(MutableSequence[str]):
+    """The functions of one module, or class, that are cast in one way.
+
+    Adding a name is `amp.register_half_function(module, name)` and its kin; removing one has the function run without
+    casts. Either holds until `amp.close()`, and it takes effect at once where O1 is on already.
+
+    Args:
+        kind: "half", "float" or "promote".
+        module: where the functions are.
+        listed: those that are on amp_engine's own list.
+    """
+
+    def __init__(self, kind: str, module: Any, listed: tuple[str, ...]) -> None:
+        self._kind = kind
+        self._module = module
+        self._listed = listed
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> MutableSequence[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | MutableSequence[str]:
+        return self._names()[index]
+
+    def __setitem__(self, index: Any, name: Any) -> None:
+        if not isinstance(index, int) or not isinstance(name, str):
+            raise AmpTypeError("One name is replaced at a time.  Type functions[0] = 'softmax', say.")
+        del self[index]
+        self.append(name)
+
+    def __delitem__(self, index: int | slice) -> None:
+        names = self._names()[index]
+        for name in [names] if isinstance(names, str) else names:
+            _amp_state.engine.unregister(self._module, name)
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def insert(self, index: int, name: str) -> None:
+        """Add a name; the order has no meaning. Raises ValueError if there is no such function."""
+        del index
+        registration = Registration(self._kind, self._module, name)
+        _amp_state.engine.unregister(self._module, name)
+        _amp_state.engine.register(registration)
+
+    def __repr__(self) -> str:
+        return repr(self._names())
+
+    def _names(self) -> list[str]:
+        engine = _amp_state.engine
+        here = [r for r in engine.registrations if r.module is self._module]
+        elsewhere = {r.name for r in here} | {name for module, name in engine.removals if module is self._module}
+        added = [r.name for r in here if r.kind == self._kind]
+        listed = [name for name in self._listed if name not in elsewhere and hasattr(self._module, name)]
+        return listed + list(dict.fromkeys(added))

@@ -1,0 +1,3 @@
+"""`apex.amp.opt`."""
+
+from amp_engine.handle import OptimWrapper as OptimWrapper

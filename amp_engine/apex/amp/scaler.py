@@ -1,0 +1,3 @@
+"""`apex.amp.scaler`."""
+
+from amp_engine.scaler import LossScaler as LossScaler

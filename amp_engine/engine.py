@@ -366,7 +366,9 @@ class Engine:
 
         Raises AmpStateError or AmpTypeError for what `initialize` would not take either.
         """
-        arguments.check_optimizers(arguments.as_optimizers(optimizer), self._initialized.optimizers, is_scaled=True)
+        if not isinstance(optimizer, Optimizer):
+            raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
+        arguments.check_optimizers([optimizer], self._initialized.optimizers, is_scaled=True)
         stepped = self._make_stepped(optimizer, None, False, lambda stepped, verdicts: on_skip())
         self._initialized.look_after(optimizer, stepped)
         return stepped

@@ -1,0 +1,661 @@
+"""Private state of apex that scripts read and write: all of it is the engine's own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_engine import amp
+from amp_engine.apex.amp._amp_state import _amp_state
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.scaler import LossScaler
+from tests.models import MLP, NORMED_MLP
+from tests.support import (
+    DYNAMIC_LEVELS,
+    LEVELS,
+    MASTER_LEVELS,
+    assert_bitwise,
+    backward,
+    frozen,
+    group_params,
+    masters,
+    train,
+)
+
+METHODS = (
+    "_lazy_init_maybe_master_weights",
+    "_amp_lazy_init",
+    "_prepare_amp_backward",
+    "_post_amp_backward",
+    "_master_params_to_model_params",
+)
+
+
+def started(level: str, make: Any = torch.optim.SGD, task: Any = NORMED_MLP, **keywords: Any) -> Any:
+    model = task.model()
+    optimizer = make(model.parameters(), 0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    return model, optimizer
+
+
+def scaler(index: int = 0) -> LossScaler:
+    return amp._amp_state.loss_scalers[index]
+
+
+# --- loss scalers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_written_scale_scales_the_next_loss_and_is_saved(level: str) -> None:
+    model, optimizer = started(level, loss_scale="dynamic")
+    scaler()._loss_scale = 2**10
+    scaler()._unskipped = 5
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
+        assert float(scaled_loss) == 2.0**10
+    assert scaler().loss_scale() == scaler()._loss_scale == 2.0**10
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**10, "unskipped": 6}
+
+
+def test_a_written_window_is_when_the_scale_grows() -> None:
+    model, optimizer = started("O2")
+    scaler()._loss_scale = 2.0**8
+    scaler()._scale_seq_len = 2
+    train(NORMED_MLP, model, optimizer, "cccc")
+    assert scaler().loss_scale() == 2.0**10
+
+
+def test_update_scale_counts_and_never_skips_at_a_static_scale() -> None:
+    static = LossScaler(128.0)
+    static.record_(torch.tensor([True]))
+    assert static.update_scale() is False
+    assert (static.loss_scale(), static._unskipped) == (128.0, 1)
+
+
+@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
+def test_has_overflow_tells_of_the_last_backward(level: str) -> None:
+    model, optimizer = started(level)
+    batch = NORMED_MLP.batch()
+    backward(NORMED_MLP.loss(model, batch), optimizer, overflow=True)
+    assert scaler()._has_overflow is True
+    optimizer.step()
+    backward(NORMED_MLP.loss(model, batch), optimizer)
+    assert scaler()._has_overflow is False
+
+
+def test_has_overflow_is_written_and_cleared() -> None:
+    one = LossScaler("dynamic")
+    one._has_overflow = True
+    assert one._has_overflow is True
+    assert one.update_scale() is True
+    assert one.loss_scale() == 2.0**15
+    assert one._has_overflow is True
+    one.clear_overflow_state()
+    assert one._has_overflow is False
+    one._has_overflow = True
+    one._has_overflow = False
+    assert one.update_scale() is False
+
+
+def test_the_overflow_buffer_is_the_flag_itself_for_kernels_to_write() -> None:
+    one = LossScaler("dynamic")
+    buffer = one._overflow_buf
+    assert (buffer.dtype, buffer.shape) == (torch.int32, (1,))
+    buffer.fill_(1)
+    assert one._has_overflow is True
+    assert one.update_scale() is True
+    buffer.fill_(1)
+    buffer.zero_()
+    assert one.update_scale() is False
+
+
+def test_an_overflow_buffer_of_the_callers_own_is_heeded_and_the_old_one_put_back_is_clean() -> None:
+    """The overflow code of the BERT pretraining scripts."""
+    one, own = LossScaler("dynamic"), torch.tensor([1], dtype=torch.int32)
+    old = one._overflow_buf
+    one._overflow_buf = own
+    assert one.update_scale() is True
+    one._overflow_buf = old
+    own.zero_()
+    one._overflow_buf = own
+    assert one.update_scale() is False
+    assert one.loss_scale() == 2.0**15
+
+
+def test_the_overflow_buffer_counts_where_denormal_numbers_are_taken_for_zero() -> None:
+    one = LossScaler("dynamic")
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormal numbers")
+    try:
+        one._overflow_buf.fill_(1)
+        assert one._has_overflow is True
+        assert one.update_scale() is True
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_unscale_divides_by_the_scale_and_remembers_an_overflow(dtype: torch.dtype) -> None:
+    one = LossScaler(4.0)
+    grads = [torch.full((3,), 8.0, dtype=dtype), torch.full((2, 2), -1.0, dtype=dtype)]
+    outputs = [torch.zeros(3), torch.zeros(2, 2)]
+    one.unscale(grads, outputs, None)
+    assert [t.unique().tolist() for t in outputs] == [[2.0], [-0.25]]
+    assert one._has_overflow is False
+    grads[1][0, 0] = float("inf")
+    one.unscale(grads, grads, None, models_are_masters=True)
+    assert one._has_overflow is True
+    assert grads[0].tolist() == [2.0] * 3
+
+
+def test_unscale_of_masters_at_a_static_scale_of_1_does_nothing() -> None:
+    one, grads = LossScaler(1.0), [torch.tensor([float("nan")])]
+    one.unscale(grads, grads, None, models_are_masters=True)
+    assert one._has_overflow is False
+
+
+def test_unscale_obeys_the_override_and_an_empty_list() -> None:
+    one, output = LossScaler(4.0), torch.zeros(1)
+    one.unscale([torch.tensor([6.0])], [output], None, scale_override=(2.0, 1.0, 8.0))
+    assert output.tolist() == [24.0]
+    one.unscale([], [], None)
+    assert one._has_overflow is False
+
+
+def test_unscale_with_stashed_adds_what_was_there_and_checks_only_what_is_new() -> None:
+    one, stashed, output = LossScaler(4.0), [torch.tensor([1.0])], [torch.zeros(1)]
+    one.unscale_with_stashed([torch.tensor([6.0]).half()], stashed, output)
+    assert output[0].tolist() == [2.5]
+    one.unscale_with_stashed([torch.tensor([6.0])], stashed, output, scale_override=(2.0, 4.0, 8.0))
+    assert output[0].tolist() == [26.0]
+    one.unscale_with_stashed([torch.tensor([6.0])], [torch.tensor([float("inf")])], output)
+    assert one._has_overflow is False
+    one.unscale_with_stashed([torch.tensor([float("inf")])], stashed, stashed)
+    assert one._has_overflow is True
+
+
+def test_the_scalers_can_be_replaced() -> None:
+    model, optimizer = started("O2")
+    amp._amp_state.loss_scalers = [LossScaler(8.0), LossScaler(16.0)]
+    with amp.scale_loss(torch.ones(()), optimizer, loss_id=1) as scaled_loss:
+        assert float(scaled_loss) == 16.0
+    with pytest.raises(AmpTypeError, match="loss_scalers is a list of LossScaler"):
+        amp._amp_state.loss_scalers = [8.0]
+    assert len(amp._amp_state.loss_scalers) == 2
+
+
+def test_written_bounds_hold_from_the_next_update_on() -> None:
+    model, optimizer = started("O2")
+    amp._amp_state.min_loss_scale = 2.0**15
+    train(NORMED_MLP, model, optimizer, "ooo")
+    assert scaler().loss_scale() == amp._amp_state.min_loss_scale == 2.0**15
+    amp._amp_state.max_loss_scale = 2.0**15
+    scaler()._unskipped = 1999
+    train(NORMED_MLP, model, optimizer, "c")
+    assert scaler().loss_scale() == 2.0**15
+    with pytest.raises(AmpValueError, match=r"min_loss_scale=-1\.0"):
+        amp._amp_state.min_loss_scale = -1.0
+    assert amp._amp_state.min_loss_scale == 2.0**15
+
+
+# --- opt_properties --------------------------------------------------------------------------------
+
+
+def test_enabled_can_be_switched_off_and_on() -> None:
+    model, optimizer = started("O2")
+    loss = torch.ones(())
+    amp._amp_state.opt_properties.enabled = False
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+    amp._amp_state.opt_properties.options["enabled"] = True
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert float(scaled_loss) == 2.0**16
+
+
+def test_function_casts_can_be_taken_away() -> None:
+    started("O1")
+    assert F.softmax(torch.ones(2).half(), -1).dtype == torch.float32
+    amp._amp_state.opt_properties.patch_torch_functions = False
+    assert F.softmax(torch.ones(2).half(), -1).dtype == torch.float16
+    assert amp._amp_state.opt_properties.options["patch_torch_functions"] is False
+    assert not hasattr(amp._amp_state, "handle")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("cast_model_type", torch.float32), ("keep_batchnorm_fp32", False), ("opt_level", "O0"), ("loss_scale", 8.0)],
+)
+def test_a_property_that_initialize_has_acted_on_stays_and_says_what_to_type(name: str, value: Any) -> None:
+    started("O2")
+    before = dict(amp._amp_state.opt_properties.options)
+    with pytest.raises(AmpStateError, match=rf"^{name} is .* since amp\.initialize.*amp\.close\(\)"):
+        setattr(amp._amp_state.opt_properties, name, value)
+    setattr(amp._amp_state.opt_properties, name, before[name])
+    assert dict(amp._amp_state.opt_properties.options) == before
+
+
+def test_enabled_cannot_be_switched_on_where_nothing_was_initialized() -> None:
+    amp.initialize(MLP.model(), enabled=False)
+    with pytest.raises(AmpStateError, match="enabled is False since amp.initialize"):
+        amp._amp_state.opt_properties.enabled = True
+
+
+@pytest.mark.parametrize("name", ["opt_properties", "handle"])
+def test_a_view_is_not_replaced(name: str) -> None:
+    started("O1")
+    with pytest.raises(AmpStateError, match=rf"_amp_state\.{name} shows what amp\.initialize decided"):
+        setattr(amp._amp_state, name, None)
+
+
+# --- handle ----------------------------------------------------------------------------------------
+
+
+def softmax_dtype() -> torch.dtype:
+    return F.softmax(torch.ones(2, dtype=torch.float16), -1).dtype
+
+
+def test_is_active_is_written_as_disable_casts_of_ones_own_do() -> None:
+    started("O1")
+    handle = amp._amp_state.handle
+    assert handle._is_active is handle.is_active() is True
+    handle._is_active = False
+    handle._is_active = False
+    assert (softmax_dtype(), handle._is_active, amp._amp_state.handle.is_active()) == (torch.float16, False, False)
+    with amp.disable_casts():
+        pass
+    assert softmax_dtype() == torch.float16
+    handle._is_active = True
+    assert (softmax_dtype(), handle.is_active()) == (torch.float32, True)
+
+
+def test_deactivate_gives_torch_its_functions_back_and_the_run_goes_on() -> None:
+    before = F.softmax
+    model, optimizer = started("O1")
+    assert F.softmax is not before
+    amp._amp_state.handle._deactivate()
+    assert F.softmax is before
+    assert amp._amp_state.handle.is_active() is False
+    amp._amp_state.handle._clear_cache()
+    train(NORMED_MLP, model, optimizer, "cc")
+
+
+def test_clear_cache_forgets_casts_of_weights() -> None:
+    model, _ = started("O1")
+    model(NORMED_MLP.batch()[0])
+    handle = amp._amp_state.handle
+    assert (handle.has_cache, len(handle.cache) > 0) == (True, True)
+    handle._clear_cache()
+    assert len(handle.cache) == 0
+
+
+# --- attributes of the optimizer -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_attributes_come_with_initialize_and_go_with_close(level: str) -> None:
+    model = NORMED_MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    before = dict(vars(optimizer))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert [name for name in (*METHODS, "_amp_stash") if not hasattr(optimizer, name)] == []
+    amp.close()
+    assert vars(optimizer) == before
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_optimizer_with_an_attribute_of_that_name_is_refused(name: str) -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    setattr(optimizer, name, None)
+    with pytest.raises(AmpStateError, match=f"^Incoming optimizer already has {name} defined\\."):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_of_the_optimizer_is_a_plain_one(level: str, duplicate: Any) -> None:
+    model, optimizer = started(level)
+    train(NORMED_MLP, model, optimizer, "c")
+    twin = duplicate(optimizer)
+    assert [name for name in (*METHODS, "_amp_stash") if hasattr(twin, name)] == []
+    before = frozen(dict(model.named_parameters()))
+    for param in group_params(twin):
+        param.grad = torch.ones_like(param)
+    twin.step()
+    assert_bitwise(dict(model.named_parameters()), before)
+    train(NORMED_MLP, model, optimizer, "c")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_master_params_to_model_params_rounds_the_masters_into_the_model(level: str) -> None:
+    model, optimizer = started(level)
+    with torch.no_grad():
+        for param in amp.master_params(optimizer):
+            param.fill_(0.1)
+    optimizer._master_params_to_model_params()
+    for param in model.parameters():
+        assert_bitwise(param.detach(), torch.full_like(param, 0.1))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_lazy_init_finds_parameters_that_are_new(level: str) -> None:
+    model = NORMED_MLP.model()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert len(optimizer._amp_stash.all_fp16_params) == 2
+    model[0].weight.requires_grad_(True)
+    optimizer._amp_lazy_init()
+    assert len(optimizer._amp_stash.all_fp16_params) == 3
+    assert any(param is model[0].weight for param in optimizer._amp_stash.all_fp16_params)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_lazy_init_called_false_has_writes_through_data_taken_over_once(level: str) -> None:
+    model, optimizer = started(level)
+    assert optimizer._amp_stash.lazy_init_called is True
+    model[0].weight.data.fill_(0.5)
+    model[3].weight.data[0, 0] = 0.25
+    exact = masters(optimizer)[-2]
+    optimizer._amp_stash.lazy_init_called = False
+    assert optimizer._amp_stash.lazy_init_called is False
+    optimizer._amp_lazy_init()
+    assert optimizer._amp_stash.lazy_init_called is True
+    first, *_, last, _ = masters(optimizer)
+    assert first.unique().tolist() == [0.5]
+    exact[0, 0] = 0.25
+    assert_bitwise(last, exact)  # what nobody wrote did not go through half
+
+
+def test_lazy_init_called_may_be_set_to_true() -> None:
+    model, optimizer = started("O2")
+    before = masters(optimizer)
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer._lazy_init_maybe_master_weights()
+    assert_bitwise(masters(optimizer), before)
+
+
+# --- a scale_loss of one's own ---------------------------------------------------------------------
+
+
+@contextmanager
+def own_scale_loss(
+    loss: Tensor, optimizers: Any, loss_id: int = 0, delay_unscale: bool = False, delay_overflow_check: bool = False
+) -> Iterator[Tensor]:
+    """What people built on apex's private state, to change something about scale_loss."""
+    if not _amp_state.opt_properties.enabled:
+        yield loss
+        return
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    own = _amp_state.loss_scalers[loss_id]
+    scale = own.loss_scale()
+    if not _amp_state.opt_properties.master_weights and not own.dynamic and scale == 1.0:
+        yield loss.float()
+        if _amp_state.opt_properties.patch_torch_functions:
+            _amp_state.handle._clear_cache()
+        return
+    if not delay_unscale:
+        for optimizer in optimizers:
+            if not optimizer._amp_stash.params_have_scaled_gradients:
+                optimizer._prepare_amp_backward()
+    yield loss.float() * scale
+    if delay_unscale:
+        for optimizer in optimizers:
+            optimizer._amp_stash.params_have_scaled_gradients = True
+        return
+    own.clear_overflow_state()
+    for optimizer in optimizers:
+        optimizer._post_amp_backward(own)
+        optimizer._amp_stash.params_have_scaled_gradients = False
+    should_skip = False if delay_overflow_check else own.update_scale()
+    if should_skip:
+        for optimizer in optimizers:
+            if not optimizer._amp_stash.already_patched:
+                optimizer.step = skip_once(optimizer)
+                optimizer._amp_stash.already_patched = True
+    if _amp_state.opt_properties.patch_torch_functions:
+        _amp_state.handle._clear_cache()
+
+
+def skip_once(optimizer: Any) -> Any:
+    step = optimizer.step
+
+    def skip(closure: Any = None) -> None:
+        for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+            param.grad = None
+        optimizer.step = step
+        optimizer._amp_stash.already_patched = False
+
+    return skip
+
+
+class Own:
+    """`amp`, but for its `scale_loss`."""
+
+    scale_loss = staticmethod(own_scale_loss)
+
+
+OPTIMIZERS = {
+    "sgd": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
+    "adam": lambda params, lr: torch.optim.Adam(params, lr, eps=1e-4),
+    "rmsprop": lambda params, lr: torch.optim.RMSprop(params, lr, eps=1e-4),  # not stepped by our kernels
+}
+
+
+@pytest.mark.parametrize("outcomes", ["cccc", "coccoc", "oocc"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_ones_own_scale_loss_trains_as_the_engines(level: str, name: str, outcomes: str) -> None:
+    ends = []
+    for engine in (amp, Own):
+        model, optimizer = started(level, OPTIMIZERS[name], loss_scale="dynamic")
+        losses = train(NORMED_MLP, model, optimizer, outcomes, engine=engine)
+        ends.append((losses, masters(optimizer), frozen(dict(model.named_parameters())), dict(amp.state_dict())))
+        amp.close()
+    assert_bitwise(ends[1], ends[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ones_own_scale_loss_accumulates_and_clips(level: str) -> None:
+    ends = []
+    for engine in (amp, Own):
+        model, optimizer = started(level, loss_scale="dynamic", num_losses=2)
+        scaler(1)._loss_scale = 2.0**9
+        for index in range(3):
+            backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, engine=engine)
+            backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index + 9)), optimizer, engine=engine, loss_id=1)
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append((masters(optimizer), dict(amp.state_dict())))
+        amp.close()
+    assert_bitwise(ends[1], ends[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_delay_unscale_of_ones_own_scale_loss_sums_what_was_left_scaled(level: str) -> None:
+    ends = []
+    for engine in (amp, Own):
+        model, optimizer = started(level, loss_scale="dynamic")
+        for index in range(2):
+            for part in range(3):
+                loss = NORMED_MLP.loss(model, NORMED_MLP.batch(3 * index + part))
+                backward(loss, optimizer, engine=engine, delay_unscale=part < 2)
+                assert optimizer._amp_stash.params_have_scaled_gradients is (part < 2)
+            optimizer.step()
+            for param in model.parameters():
+                param.grad = None
+        ends.append((masters(optimizer), dict(amp.state_dict())))
+        amp.close()
+    assert_bitwise(ends[1], ends[0])
+
+
+def unscaled_gradients(level: str, scale: float) -> list[Tensor]:
+    model, optimizer = started(level, loss_scale=scale)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    grads = [p.grad.clone() for p in amp.master_params(optimizer)]
+    amp.close()
+    return grads
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_are_declared_scaled_are_unscaled_by_the_next_scale_loss(level: str) -> None:
+    """Pipelines run backward stage by stage, without amp, and unscale in the end."""
+    expected = unscaled_gradients(level, 2.0**10)
+    model, optimizer = started(level, loss_scale=2.0**10)
+    (NORMED_MLP.loss(model, NORMED_MLP.batch()).float() * 2.0**10).backward()
+    optimizer._amp_stash.params_have_scaled_gradients = True
+    with amp.scale_loss(torch.zeros(()), optimizer):
+        pass
+    assert_bitwise([p.grad for p in amp.master_params(optimizer)], expected)
+    assert optimizer._amp_stash.params_have_scaled_gradients is False
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_post_backward_alone_unscales_what_is_there(level: str) -> None:
+    expected = unscaled_gradients(level, 2.0**10)
+    model, optimizer = started(level, loss_scale=2.0**10)
+    (NORMED_MLP.loss(model, NORMED_MLP.batch()).float() * 2.0**10).backward()
+    optimizer._post_amp_backward(scaler())
+    assert_bitwise([p.grad for p in amp.master_params(optimizer)], expected)
+
+
+def test_gradients_that_are_declared_unscaled_are_left_as_they_are() -> None:
+    model, optimizer = started("O1", loss_scale=2.0**10)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, delay_unscale=True)
+    before = frozen([p.grad for p in model.parameters()])
+    optimizer._amp_stash.params_have_scaled_gradients = False
+    assert_bitwise([p.grad for p in model.parameters()], before)
+    assert optimizer._amp_stash.params_have_scaled_gradients is False
+
+
+def interrupted(model: Any, optimizer: Any) -> None:
+    with own_scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch(7)), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise OSError("no more")
+
+
+@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
+@pytest.mark.parametrize("then", [amp, Own])
+def test_a_body_that_raised_in_ones_own_scale_loss_leaves_nothing_behind(level: str, then: Any) -> None:
+    expected = unscaled_gradients(level, 2.0**10)
+    model, optimizer = started(level, loss_scale=2.0**10)
+    with pytest.raises(OSError, match="no more"):
+        interrupted(model, optimizer)
+    model.load_state_dict(NORMED_MLP.model().state_dict())
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, engine=then)
+    assert_bitwise([p.grad for p in amp.master_params(optimizer)], expected)
+
+
+def test_preparing_inside_of_scale_loss_is_refused() -> None:
+    model, optimizer = started("O2")
+    with (
+        pytest.raises(AmpStateError, match=r"_prepare_amp_backward\(\) was called for SGD inside of"),
+        amp.scale_loss(torch.ones(()), optimizer),
+    ):
+        optimizer._prepare_amp_backward()
+
+
+@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
+def test_a_skip_that_the_engine_has_pending_shows_and_is_not_doubled(level: str) -> None:
+    model, optimizer = started(level)
+    batch = NORMED_MLP.batch()
+    backward(NORMED_MLP.loss(model, batch), optimizer)
+    assert optimizer._amp_stash.already_patched is False
+    backward(NORMED_MLP.loss(model, batch), optimizer, overflow=True)
+    assert optimizer._amp_stash.already_patched is True
+    backward(NORMED_MLP.loss(model, batch), optimizer, overflow=True, engine=Own)
+    assert "step" not in vars(optimizer)
+    before = masters(optimizer)
+    optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+    assert optimizer._amp_stash.already_patched is False
+
+
+@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
+def test_a_skip_of_ones_own_takes_the_engines_verdicts_with_it(level: str) -> None:
+    model, optimizer = started(level)
+    batch = NORMED_MLP.batch()
+    backward(NORMED_MLP.loss(model, batch), optimizer, overflow=True, engine=Own)
+    assert optimizer._amp_stash.already_patched is True
+    backward(NORMED_MLP.loss(model, batch), optimizer, overflow=True)
+    before = masters(optimizer)
+    optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+    assert optimizer._amp_stash.already_patched is False
+    assert amp.current_engine().step_was_skipped(optimizer)
+    optimizer.zero_grad()
+    backward(NORMED_MLP.loss(model, batch), optimizer)
+    optimizer.step()
+    assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+# --- the BERT pretraining scripts ------------------------------------------------------------------
+
+
+def test_the_resume_of_bert_pretraining_is_exact() -> None:
+    def run(first: int, count: int) -> list[Tensor]:
+        train(NORMED_MLP, model, optimizer, "c" * count, first=first)
+        return masters(optimizer)
+
+    def adamw(params: Any, lr: float) -> Optimizer:
+        return torch.optim.AdamW(params, lr, eps=1e-4)
+
+    model, optimizer = started("O2", adamw)
+    scaler()._loss_scale = 2**12
+    saved = {"master params": run(0, 4), "optimizer": frozen(optimizer.state_dict())}
+    saved["model"] = {
+        name: value.half().float() if value.is_floating_point() else value for name, value in model.state_dict().items()
+    }
+    expected = run(4, 3)
+    amp.close()
+
+    model, optimizer = started("O2", adamw)
+    scaler()._loss_scale = 2**12
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(saved["optimizer"])
+    for param, saved_param in zip(amp.master_params(optimizer), saved["master params"], strict=True):
+        param.data.copy_(saved_param.data)
+    assert_bitwise(frozen(optimizer.state_dict()), saved["optimizer"])
+    assert_bitwise(run(4, 3), expected)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_the_overflow_code_of_bert_pretraining_sees_the_engines_state(overflow: bool) -> None:
+    """Gradients are summed by hand after accumulation, so the check is late and the step is skipped by hand."""
+    model, optimizer = started("O2")
+    own = torch.zeros(1, dtype=torch.int32)
+    for _ in range(2):
+        loss = NORMED_MLP.loss(model, NORMED_MLP.batch())
+        backward(loss, optimizer, overflow=overflow, delay_overflow_check=True)
+    grads = [param.grad for param in amp.master_params(optimizer) if param.grad is not None]
+    own.fill_(int(not all(grad.isfinite().all() for grad in grads)))
+    old = scaler()._overflow_buf
+    scaler()._overflow_buf = own
+    had_overflow = scaler().update_scale()
+    scaler()._overflow_buf = old
+    assert had_overflow is overflow
+    before = masters(optimizer)
+    if not had_overflow:
+        optimizer.step()
+    elif amp._amp_state.opt_properties.master_weights:
+        for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+            param.grad = None
+    for param in model.parameters():
+        param.grad = None
+    assert scaler().loss_scale() == (2.0**15 if overflow else 2.0**16)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    optimizer.step()
+    assert all(param.isfinite().all() for param in amp.master_params(optimizer))
+    assert not torch.equal(masters(optimizer)[0], before[0])

@@ -20,6 +20,7 @@ from amp_engine.casting import original as original
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
 from amp_engine.handle import Handle, NoOpHandle
+from amp_engine.optimizers import LARC
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler
 from amp_engine.views import Properties
 
@@ -130,7 +131,7 @@ def initialize(
 
 def scale_loss(
     loss: Tensor,
-    optimizers: Optimizer | Iterable[Optimizer],
+    optimizers: Optimizer | LARC | Iterable[Optimizer | LARC],
     loss_id: int = 0,
     model: Any = None,
     delay_unscale: bool = False,
@@ -139,12 +140,12 @@ def scale_loss(
     return _amp_state.engine.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
 
 
-def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
     return initialized.master_params(optimizer)
 
 
 def clip_grad_norm_(
-    optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    optimizer: Optimizer | LARC, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     return _amp_state.engine.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
 

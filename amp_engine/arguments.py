@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ghost import inner_optimizers
+from amp_engine.optimizers import LARC
 from amp_engine.policy import Policy
 
 # What `initialize` adds to an optimizer, beside `_amp_stash`: the names that apex added, and scripts call.
@@ -38,11 +39,11 @@ def as_models(models: Any) -> list[nn.Module]:
     return listed
 
 
-def as_optimizers(optimizers: Any) -> list[Optimizer]:
+def as_optimizers(optimizers: Any) -> list[Optimizer | LARC]:
     """`optimizers` as a list. Raises AmpTypeError for anything but None, one optimizer or a list of them."""
     if optimizers is None:
         return []
-    listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    listed = [optimizers] if isinstance(optimizers, (Optimizer, LARC)) else optimizers
     items = listed if isinstance(listed, list) else [listed]
     for item in items:
         if any(base.__name__ == "FP16_Optimizer" for base in type(item).__mro__):
@@ -50,7 +51,7 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
                 f"An incoming optimizer is an instance of {type(item)}. The optimizer(s) passed to amp.initialize() "
                 "must be bare \ninstances of either ordinary Pytorch optimizers, or Apex fused \noptimizers.\n"
             )
-    if not isinstance(listed, list) or not all(isinstance(o, Optimizer) for o in listed):
+    if not isinstance(listed, list) or not all(isinstance(o, (Optimizer, LARC)) for o in listed):
         raise AmpTypeError(
             "optimizers must be either a single optimizer or a list of optimizers.  "
             f"It was {_described(optimizers)}.  Pass torch.optim.Optimizer objects, several of them as a list "

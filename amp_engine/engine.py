@@ -21,6 +21,7 @@ from amp_engine.dtypes import LOW_PRECISION, parse_dtype
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
 from amp_engine.initialized import Initialized, master_params
 from amp_engine.master_weights import MasterWeights
+from amp_engine.optimizers import LARC, inner_of
 from amp_engine.overflow import OverflowWatch
 from amp_engine.policy import Policy, require
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, ScaleSnapshot, check_bounds
@@ -97,7 +98,7 @@ class Engine:
 
         Args:
             models: a module, or a list of modules; on any device, in any floating type.
-            optimizers: an optimizer, a list of optimizers, or None.
+            optimizers: an optimizer, or LARC around one; a list of them; or None.
             enabled: False returns everything untouched and makes `scale_loss` yield the loss as it is.
             opt_level: "O0" FP32; "O1" cast functions; "O2" half model, FP32 batch norm and masters; "O3"
                 pure half; "O4", "O5" are O1, O2 in bfloat16. Sets the defaults of the properties below.
@@ -152,15 +153,17 @@ class Engine:
         model_list = arguments.as_models(models)
         optimizer_list = arguments.as_optimizers(optimizers)
         arguments.check_models(model_list, policy)
-        arguments.check_optimizers(
-            optimizer_list, self._initialized.optimizers, policy.loss_scale != 1.0 or skip_on_overflow
-        )
+        stepping = [inner_of(o) for o in optimizer_list]
+        arguments.check_optimizers(stepping, self._initialized.optimizers, policy.loss_scale != 1.0 or skip_on_overflow)
 
         self.reporter.verbosity = verbosity
         for line in report.initialization(defaults, policy):
             self.reporter.say(line, rank0=True)
 
-        self._initialized.add(model_list, optimizer_list, policy, output_dtype, adopt_data_writes)
+        self._initialized.add(model_list, stepping, policy, output_dtype, adopt_data_writes)
+        for optimizer in optimizer_list:
+            if isinstance(optimizer, LARC):
+                self._initialized.settle_before(optimizer)
         self.policy = policy
         self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
         self._skip_on_overflow = skip_on_overflow
@@ -184,7 +187,7 @@ class Engine:
     def scale_loss(
         self,
         loss: Tensor,
-        optimizers: Optimizer | Iterable[Optimizer],
+        optimizers: Optimizer | LARC | Iterable[Optimizer | LARC],
         loss_id: int = 0,
         model: Any = None,
         delay_unscale: bool = False,
@@ -223,7 +226,7 @@ class Engine:
                 "called on."
             )
         casting.forget_interrupted()
-        stepped = [self._stepped(o) for o in dict.fromkeys(_as_list(optimizers))]
+        stepped = list(dict.fromkeys(map(self._stepped, _as_list(optimizers))))
         scaler = self._scaler(loss_id)
         try:
             if self._passes_through(scaler, stepped):
@@ -250,12 +253,12 @@ class Engine:
             if self.casts is not None:
                 self.casts.cache.lapse()
 
-    def master_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
         """The parameters that `optimizer` steps, as the function `amp.master_params`."""
         return master_params(optimizer)
 
     def clip_grad_norm_(
-        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self, optimizer: Optimizer | LARC, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """Clip the gradients of `master_params(optimizer)`, between `scale_loss` and `step`.
 
@@ -272,7 +275,7 @@ class Engine:
         Returns:
             The norm before clipping: float32, shape []. No host sync otherwise.
         """
-        stepped = self._initialized.get(optimizer)
+        stepped = self._initialized.get(inner_of(optimizer))
         norm = None if stepped is None else stepped.grad_norm(float(norm_type))
         if stepped is None or norm is None:
             return torch.nn.utils.clip_grad_norm_(
@@ -373,7 +376,7 @@ class Engine:
         self._initialized.look_after(optimizer, stepped)
         return stepped
 
-    def step_was_skipped(self, optimizer: Optimizer) -> bool:
+    def step_was_skipped(self, optimizer: Optimizer | LARC) -> bool:
         """Whether the last `optimizer.step()` was skipped. Waits for the device if that decided."""
         return self._stepped(optimizer).skipped
 
@@ -500,7 +503,8 @@ class Engine:
         )
 
     def _stepped(self, optimizer: Any) -> SteppedOptimizer:
-        stepped = self._initialized.get(optimizer) if isinstance(optimizer, Optimizer) else None
+        stepping = inner_of(optimizer)
+        stepped = self._initialized.get(stepping) if isinstance(stepping, Optimizer) else None
         if stepped is not None:
             return stepped
         raise AmpTypeError(

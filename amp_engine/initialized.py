@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amp_engine.master_weights import MasterWeights, exact_value, follow_masters
 from amp_engine.model import CastModel, remember
+from amp_engine.optimizers import LARC
 from amp_engine.policy import Policy
 from amp_engine.step import SteppedOptimizer
 from amp_engine.views import Stash
@@ -29,6 +31,7 @@ class Initialized:
         # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, SteppedOptimizer] = weakref.WeakKeyDictionary()
+        self._wrapper_hooks: list[RemovableHandle] = []
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -112,8 +115,16 @@ class Initialized:
         self._stepped[optimizer] = stepped
         vars(optimizer).update(Stash(stepped).attributes())
 
+    def settle_before(self, larc: LARC) -> None:
+        """Have gradients that `delay_unscale` left scaled unscaled before a step of `larc` looks at them."""
+        stepped = self._stepped[larc.optim]
+        self._wrapper_hooks.append(larc.register_step_pre_hook(lambda _: stepped.settle()))
+
     def release(self) -> None:
         """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""
+        for handle in self._wrapper_hooks:
+            handle.remove()
+        self._wrapper_hooks.clear()
         optimizers = self.optimizers
         for optimizer in optimizers:
             self._let_go(optimizer)
@@ -157,7 +168,7 @@ class Initialized:
                 vars(optimizer).pop(name, None)
 
 
-def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
     """Each parameter in the groups of `optimizer`: its masters where it has them.
 
     Between `scale_loss` and `step` their `.grad` is unscaled, so this is what to clip. The optimizer need not

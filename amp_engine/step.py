@@ -282,6 +282,11 @@ class SteppedOptimizer:
                 if g.dtype != torch.float32:  # a 0-d factor would be rounded to their type
                     g.copy_(g.float() * factor)
 
+    def settle(self) -> None:
+        """Unscale what `delay_unscale` left scaled, since a step is next. No host sync."""
+        if self.window is not None:
+            self._on_window_left_open(self)
+
     def abandon(self) -> None:
         """The body of `scale_loss` raised."""
         self.in_backward = False
@@ -326,12 +331,13 @@ class SteppedOptimizer:
                 f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "
                 "and backward with amp.scale_loss yourself, then call step() without arguments."
             )
-        if self.window is not None:
-            self._on_window_left_open(self)
+        self.settle()
         self._hear_of_steps(wait=False)
         backward_seen, self.backward_seen = self.backward_seen, False
         casts_off = nullcontext() if casts_off is None else casts_off
-        fused = fused_step_of(optimizer) if len(args) == 1 and not kwargs else None
+        # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
+        plain = len(args) == 1 and not kwargs and not hasattr(optimizer, "found_inf")
+        fused = fused_step_of(optimizer) if plain else None
         flags: list[Tensor] = []
         if fused is not None and any(not v.overflow.is_known() for v in self.verdicts) and self._takes(fused):
             flags = self._leave_to_device()

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
+from amp_engine import kernels
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.kernels import is_dense
-from amp_engine.optimizers.fused_step import NORM, fused_step_of
+from amp_engine.optimizers.fused_step import NORM, FusedStep, fused_step_of, laid_out_as
 from amp_engine.optimizers.rules import Rule
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
@@ -22,8 +23,13 @@ class FusedOptimizer(Optimizer):
     """An optimizer whose step is one pass over gradients, weights and state, on CPU and CUDA.
 
     Parameters may be float32, float16 and bfloat16, mixed; state is always float32. Under `amp.initialize` the step
-    unscales, clips, skips and writes the model's half parameters in that same pass.
+    unscales, clips, skips and writes the model's half parameters in that same pass. Under `torch.amp.GradScaler` it
+    unscales, and skips without a host sync, half gradients included.
     """
+
+    # torch.amp.GradScaler then sets `grad_scale` and `found_inf` for the time of a step, instead of waiting for the
+    # device. A parameter `grad_scaler` of `step` would be the older agreement, which torch warns of.
+    _step_supports_amp_scaling = True
 
     rule: ClassVar[Rule]
     settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)  # attributes that copies and pickles keep
@@ -51,8 +57,13 @@ class FusedOptimizer(Optimizer):
             closure: evaluated first, with gradients on; its value is returned.
 
         Raises AmpTypeError for `grads`, `output_params`, `scale` and `grad_norms`, which ancient versions of apex took,
-        and AmpStateError for sparse gradients.
+        and for `grad_scaler`, with what to type instead; AmpStateError for sparse gradients.
         """
+        if "grad_scaler" in removed:
+            raise AmpTypeError(
+                f"{type(self).__name__}.step() got grad_scaler.  Type scaler.step(optimizer), which calls step() with "
+                "what it needs to unscale and to skip."
+            )
         if removed:
             raise AmpTypeError(
                 f"{type(self).__name__}.step() got {', '.join(removed)}, which apex removed.  Call step() without "
@@ -72,10 +83,10 @@ class FusedOptimizer(Optimizer):
             self._refuse(weights, gradients)
         masters = self._own_masters(weights, gradients)
         if masters is None:
-            fused.step(weights, gradients)
+            self._step_unscaling(fused, weights, gradients, None, None)
         else:
             copies = [None if m is w else w for m, w in zip(masters, weights, strict=True)]
-            fused.step(weights, gradients, copies, weights=masters)
+            self._step_unscaling(fused, weights, gradients, copies, masters)
             self._wrote(weights)
         return loss
 
@@ -94,6 +105,31 @@ class FusedOptimizer(Optimizer):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                     self.state[p][name] = value.to(device=p.device, dtype=torch.float32, copy=True)
+
+    def _step_unscaling(
+        self,
+        fused: FusedStep,
+        params: list[Tensor],
+        gradients: list[Tensor | None],
+        copies: list[Tensor | None] | None,
+        masters: list[Tensor] | None,
+    ) -> None:
+        """`fused.step` with what torch.amp.GradScaler has set, if it drives this step."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        inv_scale = None
+        if isinstance(grad_scale, Tensor):
+            inv_scale = grad_scale.reshape(()).double().reciprocal().float()
+            gradients = [laid_out_as(p, g) for p, g in zip(params, gradients, strict=True)]
+        fused.step(
+            params,
+            gradients,
+            copies,
+            [inv_scale is not None] * len(params),
+            weights=masters,
+            inv_scale=inv_scale,
+            # The int 0 where no parameter has a gradient.
+            found_inf=found_inf.reshape(()) if isinstance(found_inf, Tensor) else None,
+        )
 
     def _own_masters(self, weights: list[Tensor], gradients: list[Tensor | None]) -> list[Tensor] | None:
         """The float32 weights to step instead of half ones, for optimizers that keep their own."""
@@ -129,7 +165,7 @@ class FusedOptimizer(Optimizer):
 
     def _refuse(self, weights: list[Tensor], gradients: list[Tensor | None]) -> None:
         for i, (p, g) in enumerate(zip(weights, gradients, strict=True)):
-            if not is_dense(p):
+            if not kernels.is_dense(p):
                 raise AmpTypeError(
                     f"{type(self).__name__} steps dense parameters; parameter {i} of shape {tuple(p.shape)} and "
                     f"strides {p.stride()} has gaps in memory.  Make it of a .contiguous() tensor."
@@ -147,6 +183,44 @@ class FusedOptimizer(Optimizer):
         raise AmpTypeError(
             f"{type(self).__name__} cannot step these parameters: {[type(g).__name__ for g in gradients]}."
         )
+
+
+class MasterKeepingOptimizer(FusedOptimizer):
+    """A fused optimizer that may keep float32 masters of half parameters, as `state[p]["master_param"]`.
+
+    A master starts from its parameter at that one's first gradient. Whatever somebody else has written into the
+    parameter since its last step goes into the master; elements that are still the rounded master's leave it exact.
+    """
+
+    master_weights: bool
+
+    def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
+        self._stamps = WeakIdKeyDictionary()  # of half parameters, as of their last step
+        super().__init__(params, defaults, set_grad_none)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stamps = WeakIdKeyDictionary()
+
+    def _own_masters(self, weights: list[Tensor], gradients: list[Tensor | None]) -> list[Tensor] | None:
+        if not self.master_weights:
+            return None
+        return [p if p.dtype == torch.float32 else self._master(p, g) for p, g in zip(weights, gradients, strict=True)]
+
+    def _master(self, p: Tensor, grad: Tensor | None) -> Tensor:
+        state: dict[str, Any] = self.state[p] if grad is not None else self.state.get(p, {})
+        if "master_param" not in state:
+            if grad is None:
+                return p
+            state["master_param"] = p.detach().float()
+        master: Tensor = state["master_param"]
+        if p in self._stamps and self._stamps[p] != kernels.stamps([p]):
+            master.copy_(torch.where(p == master.to(p.dtype), master, p.float()))
+        return master
+
+    def _wrote(self, weights: list[Tensor]) -> None:
+        for p in weights:
+            self._stamps[p] = kernels.stamps([p])
 
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from amp_engine import kernels
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import Hyperparameters
-from amp_engine.optimizers.base import FusedOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
+from amp_engine.optimizers.base import MasterKeepingOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
 from amp_engine.optimizers.rules import Group, Rule
 
 
@@ -30,7 +27,7 @@ def _hyperparameters(group: Group) -> Hyperparameters:
     )
 
 
-class FusedAdam(FusedOptimizer):
+class FusedAdam(MasterKeepingOptimizer):
     """Adam (Kingma & Ba 2015), by default with AdamW's decoupled weight decay (Loshchilov & Hutter 2019), as in apex.
 
     State per parameter: `step`, `exp_avg`, `exp_avg_sq`, as torch.optim.AdamW's, so the two load each other's.
@@ -79,7 +76,6 @@ class FusedAdam(FusedOptimizer):
         self.adam_w_mode = bool(adam_w_mode)
         self.capturable = capturable
         self.master_weights = master_weights
-        self._stamps = WeakIdKeyDictionary()  # of half parameters, as of their last step
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -90,32 +86,7 @@ class FusedAdam(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._stamps = WeakIdKeyDictionary()
-
     def _renamed(self, group: Mapping[str, Any]) -> dict[str, Any]:
         if "decoupled_weight_decay" not in group:
             return {}
         return {"adam_w_mode": group["decoupled_weight_decay"]}
-
-    def _own_masters(self, weights: list[Tensor], gradients: list[Tensor | None]) -> list[Tensor] | None:
-        if not self.master_weights:
-            return None
-        return [p if p.dtype == torch.float32 else self._master(p, g) for p, g in zip(weights, gradients, strict=True)]
-
-    def _master(self, p: Tensor, grad: Tensor | None) -> Tensor:
-        state: dict[str, Any] = self.state[p] if grad is not None else self.state.get(p, {})
-        if "master_param" not in state:
-            if grad is None:
-                return p
-            state["master_param"] = p.detach().float()
-        master: Tensor = state["master_param"]
-        # Somebody else wrote the parameter since: load_state_dict, say.
-        if p in self._stamps and self._stamps[p] != kernels.stamps([p]):
-            master.copy_(p)
-        return master
-
-    def _wrote(self, weights: list[Tensor]) -> None:
-        for p in weights:
-            self._stamps[p] = kernels.stamps([p])

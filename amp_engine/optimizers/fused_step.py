@@ -119,7 +119,7 @@ class FusedStep:
         copies = [None] * len(weights) if copies is None else copies
         scaled = [False] * len(weights) if scaled is None else scaled
         if isinstance(gradients, list):  # and not a native list of what is known to be laid out so
-            gradients = [g if s else _laid_out_as(w, g) for w, g, s in zip(weights, gradients, scaled, strict=True)]
+            gradients = [g if s else laid_out_as(w, g) for w, g, s in zip(weights, gradients, scaled, strict=True)]
         if not self._is_current(weights, copies, gradients):
             self._build(params, weights, copies, gradients)
         groups = [self.rule.hyperparameters(group) for group in optimizer.param_groups]
@@ -312,7 +312,7 @@ def _is_plain(grad: Tensor) -> bool:
     return type(grad) in (Tensor, nn.Parameter) and grad.layout is torch.strided and grad.dtype in kernels.FLOATS
 
 
-def _laid_out_as(weight: Tensor, grad: Tensor | None) -> Tensor | None:
+def laid_out_as(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     """`grad` in the memory order of `weight`, which the kernels walk. Autograd gives it so; users may not."""
     if grad is None or grad.shape != weight.shape or kernels.same_layout(grad, weight):
         return grad

@@ -1,0 +1,112 @@
+"""FusedMixedPrecisionLamb: LAMB for half parameters, with masters of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_engine.errors import AmpTypeError
+from amp_engine.optimizers.base import (
+    MasterKeepingOptimizer,
+    Params,
+    check_betas,
+    check_not_negative,
+    refuse_amsgrad,
+)
+from amp_engine.optimizers.fused_lamb import FusedLAMB
+
+
+class FusedMixedPrecisionLamb(MasterKeepingOptimizer):
+    """FusedLAMB that keeps float32 masters of half parameters itself, for use without `amp.initialize`.
+
+    Made for torch.amp.GradScaler and CUDA graphs: nothing of a step is decided on the host. Each group's `lr` is a
+    float32 tensor of shape [] on the device of its parameters, which LR schedulers fill; the step counts are on the
+    device as well. State per parameter: `step`, `exp_avg`, `exp_avg_sq`, and for half ones `master_param`, all
+    float32. Under `amp.initialize` it steps as FusedLAMB does.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate; a number, or a float32 tensor of shape [], which is copied.
+        step: how many steps the parameters have had.
+        bias_correction: divide the moments by 1 - beta^t.
+        betas: decay of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: its factor. Without it, and without `use_nvlamb`, tensors are not scaled.
+        amsgrad: refused, as in apex.
+        adam_w_mode: decoupled weight decay; False adds it to the gradient.
+        grad_averaging: let the gradient enter the first moment times 1 - beta1, not times 1.
+        max_grad_norm: clip the gradients to this 2-norm; 0 does not. A group's own value counts for its tensors.
+        use_nvlamb: scale tensors without weight decay too.
+        reduced_precision_dtype: only None: the parameters' own types say which are half.
+        set_grad_none: what `zero_grad()` does by default.
+
+    Raises AmpStateError for `amsgrad`, AmpTypeError for `reduced_precision_dtype`, AmpValueError for values outside of
+    these.
+    """
+
+    rule = FusedLAMB.rule
+    settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+    master_weights = True
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        step: int | Tensor = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: None = None,
+        set_grad_none: bool = True,
+    ) -> None:
+        refuse_amsgrad("FusedMixedPrecisionLamb", amsgrad)
+        if reduced_precision_dtype is not None:
+            raise AmpTypeError(
+                f"FusedMixedPrecisionLamb got reduced_precision_dtype={reduced_precision_dtype!r}, but takes the "
+                "parameters in the type that they have.  Type model.to(dtype) before building it, and leave this out."
+            )
+        check_not_negative(lr=lr, step=step, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+        check_betas(betas)
+        self.adam_w_mode = bool(adam_w_mode)
+        self.use_nvlamb = use_nvlamb
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "adam_w_mode": bool(adam_w_mode),
+            "use_nvlamb": use_nvlamb,
+        }
+        super().__init__(params, defaults, set_grad_none)
+        if not (isinstance(step, int) and step == 0):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["step"] = torch.tensor(float(step), device="cpu")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the group's `lr` becomes a tensor of its own."""
+        super().add_param_group(param_group)
+        _put_lr_on_device(self.param_groups[-1])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this class, FusedLAMB or apex's saved; see FusedOptimizer."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            _put_lr_on_device(group)
+
+
+def _put_lr_on_device(group: dict[str, Any]) -> None:
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    group["lr"] = torch.as_tensor(group["lr"]).detach().to(device, torch.float32, copy=True)

@@ -1,0 +1,195 @@
+"""LARC: layer-wise adaptive learning rates around any optimizer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from amp_engine.dtypes import is_low_precision
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+
+
+class LARC:
+    """Layer-wise adaptive rate control (You, Gitman & Ginsburg 2017) around an optimizer.
+
+    `step()` multiplies each gradient so that the inner optimizer's step is in proportion to the norm of the weight,
+    then calls the inner optimizer. Per tensor, with the weight decay of its group:
+
+        rate = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)
+        rate = min(rate / lr, 1)                                            if clip
+        g = (g + weight_decay * p) * rate
+
+    Where |p| or |g| is 0 the gradient stays as it is. The inner optimizer sees a weight decay of 0 meanwhile.
+
+    Not a torch.optim.Optimizer, as in apex: LR schedulers take `.optim`. `amp.initialize`, `amp.scale_loss`,
+    `amp.master_params` and `amp.clip_grad_norm_` take either, and look after `.optim`; gradients are then unscaled ones
+    of FP32 masters, and an overflow skips the step as usual.
+
+    Args:
+        optimizer: what steps.
+        trust_coefficient: above 0.
+        clip: never step further than the learning rate alone would; False: scale by the rate times the learning rate.
+        eps: added to the denominator.
+
+    Raises AmpTypeError for what is no optimizer, AmpValueError for values outside of these.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise AmpTypeError(
+                f"LARC() got a {type(optimizer).__name__}, but wraps a torch.optim.Optimizer.  Type for example "
+                "LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))."
+            )
+        if not trust_coefficient > 0.0 or not eps >= 0.0:
+            raise AmpValueError(
+                f"trust_coefficient={trust_coefficient!r}, eps={eps!r}, but the first must be above 0 and the second "
+                "not below.  Type for example trust_coefficient=0.02, eps=1e-8."
+            )
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.eps = eps
+        self.clip = clip
+        self._step_pre_hooks: OrderedDict[int, Callable[[LARC], None]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_step_pre_hooks"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._step_pre_hooks = OrderedDict()
+
+    def __repr__(self) -> str:
+        return (
+            f"LARC(trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}, optim={self.optim!r})"
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults."""
+        return self.optim.defaults
+
+    @property
+    def _amp_stash(self) -> Any:
+        # By its presence scripts tell whether an optimizer was initialized.
+        return self.optim._amp_stash  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's; LARC has no state."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's."""
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The inner optimizer's, with torch's default."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add to the inner optimizer."""
+        self.optim.add_param_group(param_group)
+
+    def register_step_pre_hook(self, hook: Callable[[LARC], None]) -> RemovableHandle:
+        """Have `hook(larc)` called at the beginning of each step, before gradients are looked at."""
+        handle = RemovableHandle(self._step_pre_hooks)
+        self._step_pre_hooks[handle.id] = hook
+        return handle
+
+    def step(self, closure: None = None) -> Any:
+        """Adapt the gradients in place, then step the inner optimizer. No host sync of its own.
+
+        Raises AmpTypeError for a closure, which apex did not take either, and AmpStateError for sparse gradients.
+        """
+        if closure is not None:
+            raise AmpTypeError(
+                "LARC.step() takes no closure.  Run its forward and backward yourself, then call step() without "
+                "arguments."
+            )
+        for hook in list(self._step_pre_hooks.values()):
+            hook(self)
+        by_group = [_with_gradients(group["params"]) for group in self.param_groups]
+        for group, alike in zip(self.param_groups, by_group, strict=True):
+            for params, grads in alike:
+                self._adapt(group, params, grads)
+        with _without_weight_decay(self.optim):
+            return self.optim.step()
+
+    @torch.no_grad()
+    def _adapt(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        """Adapt gradients of one group, which have one type and device."""
+        weight_decay = group.get("weight_decay", 0.0)
+        is_low = is_low_precision(grads[0])
+        dtype = torch.float32 if is_low else None
+        of_params = torch.stack(torch._foreach_norm(params, 2, dtype))
+        of_grads = torch.stack(torch._foreach_norm(grads, 2, dtype))
+        rate = self.trust_coefficient * of_params / (of_grads + weight_decay * of_params + self.eps)
+        if self.clip:
+            rate = (rate / group["lr"]).clamp(max=1.0)
+        # A gradient of 0 stays 0: what the weight decay makes of it goes again.
+        factors = torch.where(of_grads == 0, 0.0, torch.where(of_params == 0, 1.0, rate)).unbind()
+        # In half the sum and the factors, which `_foreach_mul_` would round to the gradients' type, lose too much.
+        adapted = [g.float() for g in grads] if is_low else grads
+        if weight_decay != 0:
+            # An optimizer that maximizes negates all that it gets.
+            decay = -weight_decay if group.get("maximize", False) else weight_decay
+            torch._foreach_add_(adapted, [p.float() for p in params] if is_low else params, alpha=decay)
+        torch._foreach_mul_(adapted, factors)
+        if is_low:
+            torch._foreach_copy_(grads, adapted)
+
+
+def inner_of(optimizer: Any) -> Any:
+    """What steps: LARC's inner optimizer, or `optimizer` itself."""
+    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
+
+
+@contextmanager
+def _without_weight_decay(optimizer: Optimizer) -> Iterator[None]:
+    absorbed = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    for group, _ in absorbed:
+        group["weight_decay"] = 0.0
+    try:
+        yield
+    finally:
+        for group, weight_decay in absorbed:
+            group["weight_decay"] = weight_decay
+
+
+def _with_gradients(params: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Those of `params` that have one, with their gradients, in lists of one device and type.
+
+    Raises AmpStateError for sparse gradients.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for p in params:
+        grad = p.grad
+        if grad is None or grad.numel() == 0:
+            continue
+        if grad.layout is not torch.strided:
+            raise AmpStateError(
+                f"LARC does not support sparse gradients; a parameter of shape {tuple(p.shape)} has one.  Step it with "
+                "an optimizer of its own."
+            )
+        weights, grads = alike.setdefault((grad.device, grad.dtype), ([], []))
+        weights.append(p)
+        grads.append(grad)
+    return list(alike.values())

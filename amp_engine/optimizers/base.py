@@ -103,7 +103,11 @@ class FusedOptimizer(Optimizer):
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, p in zip(saved, own, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                if not isinstance(value, Tensor):
+                    continue
+                if name == "step":
+                    self.state[p][name] = value.clone()  # torch would share it with the optimizer that saved
+                elif value.is_floating_point():
                     self.state[p][name] = value.to(device=p.device, dtype=torch.float32, copy=True)
 
     def _step_unscaling(

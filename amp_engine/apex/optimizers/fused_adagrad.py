@@ -1,0 +1,3 @@
+"""`apex.optimizers.fused_adagrad`."""
+
+from amp_engine.optimizers.fused_adagrad import FusedAdagrad as FusedAdagrad

@@ -1,0 +1,3 @@
+"""`apex.optimizers.fused_adam`."""
+
+from amp_engine.optimizers.fused_adam import FusedAdam as FusedAdam

@@ -1,0 +1,3 @@
+"""`apex.optimizers.fused_lamb`."""
+
+from amp_engine.optimizers.fused_lamb import FusedLAMB as FusedLAMB

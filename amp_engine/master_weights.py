@@ -7,7 +7,7 @@ passes through half. Which of the two is newer is told by a stamp of the paramet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +141,14 @@ def masters_of(param: nn.Parameter) -> Iterator[Master]:
         master = ref()
         if master is not None:
             yield master
+
+
+def written_through_data(tensors: Iterable[Tensor]) -> None:
+    """Have masters follow what was written into their parameters behind autograd's back, as `p.data` of `tensors`."""
+    written = {tensor.data_ptr() for tensor in tensors}
+    for param in list(_MASTERS):
+        if param.data_ptr() in written:
+            torch.autograd.graph.increment_version(param)
 
 
 def follow_masters(module: nn.Module, args: Any) -> None:

@@ -1,0 +1,236 @@
+"""`apex.parallel.distributed`: DistributedDataParallel and Reducer, on torch's DistributedDataParallel."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.master_weights import written_through_data
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How gradients become their average over the ranks.
+
+    Attributes:
+        average: divide by the number of ranks; otherwise the sum stays.
+        predivide_factor: divide by it before the sum; the average is made up for it afterwards.
+        always_fp32: sum half gradients in float32.
+    """
+
+    average: bool = True
+    predivide_factor: float = 1.0
+    always_fp32: bool = False
+
+
+def all_reduce_gradients(
+    state: Averaging,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Communication hook for DistributedDataParallel: sum a bucket of gradients over the ranks as `state` says."""
+    buffer = bucket.buffer()
+    summed = buffer.float() if state.always_fp32 else buffer
+    if state.predivide_factor != 1.0:
+        summed.div_(state.predivide_factor)
+    factor = state.predivide_factor / dist.get_world_size() if state.average else 1.0
+    work = dist.all_reduce(summed, async_op=True)
+
+    def finish(future: torch.futures.Future[Any]) -> Tensor:
+        future.wait()
+        if factor != 1.0:
+            summed.mul_(factor)
+        return buffer if summed is buffer else buffer.copy_(summed)
+
+    return work.get_future().then(finish)
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel with apex's arguments.
+
+    Parameters and buffers are broadcast from rank 0 when it is built; afterwards buffers are each rank's own, as in
+    apex. Wrap what `amp.initialize` returned. While `disable_allreduce` is in force gradients add up on each rank;
+    under amp do that with `amp.scale_loss(..., delay_unscale=True)`, since masters take over what is not delayed.
+
+    Args:
+        module: on the device that it trains on.
+        message_size: elements of a bucket, the gradients that are summed in one call.
+        delay_allreduce: sum after the whole backward. Parameters may then be left unused by a forward.
+        allreduce_always_fp32: sum half gradients in float32.
+        gradient_average: divide by the number of ranks.
+        gradient_predivide_factor: divide by it before the sum, and multiply an average by it afterwards.
+        shared_param, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
+            allreduce_communicators, gradient_average_split_factor, prof: taken, and warned of: torch does without.
+
+    Raises AmpStateError without a process group, AmpTypeError for what is no module, AmpValueError for sizes and
+    factors that are not positive.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Sequence[Tensor] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        check_process_group("DistributedDataParallel")
+        if not isinstance(module, nn.Module):
+            raise AmpTypeError(
+                f"DistributedDataParallel() got a {type(module).__name__}, but wraps a model.  Type "
+                "DistributedDataParallel(model) with what amp.initialize returned."
+            )
+        for name, value in (
+            ("message_size", message_size),
+            ("gradient_predivide_factor", gradient_predivide_factor),
+        ):
+            if not value > 0:
+                raise AmpValueError(f"{name}={value!r}, but it must be above 0.  Leave it out for apex's default.")
+        ignored = {
+            "shared_param": shared_param is not None,
+            "allreduce_trigger_params": allreduce_trigger_params is not None,
+            "retain_allreduce_buffers": bool(retain_allreduce_buffers),
+            "num_allreduce_streams": num_allreduce_streams != 1,
+            "allreduce_communicators": allreduce_communicators is not None,
+            "gradient_average_split_factor": gradient_average_split_factor is not None,
+            "prof": bool(prof),
+        }
+        if any(ignored.values()):
+            names = ", ".join(name for name, given in ignored.items() if given)
+            warnings.warn(
+                f"apex.parallel.DistributedDataParallel ignores {names}: torch overlaps the sums with the backward by "
+                "itself, and torch.profiler shows them.  Leave them out.",
+                stacklevel=2,
+            )
+        super().__init__(
+            module,
+            bucket_cap_mb=_megabytes(module, message_size),
+            find_unused_parameters=delay_allreduce,
+        )
+        self.broadcast_buffers = False  # by the constructor's argument torch 2.13 warns
+        averaging = Averaging(bool(gradient_average), float(gradient_predivide_factor), bool(allreduce_always_fp32))
+        if averaging != Averaging():  # which is what torch does without a hook, dividing before the sum
+            self.register_comm_hook(averaging, all_reduce_gradients)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # torch gives a copy a new reducer, and keeps the list of hooks, but does not bring the two together.
+        hooks, self._comm_hooks = self._comm_hooks, []
+        for hook_state, hook in ((hook_state, hook) for hook, hook_state in hooks):
+            self.register_comm_hook(hook_state, hook)
+
+    def disable_allreduce(self) -> None:
+        """Let the next backwards add up gradients on each rank, as torch's `no_sync` does."""
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        """Sum what has been added up, and all that follows."""
+        self.require_backward_grad_sync = True
+
+
+class Reducer:
+    """Averages gradients over the ranks when it is told to.
+
+    Under amp call `reduce` inside of `with amp.scale_loss(...)`, after the backward: at its exit masters take over the
+    gradients, and a sum that overflows must be seen there.
+
+    Args:
+        module_or_grads_list: a module, whose parameters are broadcast from rank 0, and whose gradients are averaged; or
+            gradients themselves, tensors in any nesting of lists, tuples and dictionaries.
+
+    Raises AmpStateError without a process group, AmpTypeError for anything else.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
+        check_process_group("Reducer")
+        self.module: nn.Module | None = None
+        self.grads: list[Tensor] = []
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            # Not .data, whose writes nobody hears of: masters refresh themselves.
+            flat_dist_call([p.detach() for p in self.module.parameters()], dist.broadcast, (0,))
+        else:
+            self.grads = _tensors(module_or_grads_list)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Average the gradients in place. Every rank must have the same ones."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        flat_dist_call(grads, dist.all_reduce)
+
+
+@torch.no_grad()
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: tuple[Any, ...] | None = None
+) -> None:
+    """Run a collective over many tensors in place, in one call for each type and device.
+
+    Args:
+        tensors: any shapes and types; on every rank the same.
+        call: `torch.distributed.broadcast`, `all_reduce` or another that works in place. `all_reduce` is an average.
+        extra_args: after the tensor.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for bucket in alike.values():
+        apply_flat_dist_call(bucket, call, extra_args)
+
+
+@torch.no_grad()
+def apply_flat_dist_call(
+    bucket: list[Tensor], call: Callable[..., Any], extra_args: tuple[Any, ...] | None = None
+) -> None:
+    """`flat_dist_call` for tensors of one type and device."""
+    flat = _flatten_dense_tensors(bucket)
+    if call is dist.all_reduce:
+        flat.div_(dist.get_world_size())  # before the sum, which may be beyond float16
+    call(flat, *(extra_args or ()))
+    for tensor, value in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+        tensor.copy_(value)
+    written_through_data(bucket)
+
+
+def check_process_group(name: str) -> None:
+    """Raise AmpStateError unless torch.distributed is initialized."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise AmpStateError(
+            f"apex.parallel.{name} needs torch.distributed.  Type torch.distributed.init_process_group(backend='nccl') "
+            "before, and start the script with torchrun --nproc_per_node=GPUS script.py."
+        )
+
+
+def _megabytes(module: nn.Module, message_size: int) -> float:
+    """A bucket of `message_size` elements of the parameters' average size, in torch's unit, 2**20 bytes."""
+    params = [p for p in module.parameters() if p.requires_grad]
+    elements = sum(p.numel() for p in params)
+    size = sum(p.numel() * p.element_size() for p in params) / elements if elements else 4
+    return message_size * size / 2**20
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    if isinstance(nested, Tensor):
+        return [nested]
+    if isinstance(nested, dict):
+        nested = nested.values()
+    elif isinstance(nested, (str, bytes)) or not isinstance(nested, Iterable):
+        raise AmpTypeError(
+            f"Reducer() got a {type(nested).__name__}, but takes a module, or gradients as tensors.  Type "
+            "Reducer(model), and call reduce() after each backward."
+        )
+    return [tensor for item in nested for tensor in _tensors(item)]

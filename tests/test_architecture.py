@@ -1,6 +1,7 @@
 """The rules of the house as tests: imports point down, one file patches, one module holds the engine."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,8 @@ LAYERS = [
     ["optimizers.fused_step"],
     ["optimizers.base"],
     ["optimizers.fused_adagrad", "optimizers.fused_adam", "optimizers.fused_lamb"],
-    ["optimizers.fused_novograd", "optimizers.fused_sgd"],
+    ["optimizers.fused_novograd", "optimizers.fused_sgd", "optimizers.larc"],
+    ["optimizers.fused_mixed_precision_lamb"],
     ["optimizers"],
     ["lazy_gradients"],
     ["report", "scaler", "master_weights", "arguments"],
@@ -42,14 +44,14 @@ LAYERS = [
     ["casting"],
     ["checkpoint", "gradients"],
     ["model", "step"],
-    ["overflow", "views"],
+    ["overflow", "views", "handle"],
     ["initialized"],
     ["engine"],
     ["amp"],
-    ["apex.amp"],
-    ["apex"],
 ]
 RANK = {f"amp_engine.{name}": i for i, layer in enumerate(LAYERS) for name in layer}
+
+APEX = {name for name in MODULES if name.split(".")[1] == "apex"}  # has apex's own house; it stands on all of the above
 
 
 class Imports(ast.NodeVisitor):
@@ -76,16 +78,31 @@ def tree(path):
     return ast.parse(path.read_text())
 
 
-def test_every_module_has_its_layer():
-    assert set(MODULES) == set(RANK)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_point_down(name):
+def imports_of(name):
     imports = Imports()
     imports.visit(tree(MODULES[name]))
-    upward = {other for other in imports.found if other != "amp_engine" and RANK[other] >= RANK[name]}
-    assert upward == set()
+    return imports.found - {"amp_engine"}
+
+
+def test_every_module_has_its_layer():
+    assert set(MODULES) - APEX == set(RANK)
+
+
+@pytest.mark.parametrize("name", RANK)
+def test_imports_point_down(name):
+    assert {other for other in imports_of(name) if other in APEX or RANK[other] >= RANK[name]} == set()
+
+
+def test_what_answers_as_apex_imports_in_no_circle():
+    graphlib.TopologicalSorter({name: imports_of(name) & APEX for name in APEX}).prepare()
+
+
+def test_what_child_processes_load_first_imports_nothing_of_ours():
+    # It is loaded from its file in every Python that starts, and must not bring torch with it.
+    for name in ("amp_engine.apex.finder", "amp_engine.apex.children.sitecustomize"):
+        roots = {n.module or "" for n in ast.walk(tree(MODULES[name])) if isinstance(n, ast.ImportFrom)}
+        roots |= {a.name for n in ast.walk(tree(MODULES[name])) if isinstance(n, ast.Import) for a in n.names}
+        assert {root.split(".")[0] for root in roots} <= set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("name", ["scaler", "master_weights", "casting"])
@@ -148,7 +165,8 @@ def test_nothing_but_torch_is_imported():
 
 def test_importing_patches_nothing():
     code = """if True:
-        import torch, torch.nn.functional as F
+        import sys, torch, torch.nn.functional as F
+        finders = list(sys.meta_path)
         spaces = (torch, F, torch.Tensor, torch.optim.Optimizer, torch.nn.Module, torch.nn.modules.rnn)
         before = [dict(vars(s)) for s in spaces]
         import amp_engine
@@ -156,6 +174,8 @@ def test_importing_patches_nothing():
         assert not changed, changed
         from torch.optim import optimizer
         assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
+        assert sys.meta_path == finders
+        assert not {m for m in sys.modules if m.startswith(("amp_engine.apex", "apex", "amp_C", "torch._dynamo"))}
     """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=PACKAGE.parent)
 

@@ -14,7 +14,7 @@ Every operation is called as `op(chunk_size, noop_flag, tensor_lists, *args)`, m
 Anything else raises AmpValueError, which names list and tensor, and changes nothing. Arithmetic is in float32, rounded
 once to the type of what is written. No operation waits for the device.
 
-The legacy pair multi_tensor_lamb_stage1_cuda and multi_tensor_lamb_stage2_cuda is not served: multi_tensor_lamb does
+The legacy pair multi_tensor_lamb_stage1_cuda and multi_tensor_lamb_stage2_cuda is not served; multi_tensor_lamb does
 both stages.
 """
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -538,6 +539,12 @@ def update_scale_hysteresis(
         hysteresis=hysteresis,
     )
     return current_scale
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in ("multi_tensor_lamb_stage1_cuda", "multi_tensor_lamb_stage2_cuda"):
+        raise AttributeError(f"amp_C.{name} is not served; call multi_tensor_lamb, which does both stages.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _adam(

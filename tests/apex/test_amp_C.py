@@ -486,7 +486,7 @@ def test_the_scale_with_hysteresis_falls_after_several_overflows_and_grows_after
 def test_the_scale_with_hysteresis_never_becomes_zero_nor_infinite():
     scale, found = torch.tensor(1e-37), torch.ones(())
     growth, tracker = torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32)
-    for _ in range(20):
+    for _ in range(60):
         amp_C.update_scale_hysteresis(scale, growth, tracker, found, 2.0, 0.5, 1, 1)
     assert scale.item() > 0
     scale.fill_(3e38)
@@ -632,5 +632,9 @@ def test_parameters_that_require_gradients_are_stepped():
     assert not torch.equal(lists[1][0], torch.ones(2, 3))
 
 
-def test_the_legacy_stages_of_lamb_are_not_there():
+def test_the_legacy_stages_of_lamb_are_not_there_and_the_error_says_what_is():
     assert not hasattr(amp_C, "multi_tensor_lamb_stage1_cuda")
+    with pytest.raises(AttributeError, match="call multi_tensor_lamb, which does both stages"):
+        _ = amp_C.multi_tensor_lamb_stage2_cuda
+    with pytest.raises(AttributeError, match="has no attribute 'multi_tensor_lam'"):
+        _ = amp_C.multi_tensor_lam

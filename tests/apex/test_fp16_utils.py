@@ -663,10 +663,11 @@ class WithMethod:
         return 512.0
 
 
-def unpickled_engine_scaler() -> EngineScaler:
-    """An apex scaler whose class name leads to the engine's: its attributes land in the instance."""
+def unpickled_apex_scaler() -> EngineScaler:
+    """The scaler of apex.amp as pickle gives it back: its attributes, in the class that answers to its name now."""
     scaler = EngineScaler.__new__(EngineScaler)
-    scaler.__dict__.update(_loss_scale=512.0, _unskipped=7, dynamic=True, _has_overflow=False, _scale_seq_len=2000)
+    state = {"_loss_scale": 512.0, "_unskipped": 7, "dynamic": True, "_has_overflow": False, "_scale_seq_len": 8}
+    scaler.__setstate__({**state, "_min_loss_scale": 256.0, "_max_loss_scale": 1024.0, "_overflow_buf": torch.zeros(1)})
     return scaler
 
 
@@ -674,13 +675,12 @@ def unpickled_engine_scaler() -> EngineScaler:
     ("scaler", "unskipped"),
     [
         (Saved(_loss_scale=512.0, _unskipped=7, dynamic=True), 7),
-        (unpickled_engine_scaler(), 7),
+        (unpickled_apex_scaler(), 7),
         (Saved(cur_scale=512.0, cur_iter=3), 0),
         (WithMethod(), 0),
-        (EngineScaler(512.0), 0),
         ({"loss_scale": 512.0, "unskipped": 7}, 7),
     ],
-    ids=["amp", "amp by our class", "fp16_utils", "method", "engine", "numbers"],
+    ids=["amp", "amp by our class", "fp16_utils", "method", "numbers"],
 )
 def test_a_state_that_apex_wrote_is_loaded(scaler, unskipped):
     model, optimizer = wrapped()
@@ -692,6 +692,20 @@ def test_a_state_that_apex_wrote_is_loaded(scaler, unskipped):
     assert loaded.dynamic_loss_scale
     assert (loaded.loss_scale, loaded.loss_scaler._unskipped) == (512, unskipped)
     assert same(snapshot(other, loaded), snapshot(model, optimizer))
+
+
+def test_a_scaler_that_apex_pickled_keeps_its_bounds():
+    model, optimizer = wrapped()
+    state = {**optimizer.state_dict(), "loss_scaler": unpickled_apex_scaler(), "dynamic_loss_scale": True}
+    optimizer.load_state_dict(state)
+    scales = []
+    for step, outcome in enumerate("coo"):
+        train(model, optimizer, outcome, first=step)
+        scales.append(optimizer.loss_scale)
+    assert scales == [1024, 512, 256]
+    train(model, optimizer, "o", first=3)
+    assert optimizer.loss_scale == 256
+    assert state["loss_scaler"].loss_scale() == 512
 
 
 def test_loading_masters_gives_them_to_the_model_rounded():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NoReturn
@@ -226,12 +227,9 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
                 f"fp32_from_fp16 holds masters of the shapes {shapes}, but this optimizer has {expected}.  Wrap an "
                 "optimizer of the same groups and half parameters as the one that was saved."
             )
-        is_dynamic = bool(state_dict["dynamic_loss_scale"])
-        loss_scale, unskipped = _scale_of(state_dict["loss_scaler"])
-        scaler = self._scaler("dynamic" if is_dynamic else loss_scale)
-        scaler.load_state_dict({"loss_scale": loss_scale, "unskipped": unskipped})
+        scaler = self._loaded_scaler(state_dict["loss_scaler"], bool(state_dict["dynamic_loss_scale"]))
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        self.loss_scaler, self.dynamic_loss_scale = scaler, is_dynamic
+        self.loss_scaler, self.dynamic_loss_scale = scaler, scaler.dynamic
         self.overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
         self._found_inf = None
@@ -280,6 +278,14 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
     def _scaler(self, loss_scale: float | str) -> LossScaler:
         arguments: Any = self._dynamic_loss_args if loss_scale == "dynamic" else {}
         return LossScaler(loss_scale, **arguments)  # type: ignore[arg-type]
+
+    def _loaded_scaler(self, saved: Any, is_dynamic: bool) -> LossScaler:
+        if isinstance(saved, LossScaler):  # what a pickled scaler of apex becomes: it keeps its own bounds
+            return copy.deepcopy(saved)
+        loss_scale, unskipped = _scale_of(saved)
+        scaler = self._scaler("dynamic" if is_dynamic else loss_scale)
+        scaler.load_state_dict({"loss_scale": loss_scale, "unskipped": unskipped})
+        return scaler
 
     def _adopt_params(self) -> None:
         """Give every half parameter that requires a gradient, and has none yet, a master in its place."""
@@ -403,7 +409,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
 
 
 def _scale_of(saved: Any) -> tuple[float, int]:
-    """Scale and count of a saved scaler: numbers, or an object of apex, of whatever version."""
+    """Scale and count of a saved scaler: numbers, or an object of a class that is gone, by its attributes."""
     state = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
     for name in ("loss_scale", "_loss_scale", "cur_scale"):
         if name in state:

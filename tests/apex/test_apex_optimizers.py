@@ -13,7 +13,7 @@ from torch import nn
 
 from amp_engine import amp, optimizers
 from amp_engine.apex import optimizers as apex_optimizers
-from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb
+from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedSGD
 from tests.models import MLP
 from tests.optimizers.support import CLASSES, HALVES, give, gradients, made, parameters
 from tests.support import assert_bitwise, backward, frozen, group_params, train
@@ -238,7 +238,7 @@ def test_a_scheduler_is_quiet_when_the_first_steps_are_skipped(name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "build", [lambda params: FusedAdam(params), lambda params: torch.optim.AdamW(params, fused=True)]
+    "build", [lambda params: FusedSGD(params, lr=0.1), lambda params: torch.optim.SGD(params, lr=0.1, fused=True)]
 )
 def test_it_may_drive_an_optimizer_that_amp_looks_after_too(build: Any) -> None:
     results = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import Engine, amp
+from amp_engine.lazy_gradients import GRAD
 from amp_engine.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -312,8 +313,8 @@ def test_one_that_was_not_initialized_is_named() -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_clipping_acts_before_it(level: str) -> None:
-    results = []
+def test_clipping_acts_before_it_and_without_making_gradients_of_masters(level: str) -> None:
+    results, made = [], []
     for clip in (
         lambda optimizer: amp.clip_grad_norm_(optimizer, 1e-3),
         lambda optimizer: nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3),
@@ -321,10 +322,12 @@ def test_clipping_acts_before_it(level: str) -> None:
         model, optimizer = started(level, "SGD", loss_scale=2.0**6)
         backward(MLP.loss(model, MLP.batch(0)), optimizer)
         norm = clip(optimizer)
+        made.append([GRAD.__get__(p) is not None for p in amp.master_params(optimizer)])
         optimizer.step()
         results.append((norm, masters(optimizer)))
         amp.close()
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
+    assert made == [[level == "O1"] * 4, [True] * 4]
 
 
 @pytest.mark.parametrize("level", DYNAMIC_LEVELS)

@@ -165,7 +165,13 @@ AVERAGES: dict[str, tuple[dict[str, Any], torch.dtype, tuple[float, float], floa
     "predivided sum": ({"gradient_predivide_factor": 8.0, "gradient_average": False}, torch.float32, (1.0, 4.0), 0.625),
     "half average beyond half": ({}, torch.float16, (6e4, 6e4), 6e4),
     "half average below half": ({}, torch.float16, (2.0**-24, 2.0**-24), 0.0),
-    "the same in float32": ({"allreduce_always_fp32": True}, torch.float16, (2.0**-24, 2.0**-24), 2.0**-24),
+    "half average beyond half in float32": ({"allreduce_always_fp32": True}, torch.float16, (6e4, 6e4), 6e4),
+    "half average below half in float32": (
+        {"allreduce_always_fp32": True},
+        torch.float16,
+        (2.0**-24, 2.0**-24),
+        2.0**-24,
+    ),
 }
 
 
@@ -274,16 +280,19 @@ def buffers(rank: int) -> Any:
     model = nn.BatchNorm1d(3)
     model.register_buffer("mine", torch.tensor(float(rank)))
     wrapped = DistributedDataParallel(model)
-    at_first = model.mine.clone()
+    alone = nn.BatchNorm1d(3)
     for _ in range(2):
-        wrapped(torch.randn(5, 3) + rank)
-    return at_first, model.running_mean
+        x = torch.randn(5, 3) + rank
+        wrapped(x)
+        alone(x)
+    return model.mine, model.running_mean, alone.running_mean
 
 
 def test_buffers_are_broadcast_once_and_then_each_ranks_own(ranks: list[dict[str, Any]]) -> None:
-    (first, first_mean), (second, second_mean) = (rank["buffers"] for rank in ranks)
-    assert first == second == 0.0
-    assert not torch.equal(first_mean, second_mean)
+    for rank in ranks:
+        mine, mean, mean_of_rank = rank["buffers"]
+        assert mine == 0.0
+        assert_bitwise(mean, mean_of_rank)
 
 
 # --- Reducer and flat_dist_call -------------------------------------------------------------------

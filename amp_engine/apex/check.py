@@ -1,0 +1,351 @@
+"""`python -m amp_engine.apex --check PATH...`: what of apex a project uses, and what answers to it here.
+
+The project's files are parsed; nothing of it is run or imported. Names are followed through the imports, assignments
+and scopes of one file; what one file of the project imports from another is not.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import json
+import os
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from amp_engine.apex import inventory
+from amp_engine.apex.inventory import Different, Missing, Row, Served
+from amp_engine.apex.scopes import IMPORTS_BY_NAME, Names
+from amp_engine.apex.traps import Traps
+
+_SKIPPED_FOLDERS = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
+# A file that has none of these in it cannot use apex. It is not parsed, which makes large projects a matter of seconds.
+_MENTIONS = re.compile("|".join(sorted({"amp_engine", *inventory.ROOTS, *inventory.ADDED})).encode())
+_PROBES = {
+    "importlib.util.find_spec",
+    "importlib.metadata.distribution",
+    "importlib.metadata.version",
+    "importlib_metadata.distribution",
+    "importlib_metadata.version",
+}
+_PROBES_OF_FILES = {"pkg_resources.get_distribution", "pkg_resources.require"}
+_PROBED = "finds apex once amp_engine.apex.install is imported"
+_PROBED_FILES = 'looks for files on disk and finds none: write importlib.metadata.version("apex")'
+_REQUIRED = "`apex` of PyPI is another project: take the line out, amp_engine answers to apex"
+_LAUNCHED = "is not offered: type torchrun --nproc_per_node=... script.py"
+# What files that are not Python say of apex: a requirement of that bare name, and the launcher.
+_REQUIREMENT = re.compile(r"apex\s*(\[[^]]*\])?\s*([<>=!~][^@]*)?")
+_LINES = (
+    ("*requirements*.txt", re.compile(r"^\s*(apex)\s*([<>=!~;#].*)?$"), "note", _REQUIRED),
+    ("requirements/*.txt", re.compile(r"^\s*(apex)\s*([<>=!~;#].*)?$"), "note", _REQUIRED),
+    ("environment*.y*ml", re.compile(r"^\s*-\s*(apex)\s*([<>=!~;#].*)?$"), "note", _REQUIRED),
+    ("setup.cfg", re.compile(r"^\s+(apex)\s*([<>=!~;#].*)?$"), "note", _REQUIRED),
+    ("pyproject.toml", re.compile(r"""^[^#]*[\[,\s]["'](apex)\s*([<>=!~;][^"']*)?["']"""), "note", _REQUIRED),
+    ("*.sh", re.compile(r"^[^#]*-m\s+(apex\.parallel\.multiproc)\b"), "missing", _LAUNCHED),
+)
+_PATTERNS = ("*.py", "*.ipynb", *(pattern for pattern, *_ in _LINES))
+_ORDER = ("served", "different", "missing", "unknown", "not read", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one line says of apex."""
+
+    path: str
+    line: str  # in a notebook "cell:line"
+    name: str
+    verdict: str  # one of _ORDER
+    text: str = ""
+
+
+def main(paths: list[str]) -> int:
+    """Print what the files in `paths` use of apex.
+
+    Returns:
+        0 if everything is served, 1 if something is not or a file that mentions apex cannot be read, 2 if a path is
+        not there.
+    """
+    wrong = [path for path in paths if not Path(path).exists()]
+    if wrong or not paths:
+        print(
+            "".join(f"{path}: no such file or folder.  " for path in wrong)
+            + "Type python -m amp_engine.apex --check PATH..., where PATH is a Python file, a notebook, or the folder "
+            "of a project.",
+            file=sys.stderr,
+        )
+        return 2
+    read = list(files(paths))
+    found = [finding for path in read for finding in check_file(path)]
+    print(render(found, len(read)))
+    return int(any(finding.verdict in ("missing", "unknown", "not read") for finding in found))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def files(paths: Iterable[str]) -> Iterator[Path]:
+    """The files to read: those named, and in folders those of a project's own sources. Each once."""
+    seen: set[str] = set()
+    for path in paths:
+        for found in sorted(_below(Path(path))) if Path(path).is_dir() else [Path(path)]:
+            real = os.path.realpath(found)
+            if real not in seen:
+                seen.add(real)
+                yield found
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    # Links to folders are not followed: they lead in circles, or out of the project.
+    for root, folders, names in os.walk(folder):
+        folders[:] = [
+            name
+            for name in folders
+            if not (name.startswith(".") or name in _SKIPPED_FOLDERS or Path(root, name, "pyvenv.cfg").exists())
+        ]
+        yield from (Path(root, n) for n in names if not n.startswith(".") and any(Path(n).match(p) for p in _PATTERNS))
+
+
+def check_file(path: Path) -> Iterator[Finding]:
+    """What a file uses of apex, by line; that it cannot be read, if it seems to."""
+    try:
+        source = path.read_bytes()
+        # In UTF-16 and the like there is a zero byte in or beside every letter.
+        if not _MENTIONS.search(source) and b"\0" not in source:
+            return
+        if path.suffix == ".ipynb":
+            yield from _check_cells(path, _cells(source))
+        elif any(path.match(pattern) for pattern, *_ in _LINES):
+            yield from _check_lines(path, source.decode())
+        else:
+            yield from _check_cells(path, [("", source)])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        yield Finding(str(path), "0", "", "not read", f"{type(error).__name__}: {error}")
+
+
+def _cells(source: bytes) -> list[tuple[str, bytes]]:
+    """The code cells of a notebook, with their numbers in front of the line's. Commands for IPython are left out."""
+    cells = json.loads(source)["cells"]
+    code = [(i, "".join(cell["source"])) for i, cell in enumerate(cells, 1) if cell["cell_type"] == "code"]
+    return [(f"{i}:", re.sub(r"(?m)^([ \t]*)[%!?].*", r"\1pass", text).encode()) for i, text in code]
+
+
+def _check_lines(path: Path, text: str) -> Iterator[Finding]:
+    for pattern, expression, verdict, said in _LINES:
+        for number, line in enumerate(text.splitlines(), 1) if path.match(pattern) else ():
+            if match := expression.search(line):
+                yield Finding(str(path), str(number), match[1], verdict, said)
+
+
+def _check_cells(path: Path, cells: list[tuple[str, bytes]]) -> Iterator[Finding]:
+    """The findings of one program, in one or several pieces, each with what stands before its line numbers."""
+    lines: list[str] = []
+    body: list[ast.stmt] = []
+    for prefix, source in cells:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escape sequences are the project's own business
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError) as error:
+            number = getattr(error, "lineno", None) or 0
+            why = getattr(error, "msg", None) or str(error)
+            hint = "  Python 2 is not read." if "call to 'print'" in why or "multiple exception types" in why else ""
+            yield Finding(str(path), f"{prefix}{number}", "", "not read", f"{why}.{hint}")
+            continue
+        ast.increment_lineno(tree, len(lines))
+        lines += [f"{prefix}{number}" for number in range(1, source.count(b"\n") + 3)]
+        body += tree.body
+    uses = Uses(ast.Module(body, []))
+    for number, name, verdict, text in sorted(uses.found):
+        yield Finding(str(path), lines[number - 1], name, verdict, text)
+
+
+# --- uses -----------------------------------------------------------------------------------------
+
+
+class Uses(ast.NodeVisitor):
+    """Finds what a file uses of apex: `found` holds line, name, verdict and text of each use."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.found: set[tuple[int, str, str, str]] = set()
+        self._names = Names(
+            tree,
+            members=lambda package: inventory.members(inventory.canonical(package)),
+            is_known_result=lambda name: inventory.canonical(name) != name,
+        )
+        self._scope = self._names.scopes[tree]
+        self._calls: dict[ast.Call, str] = {}
+        self.generic_visit(tree)
+        for call, text in Traps(tree, self._calls).notes():
+            self._add(call, ast.unparse(call.func), "note", text)
+
+    def visit(self, node: ast.AST) -> None:
+        """Visit `node` in its scope."""
+        outer = self._scope
+        self._scope = self._names.scopes.get(node, outer)
+        super().visit(node)
+        self._scope = outer
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """Report the modules."""
+        for alias in node.names:
+            self._report(node, {alias.name})
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Report the names."""
+        for alias in node.names if not node.level else []:
+            self._report(node, {f"{node.module}" if alias.name == "*" else f"{node.module}.{alias.name}"})
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Report a function or class that was imported. A module is reported with what is taken from it."""
+        names = self._names.of(node, self._scope) if isinstance(node.ctx, ast.Load) else set()
+        if not any(inventory.has_members(inventory.canonical(name)) for name in names):
+            self._report(node, names)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Report the whole chain as one name, and visit what stands in its brackets."""
+        if not self._report(node, self._names.of(node, self._scope)):
+            self.generic_visit(node)
+            return
+        inner: ast.expr = node
+        while isinstance(inner, (ast.Attribute, ast.Subscript)):
+            if isinstance(inner, ast.Subscript):
+                self.visit(inner.slice)
+            inner = inner.value
+        if not isinstance(inner, ast.Name):
+            self.visit(inner)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Report names in strings, probes for apex, and keywords."""
+        called = self._names.of(node.func, self._scope)
+        if len(called) == 1:
+            (name,) = called
+            self._calls[node] = inventory.canonical(name)
+            self._report_keywords(node, inventory.canonical(name))
+        match node.args:
+            case [ast.Constant(value=str(name)), *_] if _is_apex(name):
+                if called & IMPORTS_BY_NAME:
+                    self._report(node, {name})
+                for probes, text in ((_PROBES, _PROBED), (_PROBES_OF_FILES, _PROBED_FILES)):
+                    if called & probes:
+                        self._add(node, f'{ast.unparse(node.func)}("{name}")', "note", text)
+            case [owner, ast.Constant(value=str(name)), *_] if called & {"getattr", "hasattr", "setattr", "delattr"}:
+                self._report(node, {f"{each}.{name}" for each in self._names.of(owner, self._scope)})
+        if called == {"setuptools.setup"} or called == {"distutils.core.setup"}:
+            self._report_requirements(node)
+        self.generic_visit(node)
+
+    def _report(self, node: ast.AST, names: set[str]) -> bool:
+        """Note down what an expression is of apex, if anything: `names` are all that it may stand for."""
+        uses = {name for name in names if _is_apex(name)}
+        for used in uses:
+            name = inventory.canonical(used)
+            row = inventory.find(name)
+            # `amp` may be torch.cuda.amp as well, by another import: what apex does not have, is meant there.
+            if row is not None or (uses == names and not used.startswith("amp_engine.")):
+                self._add(node, name, *_verdict(name, row))
+        return bool(uses)
+
+    def _report_keywords(self, node: ast.Call, name: str) -> None:
+        if not _is_apex(name) or not isinstance(inventory.find(name), Served | Different):
+            return
+        taken = _keywords(name)
+        for keyword in node.keywords:
+            if taken is not None and keyword.arg is not None and keyword.arg not in taken:
+                used = f"{name}({keyword.arg}=)"
+                close = difflib.get_close_matches(keyword.arg, taken, n=1)
+                instead = f"write {close[0]}=" if close else "leave it out"
+                row = inventory.ROWS.get(used) or Missing(used, f"{name} takes no such keyword: {instead}")
+                self._add(keyword.value, used, *_verdict(used, row))
+
+    def _report_requirements(self, node: ast.Call) -> None:
+        for keyword in node.keywords:
+            if (keyword.arg or "").endswith(("_requires", "_require")):
+                for child in ast.walk(keyword.value):
+                    if isinstance(child, ast.Constant) and _REQUIREMENT.fullmatch(str(child.value)):
+                        self._add(child, "apex", "note", _REQUIRED)
+
+    def _add(self, node: ast.AST, name: str, verdict: str, text: str) -> None:
+        self.found.add((getattr(node, "lineno", 1), name, verdict, text))
+
+
+def _is_apex(name: str) -> bool:
+    root, _, rest = inventory.canonical(name).partition(".")
+    return root in inventory.ROOTS or (root == "optimizer" and rest.split(".")[0] in inventory.ADDED)
+
+
+def _verdict(name: str, row: Row | None) -> tuple[str, str]:
+    match row:
+        case Served():
+            return "served", ""
+        case Different(note=note):
+            return "different", note
+        case Missing(instead=instead):
+            return "missing", instead
+    similar = inventory.similar(name)
+    return "unknown", "unknown to apex, too" + (f": a typo of {similar}?" if similar else ", as far as known here")
+
+
+@functools.cache
+def _keywords(name: str) -> frozenset[str] | None:
+    """The keywords that a served function or class takes; None if it takes any, or if nobody can tell."""
+    try:
+        parameters = inspect.signature(inventory.resolve(name)).parameters.values()
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
+
+
+# --- report ---------------------------------------------------------------------------------------
+
+
+def render(found: list[Finding], read: int) -> str:
+    """The findings as aligned text, a paragraph for each file, and a summary."""
+    if not found:
+        return f"No use of apex in {_count(read, 'file')}."
+    places = [f"{f.path}:{f.line}" for f in found]
+    columns = [max(map(len, column)) for column in (places, [f.name for f in found], [f.verdict for f in found])]
+    lines, last = [], found[0].path
+    for place, f in zip(places, found, strict=True):
+        lines += [""] * (f.path != last)
+        lines.append(f"{place:<{columns[0]}}  {f.name:<{columns[1]}}  {f.verdict:<{columns[2]}}  {f.text}".rstrip())
+        last = f.path
+    return "\n".join([*lines, "", _summary(found, read)])
+
+
+def _summary(found: list[Finding], read: int) -> str:
+    names = {f.name: f.verdict for f in found if f.verdict not in ("note", "not read")}
+    counts = Counter(names.values())
+    unread = sum(f.verdict == "not read" for f in found)
+    parts = [
+        f"{counts[verdict]} {verdict}" for verdict in ("served", "different", "missing", "unknown") if counts[verdict]
+    ]
+    text = f"{_count(len(names), 'name')} of apex in {_count(read, 'file')}: {', '.join(parts) or 'none'}."
+    if unread:
+        text += f"  {_count(unread, 'file')} could not be read."
+    if counts["missing"] or counts["unknown"]:
+        text += "  Write what stands beside the missing names, then"
+    elif names:
+        text += "  Now"
+    else:
+        return text
+    if all(name == "apex" or name.startswith(("apex.amp", "optimizer.")) for name in names):
+        return (
+            f"{text} write `from amp_engine import amp` for `from apex import amp`; or leave the imports alone and "
+            "type `python -m amp_engine.apex train.py` for `python train.py`."
+        )
+    return (
+        f"{text} put `import amp_engine.apex.install` before the first import of apex; or change nothing and type "
+        "`python -m amp_engine.apex train.py` for `python train.py`.  Files that use apex.amp alone can write `from "
+        "amp_engine import amp`."
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,0 +1,205 @@
+"""Which dotted names the expressions of a file stand for, found by reading: imports, assignments and scopes.
+
+Order is not followed: a name stands for everything that it is bound to somewhere in its scope, so that the two halves
+of `try: from apex import amp` and `except ImportError: from torch.cuda import amp` are both seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+UNKNOWN = "?"
+IMPORTS_BY_NAME = {"__import__", "importlib.__import__", "importlib.import_module"}
+
+# An expression that tells more, or a dotted name.
+Binding: TypeAlias = ast.expr | str
+
+
+@dataclass
+class Scope:
+    """What is bound in a module, class or function; `self.x` is a name of the class."""
+
+    parent: Scope | None = None
+    is_class: bool = False
+    names: dict[str, list[Binding]] = field(default_factory=dict)
+    elsewhere: dict[str, Scope] = field(default_factory=dict)  # names declared `global` or `nonlocal`
+
+    def bind(self, name: str, *bindings: Binding) -> None:
+        """Add to what `name` is bound to. No bindings: the name is taken, and not for anything with attributes."""
+        self.elsewhere.get(name, self).names.setdefault(name, []).extend(bindings)
+
+    def lookup(self, name: str) -> tuple[Scope, list[Binding]]:
+        """The bindings of `name`, and the scope that they are of."""
+        scope: Scope | None = self.elsewhere.get(name, self)
+        while scope is not None:
+            if name in scope.names and (scope is self or not scope.is_class):
+                return scope, scope.names[name]
+            scope = scope.parent
+        return self, [name]  # a builtin
+
+    def own_class(self) -> Scope | None:
+        """The innermost class around."""
+        scope: Scope | None = self
+        while scope is not None and not scope.is_class:
+            scope = scope.parent
+        return scope
+
+
+class Names(ast.NodeVisitor):
+    """Dotted names of expressions.
+
+    Args:
+        tree: a file.
+        members: what `from package import *` brings.
+        is_known_result: whether `f()` is a name of its own that more can be said of.
+    """
+
+    def __init__(
+        self, tree: ast.Module, members: Callable[[str], Iterable[str]], is_known_result: Callable[[str], bool]
+    ) -> None:
+        self._members = members
+        self._is_known_result = is_known_result
+        self._resolving: set[int] = set()
+        self._module = self._scope = Scope()
+        self.scopes: dict[ast.AST, Scope] = {tree: self._module}
+        self.generic_visit(tree)
+
+    def of(self, node: ast.AST, scope: Scope) -> set[str]:
+        """Every dotted name that `node`, an expression in `scope`, may stand for; indices are left out of names."""
+        if id(node) in self._resolving:  # amp = amp
+            return set()
+        self._resolving.add(id(node))
+        try:
+            return set(self._of(node, scope))
+        finally:
+            self._resolving.discard(id(node))
+
+    def _of(self, node: ast.AST, scope: Scope) -> Iterable[str]:
+        match node:
+            case ast.Name():
+                return self._bound(node.id, scope)
+            case ast.Attribute():
+                own = scope.own_class()
+                if own is not None and isinstance(node.value, ast.Name) and f"{node.value.id}.{node.attr}" in own.names:
+                    return self._bound(f"{node.value.id}.{node.attr}", own)
+                return [f"{name}.{node.attr}" for name in self.of(node.value, scope)]
+            case ast.Subscript() | ast.NamedExpr():
+                return self.of(node.value, scope)
+            case ast.IfExp():
+                return self.of(node.body, scope) | self.of(node.orelse, scope)
+            case ast.BoolOp():
+                return set().union(*(self.of(value, scope) for value in node.values))
+            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if self.of(node.func, scope) & IMPORTS_BY_NAME:
+                return [name.split(".")[0] if getattr(node.func, "id", "") == "__import__" else name]
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), *_]):
+                return [f"{each}.{name}" for each in self.of(owner, scope)]
+            case ast.Call():
+                results = (f"{name}()" for name in self.of(node.func, scope))
+                return [result for result in results if self._is_known_result(result)] or [UNKNOWN]
+        return [UNKNOWN]
+
+    def _bound(self, name: str, scope: Scope) -> Iterator[str]:
+        scope, bindings = scope.lookup(name)
+        for binding in bindings:
+            if isinstance(binding, str):
+                yield binding
+            else:
+                yield from self.of(binding, scope)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """Bind `a` by `import a.b`, and `c` by `import a.b as c`."""
+        for alias in node.names:
+            first = alias.name.split(".")[0]
+            self._scope.bind(alias.asname or first, alias.name if alias.asname else first)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Bind what is imported. A relative import is of the project's own files, whatever they are called."""
+        for alias in node.names:
+            if node.level:
+                self._scope.bind(alias.asname or alias.name, UNKNOWN)
+            elif alias.name == "*":
+                for name in self._members(node.module or ""):
+                    self._scope.bind(name, f"{node.module}.{name}")
+            else:
+                self._scope.bind(alias.asname or alias.name, f"{node.module}.{alias.name}")
+
+    def visit_Global(self, node: ast.Global) -> None:
+        """Send bindings to the module."""
+        self._scope.elsewhere.update(dict.fromkeys(node.names, self._module))
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
+        """Send bindings to the function around."""
+        for name in node.names:
+            self._scope.elsewhere[name] = (self._scope.parent or self._scope).lookup(name)[0]
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Bind the targets."""
+        for target in node.targets:
+            self._bind(target, node.value)
+        self.visit(node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """Bind the target, if it gets a value."""
+        if node.value is not None:
+            self._bind(node.target, node.value)
+            self.visit(node.value)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        """Bind the target."""
+        self._bind(node.target, node.value)
+        self.visit(node.value)
+
+    def visit_For(self, node: ast.For) -> None:
+        """Bind the target to an element, whose name is that of the list."""
+        self._bind(node.target, node.iter)
+        for part in (node.iter, *node.body, *node.orelse):
+            self.visit(part)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Bind the other targets: of `with`, `+=`, comprehensions."""
+        if isinstance(node.ctx, ast.Store):
+            self._scope.bind(node.id, UNKNOWN)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        """Bind a parameter."""
+        self._scope.bind(node.arg, UNKNOWN)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Bind the class and enter it."""
+        self._scope.bind(node.name, UNKNOWN)
+        self._enter(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Bind the function and enter it."""
+        self._scope.bind(node.name, UNKNOWN)
+        self._enter(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        """Bind the function and enter it."""
+        self.visit_FunctionDef(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        """Enter it."""
+        self._enter(node)
+
+    def _enter(self, node: ast.AST) -> None:
+        outer = self._scope
+        self._scope = self.scopes[node] = Scope(outer, isinstance(node, ast.ClassDef))
+        self.generic_visit(node)
+        self._scope = outer
+
+    def _bind(self, target: ast.expr, value: ast.expr) -> None:
+        bindings = [] if isinstance(value, ast.Constant) else [value]
+        match target, value:
+            case ast.Name(id=name), _:
+                self._scope.bind(name, *bindings)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name), _:
+                (self._scope.own_class() or self._scope).bind(f"self.{name}", *bindings)
+            case ((ast.Tuple() | ast.List()), (ast.Tuple() | ast.List())) if len(target.elts) == len(value.elts):
+                for each, its_value in zip(target.elts, value.elts, strict=True):
+                    self._bind(each, its_value)
+            case _:
+                self.visit(target)

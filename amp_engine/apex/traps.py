@@ -1,0 +1,170 @@
+"""Patterns around `amp` that went wrong under apex, or that are different here: notes, not verdicts.
+
+A note is given where reading one file can tell, and not where it depends on what is in another.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Set
+
+_AMP = "apex.amp."
+_WRAPPERS = {
+    "apex.parallel.DistributedDataParallel",
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.DataParallel",
+    "torch.nn.parallel.DistributedDataParallel",
+}
+_CLIPS = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_norm", "torch.nn.utils.clip_grad_value_"}
+_BINARY_CROSS_ENTROPIES = {"torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"}
+_FUNCTION_LEVELS = {"O1", "O4"}
+
+
+class Traps:
+    """The notes on one file.
+
+    Args:
+        tree: the file.
+        calls: its calls, each with the one name of what is called.
+    """
+
+    def __init__(self, tree: ast.Module, calls: Mapping[ast.Call, str]) -> None:
+        self._tree = tree
+        self._calls = calls
+        self._initialize = self._calls_of(f"{_AMP}initialize")
+        self._scale_loss = self._calls_of(f"{_AMP}scale_loss")
+        self._levels = {_level(call) for call in self._initialize}
+        self._assigned = {
+            node.value: [part for target in node.targets for part in _elements(target)]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+        }
+
+    def notes(self) -> Iterator[tuple[ast.Call, str]]:
+        """Calls, and what is to be said of them."""
+        if self._initialize or self._scale_loss:
+            yield from self._tuples()
+            yield from self._closures()
+            yield from self._forwards()
+            yield from self._binary_cross_entropies()
+            yield from self._wrapped_too_early()
+            yield from self._clips_of_model_gradients()
+
+    def _calls_of(self, *names: str) -> list[ast.Call]:
+        return [call for call, name in self._calls.items() if name in names]
+
+    def _objects(self, calls: list[ast.Call], index: int, keyword: str) -> set[str]:
+        """What is passed as an argument, or assigned from the same place of a result, as it is written."""
+        passed = {ast.unparse(o) for call in calls for o in _elements(_argument(call, index, keyword))}
+        results = (self._assigned.get(call, []) for call in self._initialize)
+        return passed | {ast.unparse(parts[index]) for parts in results if len(parts) == 2}
+
+    def _tuples(self) -> Iterator[tuple[ast.Call, str]]:
+        for call in self._initialize:
+            if isinstance(_argument(call, 1, "optimizers"), ast.Tuple):
+                yield call, "a tuple of optimizers is a TypeError, as in apex: pass a list"
+
+    def _closures(self) -> Iterator[tuple[ast.Call, str]]:
+        optimizers = self._objects(self._initialize + self._scale_loss, 1, "optimizers")
+        for call, owner in self._methods("step"):
+            closure = _argument(call, 0, "closure")
+            if owner in optimizers and closure is not None and not isinstance(closure, ast.Constant):
+                yield call, f"a closure is refused at O1, O2 and O5, as in apex: run it first, then {owner}.step()"
+
+    def _forwards(self) -> Iterator[tuple[ast.Call, str]]:
+        models = self._objects(self._initialize, 0, "models")
+        for call, owner in self._methods("forward"):
+            if owner in models and self._levels - _FUNCTION_LEVELS:
+                yield call, f"at O2, O3 and O5 inputs are cast where the model is called: write {owner}(...)"
+
+    def _binary_cross_entropies(self) -> Iterator[tuple[ast.Call, str]]:
+        allowed = any(keyword.arg in ("allow_banned", None) for call in self._initialize for keyword in call.keywords)
+        # Scripts that keep BCELoss at O1 run the sigmoid before it in FP32, as apex's message told them to.
+        if allowed or self._calls_of(f"{_AMP}register_float_function") or not self._levels & {"O1", None}:
+            return
+        for call in self._calls_of(*_BINARY_CROSS_ENTROPIES):
+            yield (
+                call,
+                "at O1 an error on float16 input, as in apex: write binary_cross_entropy_with_logits "
+                "(BCEWithLogitsLoss), or amp.initialize(..., allow_banned=True)",
+            )
+
+    def _wrapped_too_early(self) -> Iterator[tuple[ast.Call, str]]:
+        for before, after in _in_order(self._tree):
+            wrapped = {
+                ast.unparse(target)
+                for call in before
+                if self._calls.get(call) in _WRAPPERS
+                for target in self._assigned.get(call, [])
+            }
+            for call in after:
+                models = {ast.unparse(m) for m in _elements(_argument(call, 0, "models"))}
+                for model in sorted(models & wrapped) if call in self._initialize else []:
+                    yield call, f"refuses {model} once it is wrapped for parallel training, as in apex: wrap it after"
+
+    def _clips_of_model_gradients(self) -> Iterator[tuple[ast.Call, str]]:
+        if self._calls_of(f"{_AMP}master_params") or (self._levels and self._levels <= {"O0", "O3", *_FUNCTION_LEVELS}):
+            return
+        for before, after in _in_order(self._tree):
+            if not any(call in self._scale_loss for call in before):
+                continue
+            for call in after:
+                clipped = _argument(call, 0, "parameters") if self._calls.get(call) in _CLIPS else None
+                if clipped is not None and ast.unparse(clipped).endswith(".parameters()"):
+                    yield call, "at O2 and O5 the step does not read these gradients: clip amp.master_params(optimizer)"
+
+    def _methods(self, name: str) -> Iterator[tuple[ast.Call, str]]:
+        """Calls of methods of that name, with what they are called on, as it is written."""
+        for call in self._calls:
+            if isinstance(call.func, ast.Attribute) and call.func.attr == name:
+                yield call, ast.unparse(call.func.value)
+
+
+def _argument(call: ast.Call, index: int, name: str) -> ast.expr | None:
+    """What a call passes by place or by name."""
+    if len(call.args) > index:
+        return call.args[index]
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def _elements(node: ast.expr | None) -> list[ast.expr]:
+    """One expression, or those of a list."""
+    if node is None:
+        return []
+    return node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]
+
+
+def _level(call: ast.Call) -> str | None:
+    """The opt_level of a call of initialize; None if the file does not say."""
+    level = _argument(call, 3, "opt_level")
+    if level is None and all(keyword.arg for keyword in call.keywords):
+        return "O1"
+    return level.value if isinstance(level, ast.Constant) and isinstance(level.value, str) else None
+
+
+def _in_order(tree: ast.AST) -> Iterator[tuple[Set[ast.Call], Set[ast.Call]]]:
+    """The calls of each statement, and those of the statements that run after it in the same list."""
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            statements = getattr(node, name, [])
+            if not isinstance(statements, list):
+                continue
+            calls = [_run_by(statement) for statement in statements]
+            for i, statement in enumerate(statements):
+                if calls[i] and not _leaves(statement):
+                    yield calls[i], set().union(*calls[i + 1 :])
+
+
+def _run_by(statement: ast.AST) -> set[ast.Call]:
+    """The calls that running a statement makes; not those in the functions that it defines."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        return set()
+    found = {statement} if isinstance(statement, ast.Call) else set()
+    return found.union(*(_run_by(child) for child in ast.iter_child_nodes(statement)))
+
+
+def _leaves(statement: ast.AST) -> bool:
+    """Whether what follows a statement is its other branch: `if amp: ...; return`."""
+    return isinstance(statement, ast.If) and isinstance(
+        statement.body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break)
+    )

@@ -14,8 +14,8 @@ from typing import TypeAlias
 UNKNOWN = "?"
 IMPORTS_BY_NAME = {"__import__", "importlib.__import__", "importlib.import_module"}
 
-# An expression that tells more, or a dotted name.
-Binding: TypeAlias = ast.expr | str
+# A dotted name, or an expression that tells more, and the scope it stands in.
+Binding: TypeAlias = "str | tuple[ast.expr, Scope]"
 
 
 @dataclass
@@ -31,14 +31,19 @@ class Scope:
         """Add to what `name` is bound to. No bindings: the name is taken, and not for anything with attributes."""
         self.elsewhere.get(name, self).names.setdefault(name, []).extend(bindings)
 
-    def lookup(self, name: str) -> tuple[Scope, list[Binding]]:
-        """The bindings of `name`, and the scope that they are of."""
+    def lookup(self, name: str) -> list[Binding]:
+        """What `name` is bound to, as seen from this scope."""
+        owner = self.owner(name)
+        return [name] if owner is None else owner.names[name]  # a builtin, if nobody binds it
+
+    def owner(self, name: str) -> Scope | None:
+        """The scope that `name` is of, as seen from this one."""
         scope: Scope | None = self.elsewhere.get(name, self)
         while scope is not None:
             if name in scope.names and (scope is self or not scope.is_class):
-                return scope, scope.names[name]
+                return scope
             scope = scope.parent
-        return self, [name]  # a builtin
+        return None
 
     def own_class(self) -> Scope | None:
         """The innermost class around."""
@@ -62,29 +67,26 @@ class Names(ast.NodeVisitor):
     ) -> None:
         self._members = members
         self._is_known_result = is_known_result
-        self._resolving: set[int] = set()
+        self._resolved: dict[ast.AST, set[str]] = {}
         self._module = self._scope = Scope()
         self.scopes: dict[ast.AST, Scope] = {tree: self._module}
         self.generic_visit(tree)
 
     def of(self, node: ast.AST, scope: Scope) -> set[str]:
         """Every dotted name that `node`, an expression in `scope`, may stand for; indices are left out of names."""
-        if id(node) in self._resolving:  # amp = amp
-            return set()
-        self._resolving.add(id(node))
-        try:
-            return set(self._of(node, scope))
-        finally:
-            self._resolving.discard(id(node))
+        if node not in self._resolved:
+            self._resolved[node] = set()  # while it is looked for: `amp = amp` adds nothing
+            self._resolved[node] = set(self._of(node, scope))
+        return self._resolved[node]
 
     def _of(self, node: ast.AST, scope: Scope) -> Iterable[str]:
         match node:
             case ast.Name():
-                return self._bound(node.id, scope)
+                return self._bound(scope.lookup(node.id))
             case ast.Attribute():
                 own = scope.own_class()
                 if own is not None and isinstance(node.value, ast.Name) and f"{node.value.id}.{node.attr}" in own.names:
-                    return self._bound(f"{node.value.id}.{node.attr}", own)
+                    return self._bound(own.names[f"{node.value.id}.{node.attr}"])
                 return [f"{name}.{node.attr}" for name in self.of(node.value, scope)]
             case ast.Subscript() | ast.NamedExpr():
                 return self.of(node.value, scope)
@@ -101,13 +103,12 @@ class Names(ast.NodeVisitor):
                 return [result for result in results if self._is_known_result(result)] or [UNKNOWN]
         return [UNKNOWN]
 
-    def _bound(self, name: str, scope: Scope) -> Iterator[str]:
-        scope, bindings = scope.lookup(name)
+    def _bound(self, bindings: list[Binding]) -> Iterator[str]:
         for binding in bindings:
             if isinstance(binding, str):
                 yield binding
             else:
-                yield from self.of(binding, scope)
+                yield from self.of(*binding)
 
     def visit_Import(self, node: ast.Import) -> None:
         """Bind `a` by `import a.b`, and `c` by `import a.b as c`."""
@@ -133,7 +134,7 @@ class Names(ast.NodeVisitor):
     def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
         """Send bindings to the function around."""
         for name in node.names:
-            self._scope.elsewhere[name] = (self._scope.parent or self._scope).lookup(name)[0]
+            self._scope.elsewhere[name] = (self._scope.parent or self._scope).owner(name) or self._scope
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """Bind the targets."""
@@ -192,7 +193,7 @@ class Names(ast.NodeVisitor):
         self._scope = outer
 
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
-        bindings = [] if isinstance(value, ast.Constant) else [value]
+        bindings = [] if isinstance(value, ast.Constant) else [(value, self._scope)]
         match target, value:
             case ast.Name(id=name), _:
                 self._scope.bind(name, *bindings)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from amp_engine.apex import inventory
 from amp_engine.apex.inventory import Different, Missing, Row, Served
-from amp_engine.apex.scopes import IMPORTS_BY_NAME, Names
+from amp_engine.apex.scopes import IMPORTS_BY_NAME, UNKNOWN, Names
 from amp_engine.apex.traps import Traps
 
 _SKIPPED_FOLDERS = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
@@ -109,7 +109,8 @@ def _below(folder: Path) -> Iterator[Path]:
             for name in folders
             if not (name.startswith(".") or name in _SKIPPED_FOLDERS or Path(root, name, "pyvenv.cfg").exists())
         ]
-        yield from (Path(root, n) for n in names if not n.startswith(".") and any(Path(n).match(p) for p in _PATTERNS))
+        shown = (Path(root, name) for name in names if not name.startswith("."))
+        yield from (path for path in shown if any(path.match(pattern) for pattern in _PATTERNS))
 
 
 def check_file(path: Path) -> Iterator[Finding]:
@@ -202,7 +203,7 @@ class Uses(ast.NodeVisitor):
         for alias in node.names if not node.level else []:
             self._report(node, {f"{node.module}" if alias.name == "*" else f"{node.module}.{alias.name}"})
 
-    def visit_Name(self, node: ast.Name) -> None:
+    def visit_Name(self, node: ast.Name | ast.Attribute) -> None:
         """Report a function or class that was imported. A module is reported with what is taken from it."""
         names = self._names.of(node, self._scope) if isinstance(node.ctx, ast.Load) else set()
         if not any(inventory.has_members(inventory.canonical(name)) for name in names):
@@ -210,7 +211,11 @@ class Uses(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         """Report the whole chain as one name, and visit what stands in its brackets."""
-        if not self._report(node, self._names.of(node, self._scope)):
+        names = self._names.of(node, self._scope)
+        if self._names.of(node.value, self._scope) == {UNKNOWN} and f"{UNKNOWN}.{node.attr}" not in names:
+            self.visit_Name(node)  # self.amp, after self.amp = amp
+            return
+        if not self._report(node, names):
             self.generic_visit(node)
             return
         inner: ast.expr = node

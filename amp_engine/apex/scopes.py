@@ -7,7 +7,7 @@ of `try: from apex import amp` and `except ImportError: from torch.cuda import a
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ IMPORTS_BY_NAME = {"__import__", "importlib.__import__", "importlib.import_modul
 Binding: TypeAlias = "str | tuple[ast.expr, Scope]"
 
 
-@dataclass
+@dataclass(eq=False)
 class Scope:
     """What is bound in a module, class or function; `self.x` is a name of the class."""
 
@@ -31,13 +31,8 @@ class Scope:
         """Add to what `name` is bound to. No bindings: the name is taken, and not for anything with attributes."""
         self.elsewhere.get(name, self).names.setdefault(name, []).extend(bindings)
 
-    def lookup(self, name: str) -> list[Binding]:
-        """What `name` is bound to, as seen from this scope."""
-        owner = self.owner(name)
-        return [name] if owner is None else owner.names[name]  # a builtin, if nobody binds it
-
     def owner(self, name: str) -> Scope | None:
-        """The scope that `name` is of, as seen from this one."""
+        """The scope that `name` is bound in, as seen from this one; None for builtins."""
         scope: Scope | None = self.elsewhere.get(name, self)
         while scope is not None:
             if name in scope.names and (scope is self or not scope.is_class):
@@ -67,27 +62,22 @@ class Names(ast.NodeVisitor):
     ) -> None:
         self._members = members
         self._is_known_result = is_known_result
-        self._resolved: dict[ast.AST, set[str]] = {}
+        self._resolved: dict[tuple[Scope, str], set[str]] = {}
         self._module = self._scope = Scope()
         self.scopes: dict[ast.AST, Scope] = {tree: self._module}
         self.generic_visit(tree)
 
     def of(self, node: ast.AST, scope: Scope) -> set[str]:
         """Every dotted name that `node`, an expression in `scope`, may stand for; indices are left out of names."""
-        if node not in self._resolved:
-            self._resolved[node] = set()  # while it is looked for: `amp = amp` adds nothing
-            self._resolved[node] = set(self._of(node, scope))
-        return self._resolved[node]
-
-    def _of(self, node: ast.AST, scope: Scope) -> Iterable[str]:
         match node:
             case ast.Name():
-                return self._bound(scope.lookup(node.id))
+                owner = scope.owner(node.id)
+                return {node.id} if owner is None else self._bound(owner, node.id)
             case ast.Attribute():
                 own = scope.own_class()
                 if own is not None and isinstance(node.value, ast.Name) and f"{node.value.id}.{node.attr}" in own.names:
-                    return self._bound(own.names[f"{node.value.id}.{node.attr}"])
-                return [f"{name}.{node.attr}" for name in self.of(node.value, scope)]
+                    return self._bound(own, f"{node.value.id}.{node.attr}")
+                return {f"{name}.{node.attr}" for name in self.of(node.value, scope)}
             case ast.Subscript() | ast.NamedExpr():
                 return self.of(node.value, scope)
             case ast.IfExp():
@@ -95,20 +85,21 @@ class Names(ast.NodeVisitor):
             case ast.BoolOp():
                 return set().union(*(self.of(value, scope) for value in node.values))
             case ast.Call(args=[ast.Constant(value=str(name)), *_]) if self.of(node.func, scope) & IMPORTS_BY_NAME:
-                return [name.split(".")[0] if getattr(node.func, "id", "") == "__import__" else name]
-            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), *_]):
-                return [f"{each}.{name}" for each in self.of(owner, scope)]
+                return {name.split(".")[0] if getattr(node.func, "id", "") == "__import__" else name}
+            case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name)), *_]):
+                return {f"{each}.{name}" for each in self.of(value, scope)}
             case ast.Call():
-                results = (f"{name}()" for name in self.of(node.func, scope))
-                return [result for result in results if self._is_known_result(result)] or [UNKNOWN]
-        return [UNKNOWN]
+                results = {f"{name}()" for name in self.of(node.func, scope)}
+                return set(filter(self._is_known_result, results)) or {UNKNOWN}
+        return {UNKNOWN}
 
-    def _bound(self, bindings: list[Binding]) -> Iterator[str]:
-        for binding in bindings:
-            if isinstance(binding, str):
-                yield binding
-            else:
-                yield from self.of(*binding)
+    def _bound(self, owner: Scope, name: str) -> set[str]:
+        key = owner, name
+        if key not in self._resolved:
+            self._resolved[key] = set()  # while it is looked for: `amp = amp` adds nothing
+            bindings = owner.names[name]
+            self._resolved[key] = set().union(*({b} if isinstance(b, str) else self.of(*b) for b in bindings))
+        return self._resolved[key]
 
     def visit_Import(self, node: ast.Import) -> None:
         """Bind `a` by `import a.b`, and `c` by `import a.b as c`."""

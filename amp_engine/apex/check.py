@@ -10,6 +10,7 @@ import ast
 import difflib
 import functools
 import inspect
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from amp_engine.apex import inventory
 from amp_engine.apex.inventory import Different, Missing, Row, Served
@@ -39,19 +41,20 @@ _PROBES_OF_FILES = {"pkg_resources.get_distribution", "pkg_resources.require"}
 _PROBED = "finds apex once amp_engine.apex.install is imported"
 _PROBED_FILES = 'looks for files on disk and finds none: write importlib.metadata.version("apex")'
 _REQUIRED = "`apex` of PyPI is another project: take the line out, amp_engine answers to apex"
-_LAUNCHED = "is not offered: type torchrun --nproc_per_node=... script.py"
-# What files that are not Python say of apex: a requirement of that bare name, and the launcher.
 _REQUIREMENT = re.compile(r"apex\s*(\[[^]]*\])?\s*([<>=!~][^@]*)?")
-_LINES = (
-    ("*requirements*.txt", re.compile(r"^\s*(apex)\s*([<>=!~;#].*)?$"), "note", _REQUIRED),
-    ("requirements/*.txt", re.compile(r"^\s*(apex)\s*([<>=!~;#].*)?$"), "note", _REQUIRED),
-    ("environment*.y*ml", re.compile(r"^\s*-\s*(apex)\s*([<>=!~;#].*)?$"), "note", _REQUIRED),
-    ("setup.cfg", re.compile(r"^\s+(apex)\s*([<>=!~;#].*)?$"), "note", _REQUIRED),
-    ("pyproject.toml", re.compile(r"""^[^#]*[\[,\s]["'](apex)\s*([<>=!~;][^"']*)?["']"""), "note", _REQUIRED),
-    ("*.sh", re.compile(r"^[^#]*-m\s+(apex\.parallel\.multiproc)\b"), "missing", _LAUNCHED),
-)
-_PATTERNS = ("*.py", "*.ipynb", *(pattern for pattern, *_ in _LINES))
-_ORDER = ("served", "different", "missing", "unknown", "not read", "note")
+# What files that are not Python say of apex: a requirement of that bare name, and the launcher.
+_REQUIREMENT_LINE = re.compile(r"^\s*(?:-\s*)?(apex)\s*([<>=!~;#].*)?$")
+_LINES = {
+    "*requirements*.txt": _REQUIREMENT_LINE,
+    "requirements/*.txt": _REQUIREMENT_LINE,
+    "environment*.y*ml": _REQUIREMENT_LINE,
+    "setup.cfg": _REQUIREMENT_LINE,
+    "pyproject.toml": re.compile(r"""^[^#]*[\[,\s]["'](apex)\s*([<>=!~;][^"']*)?["']"""),
+    "*.sh": re.compile(r"^[^#]*-m\s+(apex\.parallel\.multiproc)\b"),
+}
+_PATTERNS = ("*.py", "*.ipynb", *_LINES)
+
+Verdict: TypeAlias = Literal["served", "different", "missing", "unknown", "not read", "note"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Finding:
     path: str
     line: str  # in a notebook "cell:line"
     name: str
-    verdict: str  # one of _ORDER
+    verdict: Verdict
     text: str = ""
 
 
@@ -122,7 +125,7 @@ def check_file(path: Path) -> Iterator[Finding]:
             return
         if path.suffix == ".ipynb":
             yield from _check_cells(path, _cells(source))
-        elif any(path.match(pattern) for pattern, *_ in _LINES):
+        elif any(path.match(pattern) for pattern in _LINES):
             yield from _check_lines(path, source.decode())
         else:
             yield from _check_cells(path, [("", source)])
@@ -138,10 +141,12 @@ def _cells(source: bytes) -> list[tuple[str, bytes]]:
 
 
 def _check_lines(path: Path, text: str) -> Iterator[Finding]:
-    for pattern, expression, verdict, said in _LINES:
-        for number, line in enumerate(text.splitlines(), 1) if path.match(pattern) else ():
-            if match := expression.search(line):
-                yield Finding(str(path), str(number), match[1], verdict, said)
+    expression = next(_LINES[pattern] for pattern in _LINES if path.match(pattern))
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := expression.search(line):
+            name = match[1]
+            verdict, said = ("note", _REQUIRED) if name == "apex" else _verdict(name, inventory.find(name))
+            yield Finding(str(path), str(number), name, verdict, said)
 
 
 def _check_cells(path: Path, cells: list[tuple[str, bytes]]) -> Iterator[Finding]:
@@ -174,7 +179,7 @@ class Uses(ast.NodeVisitor):
     """Finds what a file uses of apex: `found` holds line, name, verdict and text of each use."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.found: set[tuple[int, str, str, str]] = set()
+        self.found: set[tuple[int, str, Verdict, str]] = set()
         self._names = Names(
             tree,
             members=lambda package: inventory.members(inventory.canonical(package)),
@@ -276,7 +281,7 @@ class Uses(ast.NodeVisitor):
                     if isinstance(child, ast.Constant) and _REQUIREMENT.fullmatch(str(child.value)):
                         self._add(child, "apex", "note", _REQUIRED)
 
-    def _add(self, node: ast.AST, name: str, verdict: str, text: str) -> None:
+    def _add(self, node: ast.AST, name: str, verdict: Verdict, text: str) -> None:
         self.found.add((getattr(node, "lineno", 1), name, verdict, text))
 
 
@@ -285,7 +290,7 @@ def _is_apex(name: str) -> bool:
     return root in inventory.ROOTS or (root == "optimizer" and rest.split(".")[0] in inventory.ADDED)
 
 
-def _verdict(name: str, row: Row | None) -> tuple[str, str]:
+def _verdict(name: str, row: Row | None) -> tuple[Verdict, str]:
     match row:
         case Served():
             return "served", ""
@@ -314,20 +319,19 @@ def render(found: list[Finding], read: int) -> str:
     """The findings as aligned text, a paragraph for each file, and a summary."""
     if not found:
         return f"No use of apex in {_count(read, 'file')}."
-    places = [f"{f.path}:{f.line}" for f in found]
-    columns = [max(map(len, column)) for column in (places, [f.name for f in found], [f.verdict for f in found])]
-    lines, last = [], found[0].path
-    for place, f in zip(places, found, strict=True):
-        lines += [""] * (f.path != last)
-        lines.append(f"{place:<{columns[0]}}  {f.name:<{columns[1]}}  {f.verdict:<{columns[2]}}  {f.text}".rstrip())
-        last = f.path
-    return "\n".join([*lines, "", _summary(found, read)])
+    paragraphs = []
+    for path, of_file in itertools.groupby(found, lambda finding: finding.path):
+        rows = [(f"{path}:{f.line}", f.name, f.verdict, f.text) for f in of_file]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+        lines = ("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join([*paragraphs, _summary(found, read)])
 
 
 def _summary(found: list[Finding], read: int) -> str:
     names = {f.name: f.verdict for f in found if f.verdict not in ("note", "not read")}
     counts = Counter(names.values())
-    unread = sum(f.verdict == "not read" for f in found)
+    unread = len({f.path for f in found if f.verdict == "not read"})
     parts = [
         f"{counts[verdict]} {verdict}" for verdict in ("served", "different", "missing", "unknown") if counts[verdict]
     ]

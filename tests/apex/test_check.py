@@ -497,7 +497,7 @@ def test_something_missing_is_exit_code_1(script, capsys):
     path = script("from apex.optimizers import FusedAdam\n", "b.py").parent
     assert check.main([str(path)]) == 1
     assert capsys.readouterr().out == (
-        f"{path}/a.py:1  apex.RNN.LSTM              missing  write torch.nn.LSTM, GRU or RNN\n"
+        f"{path}/a.py:1  apex.RNN.LSTM  missing  write torch.nn.LSTM, GRU or RNN\n"
         "\n"
         f"{path}/b.py:1  apex.optimizers.FusedAdam  served\n"
         "\n"

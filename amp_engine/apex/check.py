@@ -145,8 +145,10 @@ def _check_lines(path: Path, text: str) -> Iterator[Finding]:
     for number, line in enumerate(text.splitlines(), 1):
         if match := expression.search(line):
             name = match[1]
-            verdict, said = ("note", _REQUIRED) if name == "apex" else _verdict(name, inventory.find(name))
-            yield Finding(str(path), str(number), name, verdict, said)
+            if name == "apex":
+                yield Finding(str(path), str(number), name, "note", _REQUIRED)
+            else:
+                yield Finding(str(path), str(number), name, *_verdict(name, inventory.find(name)))
 
 
 def _check_cells(path: Path, cells: list[tuple[str, bytes]]) -> Iterator[Finding]:

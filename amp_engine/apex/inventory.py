@@ -180,8 +180,12 @@ TABLE: tuple[Row, ...] = (
     *_served("apex.normalization.fused_layer_norm", "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm"),
     *_served("apex.normalization.fused_layer_norm", "MixedFusedRMSNorm fused_layer_norm fused_layer_norm_affine"),
     *_served("apex.normalization.fused_layer_norm", "fused_rms_norm fused_rms_norm_affine"),
-    Served("apex.mlp.MLP"),
-    *_served("apex.fused_dense", "FusedDense FusedDenseGeluDense"),
+    *_served("apex.normalization.fused_layer_norm", "mixed_dtype_fused_layer_norm_affine"),
+    *_served("apex.normalization.fused_layer_norm", "mixed_dtype_fused_rms_norm_affine"),
+    *_served("apex.mlp", "MLP mlp"),
+    Served("apex.mlp.mlp.MLP"),
+    *_served("apex.fused_dense", "FusedDense FusedDenseGeluDense fused_dense"),
+    *_served("apex.fused_dense.fused_dense", "FusedDense FusedDenseGeluDense"),
     # --- not in the scope of amp_engine ---
     Missing("apex.contrib", "nothing of it is offered: write the torch.nn modules; torch.compile fuses them"),
     Missing(

@@ -1,0 +1,313 @@
+"""Programs of the shapes that `from apex import amp` was written in, run unmodified.
+
+Each file in `scripts/` is a whole program that knows nothing of amp_engine. What is asserted is what its author would
+have looked at: the losses that it prints, what it says about itself, and what it can resume from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_engine import amp
+from amp_engine.apex import finder
+
+SCRIPTS = Path(__file__).parent / "scripts"
+REPOSITORY = Path(__file__).parents[2]
+LEVELS = ("O0", "O1", "O2", "O3")
+LOSS = re.compile(r"\bloss[ =:]*(-?\d+\.\d+|-?inf|nan)\b", re.IGNORECASE)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    """Runs a script in this process as the runner does, and gives what it printed."""
+
+    def run(script: str, *args: object) -> str:
+        printed = io.StringIO()
+        monkeypatch.setattr(sys, "argv", [script, *map(str, args)])
+        finder.install()
+        try:
+            with contextlib.redirect_stdout(printed):
+                runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+        finally:
+            amp.close()
+            finder.uninstall()
+        return printed.getvalue()
+
+    return run
+
+
+def losses(printed: str) -> list[float]:
+    return [float(number) for number in LOSS.findall(printed)]
+
+
+def assert_trained(printed: str, *, to: float = 0.8) -> None:
+    """The mean loss of the last quarter is below `to` times that of the first."""
+    history = losses(printed)
+    quarter = len(history) // 4
+    assert quarter > 0, printed
+    assert all(abs(loss) < float("inf") for loss in history), history
+    assert sum(history[-quarter:]) < to * sum(history[:quarter]), history
+
+
+# --- image classification ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_imagenet_example_trains(run, level: str) -> None:
+    printed = run("imagenet_main.py", "--opt-level", level)
+    assert_trained(printed)
+    assert f"Selected optimization level {level}" in printed
+    assert "multi_tensor_applier.available = True" in printed
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("batchnorm", ["True", "False"])
+def test_its_options_are_strings(run, level: str, batchnorm: str) -> None:
+    options = ["--loss-scale", "128.0"]
+    if level != "O1":
+        options += ["--keep-batchnorm-fp32", batchnorm]
+    printed = run("imagenet_main.py", "--opt-level", level, *options)
+    assert_trained(printed)
+    assert "loss_scale             : 128.0" in printed
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("optimizer", [(), ("--fused",)], ids=["torch", "fused"])
+def test_it_resumes_where_it_stopped(run, tmp_path: Path, level: str, optimizer: tuple[str, ...]) -> None:
+    file = tmp_path / "checkpoint"
+    whole = losses(run("imagenet_main.py", "--opt-level", level, "--checkpoint", file, *optimizer))
+    rest = losses(run("imagenet_main.py", "--opt-level", level, "--resume", f"{file}.1", *optimizer))
+    assert rest == whole[2:]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_trains_with_the_fused_optimizer(run, level: str) -> None:
+    assert_trained(run("imagenet_main.py", "--opt-level", level, "--fused"))
+
+
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_it_trains_distributed_with_synced_batch_norm(run, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = losses(run("imagenet_main.py", "--opt-level", level))
+    one_rank(monkeypatch)
+    printed = run("imagenet_main.py", "--opt-level", level, "--sync_bn")
+    assert "using apex synced BN" in printed
+    assert losses(printed) == pytest.approx(alone, rel=1e-2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_scale_written_into_the_scaler_is_used(run, level: str, accumulation: int) -> None:
+    options = ("--gradient_accumulation_steps", accumulation)
+    printed = run("vit_train.py", "--fp16", "--fp16_opt_level", level, *options)
+    assert_trained(printed)
+    scale = float(re.search(r"final scale (\S+)", printed)[1])
+    assert scale == 2**20 / 2 ** printed.count("Gradient overflow.")
+
+
+def test_the_same_script_without_amp_needs_none_of_it(run) -> None:
+    assert_trained(run("vit_train.py"))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_wrapped_scaler_clips_saves_and_resumes(run, tmp_path: Path, level: str) -> None:
+    options = ("--amp-opt-level", level, "--output", tmp_path)
+    printed = run("swin_main.py", *options)
+    assert_trained(printed)
+    assert f"loss_scale {1 if level == 'O0' else 65536}" in printed
+    resumed = run("swin_main.py", *options, "--resume", tmp_path / "ckpt_epoch_1.pth")
+    assert losses(resumed) == losses(printed)[30:]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_models_initialised_on_their_own_and_in_lists(run, level: str) -> None:
+    printed = run("model_only.py", "--opt_level", level, "--average", "in_list")
+    assert_trained(printed)
+    assert "frozen output torch.float" in printed
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])  # at O2 a state_dict is a copy, so this average would stand still
+def test_an_average_copied_from_an_initialised_model(run, level: str) -> None:
+    assert_trained(run("model_only.py", "--opt_level", level, "--average", "after"))
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_data_parallel_after_initialize(run, tmp_path: Path, level: int) -> None:
+    printed = run("msg3d.py", "--half", "--amp-opt-level", level, "--work-dir", tmp_path)
+    assert_trained(printed)
+    assert "saved as torch.float32" in printed
+
+
+# --- language ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("reduction", [(), ("--allreduce_post_accumulation",)], ids=["amp", "own_allreduce"])
+def test_pretraining_goes_on_in_a_second_phase(run, tmp_path: Path, level: str, reduction: tuple[str, ...]) -> None:
+    options = ("--output_dir", tmp_path, "--fp16_opt_level", level, *reduction)
+    first = run("bert_pretraining.py", *options)
+    assert_trained(first)
+    second = run("bert_pretraining.py", *options, "--phase2", "--phase1_end_step", 30, "--max_steps", 20)
+    assert max(losses(second)[:3]) < min(losses(first)[:3])
+    assert sum(losses(second)[-3:]) < sum(losses(first)[-3:])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_overflow_handling_of_its_own_skips_the_step(run, tmp_path: Path, level: str) -> None:
+    options = ("--output_dir", tmp_path, "--fp16_opt_level", level, "--init_loss_scale", 1024)
+    printed = run("bert_pretraining.py", *options, "--allreduce_post_accumulation", "--poison_step", 21)
+    assert "Gradient overflow.  Skipping step, reducing loss scale to 512.0" in printed
+    assert printed.count("Step:10 ") == 2  # the step before, and the one that was not taken
+    finite = [loss for loss in losses(printed) if abs(loss) < float("inf")]
+    assert len(finite) == len(losses(printed)) - 1
+    assert sum(finite[-5:]) < 0.8 * sum(finite[:5])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_fused_norms_and_fused_adam_with_fallbacks(run, level: str) -> None:
+    if level == "O3":
+        pytest.skip("Adam's eps of 1e-6 has one digit in float16: this program never ran at O3")
+    printed = run("fused_norm.py", "--fp16", "--fp16_opt_level", level)
+    assert "fused layer norm" in printed
+    assert_trained(printed)
+
+
+def test_a_script_that_only_borrows_apexs_norms(run) -> None:
+    assert_trained(run("fused_norm.py"))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_functions_registered_by_the_user(run, level: str) -> None:
+    printed = run("register.py", "--opt_level", level)
+    assert_trained(printed)
+    half = "float32" if level == "O0" else "float16"
+    single = "float32" if level in ("O0", "O1") else "float16"
+    assert f"einsum ran in torch.{half}" in printed
+    assert f"sigmoid ran in torch.{single}" in printed
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_decorated_functions(run, level: str) -> None:
+    assert_trained(run("decorators.py", "--opt_level", level))
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static", "closure", "by_hand"])
+def test_the_years_before_amp(run, tmp_path: Path, mode: str) -> None:
+    printed = run("waveglow_fp16.py", "--mode", mode, "--checkpoint", tmp_path / "waveglow.pt")
+    assert_trained(printed)
+    if mode != "by_hand":
+        assert "masters restored: True" in printed
+
+
+# --- several models, several losses ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("names", [(), ("--keep-return",)], ids=["return_value_dropped", "return_value_kept"])
+def test_lists_of_models_and_optimizers_with_three_losses(run, level: str, names: tuple[str, ...]) -> None:
+    printed = run("cyclegan.py", "--opt_level", level, *names)
+    assert_trained(printed)
+    assert "losses tracked: 3" in printed
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gan_with_a_gradient_penalty(run, level: str) -> None:
+    assert_trained(run("stylegan2.py", "--fp16", "--opt_level", level))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("attack", ["pgd", "free", "disable_casts"])
+@pytest.mark.parametrize("scale", ["1.0", "dynamic"])
+def test_adversarial_training(run, level: str, attack: str, scale: str) -> None:
+    options = ["--master-weights"] if level == "O2" else []
+    printed = run("adversarial.py", "--opt-level", level, "--attack", attack, "--loss-scale", scale, *options)
+    assert_trained(printed)
+
+
+# --- accumulation, layer-wise rates, runtimes that look inside -------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", ["delay", "plain", "hack"])
+def test_gradients_are_accumulated(run, level: str, mode: str) -> None:
+    assert_trained(run("accumulate.py", "--opt_level", level, "--mode", mode))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_delayed_and_plain_accumulation_agree(run, level: str) -> None:
+    def norms(mode: str) -> list[float]:
+        printed = run("accumulate.py", "--opt_level", level, "--mode", mode, "--loss_scale", "128.0")
+        return [float(norm) for norm in re.findall(r"grad norm (\S+)", printed)]
+
+    assert norms("delay") == pytest.approx(norms("plain"), rel=2e-2 if level == "O2" else 1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("schedule", ["by_hand", "scheduler"])
+@pytest.mark.parametrize("norm", ["apex", "none"])
+def test_larc_with_a_schedule(run, level: str, schedule: str, norm: str) -> None:
+    printed = run("larc_ssl.py", "--use_fp16", level, "--schedule", schedule, "--sync_bn", norm)
+    assert_trained(printed)
+
+
+def test_larc_with_synced_batch_norm_in_a_group_of_processes(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_rank(monkeypatch)
+    assert_trained(run("larc_ssl.py", "--use_fp16", "O1"))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_runtime_that_finishes_backwards_itself(run, level: str) -> None:
+    assert_trained(run("pipeline_runtime.py", "--opt_level", level))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_its_overflows_are_seen_and_survived(run, level: str) -> None:
+    printed = run("pipeline_runtime.py", "--opt_level", level, "--poison", 10)
+    assert "overflow, scale is now 32768.0" in printed
+    assert_trained(printed)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_framework_that_reads_private_state(run, level: str) -> None:
+    printed = run("catalyst_like.py", "--opt_level", level)
+    assert_trained(printed)
+    assert f"opt_level {level} masters {[False, None, True, False][int(level[1])]}" in printed
+    assert f"patches {level == 'O1'} scalers 1" in printed
+    assert ("after the end: torch.float32" in printed) == (level == "O1")
+
+
+# --- the runner ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", ["", "none"], ids=["kernels", "no_kernels"])
+def test_the_runner_runs_the_same_script_in_a_process_of_its_own(run, build: str) -> None:
+    command = [sys.executable, "-m", "amp_engine.apex", str(SCRIPTS / "imagenet_main.py"), "--opt-level", "O2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"AMP_ENGINE_BUILD": build} if build else {})}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == pytest.approx(losses(run("imagenet_main.py", "--opt-level", "O2")), rel=1e-3)
+
+
+def test_without_the_runner_the_script_says_that_apex_is_missing() -> None:
+    command = [sys.executable, str(SCRIPTS / "imagenet_main.py"), "--opt-level", "O2"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Please install apex" in done.stderr

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from amp_engine import amp
 from amp_engine.apex import finder
@@ -24,6 +25,7 @@ from amp_engine.apex import finder
 SCRIPTS = Path(__file__).parent / "scripts"
 REPOSITORY = Path(__file__).parents[2]
 LEVELS = ("O0", "O1", "O2", "O3")
+SCHEDULER_FIRST = "ignore:Detected call of `lr_scheduler.step"  # vit_train.py steps it first, as its family does
 LOSS = re.compile(r"\bloss[ =:]*(-?\d+\.\d+|-?inf|nan)\b", re.IGNORECASE)
 
 
@@ -41,6 +43,8 @@ def run(monkeypatch: pytest.MonkeyPatch):
         finally:
             amp.close()
             finder.uninstall()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         return printed.getvalue()
 
     return run
@@ -105,24 +109,30 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_it_trains_distributed_with_synced_batch_norm(run, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("norm", [(), ("--sync_bn",)], ids=["", "sync_bn"])
+def test_it_trains_distributed(run, level: str, norm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     alone = losses(run("imagenet_main.py", "--opt-level", level))
     one_rank(monkeypatch)
-    printed = run("imagenet_main.py", "--opt-level", level, "--sync_bn")
-    assert "using apex synced BN" in printed
+    printed = run("imagenet_main.py", "--opt-level", level, *norm)
+    assert ("using apex synced BN" in printed) == bool(norm)
     assert losses(printed) == pytest.approx(alone, rel=1e-2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])  # at O3 the scale is static, and nothing catches its overflow
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.filterwarnings(SCHEDULER_FIRST)
 def test_a_loss_scale_written_into_the_scaler_is_used(run, level: str, accumulation: int) -> None:
     options = ("--gradient_accumulation_steps", accumulation)
     printed = run("vit_train.py", "--fp16", "--fp16_opt_level", level, *options)
     assert_trained(printed)
     scale = float(re.search(r"final scale (\S+)", printed)[1])
-    assert scale == 2**20 / 2 ** printed.count("Gradient overflow.")
+    skipped = printed.count("Gradient overflow.")
+    assert (scale < 2**20) == (skipped > 0)
+    if accumulation == 1:
+        assert scale == 2**20 / 2**skipped
 
 
+@pytest.mark.filterwarnings(SCHEDULER_FIRST)
 def test_the_same_script_without_amp_needs_none_of_it(run) -> None:
     assert_trained(run("vit_train.py"))
 

@@ -1,4 +1,5 @@
 """Gradient accumulation, with `delay_unscale` on all but the last backward of a step and without."""
+# ruff: noqa: UP031
 
 import argparse
 

@@ -1,4 +1,5 @@
 """Adversarial training: input gradients through `scale_loss(loss, [])`, and attacks with the casts off."""
+# ruff: noqa: UP031
 
 import argparse
 

@@ -1,5 +1,5 @@
 """Image translation with adversaries: lists of models and of optimizers, a scaler for each loss."""
-# ruff: noqa: N802, N803, N806
+# ruff: noqa: UP031, N802, N803, N806, N816
 
 import argparse
 import itertools

@@ -12,7 +12,7 @@ try:
     from apex import amp, optimizers
     from apex.fp16_utils import *
     from apex.multi_tensor_apply import multi_tensor_applier
-    from apex.parallel import DistributedDataParallel as DDP
+    from apex.parallel import DistributedDataParallel as DDP  # noqa: N817
 except ImportError as error:
     raise ImportError("Please install apex from https://www.github.com/nvidia/apex to run this example.") from error
 

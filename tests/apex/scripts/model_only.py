@@ -1,4 +1,5 @@
 """Models initialised on their own, in lists and with an average of their weights; evaluation by the average."""
+# ruff: noqa: UP031
 
 import argparse
 from copy import deepcopy

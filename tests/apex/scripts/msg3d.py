@@ -1,4 +1,5 @@
 """Skeleton actions: initialize first, DataParallel later, weights saved from the wrapper, scaler state beside them."""
+# ruff: noqa: UP031
 
 import argparse
 import os

@@ -1,11 +1,12 @@
 """Fine-tuning a transformer on images: a loss scale that is written straight into the scaler, clipped masters."""
+# ruff: noqa: UP031
 
 import argparse
 
 import torch
 import torch.nn as nn
 from apex import amp
-from apex.parallel import DistributedDataParallel as DDP  # noqa: F401
+from apex.parallel import DistributedDataParallel as DDP  # noqa: F401, N817
 from torch.optim.lr_scheduler import LambdaLR
 
 parser = argparse.ArgumentParser()

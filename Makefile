@@ -1,6 +1,6 @@
 # Each command works from a bare clone: it makes .venv, installs into it, and runs.
 #   PYTHON=python3.12 make test         another interpreter for .venv
-#   make test ARGS="-k resume"          arguments for pytest, or for the demo
+#   make test ARGS="-k resume"          arguments for pytest, for the demo, or names of clients
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #   make gpu PYTHON=python3             no .venv: that Python's packages as they are, without a network
 #   AMP_ENGINE_BUILD=none make test     what to compile: none, cpu or cuda (docs/installing.md)
@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test bench lint format sanitize cuda-build gpu clean
+.PHONY: help demo test bench clients lint format sanitize cuda-build gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -32,6 +32,9 @@ bench: $(INSTALLED)  ## time step, casts and training against their peers: step.
 	$(BIN)/python -m tests.benchmarks.step $(ARGS)
 	$(BIN)/python -m tests.benchmarks.dispatch $(ARGS)
 	$(BIN)/python -m tests.benchmarks.train $(ARGS)
+
+clients: $(INSTALLED)  ## train through transformers, timm, lightning and mmengine, each unmodified, in build/clients
+	$(BIN)/python -m tests.clients.run --torch "$(TORCH)" $(ARGS)
 
 lint: $(INSTALLED)  ## check format, rules and types
 	$(BIN)/python -m ruff format --check .

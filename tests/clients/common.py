@@ -1,0 +1,50 @@
+"""What the four programs share: their arguments, their text, and the record that the driver reads."""
+
+import argparse
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from apex import amp
+from torch import Tensor
+
+STEPS = 48
+SAVED_AT = 24
+CHARACTERS = 128
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """`--level`, `--out`, `--resume` and `--variant`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--level", default="O1")
+    parser.add_argument("--out", type=Path, default=Path("."), help="for checkpoints; default: %(default)s")
+    parser.add_argument("--resume", type=Path, help="train on from the checkpoint in this folder")
+    parser.add_argument("--variant", default="", help="another way through the client")
+    return parser.parse_args()
+
+
+def text_windows(count: int, length: int) -> Tensor:
+    """Windows of the text behind Python's `help("topics")`, as ASCII codes: int64 [count, length]."""
+    text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
+    ids = torch.tensor(list(text))
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randint(len(ids) - length, (count, 1), generator=generator)
+    return ids[start + torch.arange(length)]
+
+
+def lower_scale() -> None:
+    """Write a loss scale of 2**13, as scripts do, so that a scaler that was restored differs from a new one."""
+    for scaler in amp._amp_state.loss_scalers:
+        if scaler.dynamic:
+            scaler._loss_scale = 2.0**13
+
+
+def scaler_state() -> dict[str, float]:
+    """Scale and count of clean steps, out of `amp.state_dict()`."""
+    return dict(amp.state_dict()["loss_scaler0"])
+
+
+def report(**record: object) -> None:
+    """Print the record as the last line."""
+    print(json.dumps(record), flush=True)

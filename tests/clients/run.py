@@ -1,0 +1,290 @@
+"""Train through third-party programs that know apex, unmodified: `make clients`, `make clients ARGS="timm lightning"`.
+
+Each has an environment of its own in build/clients with pinned packages and the amp_engine of this tree, and trains a
+small model on the CPU at every level, by `python -m amp_engine.apex program.py`. A row is one such run:
+
+* O0 has to learn;
+* O1 and O2 have to follow its losses within 0.01, O4 and O5, in bfloat16, within 0.05; O3 has to stay finite;
+* training resumed from the client's own checkpoint has to repeat the losses of the run that was not, bit for bit, and
+  to find the loss scale and the count of clean steps where the client saves them.
+
+The exit status is 1 if one of these fails; logs and results.json are in build/clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build" / "clients"
+PIP = "pip==24.0"  # later ones refuse the metadata of pytorch-lightning 1.9.5
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+LIMITS = {"O1": 0.01, "O2": 0.01, "O4": 0.05, "O5": 0.05}  # of the difference to O0, at every step
+VARIANT_LEVELS = ("O0", "O1", "O2")
+RESUMED_LEVELS = ("O1", "O2")
+LEARNT = 0.9  # the mean of the last LAST losses is below this times the mean of the first
+LAST = 8
+TIMEOUT = 600  # seconds
+
+SETTINGS = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    # pytorch-lightning 1.9 and mmengine 0.10 are older than torch.load's weights_only=True.
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+}
+
+
+class ClientError(Exception):
+    """An install or a run failed; the message is for the table."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """A third-party program: its environment, and the program of ours that trains through it.
+
+    Attributes:
+        name: of its requirements and of its folder below build/clients.
+        program: beside this file.
+        saves_scaler: whether its checkpoints hold amp's state.
+        variants: other ways through it, for the program's `--variant`.
+    """
+
+    name: str
+    program: str
+    saves_scaler: bool
+    variants: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return BUILD / self.name
+
+    @property
+    def python(self) -> Path:
+        return self.folder / ".venv" / "bin" / "python"
+
+
+CLIENTS = (
+    Client("transformers", "transformers_trainer.py", saves_scaler=False, variants=("adamw_apex_fused",)),
+    Client("timm", "timm_apex_scaler.py", saves_scaler=True, variants=("agc",)),
+    Client("lightning", "lightning_trainer.py", saves_scaler=True, variants=("manual",)),
+    Client("mmengine", "mmengine_runner.py", saves_scaler=True),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process: a client at a level, from the start or from the checkpoint of the run that was."""
+
+    client: Client
+    variant: str
+    level: str
+    resumed: bool = False
+
+    @property
+    def folder(self) -> Path:
+        words = [self.variant, self.level, "resumed" * self.resumed]
+        return self.client.folder / "-".join(word for word in words if word)
+
+
+@dataclass
+class Row:
+    """What a run gave. `complaint` is empty where all is well."""
+
+    client: str
+    version: str
+    level: str
+    first: float
+    last: float
+    difference: float
+    seconds: float
+    complaint: str = ""
+
+    def __str__(self) -> str:
+        numbers = f"{self.first:8.4f} {self.last:8.4f} {self.difference:10.1e} {self.seconds:5.0f}"
+        return f"{self.client:31} {self.version:8} {self.level:11} {numbers}  {self.complaint or 'ok'}"
+
+
+HEADER = f"{'client':31} {'version':8} {'level':11} {'first':>8} {'last':>8} {'to O0':>10} {'s':>5}  ok"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Install, run, print the table. Returns the exit status."""
+    names = [client.name for client in CLIENTS]
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.clients.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("clients", nargs="*", metavar="client", help=f"default: {' '.join(names)}")
+    parser.add_argument("--torch", default="torch==2.13.0", help="arguments for pip; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time; default: %(default)s")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.clients) - set(names):
+        parser.error(f"no client {', '.join(sorted(unknown))}: there are {', '.join(names)}")
+
+    started = time.perf_counter()
+    clients = [client for client in CLIENTS if client.name in (options.clients or names)]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        wheel = build_wheel()
+        installs = {client.name: pool.submit(install, client, wheel, options.torch) for client in clients}
+        runs = {run: pool.submit(train, run, installs[run.client.name]) for run in all_runs(clients)}
+        print(HEADER, flush=True)
+        for run in runs:
+            rows.append(judge(run, runs))
+            print(rows[-1], flush=True)
+    failures = [row for row in rows if row.complaint]
+    (BUILD / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    seconds = time.perf_counter() - started
+    print(f"\n{len(rows) - len(failures)} of {len(rows)} rows ok; {seconds:.0f} s in all; logs in {BUILD}.")
+    return 1 if failures else 0
+
+
+def all_runs(clients: Sequence[Client]) -> Iterator[Run]:
+    """Every run, each after those that it is compared with or resumed from."""
+    for client in clients:
+        for variant in ("", *client.variants):
+            for level in VARIANT_LEVELS if variant else LEVELS:
+                yield Run(client, variant, level)
+        for level in RESUMED_LEVELS:
+            yield Run(client, "", level, resumed=True)
+
+
+def build_wheel() -> Path:
+    """amp_engine as a wheel, from a copy: setuptools would pack what an earlier build has left in the tree."""
+    source = BUILD / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(ROOT / "amp_engine", source / "amp_engine", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
+    for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py", "toolchain.py"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(source), str(source)]
+    call(command, BUILD / "wheel.log", AMP_ENGINE_BUILD="none")
+    return next(source.glob("*.whl"))
+
+
+def install(client: Client, wheel: Path, torch: str) -> None:
+    """The client's environment, made once for its requirements; amp_engine in it, each time anew."""
+    requirements = HERE / f"requirements-{client.name}.txt"
+    wanted = f"{sys.version}\n{PIP}\n{torch}\n{requirements.read_text()}"
+    stamp = client.folder / ".venv" / ".installed"
+    log = client.folder / "install.log"
+    pip = [str(client.python), "-m", "pip", "install", "--quiet"]
+    client.folder.mkdir(exist_ok=True)
+    if not stamp.exists() or stamp.read_text() != wanted or not client.python.exists():
+        call([sys.executable, "-m", "venv", "--clear", str(client.folder / ".venv")], log)
+        call([*pip, PIP], log)
+        call([*pip, *shlex.split(torch)], log)
+        call([*pip, "--requirement", str(requirements)], log)
+        stamp.write_text(wanted)
+    call([*pip, "--no-deps", "--force-reinstall", str(wheel)], log)
+    # The kernels that are compiled for the tree: a minute for each environment, saved.
+    package = next(client.folder.glob(".venv/lib/python*/site-packages/amp_engine"))
+    for file in (ROOT / "amp_engine").glob("_C.*"):
+        shutil.copy(file, package)
+
+
+def train(run: Run, installed: Future[None]) -> dict[str, Any]:
+    """The record that the program printed, with the seconds it took. Raises ClientError."""
+    installed.result()
+    shutil.rmtree(run.folder, ignore_errors=True)
+    run.folder.mkdir(parents=True)
+    program = [str(HERE / run.client.program), "--level", run.level, "--out", str(run.folder)]
+    if run.variant:
+        program += ["--variant", run.variant]
+    if run.resumed:
+        program += ["--resume", str(Run(run.client, run.variant, run.level).folder)]
+    log = run.folder / "log.txt"
+    started = time.perf_counter()
+    call([str(run.client.python), "-m", "amp_engine.apex", *program], log, cwd=run.folder)
+    seconds = time.perf_counter() - started
+    try:
+        return {**json.loads(log.read_text().splitlines()[-1]), "seconds": seconds}
+    except (IndexError, ValueError):
+        raise ClientError(f"the program printed no record: {log}") from None
+
+
+def call(command: Sequence[str], log: Path, cwd: Path = BUILD, **variables: str) -> None:
+    """Run a command with its output in `log`. Raises ClientError with the last line of it."""
+    environment = {**os.environ, **SETTINGS, **variables}
+    environment.pop("PYTHONPATH", None)
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=TIMEOUT
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise ClientError(f"stopped after {TIMEOUT} s: {log}") from None
+    if code:
+        lines = log.read_text().split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "no output")
+        raise ClientError(f"exit status {code}, {last.strip()[:200]}: {log}")
+
+
+def judge(run: Run, runs: dict[Run, Future[dict[str, Any]]]) -> Row:
+    """The row of a run, once it and the runs that it is compared with are done."""
+    name = f"{run.client.name}, {run.variant}" if run.variant else run.client.name
+    row = Row(name, "", run.level + ", resumed" * run.resumed, math.nan, math.nan, math.nan, math.nan)
+    try:
+        record = runs[run].result()
+        row.version, row.seconds, losses = record["version"], record["seconds"], record["losses"]
+        row.first, row.last = losses[0], losses[-1]
+        baseline = runs[Run(run.client, run.variant, "O0")].result()["losses"][-len(losses) :]
+        row.difference = max(abs(a - b) for a, b in zip(losses, baseline, strict=True))
+        if run.resumed:
+            row.complaint = judge_resumed(run, record, runs[Run(run.client, run.variant, run.level)].result())
+        else:
+            row.complaint = judge_losses(run.level, losses, row.difference)
+    except ClientError as error:
+        row.complaint = str(error)
+    except ValueError:
+        row.complaint = f"{len(losses)} losses, {len(baseline)} at O0"
+    return row
+
+
+def judge_losses(level: str, losses: Sequence[float], difference: float) -> str:
+    """What is wrong with the losses of a run from the start, "" if nothing."""
+    bad = [step for step, loss in enumerate(losses) if not math.isfinite(loss)]
+    if bad:
+        return f"loss {bad[0]} of {len(losses)} is {losses[bad[0]]}"
+    first, last = sum(losses[:LAST]) / LAST, sum(losses[-LAST:]) / LAST
+    if level == "O0" and last > LEARNT * first:
+        return f"it does not learn: the loss goes from {first:.4f} to {last:.4f}"
+    if difference > LIMITS.get(level, math.inf):
+        return f"the losses are up to {difference:.4f} away from O0, allowed are {LIMITS[level]}"
+    return ""
+
+
+def judge_resumed(run: Run, record: dict[str, Any], whole: dict[str, Any]) -> str:
+    """What is wrong with a run from a checkpoint, compared with the run that wrote it, "" if nothing."""
+    losses = record["losses"]
+    if not 0 < len(losses) < len(whole["losses"]):
+        return f"{len(losses)} losses after the checkpoint, {len(whole['losses'])} in all"
+    rest = whole["losses"][-len(losses) :]
+    different = [step for step, (a, b) in enumerate(zip(losses, rest, strict=True)) if a != b]
+    if different:
+        step = different[0]
+        return f"loss {step} after the checkpoint is {losses[step]!r}, without a resume {rest[step]!r}"
+    if run.client.saves_scaler:
+        saved, restored = whole["saved"], record["restored"]
+        if saved is None or saved["unskipped"] == 0 or saved != restored:
+            return f"the scaler was saved as {saved} and restored as {restored}"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""Lets torchvision be imported beside a torch without CUDA, where the operators of PyPI's do not load.
+
+timm imports torchvision and, as it is used here, calls none of its operators. Where they load, nothing is done.
+"""
+
+import importlib
+
+import torch
+
+try:
+    importlib.import_module("torchvision")
+except RuntimeError:
+    # Those that torchvision describes to torch without asking whether they are there.
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -329,6 +329,7 @@ def test_an_apex_without_amp_is_given_what_it_lacks(run, tmp_path, first):
         assert finder.install(replace=True).serves == "all"
         import apex
         assert apex.__name__ == "amp_engine.apex"
+        assert [type(entry) for entry in sys.meta_path].count(finder.ApexFinder) == 1
         """,
         other,
     )

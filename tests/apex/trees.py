@@ -87,9 +87,13 @@ def pyramid_apex(root):
     return write(root, {"apex/__init__.py": "", "apex/views.py": ""})
 
 
+# Of the one who runs the tests, and no part of what is tested.
+OWN = ("PYTHONPATH", "PYTHONUNBUFFERED", "AMP_ENGINE_APEX")
+
+
 def python(*arguments, path=(), cwd=os.sep, check=True, **options):
     """Run an interpreter with `path` as its PYTHONPATH, not here, where `-c` would find the real amp_engine."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "AMP_ENGINE_APEX")}
+    environment = {k: v for k, v in os.environ.items() if k not in OWN}
     if path:
         environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     done = subprocess.run(

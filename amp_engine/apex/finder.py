@@ -252,16 +252,17 @@ class _Alias:
         # (import_ensure_initialized in CPython's import.c keeps the object that it found before it waited).
         module = importlib.import_module(self._real.name)
         self._own_spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own_spec  # importlib has set the alias's
         # A submodule imported under apex's name would become an attribute of its package, and some attributes are
         # rebound: `apex.amp._amp_state` is the state, `apex.parallel.LARC` the class. So what is there is not imported.
+        # Done before importlib shows the package to other threads.
         for real in [name for name in list(sys.modules) if name.startswith(f"{self._real.name}.")]:
             alias = f"apex{real.removeprefix(_PACKAGE)}"
             if alias not in sys.modules:
                 sys.modules[alias] = importlib.import_module(real)  # waits for a thread that is importing it
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own_spec  # importlib has set the alias's
 
     # `python -m apex.parallel.multiproc`, and tools that read sources without importing.
 

@@ -383,8 +383,7 @@ class Engine:
     def register(self, registration: Registration) -> None:
         """Cast one more function wherever O1 or O4 is on, until `close`."""
         casting.check_patchable(registration.module, registration.name)
-        removals = [removal for removal in self._removals if not _names(removal, registration)]
-        self._change_lists([*self._registrations, registration], removals)
+        self._change_lists([*self._registrations, registration], self._removals)
 
     def unregister(self, module: Any, name: str) -> None:
         """Run `module.name` without casts, registered or listed as it may be, until `close` or `register`."""
@@ -400,7 +399,7 @@ class Engine:
 
     @property
     def removals(self) -> list[tuple[Any, str]]:
-        """Owner and name of what was taken off the lists since the last `close`."""
+        """Owner and name of what was taken off the lists since the last `close`; a registration wins over it."""
         return list(self._removals)
 
     def _change_lists(self, registrations: list[Registration], removals: list[tuple[Any, str]]) -> None:

@@ -130,6 +130,15 @@ def test_one_loss_that_overflows_skips_the_step_and_says_so(
     assert not torch.equal(next(model.parameters()).detach(), before["params"][0])
 
 
+def test_casts_of_weights_are_forgotten_after_the_backward() -> None:
+    model, optimizer = wrapped()
+    loss = MLP.loss(model, MLP.batch())
+    assert len(amp._amp_state.handle.cache) > 0
+    with optimizer.scale_loss(loss) as scaled_loss:
+        scaled_loss.backward()
+    assert len(amp._amp_state.handle.cache) == 0
+
+
 def test_more_losses_than_were_announced_are_refused() -> None:
     model, optimizer = wrapped(num_loss=1)
     backward(model, optimizer)

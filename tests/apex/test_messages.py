@@ -233,6 +233,22 @@ def test_a_foreign_object_in_a_list_is_named(place: str) -> None:
     assert ("str" if place == "models" else "object") in text
 
 
+class FP16_Optimizer:  # noqa: N801
+    """By its name, as apex's own wrapper: fp16_utils.FP16_Optimizer."""
+
+
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_an_optimizer_that_holds_masters_of_its_own_is_refused(in_a_list: bool) -> None:
+    model, optimizer = pair()
+    wrapper = FP16_Optimizer()
+    with left_alone(model, optimizer), pytest.raises(RuntimeError) as caught:
+        amp.initialize(model, [optimizer, wrapper] if in_a_list else wrapper, opt_level="O2", verbosity=0)
+    assert str(caught.value) == (
+        f"An incoming optimizer is an instance of {FP16_Optimizer}. The optimizer(s) passed to amp.initialize() must "
+        "be bare \ninstances of either ordinary Pytorch optimizers, or Apex fused \noptimizers.\n"
+    )
+
+
 def wrapped_text(wrapper: type) -> str:
     return (
         f"Incoming model is an instance of {wrapper}. Parallel wrappers should only be applied to "

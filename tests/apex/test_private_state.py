@@ -510,10 +510,11 @@ def unscaled_gradients(level: str, scale: float) -> list[Tensor]:
 def test_gradients_that_are_declared_scaled_are_unscaled_by_the_next_scale_loss(level: str) -> None:
     """Pipelines run backward stage by stage, without amp, and unscale in the end."""
     expected = unscaled_gradients(level, 2.0**10)
-    model, optimizer = started(level, loss_scale=2.0**10)
+    model, optimizer = started(level, loss_scale="dynamic", num_losses=2)
     (NORMED_MLP.loss(model, NORMED_MLP.batch()).float() * 2.0**10).backward()
     optimizer._amp_stash.params_have_scaled_gradients = True
-    with amp.scale_loss(torch.zeros(()), optimizer):
+    scaler(1)._loss_scale = 2.0**10
+    with amp.scale_loss(torch.zeros(()), optimizer, loss_id=1):
         pass
     assert_bitwise([p.grad for p in amp.master_params(optimizer)], expected)
     assert optimizer._amp_stash.params_have_scaled_gradients is False
@@ -553,6 +554,23 @@ def test_a_body_that_raised_in_ones_own_scale_loss_leaves_nothing_behind(level: 
     model.load_state_dict(NORMED_MLP.model().state_dict())
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, engine=then)
     assert_bitwise([p.grad for p in amp.master_params(optimizer)], expected)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_step_finds_gradients_that_were_declared_scaled(level: str) -> None:
+    """The first loss scaler counts, as nobody named another."""
+    ends = []
+    for declared in (False, True):
+        model, optimizer = started(level, loss_scale=2.0**10)
+        if declared:
+            (NORMED_MLP.loss(model, NORMED_MLP.batch()).float() * 2.0**10).backward()
+            optimizer._amp_stash.params_have_scaled_gradients = True
+        else:
+            backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+        optimizer.step()
+        ends.append(masters(optimizer))
+        amp.close()
+    assert_bitwise(ends[1], ends[0])
 
 
 def test_preparing_inside_of_scale_loss_is_refused() -> None:

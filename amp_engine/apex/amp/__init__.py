@@ -14,7 +14,6 @@ from amp_engine.amp import register_promote_function as register_promote_functio
 from amp_engine.amp import scale_loss as scale_loss
 from amp_engine.amp import state_dict as state_dict
 from amp_engine.apex.amp import __version__ as __version__
-from amp_engine.apex.amp import _amp_state as _amp_state_module
 from amp_engine.apex.amp import _initialize as _initialize
 from amp_engine.apex.amp import _process_optimizer as _process_optimizer
 from amp_engine.apex.amp import amp as amp
@@ -27,5 +26,5 @@ from amp_engine.apex.amp import rnn_compat as rnn_compat
 from amp_engine.apex.amp import scaler as scaler
 from amp_engine.apex.amp import utils as utils
 
-# The object, under the name of the module, once importing the module has set that.
-_amp_state = _amp_state_module._amp_state
+# The module of this name became an attribute when it was imported. The object, bound after that, takes its place.
+from amp_engine.apex.amp._amp_state import _amp_state as _amp_state

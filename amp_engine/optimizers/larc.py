@@ -87,10 +87,13 @@ class LARC:
         """The inner optimizer's defaults."""
         return self.optim.defaults
 
-    @property
-    def _amp_stash(self) -> Any:
-        # By its presence scripts tell whether an optimizer was initialized.
-        return self.optim._amp_stash  # type: ignore[attr-defined]
+    def __getattr__(self, name: str) -> Any:
+        # `_amp_stash` and its kin, which amp.initialize adds to the inner optimizer.
+        stash = vars(vars(self).get("optim", self)).get("_amp_stash")
+        added = {} if stash is None else stash.attributes()
+        if name not in added:
+            raise AttributeError(f"'LARC' object has no attribute {name!r}")
+        return added[name]
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's; LARC has no state."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from amp_engine import amp
 from amp_engine.apex.amp._amp_state import _amp_state
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.optimizers import LARC
 from amp_engine.scaler import LossScaler
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -310,6 +311,18 @@ def test_the_attributes_come_with_initialize_and_go_with_close(level: str) -> No
     assert vars(optimizer) == before
 
 
+def test_larc_has_the_attributes_of_the_optimizer_in_it() -> None:
+    model = NORMED_MLP.model()
+    larc = LARC(torch.optim.SGD(model.parameters(), 0.05))
+    assert not any(hasattr(larc, name) for name in (*METHODS, "_amp_stash"))
+    amp.initialize(model, larc, opt_level="O2", verbosity=0)
+    assert larc._amp_stash is larc.optim._amp_stash
+    assert [name for name in METHODS if getattr(larc, name) != getattr(larc.optim, name)] == []
+    assert not hasattr(copy.deepcopy(larc), "_amp_stash")
+    amp.close()
+    assert not any(hasattr(larc, name) for name in (*METHODS, "_amp_stash"))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_an_optimizer_with_an_attribute_of_that_name_is_refused(name: str) -> None:
     model = MLP.model()
@@ -394,7 +407,7 @@ def own_scale_loss(
     if not _amp_state.opt_properties.enabled:
         yield loss
         return
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    optimizers = [optimizers] if isinstance(optimizers, (Optimizer, LARC)) else optimizers
     own = _amp_state.loss_scalers[loss_id]
     scale = own.loss_scale()
     if not _amp_state.opt_properties.master_weights and not own.dynamic and scale == 1.0:
@@ -446,6 +459,7 @@ class Own:
 OPTIMIZERS = {
     "sgd": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
     "adam": lambda params, lr: torch.optim.Adam(params, lr, eps=1e-4),
+    "larc": lambda params, lr: LARC(torch.optim.SGD(params, lr, momentum=0.9)),
     "rmsprop": lambda params, lr: torch.optim.RMSprop(params, lr, eps=1e-4),  # not stepped by our kernels
 }
 

@@ -163,7 +163,7 @@ class Engine:
         self._initialized.add(model_list, stepping, policy, output_dtype, adopt_data_writes)
         for optimizer in optimizer_list:
             if isinstance(optimizer, LARC):
-                self._initialized.settle_before(optimizer)
+                self._initialized.look_after_wrapper(optimizer)
         self.policy = policy
         self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
         self._skip_on_overflow = skip_on_overflow
@@ -505,6 +505,8 @@ class Engine:
         stepping = inner_of(optimizer)
         stepped = self._initialized.get(stepping) if isinstance(stepping, Optimizer) else None
         if stepped is not None:
+            if isinstance(optimizer, LARC):  # also one that was made after `initialize`
+                self._initialized.look_after_wrapper(optimizer)
             return stepped
         raise AmpTypeError(
             f"This {type(optimizer).__name__} was not passed to amp.initialize.  Type model, optimizer = "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from amp_engine.arguments import APEX_METHODS
 from amp_engine.master_weights import MasterWeights, exact_value, follow_masters
 from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC
@@ -31,7 +32,7 @@ class Initialized:
         # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, SteppedOptimizer] = weakref.WeakKeyDictionary()
-        self._wrapper_hooks: list[RemovableHandle] = []
+        self._wrappers: weakref.WeakKeyDictionary[LARC, RemovableHandle] = weakref.WeakKeyDictionary()
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -115,16 +116,23 @@ class Initialized:
         self._stepped[optimizer] = stepped
         vars(optimizer).update(Stash(stepped).attributes())
 
-    def settle_before(self, larc: LARC) -> None:
-        """Have gradients that `delay_unscale` left scaled unscaled before a step of `larc` looks at them."""
-        stepped = self._stepped[larc.optim]
-        self._wrapper_hooks.append(larc.register_step_pre_hook(lambda _: stepped.settle()))
+    def look_after_wrapper(self, larc: LARC) -> None:
+        """Take in a wrapper of an optimizer in care, until `release`.
+
+        Gradients that `delay_unscale` left scaled are unscaled before its step looks at them.
+        """
+        if larc not in self._wrappers:
+            stepped = self._stepped[larc.optim]
+            self._wrappers[larc] = larc.register_step_pre_hook(lambda _: stepped.settle())
+            vars(larc).update(Stash(stepped).attributes())
 
     def release(self) -> None:
         """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""
-        for handle in self._wrapper_hooks:
+        for larc, handle in self._wrappers.items():
             handle.remove()
-        self._wrapper_hooks.clear()
+            for name in ("_amp_stash", *APEX_METHODS):
+                vars(larc).pop(name, None)
+        self._wrappers.clear()
         optimizers = self.optimizers
         for optimizer in optimizers:
             self._let_go(optimizer)

@@ -23,13 +23,8 @@ class FusedOptimizer(Optimizer):
     """An optimizer whose step is one pass over gradients, weights and state, on CPU and CUDA.
 
     Parameters may be float32, float16 and bfloat16, mixed; state is always float32. Under `amp.initialize` the step
-    unscales, clips, skips and writes the model's half parameters in that same pass. Under `torch.amp.GradScaler` it
-    unscales, and skips without a host sync, half gradients included.
+    unscales, clips, skips and writes the model's half parameters in that same pass.
     """
-
-    # torch.amp.GradScaler then sets `grad_scale` and `found_inf` for the time of a step, instead of waiting for the
-    # device. A parameter `grad_scaler` of `step` would be the older agreement, which torch warns of.
-    _step_supports_amp_scaling = True
 
     rule: ClassVar[Rule]
     settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)  # attributes that copies and pickles keep

@@ -42,14 +42,15 @@ class FusedAdam(MasterKeepingOptimizer):
         weight_decay: its factor.
         amsgrad: refused, as in apex.
         set_grad_none: what `zero_grad()` does by default.
-        capturable: accepted; every step can be captured in a CUDA graph.
+        capturable: torch.amp.GradScaler leaves unscaling and skipping to the step, half gradients included, and waits
+            for nothing. CUDA graphs capture any step.
         master_weights: keep float32 masters of half parameters as state. Not needed under `amp.initialize`.
 
     Raises AmpStateError for `amsgrad`, and for `master_weights` without `capturable` as in apex.
     """
 
     rule = Rule("adam", "exp_avg", "exp_avg_sq", _hyperparameters)
-    settings = ("set_grad_none", "adam_w_mode", "capturable", "master_weights")
+    settings = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "_step_supports_amp_scaling")
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class FusedAdam(MasterKeepingOptimizer):
         check_betas(betas)
         self.adam_w_mode = bool(adam_w_mode)
         self.capturable = capturable
+        self._step_supports_amp_scaling = capturable  # see FusedMixedPrecisionLamb
         self.master_weights = master_weights
         defaults = {
             "lr": lr,

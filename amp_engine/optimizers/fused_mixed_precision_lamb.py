@@ -49,6 +49,9 @@ class FusedMixedPrecisionLamb(MasterKeepingOptimizer):
     rule = FusedLAMB.rule
     settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
     master_weights = True
+    # torch.amp.GradScaler then sets `grad_scale` and `found_inf` for the time of a step, instead of unscaling and
+    # waiting for the device. Not in every fused optimizer: FSDP's ShardedGradScaler leaves `found_inf` local to a rank.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class LARC:
         self._step_pre_hooks: OrderedDict[int, Callable[[LARC], None]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_step_pre_hooks"}
+        return {name: getattr(self, name) for name in ("optim", "trust_coefficient", "eps", "clip")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -86,14 +86,6 @@ class LARC:
     def defaults(self) -> dict[str, Any]:
         """The inner optimizer's defaults."""
         return self.optim.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        # `_amp_stash` and its kin, which amp.initialize adds to the inner optimizer.
-        stash = vars(vars(self).get("optim", self)).get("_amp_stash")
-        added = {} if stash is None else stash.attributes()
-        if name not in added:
-            raise AttributeError(f"'LARC' object has no attribute {name!r}")
-        return added[name]
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's; LARC has no state."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from amp_engine import amp, optimizers
 from amp_engine.apex import optimizers as apex_optimizers
-from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedSGD
+from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb
 from tests.models import MLP
 from tests.optimizers.support import CLASSES, HALVES, give, gradients, made, parameters
 from tests.support import assert_bitwise, backward, frozen, group_params, train
@@ -171,7 +171,7 @@ def test_under_amp_it_is_a_lamb_like_any_other(level: str) -> None:
 # --- torch.amp.GradScaler -------------------------------------------------------------------------
 
 SCALED: dict[str, Any] = {
-    **{name: lambda params, name=name: made(name, params) for name in CLASSES},
+    "FusedAdam": lambda params: FusedAdam(params, capturable=True),
     "FusedAdam with masters": lambda params: FusedAdam(params, capturable=True, master_weights=True),
     "FusedMixedPrecisionLamb": lambda params: FusedMixedPrecisionLamb(params),
 }
@@ -213,7 +213,7 @@ def test_the_grad_scaler_leaves_unscaling_and_skipping_to_the_step(name: str, dt
 
 def test_gradients_in_another_memory_order_are_unscaled_where_they_belong() -> None:
     params, others = parameters([(5, 3)]), parameters([(5, 3)])
-    optimizer, plain = FusedAdam(params), FusedAdam(others)
+    optimizer, plain = FusedMixedPrecisionLamb(params), FusedMixedPrecisionLamb(others)
     grad = torch.arange(15.0).reshape(3, 5).t()
     others[0].grad = grad.contiguous()
     params[0].grad = grad * 4
@@ -224,10 +224,15 @@ def test_gradients_in_another_memory_order_are_unscaled_where_they_belong() -> N
     assert_bitwise(params, others)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+def test_the_others_leave_it_to_the_grad_scaler_which_may_be_that_of_shards() -> None:
+    assert not any(getattr(made(name, parameters()), "_step_supports_amp_scaling", False) for name in CLASSES)
+    assert copy.deepcopy(FusedAdam(parameters(), capturable=True))._step_supports_amp_scaling
+
+
+@pytest.mark.parametrize("name", SCALED)
 def test_a_scheduler_is_quiet_when_the_first_steps_are_skipped(name: str) -> None:
     params = parameters()
-    optimizer = made(name, params)
+    optimizer = SCALED[name](params)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
@@ -238,7 +243,11 @@ def test_a_scheduler_is_quiet_when_the_first_steps_are_skipped(name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "build", [lambda params: FusedSGD(params, lr=0.1), lambda params: torch.optim.SGD(params, lr=0.1, fused=True)]
+    "build",
+    [
+        lambda params: FusedMixedPrecisionLamb(params, max_grad_norm=0.5),
+        lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    ],
 )
 def test_it_may_drive_an_optimizer_that_amp_looks_after_too(build: Any) -> None:
     results = []

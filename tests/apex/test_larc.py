@@ -198,10 +198,10 @@ def test_a_learning_rate_scheduler_takes_the_inner_optimizer() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 def test_copies_train_on_their_own_also_under_amp(copied: Any) -> None:
-    model, optimizer = started("O1")
+    model, optimizer = started("O0")
     train(MLP, model, optimizer, "c")
-    amp.close()
     model_copy, optimizer_copy = copied((model, optimizer))
+    assert not hasattr(optimizer_copy, "_amp_stash")
     before = frozen(list(model.parameters()))
     train_plain(model_copy, optimizer_copy, 1)
     assert_bitwise(frozen(list(model.parameters())), before)
@@ -284,9 +284,11 @@ def test_the_same_objects_come_back_alone_and_in_lists() -> None:
     assert amp.initialize([model, second], listed, verbosity=0)[1] is listed
     assert listed[0] is one
     backward(MLP.loss(model, MLP.batch(0)) + MLP.loss(second, MLP.batch(0)), listed)
-    assert hasattr(one, "_amp_stash")
+    assert one._amp_stash.all_fp32_from_fp32_params == list(model.parameters())  # type: ignore[attr-defined]
+    one._lazy_init_maybe_master_weights()  # type: ignore[attr-defined]
     amp.close()
     assert not hasattr(one, "_amp_stash")
+    assert not hasattr(one, "_lazy_init_maybe_master_weights")
 
 
 def test_it_and_what_is_inside_of_it_count_as_one_optimizer() -> None:
@@ -331,10 +333,13 @@ def test_clipping_acts_before_it_and_without_making_gradients_of_masters(level: 
 
 
 @pytest.mark.parametrize("level", DYNAMIC_LEVELS)
-def test_gradients_that_delay_unscale_left_scaled_are_unscaled_before_it_adapts(level: str) -> None:
+@pytest.mark.parametrize("afterwards", [False, True])
+def test_gradients_that_delay_unscale_left_scaled_are_unscaled_before_it_adapts(level: str, afterwards: bool) -> None:
     delayed, at_once = [], []
     for result, delay in ((delayed, True), (at_once, False)):
         model, optimizer = started(level, loss_scale=2.0**9)
+        if afterwards:
+            optimizer = LARC(optimizer.optim)
         backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=delay)
         optimizer.step()
         result += masters(optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import re
 import runpy
 import warnings
 from collections.abc import Callable
@@ -396,6 +397,7 @@ def batch_norms(rank: int) -> Any:
     x = norm_input((6, 3)).chunk(2)[rank]
     results["groups"] = alone(x), together(x), parallel.create_syncbn_process_group(0)
     results["bfloat16"] = SyncBatchNorm(3)(x.bfloat16())
+    results["wrapped"] = DistributedDataParallel(SyncBatchNorm(3))(x)
     return results
 
 
@@ -445,6 +447,7 @@ def test_statistics_are_shared_within_a_group_only(ranks: list[dict[str, Any]]) 
         alone, together, everybody = one["batch_norms"]["groups"]
         assert everybody is None
         torch.testing.assert_close(together, expected[rank].detach(), rtol=1e-4, atol=1e-4)
+        assert_bitwise(one["batch_norms"]["wrapped"], together)
         torch.testing.assert_close(alone, nn.BatchNorm1d(3)(x.chunk(2)[rank]).detach(), rtol=1e-4, atol=1e-4)
         assert one["batch_norms"]["bfloat16"].dtype == torch.bfloat16
 
@@ -458,6 +461,12 @@ def test_relu_and_addend_are_fused_as_asked() -> None:
     last = x.movedim(1, -1)
     torch.testing.assert_close(SyncBatchNorm(3, channel_last=True)(last), plain(x).movedim(1, -1))
     assert "channel_last=True, fuse_relu=False" in repr(SyncBatchNorm(3, channel_last=True))
+
+
+@pytest.mark.parametrize(("shape", "what"), [((3,), "takes"), ((2, 0), "no channels")])
+def test_an_input_without_channels_is_refused_with_its_shape(shape: tuple[int, ...], what: str) -> None:
+    with pytest.raises(ValueError, match=rf"input of shape {re.escape(str(shape))}, .*{what}"):
+        SyncBatchNorm(3)(torch.ones(shape))
 
 
 def test_its_arguments_are_apexs() -> None:

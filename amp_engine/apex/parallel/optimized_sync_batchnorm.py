@@ -6,10 +6,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from amp_engine.errors import AmpValueError
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """torch's SyncBatchNorm with apex's arguments; also on CPUs, whose ranks torch's leaves out.
+
+    Not a subclass of torch's, as in apex: DistributedDataParallel refuses that one on a CPU.
 
     Args:
         num_features: channels.
@@ -34,7 +39,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
@@ -56,10 +62,23 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             normalized = normalized + z
         return F.relu(normalized) if self.fuse_relu else normalized
 
+    # torch's forward calls these two.
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise AmpValueError(
+                f"SyncBatchNorm got an input of shape {tuple(input.shape)}, but takes [N, C, ...], or [N, ..., C] with "
+                "channel_last=True."
+            )
+
+    def _check_non_zero_input_channels(self, input: Tensor) -> None:
+        if input.size(1) == 0:
+            raise AmpValueError(f"SyncBatchNorm got an input of shape {tuple(input.shape)}, which has no channels.")
+
     def _normalized(self, input: Tensor) -> Tensor:
         on_cpu_ranks = self.training and input.is_cpu and dist.is_available() and dist.is_initialized()
         if not on_cpu_ranks:
-            return super().forward(input)
+            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         return self._normalized_over_cpu_ranks(input)

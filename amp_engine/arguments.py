@@ -25,6 +25,13 @@ APEX_METHODS = (
     "_prepare_amp_backward",
 )
 
+# Where torch.optim.Optimizer keeps the hooks that are used here. A class that never calls its __init__ lacks some, and its
+# `step` is not `hooked`: torch calls none of them.
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+)
 _PARALLEL_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -100,7 +107,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer]
                     f"Incoming optimizer already has {name} defined.  amp.initialize adds an attribute of this name; "
                     f"rename the one of {type(optimizer).__name__}."
                 )
-        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if not all(hasattr(optimizer, hooks) for hooks in _HOOKS) or not hasattr(type(optimizer).step, "hooked"):
             raise AmpStateError(
                 f"{type(optimizer).__name__} is a torch.optim.Optimizer by name only: it takes no step hooks.  Pass "
                 "the optimizer inside of it to amp.initialize, and make the wrapper afterwards."

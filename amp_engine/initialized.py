@@ -124,7 +124,7 @@ class Initialized:
         if larc not in self._wrappers:
             stepped = self._stepped[larc.optim]
             self._wrappers[larc] = larc.register_step_pre_hook(lambda _: stepped.settle())
-            vars(larc).update(Stash(stepped).attributes())
+            vars(larc).update(larc.optim._amp_stash.attributes())  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""

@@ -159,10 +159,23 @@ def test_a_failing_registration_leaves_the_optimizer_with_the_models_parameters(
     assert torch.equal(model.weight, before)
 
 
-def test_an_optimizer_without_hooks_is_refused_by_name(engine):
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        (),
+        ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),  # as timm's Lookahead has
+        ("_optimizer_step_pre_hooks", "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
+    ],
+)
+def test_an_optimizer_without_hooks_is_refused_by_name(engine, hooks):
     class Proxy(torch.optim.Optimizer):
         def __init__(self, optimizer):
             self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+            for name in hooks:
+                setattr(self, name, {})
+
+        def step(self, closure=None):
+            return self.optimizer.step(closure)
 
     model = linear()
     with pytest.raises(AmpStateError, match="Proxy is a torch.optim.Optimizer by name only"):

@@ -78,7 +78,7 @@ TABLE: tuple[Row, ...] = (
         "write opt_level='O4' (functions in bfloat16) or 'O5' (the model in bfloat16)",
     ),
     # --- apex.amp, its modules ---
-    *_served("apex.amp.amp", _PUBLIC),
+    *_served("apex.amp.amp", f"{_PUBLIC} AmpHandle NoOpHandle"),
     *_served("apex.amp.frontend", "initialize state_dict load_state_dict Properties opt_levels"),
     *_served("apex.amp.handle", "scale_loss disable_casts AmpHandle NoOpHandle"),
     *_served("apex.amp.scaler", "LossScaler"),
@@ -159,10 +159,9 @@ TABLE: tuple[Row, ...] = (
     Served("apex.optimizers.fused_lamb.FusedLAMB"),
     Served("apex.optimizers.fused_adagrad.FusedAdagrad"),
     Served("apex.optimizers.fused_mixed_precision_lamb.FusedMixedPrecisionLamb"),
-    Missing(
+    Different(
         "apex.optimizers.FP16_Optimizer",
-        "gone from there since 2019: amp.initialize(model, optimizer, opt_level='O2'), "
-        "or from apex.fp16_utils import FP16_Optimizer",
+        "is that of apex.fp16_utils; checkpoints of the class that apex had here until 2019 do not load",
     ),
     Missing("apex.optimizers.fp16_optimizer", "from apex.fp16_utils import FP16_Optimizer"),
     Missing("apex.optimizers.NpuFused*", "of a fork for Ascend devices: write FusedAdam, FusedSGD or FusedLAMB"),
@@ -170,7 +169,7 @@ TABLE: tuple[Row, ...] = (
     *_served("apex.parallel", "DistributedDataParallel Reducer SyncBatchNorm convert_syncbn_model"),
     *_served("apex.parallel", "create_syncbn_process_group LARC distributed sync_batchnorm"),
     *_served("apex.parallel", "optimized_sync_batchnorm"),
-    *_served("apex.parallel.distributed", "DistributedDataParallel Reducer flat_dist_call apply_flat_dist_call"),
+    *_served("apex.parallel.distributed", "DistributedDataParallel Reducer flat_dist_call"),
     Served("apex.parallel.sync_batchnorm.SyncBatchNorm"),
     Served("apex.parallel.optimized_sync_batchnorm.SyncBatchNorm"),
     Missing("apex.parallel.multiproc", "type torchrun --nproc_per_node=... script.py"),

@@ -49,7 +49,7 @@ from apex.amp import _amp_state  # apex.amp._amp_state: served
 from apex.amp._amp_state import _amp_state as state  # apex.amp._amp_state: served
 from apex.amp import amp as inner  # apex.amp.amp: served
 from apex.optimizers import FusedAdam, FusedLAMB  # apex.optimizers.FusedAdam: served; apex.optimizers.FusedLAMB: served
-from apex.optimizers import FP16_Optimizer  # apex.optimizers.FP16_Optimizer: missing
+from apex.optimizers import FP16_Optimizer  # apex.optimizers.FP16_Optimizer: different
 from apex.optimizers import NpuFusedSGD  # apex.optimizers.NpuFusedSGD: missing
 from apex.parallel import DistributedDataParallel as DDP  # apex.parallel.DistributedDataParallel: served
 from apex.parallel import convert_syncbn_model  # apex.parallel.convert_syncbn_model: served
@@ -224,7 +224,6 @@ amp.initialize()  # apex.amp.initialize: served
         ("apex.reparameterization.apply_weight_norm", "parametrizations.weight_norm"),
         ("apex.pyprof.nvtx.init", "torch.profiler"),
         ("apex.parallel.multiproc", "torchrun"),
-        ("apex.optimizers.FP16_Optimizer", "gone from there since 2019"),
         ("apex.optimizers.NpuFusedAdam", "FusedAdam"),
         ("amp_C.multi_tensor_lamb_stage1_cuda", "multi_tensor_lamb"),
     ],

@@ -1,5 +1,7 @@
 """`apex.optimizers`."""
 
+# Here until 2019, where scripts of those years import it from.
+from amp_engine.apex.fp16_utils import FP16_Optimizer as FP16_Optimizer
 from amp_engine.apex.optimizers.fused_adagrad import FusedAdagrad as FusedAdagrad
 from amp_engine.apex.optimizers.fused_adam import FusedAdam as FusedAdam
 from amp_engine.apex.optimizers.fused_lamb import FusedLAMB as FusedLAMB

@@ -16,6 +16,15 @@ from amp_engine.apex.parallel.LARC import LARC as LARC
 from amp_engine.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm as SyncBatchNorm
 from amp_engine.errors import AmpValueError
 
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]
+
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
     """`module` with every batch norm in it as a SyncBatchNorm; the module itself if it is one.

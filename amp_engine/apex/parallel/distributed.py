@@ -1,15 +1,16 @@
 """`apex.parallel.distributed`: DistributedDataParallel and Reducer, on torch's DistributedDataParallel."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.utils._pytree import tree_leaves
 
+from amp_engine.apex import apex_C
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.master_weights import written_through_data
 
@@ -142,68 +143,58 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class Reducer:
-    """Averages gradients over the ranks when it is told to.
+    """Averages gradients over the ranks when it is told to, for those who do without DistributedDataParallel.
 
-    Under amp call `reduce` inside of `with amp.scale_loss(...)`, after the backward: at its exit masters take over the
-    gradients, and a sum that overflows must be seen there.
+    Under amp call `reduce()` inside of `amp.scale_loss`, after the backward: gradients are then unscaled once all ranks
+    have the same.
 
     Args:
-        module_or_grads_list: a module, whose parameters are broadcast from rank 0, and whose gradients are averaged; or
-            gradients themselves, tensors in any nesting of lists, tuples and dictionaries.
+        module_or_grads_list: a module, whose parameters become those of rank 0 at once; or gradients, a tensor or lists
+            and dictionaries of them.
 
-    Raises AmpStateError without a process group, AmpTypeError for anything else.
+    Raises AmpStateError without a process group, AmpTypeError for anything else than these.
     """
 
-    def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
+    def __init__(self, module_or_grads_list: Any) -> None:
         check_process_group("Reducer")
-        self.module: nn.Module | None = None
-        self.grads: list[Tensor] = []
-        if isinstance(module_or_grads_list, nn.Module):
-            self.module = module_or_grads_list
-            # Not .data, whose writes nobody hears of: masters refresh themselves.
-            flat_dist_call([p.detach() for p in self.module.parameters()], dist.broadcast, (0,))
-        else:
-            self.grads = _tensors(module_or_grads_list)
+        self._module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self._given = [] if self._module is not None else tree_leaves(module_or_grads_list)
+        for leaf in self._given:
+            if not isinstance(leaf, Tensor):
+                raise AmpTypeError(
+                    f"Reducer() got a {type(leaf).__name__}, but takes a module, or gradients as tensors.  Type "
+                    "Reducer(model), and call reduce() after each backward."
+                )
+        if self._module is not None:
+            flat_dist_call([p.detach() for p in self._module.parameters()], dist.broadcast, (0,))
 
-    @torch.no_grad()
     def reduce(self) -> None:
-        """Average the gradients in place. Every rank must have the same ones."""
-        grads = self.grads
-        if self.module is not None:
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        flat_dist_call(grads, dist.all_reduce)
+        """Average, in place, over the ranks, which must all have the same gradients missing."""
+        grads = self._given if self._module is None else [p.grad for p in self._module.parameters()]
+        flat_dist_call([grad for grad in grads if grad is not None], dist.all_reduce)
 
 
 @torch.no_grad()
 def flat_dist_call(
-    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: tuple[Any, ...] | None = None
+    tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Run a collective over many tensors in place, in one call for each type and device.
+    """Run a collective of torch.distributed once for each type among `tensors`, which then hold its result.
 
     Args:
-        tensors: any shapes and types; on every rank the same.
-        call: `torch.distributed.broadcast`, `all_reduce` or another that works in place. `all_reduce` is an average.
-        extra_args: after the tensor.
+        tensors: dense. Masters follow what is so written into `p.data`.
+        call: called as `call(flat, *extra_args)` on all tensors of a type in one. The sums of `all_reduce` are divided
+            by the number of ranks.
     """
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    by_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for bucket in alike.values():
-        apply_flat_dist_call(bucket, call, extra_args)
-
-
-@torch.no_grad()
-def apply_flat_dist_call(
-    bucket: list[Tensor], call: Callable[..., Any], extra_args: tuple[Any, ...] | None = None
-) -> None:
-    """`flat_dist_call` for tensors of one type and device."""
-    flat = _flatten_dense_tensors(bucket)
-    if call is dist.all_reduce:
-        flat.div_(dist.get_world_size())  # before the sum, which may be beyond float16
-    call(flat, *(extra_args or ()))
-    for tensor, value in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-        tensor.copy_(value)
-    written_through_data(bucket)
+        by_type.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for alike in by_type.values():
+        flat = apex_C.flatten(alike)
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat.div_(dist.get_world_size())
+        torch._foreach_copy_(alike, apex_C.unflatten(flat, alike))
+    written_through_data(tensors)
 
 
 def check_process_group(name: str) -> None:
@@ -221,16 +212,3 @@ def _megabytes(module: nn.Module, message_size: int) -> float:
     elements = sum(p.numel() for p in params)
     size = sum(p.numel() * p.element_size() for p in params) / elements if elements else 4
     return message_size * size / 2**20
-
-
-def _tensors(nested: Any) -> list[Tensor]:
-    if isinstance(nested, Tensor):
-        return [nested]
-    if isinstance(nested, dict):
-        nested = nested.values()
-    elif isinstance(nested, (str, bytes)) or not isinstance(nested, Iterable):
-        raise AmpTypeError(
-            f"Reducer() got a {type(nested).__name__}, but takes a module, or gradients as tensors.  Type "
-            "Reducer(model), and call reduce() after each backward."
-        )
-    return [tensor for item in nested for tensor in _tensors(item)]

@@ -25,8 +25,8 @@ APEX_METHODS = (
     "_prepare_amp_backward",
 )
 
-# Where torch.optim.Optimizer keeps the hooks that are used here. A class that never calls its __init__ lacks some, and its
-# `step` is not `hooked`: torch calls none of them.
+# Where torch.optim.Optimizer keeps the hooks that are used here. A class that never calls its __init__ lacks some, and
+# its `step` is not `hooked`: torch calls none of them.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_state_dict_post_hooks",

@@ -12,6 +12,7 @@ from torch import Tensor
 STEPS = 48
 SAVED_AT = 24
 CHARACTERS = 128
+EPS = 1e-4  # of AdamW: the default, 1e-8, is 0 in float16, and O3 divides by it
 
 
 def arguments(description: str) -> argparse.Namespace:

@@ -4,7 +4,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from apex import amp
-from common import CHARACTERS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state, text_windows
+from common import CHARACTERS, EPS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state, text_windows
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
@@ -72,7 +72,7 @@ class NextCharacter(pl.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3, eps=EPS)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * STEPS))
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

@@ -2,7 +2,7 @@
 
 import mmengine
 import torch.nn.functional as F
-from common import CHARACTERS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state, text_windows
+from common import CHARACTERS, EPS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state, text_windows
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.runner import Runner, set_random_seed
@@ -67,7 +67,7 @@ def main() -> None:
         optim_wrapper={
             "type": "ApexOptimWrapper",
             "opt_level": options.level,
-            "optimizer": {"type": "AdamW", "lr": 2e-3},
+            "optimizer": {"type": "AdamW", "lr": 2e-3, "eps": EPS},
             "accumulative_counts": ACCUMULATE,
             "clip_grad": {"max_norm": 1.0},
         },

@@ -244,7 +244,8 @@ def judge(run: Run, runs: dict[Run, Future[dict[str, Any]]]) -> Row:
         row.version, row.seconds, losses = record["version"], record["seconds"], record["losses"]
         row.first, row.last = losses[0], losses[-1]
         baseline = runs[Run(run.client, run.variant, "O0")].result()["losses"][-len(losses) :]
-        row.difference = max(abs(a - b) for a, b in zip(losses, baseline, strict=True))
+        differences = [abs(a - b) for a, b in zip(losses, baseline, strict=True)]
+        row.difference = max(differences) if all(map(math.isfinite, losses)) else math.nan
         if run.resumed:
             row.complaint = judge_resumed(run, record, runs[Run(run.client, run.variant, run.level)].result())
         else:

@@ -3,7 +3,7 @@
 import torch
 import torchvision_operators  # noqa: F401  (before timm, which imports torchvision)
 from apex import amp
-from common import SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state
+from common import EPS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state
 from sklearn.datasets import load_digits
 from timm import __version__
 from timm.models import create_model, model_parameters, resume_checkpoint
@@ -35,7 +35,7 @@ def main() -> None:
         global_pool="avg",
         weight_init="jax",
     )
-    optimizer = create_optimizer_v2(model, opt="adamw", lr=3e-3, weight_decay=0.05)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=3e-3, weight_decay=0.05, eps=EPS)
     model, optimizer = amp.initialize(model, optimizer, opt_level=options.level)
     loss_scaler = ApexScaler()
     lower_scale()

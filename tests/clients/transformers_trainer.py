@@ -1,7 +1,7 @@
-"""A small GPT-2 through Hugging Face's Trainer: gradient accumulation, clipping, a checkpoint of the Trainer's own."""
+"""A small GPT-2 through Hugging Face's Trainer: accumulation, clipping, evaluation, the best checkpoint at the end."""
 
 import transformers
-from common import CHARACTERS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state, text_windows
+from common import CHARACTERS, EPS, SAVED_AT, STEPS, arguments, lower_scale, report, text_windows
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 ACCUMULATE = 2
@@ -10,15 +10,10 @@ LENGTH = 32
 
 
 class ScaleWriter(TrainerCallback):
-    """Writes the loss scale once amp is initialized, and reads it back where the checkpoint is."""
-
-    saved = None
+    """Writes the loss scale, which the Trainer's checkpoints do not hold, once amp is initialized."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         lower_scale()
-
-    def on_save(self, args, state, control, **kwargs):
-        self.saved = scaler_state()
 
 
 def main() -> None:
@@ -31,11 +26,15 @@ def main() -> None:
         fp16_opt_level=options.level,
         optim=options.variant or "adamw_torch",
         learning_rate=2e-3,
+        adam_epsilon=EPS,
         max_grad_norm=1.0,
         gradient_accumulation_steps=ACCUMULATE,
         per_device_train_batch_size=BATCH,
         max_steps=STEPS,
         save_steps=SAVED_AT,
+        eval_strategy="steps",
+        eval_steps=SAVED_AT,
+        load_best_model_at_end=True,
         logging_steps=SAVED_AT,
         disable_tqdm=True,
         report_to=[],
@@ -55,15 +54,21 @@ def main() -> None:
         eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
-    losses = []
-    model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss.item()))
-    windows = text_windows(STEPS * ACCUMULATE * BATCH, LENGTH)
-    scale = ScaleWriter()
+    losses: list[float] = []
+
+    def record(module, inputs, output):
+        if module.training:
+            losses.append(output.loss.item())
+
+    model.register_forward_hook(record)
+    windows = text_windows((STEPS * ACCUMULATE + 1) * BATCH, LENGTH)
+    data = [{"input_ids": window, "labels": window} for window in windows]
     trainer = Trainer(
         model=model,
         args=training,
-        train_dataset=[{"input_ids": window, "labels": window} for window in windows],
-        callbacks=[scale],
+        train_dataset=data[BATCH:],
+        eval_dataset=data[:BATCH],
+        callbacks=[ScaleWriter()],
     )
     trainer.train(resume_from_checkpoint=options.resume and str(options.resume / f"checkpoint-{SAVED_AT}"))
     report(version=transformers.__version__, losses=losses)

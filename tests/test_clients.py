@@ -1,0 +1,69 @@
+"""What `make clients` accepts, and what not."""
+
+import pytest
+
+from tests.clients.run import CLIENTS, HERE, Run, all_runs, judge_losses, judge_resumed
+
+FALLING = [2.0 - step / 100 for step in range(48)]
+SAVED = {"loss_scale": 8192.0, "unskipped": 24}
+TIMM = next(client for client in CLIENTS if client.name == "timm")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_losses_that_fall_near_those_of_o0_are_accepted(level):
+    assert judge_losses(level, FALLING, 0.009) == ""
+
+
+@pytest.mark.parametrize(("level", "difference"), [("O1", 0.011), ("O2", 0.011), ("O4", 0.051), ("O5", 0.051)])
+def test_losses_that_leave_those_of_o0_are_refused(level, difference):
+    assert f"{difference:.4f} away from O0" in judge_losses(level, FALLING, difference)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_refused(level, value):
+    assert judge_losses(level, [*FALLING, value], 0.0) == f"loss 48 of 49 is {value}"
+
+
+def test_a_baseline_that_does_not_learn_is_refused():
+    assert "does not learn" in judge_losses("O0", [2.0] * 48, 0.0)
+
+
+def test_a_resume_that_repeats_the_losses_and_finds_the_scaler_is_accepted():
+    whole = {"losses": FALLING, "saved": SAVED}
+    assert judge_resumed(Run(TIMM, "", "O1"), {"losses": FALLING[24:], "restored": SAVED}, whole) == ""
+
+
+def test_a_resume_that_repeats_the_losses_only_nearly_is_refused():
+    whole = {"losses": FALLING, "saved": SAVED}
+    record = {"losses": [*FALLING[24:47], FALLING[47] + 1e-9], "restored": SAVED}
+    assert "loss 23 after the checkpoint" in judge_resumed(Run(TIMM, "", "O1"), record, whole)
+
+
+def test_a_resume_that_starts_again_is_refused():
+    whole = {"losses": FALLING, "saved": SAVED}
+    assert judge_resumed(Run(TIMM, "", "O1"), {"losses": FALLING, "restored": SAVED}, whole) != ""
+
+
+@pytest.mark.parametrize("saved", [None, SAVED, {**SAVED, "unskipped": 0}])
+@pytest.mark.parametrize("restored", [None, {"loss_scale": 65536.0, "unskipped": 24}, {**SAVED, "unskipped": 0}])
+def test_a_scaler_that_is_not_restored_is_refused(saved, restored):
+    whole = {"losses": FALLING, "saved": saved}
+    record = {"losses": FALLING[24:], "restored": restored}
+    assert "the scaler was saved as" in judge_resumed(Run(TIMM, "", "O1"), record, whole)
+
+
+def test_every_run_comes_after_those_it_is_compared_with():
+    runs = list(all_runs(CLIENTS))
+    for place, run in enumerate(runs):
+        assert Run(run.client, run.variant, "O0") in runs[: place + 1]
+        assert not run.resumed or Run(run.client, run.variant, run.level) in runs[:place]
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_every_client_has_its_program_and_exact_pins(client):
+    assert (HERE / client.program).is_file()
+    lines = (HERE / f"requirements-{client.name}.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert "torch==2.13.0" in pins
+    assert all("==" in pin.partition(";")[0] for pin in pins)

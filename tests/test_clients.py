@@ -1,8 +1,10 @@
 """What `make clients` accepts, and what not."""
 
+import sys
+
 import pytest
 
-from tests.clients.run import CLIENTS, HERE, Run, all_runs, judge_losses, judge_resumed
+from tests.clients.run import CLIENTS, HERE, ClientError, Run, all_runs, call, judge_losses, judge_resumed
 
 FALLING = [2.0 - step / 100 for step in range(48)]
 SAVED = {"loss_scale": 8192.0, "unskipped": 24}
@@ -23,6 +25,12 @@ def test_losses_that_leave_those_of_o0_are_refused(level, difference):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_refused(level, value):
     assert judge_losses(level, [*FALLING, value], 0.0) == f"loss 48 of 49 is {value}"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_losses_without_any_rounding_are_refused(level):
+    assert "nothing ran in low precision" in judge_losses(level, FALLING, 0.0)
+    assert judge_losses("O0", FALLING, 0.0) == ""
 
 
 def test_a_baseline_that_does_not_learn_is_refused():
@@ -51,6 +59,12 @@ def test_a_scaler_that_is_not_restored_is_refused(saved, restored):
     whole = {"losses": FALLING, "saved": saved}
     record = {"losses": FALLING[24:], "restored": restored}
     assert "the scaler was saved as" in judge_resumed(Run(TIMM, "", "O1"), record, whole)
+
+
+def test_a_program_that_fails_is_reported_with_its_last_line_and_its_log(tmp_path):
+    log = tmp_path / "log.txt"
+    with pytest.raises(ClientError, match=f"exit status 1, No module named 'apex': {log}"):
+        call([sys.executable, "-c", "raise SystemExit(\"No module named 'apex'\")"], log, cwd=tmp_path)
 
 
 def test_every_run_comes_after_those_it_is_compared_with():

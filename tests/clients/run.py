@@ -265,6 +265,8 @@ def judge_losses(level: str, losses: Sequence[float], difference: float) -> str:
     first, last = sum(losses[:LAST]) / LAST, sum(losses[-LAST:]) / LAST
     if level == "O0" and last > LEARNT * first:
         return f"it does not learn: the loss goes from {first:.4f} to {last:.4f}"
+    if level != "O0" and difference == 0:
+        return "the losses are those of O0 to the last bit: nothing ran in low precision"
     if difference > LIMITS.get(level, math.inf):
         return f"the losses are up to {difference:.4f} away from O0, allowed are {LIMITS[level]}"
     return ""

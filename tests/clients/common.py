@@ -9,8 +9,8 @@ import torch
 from apex import amp
 from torch import Tensor
 
-STEPS = 48
-SAVED_AT = 24
+STEPS = 32
+SAVED_AT = 16
 CHARACTERS = 128
 EPS = 1e-4  # of AdamW: the default, 1e-8, is 0 in float16, and O3 divides by it
 

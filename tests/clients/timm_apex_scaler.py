@@ -48,7 +48,7 @@ def main() -> None:
         )
         restored = scaler_state()
     ema = ModelEmaV2(model, decay=0.9)
-    scheduler = CosineLRScheduler(optimizer, t_initial=STEPS, warmup_t=4, warmup_lr_init=1e-4, t_in_epochs=False)
+    scheduler = CosineLRScheduler(optimizer, t_initial=2 * STEPS, warmup_t=4, warmup_lr_init=1e-4, t_in_epochs=False)
     scheduler.step_update(start)
     saver = CheckpointSaver(
         model, optimizer, model_ema=ema, amp_scaler=loss_scaler, checkpoint_dir=str(options.out), max_history=1

@@ -26,6 +26,8 @@ def main() -> None:
         fp16_opt_level=options.level,
         optim=options.variant or "adamw_torch",
         learning_rate=2e-3,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=8,
         adam_epsilon=EPS,
         max_grad_norm=1.0,
         gradient_accumulation_steps=ACCUMULATE,

@@ -22,12 +22,13 @@ class HostNumber:
 
     def __init__(self, value: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self.is_captured = value.is_cuda and torch.cuda.is_current_stream_capturing()
+        is_cuda = value.device.type == "cuda"  # not `.is_cuda`, which drivers of tests on a CPU are known to fake
+        self.is_captured = is_cuda and torch.cuda.is_current_stream_capturing()
         self._host: Tensor | float
         if value.is_cpu:
             self._host = value.item()
             return
-        if self.is_captured or not value.is_cuda:
+        if self.is_captured or not is_cuda:
             self._host = value.detach().clone()
             return
         self._host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)

@@ -184,7 +184,7 @@ def _may_keep(weight: nn.Parameter) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not torch._C._is_tracing()
-        and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        and not (weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         and not weight.is_inference()
         and weight.layout is torch.strided
         and torch._C._functorch.peek_interpreter_stack() is None

@@ -76,6 +76,6 @@ def _chunked(arg: Any, dtype: torch.dtype) -> Any:
     """The list of weights as casts in one chunk on CUDA; everything else, and any other layout, as it is."""
     if not isinstance(arg, (list, tuple)) or not arg:
         return arg
-    if not all(isinstance(w, nn.Parameter) and w.is_cuda and w.dtype is torch.float32 for w in arg):
+    if not all(isinstance(w, nn.Parameter) and w.device.type == "cuda" and w.dtype is torch.float32 for w in arg):
         return arg
     return cast_chunk(arg, dtype) or arg

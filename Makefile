@@ -1,6 +1,7 @@
 # Each command works from a bare clone: it makes .venv, installs into it, and runs.
 #   PYTHON=python3.12 make test         another interpreter for .venv
 #   make test ARGS="-k resume"          arguments for pytest, for the demo, or names of clients
+#   make test WORKERS=8                 how many test files are run side by side; each takes about a core and 1 GB
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #   make gpu PYTHON=python3             no .venv: that Python's packages as they are, without a network
 #   AMP_ENGINE_BUILD=none make test     what to compile: none, cpu or cuda (docs/installing.md)
@@ -11,6 +12,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed$(AMP_ENGINE_BUILD:%=-%)
 NATIVE := setup.py toolchain.py $(shell find csrc)
 CUDA_TORCH ?= torch==2.14.1
+WORKERS ?= 2
+PYTEST = python -m pytest -n $(WORKERS) --dist loadfile
 # OpenMP threads sleep while they wait for one another. If they spin, the default, the demo's smallest
 # steps take half the time on an idle machine, and up to twenty times the time on a busy one.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -26,7 +29,7 @@ demo: $(INSTALLED)  ## train two small models at every level; the table, build/d
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(INSTALLED)  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/$(PYTEST) $(ARGS)
 
 bench: $(INSTALLED)  ## time step, casts and training against their peers: step.json, dispatch.json, train.json in build/bench
 	$(BIN)/python -m tests.benchmarks.step $(ARGS)
@@ -54,7 +57,7 @@ RUNTIMES = $(foreach library,libasan.so libubsan.so libstdc++.so,$(shell $${CXX:
 sanitize: $(INSTALLED)  ## run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	$(COPY) && AMP_ENGINE_BUILD=cpu CFLAGS="$(FLAGS)" LDFLAGS="$(FLAGS)" ../../$(BIN)/python setup.py --quiet build_ext --inplace
 	cd build/$@ && AMP_ENGINE_BUILD=cpu LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		PYTHONMALLOC=malloc ../../$(BIN)/python -m pytest tests/kernels \
+		PYTHONMALLOC=malloc ../../$(BIN)/$(PYTEST) tests/kernels \
 		tests/test_build.py::test_what_is_forced_is_loaded $(ARGS)
 
 cuda-build:  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on that torch; needs no GPU
@@ -62,7 +65,7 @@ cuda-build:  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on 
 	.venv-cuda/bin/python -m pip install --quiet $(CUDA_TORCH)
 	$(COPY) && AMP_ENGINE_BUILD=cuda TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" ../../.venv-cuda/bin/python -m pip install --quiet --editable ".[test]"
 	cd build/$@ && ../../.venv-cuda/bin/python -m amp_engine info
-	cd build/$@ && AMP_ENGINE_BUILD=cuda ../../.venv-cuda/bin/python -m pytest --ignore=tests/test_demo.py --ignore=tests/test_examples.py $(ARGS)
+	cd build/$@ && AMP_ENGINE_BUILD=cuda ../../.venv-cuda/bin/$(PYTEST) --ignore=tests/test_demo.py --ignore=tests/test_examples.py $(ARGS)
 
 # Logs are written as they come: what a killed run has done so far is there.
 GPU_OUT := $(abspath $(or $(OUT),build/gpu))

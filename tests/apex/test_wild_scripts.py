@@ -278,6 +278,12 @@ def test_larc_with_a_schedule(run, level: str, schedule: str, norm: str) -> None
     assert_trained(printed)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("hooks", [(), ("--hooks",)], ids=["without_hooks", "with_step_hooks"])
+def test_lookahead_around_another_optimizer(run, level: str, hooks: tuple[str, ...]) -> None:
+    assert_trained(run("lookahead.py", "--opt_level", level, *hooks))
+
+
 def test_larc_with_synced_batch_norm_in_a_group_of_processes(run, monkeypatch: pytest.MonkeyPatch) -> None:
     one_rank(monkeypatch)
     assert_trained(run("larc_ssl.py", "--use_fp16", "O1"))

@@ -112,7 +112,7 @@ def take_optimizer_step(optimizer, model, overflow_buf, global_step):
         old_overflow_buf = scaler._overflow_buf
         scaler._overflow_buf = overflow_buf
         had_overflow = scaler.update_scale()
-        scaler._overflow_buf = old_overflow_buf
+        scaler._overfloat_buf = old_overflow_buf  # so misspelt in every copy
     if had_overflow == 0:
         optimizer.step()
         global_step += 1

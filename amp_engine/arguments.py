@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ghost import inner_optimizers
 from amp_engine.optimizers import LARC
+from amp_engine.optimizers.wrapped import inner_of, parameters_elsewhere, shares_groups, takes_hooks
 from amp_engine.policy import Policy
 
 # What `initialize` adds to an optimizer, beside `_amp_stash`: the names that apex added, and scripts call.
@@ -25,13 +26,6 @@ APEX_METHODS = (
     "_prepare_amp_backward",
 )
 
-# Where torch.optim.Optimizer keeps the hooks that are used here. A class that never calls its __init__ lacks some, and
-# its `step` is not `hooked`: torch calls none of them.
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-)
 _PARALLEL_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -107,7 +101,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer]
                     f"Incoming optimizer already has {name} defined.  amp.initialize adds an attribute of this name; "
                     f"rename the one of {type(optimizer).__name__}."
                 )
-        if not all(hasattr(optimizer, hooks) for hooks in _HOOKS) or not hasattr(type(optimizer).step, "hooked"):
+        if not takes_hooks(optimizer):
             raise AmpStateError(
                 f"{type(optimizer).__name__} is a torch.optim.Optimizer by name only: it takes no step hooks.  Pass "
                 "the optimizer inside of it to amp.initialize, and make the wrapper afterwards."
@@ -117,14 +111,34 @@ def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer]
                 f"{type(optimizer).__name__} steps sharded parameters (DTensor, as FSDP2 makes them), whose ranks "
                 "would each decide on an overflow of their own.  Choose opt_level='O4', which scales nothing."
             )
-        own = [id(group["params"]) for group in optimizer.param_groups]
         for name, inner in inner_optimizers(optimizer).items():
-            if [id(group["params"]) for group in inner.param_groups] != own:
+            if not shares_groups(optimizer, inner):
                 raise AmpStateError(
                     f"{type(optimizer).__name__} steps the groups of its .{name} ({type(inner).__name__}), not "
                     f"its own, so FP32 masters would never reach them.  Pass the {type(inner).__name__} to "
                     "amp.initialize and wrap it afterwards, or do without the wrapper."
                 )
+
+
+def check_wrappers(optimizers: Sequence[Any]) -> None:
+    """Raise AmpStateError for an optimizer around an optimizer that cannot be looked after."""
+    for wrapper in optimizers:
+        inner = inner_of(wrapper)
+        if inner is wrapper or isinstance(wrapper, LARC):
+            continue
+        for name in APEX_METHODS:
+            if hasattr(wrapper, name):
+                raise AmpStateError(
+                    f"Incoming optimizer already has {name} defined.  amp.initialize adds an attribute of this name; "
+                    f"rename the one of {type(wrapper).__name__}."
+                )
+        place = parameters_elsewhere(wrapper, inner)
+        if place is not None:
+            raise AmpStateError(
+                f"{type(wrapper).__name__} keeps parameters in its .{place}, beside its groups, where FP32 masters "
+                f"would never replace them.  Pass the {type(inner).__name__} inside of it to amp.initialize, and make "
+                "the wrapper afterwards."
+            )
 
 
 def check_num_losses(num_losses: Any) -> int:

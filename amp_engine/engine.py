@@ -98,7 +98,7 @@ class Engine:
 
         Args:
             models: a module, or a list of modules; on any device, in any floating type.
-            optimizers: an optimizer, or LARC around one; a list of them; or None.
+            optimizers: an optimizer, or LARC or a kind of Lookahead around one; a list of them; or None.
             enabled: False returns everything untouched and makes `scale_loss` yield the loss as it is.
             opt_level: "O0" FP32; "O1" cast functions; "O2" half model, FP32 batch norm and masters; "O3"
                 pure half; "O4", "O5" are O1, O2 in bfloat16. Sets the defaults of the properties below.
@@ -155,15 +155,16 @@ class Engine:
         arguments.check_models(model_list, policy)
         stepping = [inner_of(o) for o in optimizer_list]
         arguments.check_optimizers(stepping, self._initialized.optimizers, policy.loss_scale != 1.0 or skip_on_overflow)
+        arguments.check_wrappers(optimizer_list)
 
         self.reporter.verbosity = verbosity
         for line in report.initialization(defaults, policy):
             self.reporter.say(line, rank0=True)
 
         self._initialized.add(model_list, stepping, policy, output_dtype, adopt_data_writes)
-        for optimizer in optimizer_list:
-            if isinstance(optimizer, LARC):
-                self._initialized.look_after_wrapper(optimizer)
+        for wrapper, optimizer in zip(optimizer_list, stepping, strict=True):
+            if wrapper is not optimizer:
+                self._initialized.look_after_wrapper(wrapper, optimizer)
         self.policy = policy
         self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
         self._skip_on_overflow = skip_on_overflow
@@ -505,8 +506,8 @@ class Engine:
         stepping = inner_of(optimizer)
         stepped = self._initialized.get(stepping) if isinstance(stepping, Optimizer) else None
         if stepped is not None:
-            if isinstance(optimizer, LARC):  # also one that was made after `initialize`
-                self._initialized.look_after_wrapper(optimizer)
+            if optimizer is not stepping:  # also a wrapper that was made after `initialize`
+                self._initialized.look_after_wrapper(optimizer, stepping)
             return stepped
         raise AmpTypeError(
             f"This {type(optimizer).__name__} was not passed to amp.initialize.  Type model, optimizer = "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.arguments import APEX_METHODS
-from amp_engine.master_weights import MasterWeights, exact_value, follow_masters
+from amp_engine.master_weights import MasterWeights, exact_value
 from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC
 from amp_engine.policy import Policy
@@ -32,7 +33,8 @@ class Initialized:
         # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, SteppedOptimizer] = weakref.WeakKeyDictionary()
-        self._wrappers: weakref.WeakKeyDictionary[LARC, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
+        self._wrappers = weakref.WeakKeyDictionary()
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -93,10 +95,7 @@ class Initialized:
                     )
                 )
             for optimizer in optimizers:
-                masters = self._take_in(optimizer, policy, exact, adopt_data_writes)
-                if masters is not None and masters.written_outside:
-                    for cast_model in cast_models:
-                        cast_model.before_forward(follow_masters)
+                self._take_in(optimizer, policy, exact, adopt_data_writes)
         except BaseException:
             for optimizer in optimizers:
                 self._let_go(optimizer)
@@ -110,28 +109,39 @@ class Initialized:
                 cast_model.take_over(earlier)
                 self._cast_models.remove(earlier)
         self._cast_models += cast_models
+        self._follow_masters()
 
     def look_after(self, optimizer: Optimizer, stepped: SteppedOptimizer) -> None:
         """Take in an optimizer with what stands for it, until `release`."""
         self._stepped[optimizer] = stepped
         vars(optimizer).update(Stash(stepped).attributes())
 
-    def look_after_wrapper(self, larc: LARC) -> None:
+    def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
         """Take in a wrapper of an optimizer in care, until `release`.
 
-        Gradients that `delay_unscale` left scaled are unscaled before its step looks at them.
+        Gradients that `delay_unscale` left scaled are unscaled before LARC's step looks at them.
         """
-        if larc not in self._wrappers:
-            stepped = self._stepped[larc.optim]
-            self._wrappers[larc] = larc.register_step_pre_hook(lambda _: stepped.settle())
-            vars(larc).update(larc.optim._amp_stash.attributes())  # type: ignore[attr-defined]
+        if wrapper in self._wrappers:
+            return
+        stepped = self._stepped[inner]
+        if isinstance(wrapper, LARC):
+            self._wrappers[wrapper] = wrapper.register_step_pre_hook(lambda _: stepped.settle())
+        else:
+            self._wrappers[wrapper] = None
+            for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                # torch's zero_grad() has the class's step look into these, which not every such class has. They stay.
+                vars(wrapper).setdefault(hooks, OrderedDict())
+            stepped.wrapped_by(wrapper)
+            self._follow_masters()
+        vars(wrapper).update(inner._amp_stash.attributes())  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""
-        for larc, handle in self._wrappers.items():
-            handle.remove()
+        for wrapper, handle in self._wrappers.items():
+            if handle is not None:
+                handle.remove()
             for name in ("_amp_stash", *APEX_METHODS):
-                vars(larc).pop(name, None)
+                vars(wrapper).pop(name, None)
         self._wrappers.clear()
         optimizers = self.optimizers
         for optimizer in optimizers:
@@ -155,7 +165,7 @@ class Initialized:
 
     def _take_in(
         self, optimizer: Optimizer, policy: Policy, exact: Mapping[int, Tensor], adopt_data_writes: bool
-    ) -> MasterWeights | None:
+    ) -> None:
         masters = MasterWeights(optimizer, exact) if policy.master_weights else None
         try:
             if masters is None and policy.cast_model_type:
@@ -166,7 +176,12 @@ class Initialized:
             if masters is not None:
                 masters.release()
             raise
-        return masters
+
+    def _follow_masters(self) -> None:
+        """Have models follow masters that are written outside of a step of theirs, if there are any."""
+        if any(one.masters is not None and one.masters.written_outside for one in self.stepped):
+            for cast_model in self._cast_models:
+                cast_model.follow_masters()
 
     def _let_go(self, optimizer: Optimizer) -> None:
         stepped = self._stepped.pop(optimizer, None)

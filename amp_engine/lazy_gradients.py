@@ -34,6 +34,9 @@ GRAD: Any = torch.Tensor.grad
 """The slot behind `.grad`, past any property."""
 
 
+_DATA: Any = torch._C.TensorBase.data
+
+
 def own(weight: MasterParameter, owner: Owner) -> None:
     """Have `weight` ask `owner`, for as long as that lives, about its gradient."""
     key = id(weight)
@@ -143,7 +146,8 @@ class MasterParameter(nn.Parameter):
     """A float32 parameter whose `.grad` is made when somebody looks at it.
 
     After a backward the half gradient is kept as it is, and the step reads that. Looking at `.grad` unscales it
-    into 4 bytes an element; assigning to `.grad` drops what is kept. Copies and pickles are plain parameters.
+    into 4 bytes an element; assigning to `.grad` drops what is kept. Copies and pickles are plain parameters. Writes
+    through `.data` move the version, as all others do, so that the model can follow them.
     """
 
     @property
@@ -164,6 +168,15 @@ class MasterParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    @property
+    def data(self) -> Tensor:
+        """The values, outside of autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:

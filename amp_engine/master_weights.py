@@ -152,10 +152,18 @@ def written_through_data(tensors: Iterable[Tensor]) -> None:
 
 
 def follow_masters(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook for models whose optimizer writes masters outside of `step`, as schedule-free ones do."""
+    """Forward pre-hook for models whose optimizer writes masters outside of its step: schedule-free, or Lookahead."""
     for param in module.parameters():
         for master in masters_of(param):
             master.write_back_if_moved()
+
+
+def follow_own_masters(module: nn.Module, args: Any) -> None:
+    """The same for the parameters of `module` that are in none of its modules."""
+    for param in module._parameters.values():
+        if param is not None:
+            for master in masters_of(param):
+                master.write_back_if_moved()
 
 
 class Roster(NamedTuple):
@@ -218,6 +226,7 @@ class MasterWeights:
         self.written_outside = callable(getattr(optimizer, "train", None)) and callable(
             getattr(optimizer, "eval", None)
         )
+        self._wrappers: list[weakref.ref[Optimizer]] = []
         self._by_weight: dict[int, Master] = {}  # by id of the master weight
         self._by_param: dict[int, Master] = {}  # by id of the parameter
         self.in_groups: list[Master] = []
@@ -227,6 +236,24 @@ class MasterWeights:
         self._scanned: list[tuple[nn.Parameter, ...]] = []  # the groups' parameters, as of the last scan
         self._shared = Shared(walk.stamps([]), walk.stamps([]))
         self.scan(exact)
+
+    def wrapped_by(self, wrapper: Optimizer) -> None:
+        """Expect `wrapper`, which shares the groups, to write masters after their step; give it its state by master."""
+        self.written_outside = True
+        self._wrappers.append(weakref.ref(wrapper))
+        for state in self._states():
+            for master in self.in_groups:
+                if master.param in state:
+                    state[master.weight] = _widened(state.pop(master.param))
+
+    def _states(self) -> Iterator[dict[Any, Any]]:
+        """What is kept by parameter: the optimizer's state, and that of wrappers that have one of their own."""
+        own = self._live_optimizer().state
+        yield own
+        for ref in self._wrappers:
+            state = getattr(ref(), "state", None)
+            if isinstance(state, dict) and state is not own:
+                yield state
 
     def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
         """Bring the masters in line with the groups as they are now.
@@ -328,8 +355,12 @@ class MasterWeights:
 
     def drop_gradients(self) -> None:
         """Drop the gradients of masters and their parameters, as after every step."""
-        walk.drop_gradients(self.weights)
+        self.drop_own_gradients()
         walk.drop_gradients(self.params)
+
+    def drop_own_gradients(self) -> None:
+        """Drop the gradients of masters, and leave those of their parameters."""
+        walk.drop_gradients(self.weights)
         self.drop_kept()
 
     def find(self, weight: Tensor) -> Master | None:
@@ -348,8 +379,9 @@ class MasterWeights:
                 if master is None:
                     continue
                 group["params"][i] = master.param
-                if p in optimizer.state:
-                    optimizer.state[master.param] = optimizer.state.pop(p)
+                for state in self._states():
+                    if p in state:
+                        state[master.param] = state.pop(p)
                 grad = p.grad
                 master.param.grad = None
                 master.param.data = p.detach()
@@ -371,9 +403,9 @@ class MasterWeights:
         master = Master(param, value_f32)
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
-        state = self._live_optimizer().state
-        if param in state:
-            state[master.weight] = _widened(state.pop(param))
+        for state in self._states():
+            if param in state:
+                state[master.weight] = _widened(state.pop(param))
         return master
 
     def _live_optimizer(self) -> Optimizer:

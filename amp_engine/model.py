@@ -17,6 +17,7 @@ from amp_engine.checkpoint import hook_model
 from amp_engine.containers import cast_tensors
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.dynamo import part_of_a_graph
+from amp_engine.master_weights import follow_masters, follow_own_masters
 
 
 class CastInputs:
@@ -74,6 +75,7 @@ class CastModel:
         self._model = weakref.ref(model)
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
         self._handles: list[RemovableHandle] = []
+        self._follows_masters = False
         if dtype is not None:
             cast_model(model, dtype, keep_batchnorm_fp32)
             if not is_kept(model):
@@ -89,10 +91,19 @@ class CastModel:
         """The model, unless it was garbage collected."""
         return self._model()
 
-    def before_forward(self, hook: Callable[[nn.Module, Any], None]) -> None:
-        """Call `hook` before each forward, until `undo`."""
-        if self.model is not None:
-            self._handles.append(self.model.register_forward_pre_hook(hook, prepend=True))
+    def follow_masters(self) -> None:
+        """Round masters that somebody wrote into the model before each forward, until `undo`.
+
+        Before those of its modules as well, since a script may call one of them.
+        """
+        model = self.model
+        if model is None or self._follows_masters:
+            return
+        self._follows_masters = True
+        for module in model.modules():
+            if module is not model and any(p is not None for p in module._parameters.values()):
+                self._handles.append(module.register_forward_pre_hook(follow_own_masters, prepend=True))
+        self._handles.append(model.register_forward_pre_hook(follow_masters, prepend=True))
 
     def take_over(self, earlier: CastModel) -> None:
         """Stand for `earlier`, done to the same model, as well: drop its hooks, keep its way back."""

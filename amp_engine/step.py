@@ -127,6 +127,8 @@ class SteppedOptimizer:
         self._on_report = on_report
         self._on_window_left_open = on_window_left_open
         self._stepping = False
+        self._is_wrapped = False
+        self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
         self._ghost_has_stand_ins: bool | None = None
         self._empty: Optimizer | None = None
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
@@ -144,6 +146,12 @@ class SteppedOptimizer:
         """Whether the last step was skipped. Waits for the device if that decided."""
         self._hear_of_steps(wait=True)
         return self._skipped
+
+    def wrapped_by(self, wrapper: Optimizer) -> None:
+        """Leave gradients after a step, and expect masters to be written, as `wrapper`, which calls `step`, may do."""
+        self._is_wrapped = True
+        if self.masters is not None:
+            self.masters.wrapped_by(wrapper)
 
     def enter_backward(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot) -> None:
         """Entry of `scale_loss`: look for new parameters and foreign writes, open or re-enter the window."""
@@ -227,6 +235,7 @@ class SteppedOptimizer:
     def _open_window(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot, is_claimed: bool = True) -> None:
         self._hear_of_steps(wait=False)
         self._pass_one = None
+        self._drop_left_gradients()
         self.look_for_parameters()
         if self.window is not None and not self.window.is_left_open:
             self.window.discard()  # of a body that raised, with nobody to close it
@@ -242,6 +251,7 @@ class SteppedOptimizer:
         """The open window, or one around the gradients that are there."""
         if self.window is None:
             self._pass_one = None
+            self._drop_left_gradients()
             self.look_for_parameters()
             scaler = self._default_scaler()
             self.window = GradientWindow(
@@ -301,6 +311,7 @@ class SteppedOptimizer:
             self.window.discard()
             self.window = None
         self._hear_of_steps(wait=True)
+        self._drop_left_gradients()
         release_fused_step(self.optimizer)
         if any(v.skips and v.overflow.read() != 0 for v in self.verdicts):
             for group in self.optimizer.param_groups:
@@ -332,6 +343,8 @@ class SteppedOptimizer:
                 "and backward with amp.scale_loss yourself, then call step() without arguments."
             )
         self.settle()
+        if self.masters is not None and walk.any_gradient(self.masters.params) and not self.backward_seen:
+            self._drop_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
         self._hear_of_steps(wait=False)
         backward_seen, self.backward_seen = self.backward_seen, False
         casts_off = nullcontext() if casts_off is None else casts_off
@@ -339,7 +352,9 @@ class SteppedOptimizer:
         plain = len(args) == 1 and not kwargs and not hasattr(optimizer, "found_inf")
         fused = fused_step_of(optimizer) if plain else None
         flags: list[Tensor] = []
-        if fused is not None and any(not v.overflow.is_known() for v in self.verdicts) and self._takes(fused):
+        # A wrapper goes on after this step by what it finds, so the host decides.
+        to_device = fused is not None and not self._is_wrapped and any(not v.overflow.is_known() for v in self.verdicts)
+        if to_device and fused is not None and self._takes(fused):
             flags = self._leave_to_device()
         elif self._skip():
             return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
@@ -355,7 +370,15 @@ class SteppedOptimizer:
         self._conclude(verdicts)
         if self._skipped and self.masters is not None:
             self.masters.drop_gradients()
+        if self._skipped and self._is_wrapped:
+            walk.drop_gradients(roster_of(self.optimizer, self.masters).plain)  # nothing for a wrapper to go by
         return self._skipped
+
+    def _drop_left_gradients(self) -> None:
+        """Drop the gradients of the last step that a wrapper was to see."""
+        if self._left_gradients and self.masters is not None:
+            self.masters.drop_own_gradients()
+        self._left_gradients = False
 
     def _leave_to_device(self) -> list[Tensor]:
         """The flags that the next step reads itself; the host is told when they have arrived."""
@@ -405,7 +428,10 @@ class SteppedOptimizer:
                     self._step_fused(fused, rows, flags)
                 else:
                     self._step_unfused(optimizer, args, kwargs)
-            if self.masters is not None:
+            if self.masters is not None and self._is_wrapped:
+                walk.drop_gradients(self.masters.params)
+                self._left_gradients = True
+            elif self.masters is not None:
                 self.masters.drop_gradients()
         finally:
             self._stepping = False

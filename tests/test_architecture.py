@@ -30,7 +30,7 @@ LAYERS = [
     ["optimizers.base"],
     ["optimizers.fused_adagrad", "optimizers.fused_adam", "optimizers.fused_lamb"],
     ["optimizers.fused_novograd", "optimizers.fused_sgd", "optimizers.larc"],
-    ["optimizers.fused_mixed_precision_lamb"],
+    ["optimizers.fused_mixed_precision_lamb", "optimizers.wrapped"],
     ["optimizers"],
     ["lazy_gradients"],
     ["report", "scaler", "master_weights", "arguments"],

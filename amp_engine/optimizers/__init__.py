@@ -7,7 +7,7 @@ from amp_engine.optimizers.fused_mixed_precision_lamb import FusedMixedPrecision
 from amp_engine.optimizers.fused_novograd import FusedNovoGrad as FusedNovoGrad
 from amp_engine.optimizers.fused_sgd import FusedSGD as FusedSGD
 from amp_engine.optimizers.larc import LARC as LARC
-from amp_engine.optimizers.larc import inner_of as inner_of
+from amp_engine.optimizers.wrapped import inner_of as inner_of
 
 __all__ = [
     "LARC",

@@ -152,11 +152,6 @@ class LARC:
             torch._foreach_copy_(grads, adapted)
 
 
-def inner_of(optimizer: Any) -> Any:
-    """What steps: LARC's inner optimizer, or `optimizer` itself."""
-    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
-
-
 @contextmanager
 def _without_weight_decay(optimizer: Optimizer) -> Iterator[None]:
     absorbed = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]

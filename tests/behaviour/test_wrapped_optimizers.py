@@ -1,0 +1,435 @@
+"""Optimizers around an optimizer that never call Optimizer.__init__, as the Lookaheads of timm and catalyst."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import amp
+from amp_engine.optimizers import FusedAdam, FusedSGD
+from tests.models import MLP, NORMED_MLP
+from tests.support import (
+    LEVELS,
+    MASTER_LEVELS,
+    WEIGHT_DTYPE,
+    assert_bitwise,
+    backward,
+    frozen,
+    group_params,
+    masters,
+    optimizer_values,
+    train,
+)
+
+
+class LeavesOutWithoutGradient(Optimizer):
+    """timm's shape: the slow weights are state of the inner optimizer, and `.grad` decides which are pulled along."""
+
+    def __init__(self, base_optimizer: Optimizer, k: int = 2) -> None:
+        self._base_optimizer = base_optimizer
+        self.param_groups = base_optimizer.param_groups
+        self.defaults = base_optimizer.defaults
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            group.update(k=k, count=0)
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        for group in self.param_groups:
+            for fast in group["params"]:
+                if fast.grad is None:
+                    continue
+                state = self._base_optimizer.state[fast]
+                if "slow" not in state:
+                    state["slow"] = fast.detach().clone()
+                state["slow"].add_(fast - state["slow"], alpha=0.5)
+                fast.copy_(state["slow"])
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self._base_optimizer.step(closure)
+        for group in self.param_groups:
+            group["count"] += 1
+        if self.param_groups[0]["count"] % self.param_groups[0]["k"] == 0:
+            self.pull()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._base_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._base_optimizer.load_state_dict(state_dict)
+        self.param_groups = self._base_optimizer.param_groups
+
+
+class WritesThroughData(Optimizer):
+    """catalyst's shape: state of its own, from the first step on, and every write through `.data`."""
+
+    def __init__(self, optimizer: Optimizer, k: int = 2) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.defaults = optimizer.defaults
+        self.state = defaultdict(dict)
+        self.fast_state = optimizer.state
+        self.k = k
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def pull(self) -> None:
+        for group in self.param_groups:
+            for fast in group["params"]:
+                state = self.state[fast]
+                if "slow" not in state:
+                    state["slow"] = torch.zeros_like(fast.data)
+                    state["slow"].copy_(fast.data)
+                state["slow"] += (fast.data - state["slow"]) * 0.5
+                fast.data.copy_(state["slow"])
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step()
+        if self.param_groups[0]["count"] % self.k == 0:
+            self.pull()
+        for group in self.param_groups:
+            group["count"] += 1
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": self.optimizer.state_dict(), "slow": [self.state[p]["slow"] for p in group_params(self)]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict["fast"])
+        self.param_groups = self.optimizer.param_groups
+        for p, slow in zip(group_params(self), state_dict["slow"], strict=True):
+            self.state[p]["slow"] = slow.clone()
+
+
+WRAPPERS: dict[str, Callable[..., Any]] = {"timm": LeavesOutWithoutGradient, "catalyst": WritesThroughData}
+INNER: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+}
+both = pytest.mark.parametrize("shape", WRAPPERS)
+
+
+def inner(wrapper: Any) -> Optimizer:
+    return next(v for v in vars(wrapper).values() if isinstance(v, Optimizer))
+
+
+def started(shape: str, level: str, name: str = "SGD", task: Any = MLP, **keywords: Any) -> tuple[nn.Module, Any]:
+    model = task.model()
+    optimizer = WRAPPERS[shape](INNER[name](model.parameters()))
+    returned = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    assert returned[1] is optimizer
+    return model, optimizer
+
+
+def slow(wrapper: Any) -> list[Any]:
+    return [frozen(wrapper.state.get(p, {})) for p in group_params(wrapper)]
+
+
+@both
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_does_what_it_does_alone_with_the_same_gradients(level: str, name: str, shape: str) -> None:
+    model, optimizer = started(shape, level, name, NORMED_MLP)
+    start = [p.detach().clone() for p in amp.master_params(optimizer)]
+    alone = WRAPPERS[shape](INNER[name]([nn.Parameter(value) for value in start]))
+    for index in range(7):
+        optimizer.zero_grad()
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
+        for ours, theirs in zip(group_params(optimizer), group_params(alone), strict=True):
+            theirs.grad = ours.grad.clone()
+        optimizer.step()
+        alone.step()
+        expected = [p.detach() for p in group_params(alone)]
+        torch.testing.assert_close(masters(optimizer), expected, rtol=1e-6, atol=1e-7)
+        model(NORMED_MLP.batch(index)[0])
+        rounded = [p.detach().to(q.dtype) for p, q in zip(masters(optimizer), model.parameters(), strict=True)]
+        assert_bitwise([p.detach() for p in model.parameters()], rounded)
+    assert any((p - q).abs().max() > 1e-4 for p, q in zip(expected, start, strict=True))
+
+
+@both
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_model_that_is_saved_follows_at_once(level: str, shape: str) -> None:
+    model, optimizer = started(shape, level)
+    train(MLP, model, optimizer, "cccc" if shape == "timm" else "ccc")
+    saved = list(model.state_dict().values())
+    assert_bitwise(saved, [p.float() for p in masters(optimizer)])
+
+
+@both
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_module_that_is_called_without_its_model_follows_too(level: str, shape: str) -> None:
+    model, optimizer = started(shape, level)
+    train(MLP, model, optimizer, "cccc" if shape == "timm" else "ccc")
+    layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    layer(torch.zeros(1, layer.in_features, dtype=WEIGHT_DTYPE[level]))
+    assert_bitwise(layer.weight.detach(), masters(optimizer)[0].to(WEIGHT_DTYPE[level]))
+
+
+@both
+@pytest.mark.parametrize("name", ["SGD", "FusedSGD", "RMSprop"])
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_the_functions_that_are_cast_see_the_weights_that_it_wrote(level: str, name: str, shape: str) -> None:
+    model, optimizer = started(shape, level, name)
+    inputs = MLP.batch()[0]
+    for index in range(5):
+        train(MLP, model, optimizer, "c", first=index)
+        seen = model(inputs).detach()
+        amp.current_engine().casts.cache.clear()
+        assert_bitwise(seen, model(inputs).detach())
+
+
+@both
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("earlier", ["", "ccc"])
+def test_a_skip_leaves_weights_and_state_alone(earlier: str, level: str, shape: str) -> None:
+    model, optimizer = started(shape, level, "AdamW", loss_scale="dynamic")
+    train(MLP, model, optimizer, earlier)
+    if shape == "catalyst":  # whose slow weights go on at every other step, of whatever kind
+        optimizer.param_groups[0]["count"] = 1
+    model(MLP.batch()[0])
+    before, own = optimizer_values(inner(optimizer)), slow(optimizer)
+    weights = frozen(dict(model.named_parameters()))
+    count = optimizer.param_groups[0]["count"]
+    backward(MLP.loss(model, MLP.batch(9)), optimizer, overflow=True)
+    optimizer.step()
+    assert amp.current_engine().step_was_skipped(optimizer)
+    assert optimizer.param_groups[0]["count"] == count + 1
+    after = optimizer_values(inner(optimizer))
+    assert_bitwise([after["params"], after["state"], slow(optimizer)], [before["params"], before["state"], own])
+    model(MLP.batch()[0])
+    assert_bitwise(frozen(dict(model.named_parameters())), weights)
+    train(MLP, model, optimizer, "cc", first=10)
+    assert not amp.current_engine().step_was_skipped(optimizer)
+    assert all(p.isfinite().all() for p in masters(optimizer))
+
+
+@both
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_gradients_stay_after_a_step_and_the_next_backward_is_not_added_to_them(
+    level: str, name: str, shape: str
+) -> None:
+    model, optimizer = started(shape, level, name)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    seen = [p.grad.clone() for p in group_params(optimizer)]
+    optimizer.step()
+    assert_bitwise([p.grad for p in group_params(optimizer)], seen)
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    seen = [p.grad.clone() for p in group_params(optimizer)]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in group_params(optimizer))
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    assert_bitwise([p.grad for p in group_params(optimizer)], seen)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in group_params(optimizer))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_backwards_between_two_steps_accumulate(level: str) -> None:
+    model, optimizer = started("timm", level)
+    train(MLP, model, optimizer, "c")
+    total = []
+    for index in (1, 2):
+        optimizer.zero_grad()
+        backward(MLP.loss(model, MLP.batch(index)), optimizer)
+        total.append([p.grad.clone() for p in group_params(optimizer)])
+    optimizer.zero_grad()
+    for index in (1, 2):
+        backward(MLP.loss(model, MLP.batch(index)), optimizer)
+    sums = [a + b for a, b in zip(*total, strict=True)]
+    torch.testing.assert_close([p.grad for p in group_params(optimizer)], sums, rtol=1e-6, atol=1e-7)
+
+
+def test_a_backward_outside_of_scale_loss_is_warned_of() -> None:
+    model, optimizer = started("timm", "O2")
+    train(MLP, model, optimizer, "c")
+    before = masters(optimizer)
+    MLP.loss(model, MLP.batch()).backward()
+    with pytest.warns(UserWarning, match="outside of amp.scale_loss"):
+        inner(optimizer).step()
+    assert_bitwise(masters(optimizer), before)
+
+
+@both
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_resumes_from_state_dictionaries(level: str, shape: str) -> None:
+    model, optimizer = started(shape, level, "AdamW")
+    train(MLP, model, optimizer, "ccccc")
+    saved = frozen([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
+    train(MLP, model, optimizer, "ccc", first=5)
+    expected = masters(optimizer)
+    amp.close()
+    other, resumed = started(shape, level, "AdamW")
+    train(MLP, other, resumed, "c")
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    train(MLP, other, resumed, "ccc", first=5)
+    assert_bitwise(masters(resumed), expected)
+
+
+@both
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_may_have_stepped_before_and_close_gives_everything_back(level: str, shape: str) -> None:
+    model = MLP.model()
+    optimizer = WRAPPERS[shape](INNER["SGD"](model.parameters()))
+    for _ in range(2):
+        MLP.loss(model, MLP.batch()).backward()
+        optimizer.step()
+        optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = {}
+        optimizer.zero_grad()
+    before = optimizer_values(inner(optimizer)), slow(optimizer)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if level != "O3":
+        assert_bitwise(slow(optimizer), before[1])
+    assert {"_amp_stash", "_post_amp_backward"} <= vars(optimizer).keys()
+    assert optimizer._amp_stash is inner(optimizer)._amp_stash
+    train(MLP, model, optimizer, "ccc")
+    expected, states = masters(optimizer), slow(optimizer)
+    amp.close()
+    assert [name for name in vars(optimizer) if "amp" in name and name != "_base_optimizer"] == []
+    assert all(p is q for p, q in zip(group_params(optimizer), model.parameters(), strict=True))
+    assert_bitwise(masters(optimizer), [p.float() for p in expected])
+    assert_bitwise(slow(optimizer), states)
+    params = {id(p) for p in model.parameters()}
+    assert {id(p) for p in [*optimizer.state, *inner(optimizer).state]} <= params
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    MLP.loss(model, MLP.batch()).backward()
+    optimizer.step()
+    assert not torch.equal(group_params(optimizer)[0], expected[0])
+
+
+@both
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_works_in_lists_is_clipped_and_is_no_other_optimizer_of_scale_loss(level: str, shape: str) -> None:
+    model, other = MLP.model(), MLP.model()
+    optimizer = WRAPPERS[shape](INNER["AdamW"](model.parameters()))
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    returned = amp.initialize([model, other], [optimizer, plain], opt_level=level, verbosity=0)
+    assert returned[1] == [optimizer, plain]
+    loss = MLP.loss(model, MLP.batch()) + MLP.loss(other, MLP.batch(1))
+    with amp.scale_loss(loss, [optimizer, inner(optimizer), plain]) as scaled_loss:
+        scaled_loss.backward()
+    norm = amp.clip_grad_norm_(optimizer, 1e-3)
+    assert norm > 1e-3
+    clipped = torch.linalg.vector_norm(torch.stack([p.grad.float().norm() for p in amp.master_params(optimizer)]))
+    assert clipped.item() == pytest.approx(1e-3, rel=1e-2)
+    optimizer.step()
+    plain.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("again", ["itself", "inner", "beside"])
+def test_it_is_taken_once(again: str, level: str) -> None:
+    model = MLP.model()
+    optimizer = LeavesOutWithoutGradient(INNER["SGD"](model.parameters()))
+    if again != "beside":
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    given = {"itself": optimizer, "inner": inner(optimizer), "beside": [optimizer, inner(optimizer)]}[again]
+    with pytest.raises(RuntimeError, match="should only be passed through amp.initialize once"):
+        amp.initialize(model, given, opt_level=level, verbosity=0)
+
+
+class Broken(WritesThroughData):
+    """Has what no master could be seen through."""
+
+    def __init__(self, optimizer: Optimizer, how: str) -> None:
+        super().__init__(optimizer)
+        first = group_params(optimizer)
+        if how == "two":
+            self.second = torch.optim.SGD(first, lr=0.1)
+        elif how == "none":
+            self.optimizer = None
+        elif how == "own lists":
+            self.param_groups = [{**g, "params": list(g["params"])} for g in optimizer.param_groups]
+        elif how == "listed":
+            self.weights = [first]
+        elif how == "by parameter":
+            self.slow = {p: p.detach().clone() for p in first}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("two", "by name only"),
+        ("none", "by name only"),
+        ("own lists", "by name only"),
+        ("listed", "keeps parameters in its .weights"),
+        ("by parameter", "keeps parameters in its .slow"),
+    ],
+)
+def test_what_cannot_be_seen_through_is_refused(how: str, words: str, level: str) -> None:
+    model = MLP.model()
+    optimizer = Broken(INNER["SGD"](model.parameters()), how)
+    before = set(vars(optimizer))
+    with pytest.raises(RuntimeError, match=f"Broken .*{words}"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert set(vars(optimizer)) == before
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@both
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_one_that_is_made_after_initialize_is_looked_after_as_well(level: str, shape: str) -> None:
+    def run(*, late: bool) -> list[Tensor]:
+        model = MLP.model()
+        optimizer: Any = INNER["AdamW"](model.parameters())
+        if not late:
+            optimizer = WRAPPERS[shape](optimizer)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        if late:
+            optimizer = WRAPPERS[shape](optimizer)
+        train(MLP, model, optimizer, "ccocc")
+        values = masters(optimizer)
+        amp.close()
+        return values
+
+    assert_bitwise(run(late=True), run(late=False))
+
+
+@both
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_group_that_is_added_later_has_masters_in_both(level: str, shape: str) -> None:
+    model = MLP.model()
+    first, *others = model.parameters()
+    optimizer = WRAPPERS[shape](INNER["SGD"]([first]))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(MLP, model, optimizer, "c")
+    inner(optimizer).add_param_group({"params": others, "count": 1, "k": 2})
+    train(MLP, model, optimizer, "ccc")
+    assert {p.dtype for p in group_params(optimizer)} == {torch.float32}
+    model(MLP.batch()[0])
+    assert_bitwise([p.detach() for p in model.parameters()], [p.to(WEIGHT_DTYPE[level]) for p in masters(optimizer)])
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_values_lent_to_the_model_through_data_are_left_alone_by_a_forward(level: str) -> None:
+    """As an average of weights is, for an evaluation."""
+    model, optimizer = started("timm", level)
+    train(MLP, model, optimizer, "cc")
+    model(MLP.batch()[0])
+    for p in model.parameters():
+        p.data.zero_()
+    assert model(MLP.batch()[0]).abs().max() == 0
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_two_forwards_before_a_backward_share_a_graph(level: str) -> None:
+    model, optimizer = started("catalyst", level)
+    train(MLP, model, optimizer, "ccc")
+    loss = MLP.loss(model, MLP.batch()) + MLP.loss(model, MLP.batch(1))
+    backward(loss, optimizer)
+    optimizer.step()

@@ -170,7 +170,8 @@ def test_a_failing_registration_leaves_the_optimizer_with_the_models_parameters(
 def test_an_optimizer_without_hooks_is_refused_by_name(engine, hooks):
     class Proxy(torch.optim.Optimizer):
         def __init__(self, optimizer):
-            self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+            self.optimizer = optimizer
+            self.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
             for name in hooks:
                 setattr(self, name, {})
 

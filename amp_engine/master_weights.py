@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -151,6 +152,7 @@ def written_through_data(tensors: Iterable[Tensor]) -> None:
             torch.autograd.graph.increment_version(param)
 
 
+@_disable_dynamo
 def follow_masters(module: nn.Module, args: Any) -> None:
     """Forward pre-hook for models whose optimizer writes masters outside of its step: schedule-free, or Lookahead."""
     for param in module.parameters():
@@ -159,7 +161,9 @@ def follow_masters(module: nn.Module, args: Any) -> None:
 
 
 def follow_own_masters(module: nn.Module, args: Any) -> None:
-    """The same for the parameters of `module` that are in none of its modules."""
+    """The same for the parameters of `module` itself. In a graph nothing: the hook of the model went before it."""
+    if torch.compiler.is_compiling():
+        return
     for param in module._parameters.values():
         if param is not None:
             for master in masters_of(param):

@@ -343,7 +343,8 @@ class SteppedOptimizer:
                 "and backward with amp.scale_loss yourself, then call step() without arguments."
             )
         self.settle()
-        if self.masters is not None and walk.any_gradient(self.masters.params) and not self.backward_seen:
+        left = self.masters if self._left_gradients and not self.backward_seen else None
+        if left is not None and walk.any_gradient(left.params):
             self._drop_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
         self._hear_of_steps(wait=False)
         backward_seen, self.backward_seen = self.backward_seen, False

@@ -513,20 +513,30 @@ std::deque<Function> functions;  // for good, as the patched functions are made 
 std::array<Function*, 512> methods{};
 size_t method_count = 0;
 
-template <size_t i>
-PyObject* call_method(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* names) {
+[[gnu::noinline]] PyObject* call_method(Function const& function, PyObject* self, PyObject* const* args,
+                                        Py_ssize_t positional, PyObject* names) {
   return guarded([&] {
     FastArguments arguments(self, args, size_t(positional), names);
-    return call(*methods[i], arguments);
+    return call(function, arguments);
   });
 }
 
-template <size_t i>
-PyObject* call_direct_method(PyObject* self, PyObject* tuple, PyObject* dict) {
+[[gnu::noinline]] PyObject* call_direct_method(Function const& function, PyObject* self, PyObject* tuple,
+                                               PyObject* dict) {
   return guarded([&] {
     TupleArguments arguments(self, tuple, dict);
-    return call(*methods[i], arguments);
+    return call(function, arguments);
   });
+}
+
+// One of each for every method; the two above are not inlined into a thousand of them, which takes minutes to compile.
+template <size_t i>
+PyObject* thunk(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* names) {
+  return call_method(*methods[i], self, args, positional, names);
+}
+template <size_t i>
+PyObject* direct_thunk(PyObject* self, PyObject* tuple, PyObject* dict) {
+  return call_direct_method(*methods[i], self, tuple, dict);
 }
 
 template <class F>
@@ -536,10 +546,10 @@ PyCFunction c_function(F* function) {
 
 template <size_t... i>
 std::array<std::pair<PyCFunction, PyCFunction>, sizeof...(i)> thunks_of(std::index_sequence<i...>) {
-  return {std::pair{c_function(&call_method<i>), c_function(&call_direct_method<i>)}...};
+  return {std::pair{c_function(&thunk<i>), c_function(&direct_thunk<i>)}...};
 }
 
-// The way into `original`, if it is a builtin (or a method, where it is patched as one) that takes tuple and dictionary.
+// The way into `original`, if it is a builtin (or a method, where patched as one) that takes tuple and dictionary.
 Direct direct_into(PyObject* original, bool as_method) {
   auto const takes = [](PyMethodDef const* method) {
     return (method->ml_flags & ~(METH_STATIC | METH_CLASS)) == (METH_VARARGS | METH_KEYWORDS);

@@ -86,10 +86,12 @@ clean:  ## remove what the commands made
 	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*
 
 # A venv that was moved or half made has no working python: it is made again. Pip hides why something was not compiled.
+# compileall: pip makes bytecode of what it installs, but for editable packages; without it an import takes thrice the time.
 $(INSTALLED): pyproject.toml $(NATIVE)
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	rm -f .venv/.installed*
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable ".[demo,test,lint]"
+	$(BIN)/python -m compileall -q amp_engine
 	-$(BIN)/python -m amp_engine info
 	touch $@

@@ -231,12 +231,14 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_an_unmodified_script_trains_under_torchrun(tmp_path):
     write(tmp_path, {"train.py": TRAIN})
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    # A file for each rank: lines that two of them write to one pipe can run into each other.
+    logs = tmp_path / "logs"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3", "--log-dir", logs]
     done = subprocess.run(
         [sys.executable, *launcher, "-m", "amp_engine.apex", tmp_path / "train.py", "--lr", "1"],
         cwd=REAL.parents[1],
         text=True,
         capture_output=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[2.0, 2.0] ['--lr', '1']"] * 2
+    assert done.returncode == 0, done.stderr + "".join(log.read_text() for log in logs.rglob("stderr.log"))
+    assert [log.read_text() for log in logs.rglob("stdout.log")] == ["[2.0, 2.0] ['--lr', '1']\n"] * 2

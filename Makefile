@@ -51,7 +51,7 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 # Another build has a tree of its own, so that it leaves the extension of this one alone.
 TREE := $(filter-out build dist %.egg-info,$(wildcard *))
 COPY = mkdir -p build/$@ && cd build/$@ && rm -rf $(TREE) && cp -a $(addprefix ../../,$(TREE)) . && rm -f amp_engine/_C.*
-FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fno-wrapv
+FLAGS := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fno-wrapv
 RUNTIMES = $(foreach library,libasan.so libubsan.so libstdc++.so,$(shell $${CXX:-c++} -print-file-name=$(library)))
 
 sanitize: $(INSTALLED)  ## run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer

@@ -21,7 +21,9 @@ from toolchain import best_mode, find_compiler, find_toolkit, find_torch, plan  
 NAME = "amp_engine._C"
 SUFFIXES = (".cpp", ".cu")
 # Linked without -fopenmp: its symbols are found in the libgomp that torch has loaded, so that there is one thread pool.
-CXX = "-O3 -g1 -std=c++20 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden"
+# A level of optimization in CFLAGS wins.
+CXX = "" if "-O" in os.environ.get("CFLAGS", "") else "-O3 "
+CXX += "-g1 -std=c++20 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden"
 NVCC = "-O3 -std=c++20 -fmad=false -Xcompiler=-ffp-contract=off,-fvisibility=hidden"
 
 

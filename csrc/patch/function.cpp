@@ -2,6 +2,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
@@ -46,6 +47,7 @@ struct Function {
   std::string name, doc, module;
   Kind kind;
   bool torch_promotes;  // of Kind::promote: torch itself gives the widest type, but for 0-dim tensors
+  bool is_matmul;       // which passes its arguments on as others, even where no graph is made
   PyMethodDef definition;
 };
 
@@ -79,6 +81,16 @@ class Arguments {
   size_t positional() const { return positional_; }
   PyObject* operator[](size_t i) const { return args_[i]; }
 
+  // A second reference to each tensor, until the call has ended. A first one beside the Python object's that comes and
+  // goes inside of the call, where the GIL is released, has torch take it to count the object's references.
+  void hold() {
+    for (size_t i = 0; i < size_; ++i) {
+      if (THPVariable_CheckExact(args_[i]) && THPVariable_Unpack(args_[i]).use_count() == 1) {
+        held_.push_back(THPVariable_Unpack(args_[i]));
+      }
+    }
+  }
+
   // Steals `object`.
   void set(size_t i, PyObject* object) {
     owned_.push_back(object);
@@ -110,6 +122,7 @@ class Arguments {
   std::array<PyObject*, 12> few_;
   std::vector<PyObject*> many_;
   c10::SmallVector<PyObject*, 6> owned_;
+  c10::SmallVector<at::Tensor, 6> held_;
 };
 
 // As METH_FASTCALL has them: the names of the last ones in a tuple.
@@ -133,6 +146,40 @@ class FastArguments : public Arguments {
 
  private:
   PyObject* names_;
+};
+
+// A tuple of references, from those that earlier calls left, as in CPython's zip. Under the GIL.
+class SpareTuple {
+ public:
+  SpareTuple(PyObject* const* items, size_t size) : size_(size) {
+    if (size < spare.size() && spare[size]) {
+      tuple_ = std::exchange(spare[size], nullptr);
+    } else if (!(tuple_ = PyTuple_New(Py_ssize_t(size)))) {
+      throw py::error_already_set();
+    }
+    for (size_t i = 0; i < size; ++i) {
+      PyTuple_SET_ITEM(tuple_, Py_ssize_t(i), Py_NewRef(items[i]));
+    }
+  }
+  SpareTuple(SpareTuple const&) = delete;
+  ~SpareTuple() {
+    if (size_ >= spare.size() || Py_REFCNT(tuple_) != 1) {
+      Py_DECREF(tuple_);
+      return;
+    }
+    for (size_t i = 0; i < size_; ++i) {
+      Py_CLEAR(reinterpret_cast<PyTupleObject*>(tuple_)->ob_item[i]);
+    }
+    Py_XSETREF(spare[size_], tuple_);
+  }
+
+  PyObject* get() const { return tuple_; }
+
+ private:
+  static inline std::array<PyObject*, 6> spare{};
+
+  size_t size_;
+  PyObject* tuple_ = nullptr;
 };
 
 // As METH_VARARGS has them: a tuple and a dictionary, handed on as they are where nothing was cast.
@@ -172,10 +219,7 @@ class TupleArguments : public Arguments {
       return function.direct.function(self, tuple_, dict_);
     }
     size_t const first = self_ != nullptr;
-    py::tuple const tuple(positional_ - first);
-    for (size_t i = first; i < positional_; ++i) {
-      PyTuple_SET_ITEM(tuple.ptr(), Py_ssize_t(i - first), Py_NewRef(args_[i]));
-    }
+    SpareTuple const tuple(args_ + first, positional_ - first);
     py::object dict;
     if (dict_) {
       dict = py::reinterpret_steal<py::object>(PyDict_Copy(dict_));
@@ -183,7 +227,7 @@ class TupleArguments : public Arguments {
         PyDict_SetItem(dict.ptr(), name(i), args_[i]);
       }
     }
-    return function.direct.function(self, tuple.ptr(), dict.ptr());
+    return function.direct.function(self, tuple.get(), dict.ptr());
   }
 
  private:
@@ -212,6 +256,7 @@ PyObject** items(PyObject* sequence, size_t& count) {
 struct Found {
   bool odd = false;  // Python must see to it: subclasses, `out`, sequences of unusual types
   bool float32 = false, half = false, bfloat16 = false, wide = false, scalar = false;
+  bool autograd = false;  // a graph may be made
 
   bool any_low() const { return half || bfloat16; }
   bool mixed() const { return float32 + half + bfloat16 > 1 && !wide; }
@@ -221,6 +266,7 @@ struct Found {
     if (!at::isFloatingType(type)) {
       return;
     }
+    autograd |= tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr;
     float32 |= type == at::kFloat;
     half |= type == at::kHalf;
     bfloat16 |= type == at::kBFloat16;
@@ -454,6 +500,9 @@ PyObject* call(Function const& function, A& args) {
       break;
     }
   }
+  if (function.is_matmul || (found.autograd && c10::GradMode::is_enabled())) {  // the graph will save some
+    args.hold();
+  }
   return args.call_original(function);
 }
 
@@ -578,8 +627,9 @@ Function& make(py::object original, py::object reference, std::string name, std:
     throw py::value_error("kind is '" + kind + "', but must be the name of a wrapper of amp_engine.casting.wrappers.");
   }
   Direct const direct = direct_into(original.ptr(), as_method);
+  bool const is_matmul = name.find("matmul") != std::string::npos;
   return functions.emplace_back(Function{original.release().ptr(), reference.release().ptr(), direct, std::move(name),
-                                         std::move(doc), std::move(module), Kind(i), torch_promotes, {}});
+                                         std::move(doc), std::move(module), Kind(i), torch_promotes, is_matmul, {}});
 }
 
 // `fast` takes arguments as METH_FASTCALL, `direct` as METH_VARARGS has them.

@@ -59,7 +59,7 @@ PyObject* WeightCache::find(at::Tensor const& weight, at::ScalarType low) {
     return nullptr;
   }
   bool const connected = c10::GradMode::is_enabled() && weight.requires_grad();
-  return py::object(connected ? found->second.connected : found->second.plain).release().ptr();
+  return Py_XNewRef((connected ? found->second.connected : found->second.plain).object.ptr());
 }
 
 WeightCache::Cast WeightCache::cast(at::Tensor const& weight, at::ScalarType low) {
@@ -73,20 +73,21 @@ WeightCache::Cast WeightCache::cast(at::Tensor const& weight, at::ScalarType low
   bool const is_current = is_there && WeightCache::is_current(found->second, weight, low);
   if (is_current) {
     Entry const& entry = found->second;
-    if (py::object const& kept = connected ? entry.connected : entry.plain) {
+    if (py::object const& kept = (connected ? entry.connected : entry.plain).object) {
       return {kept, false};
     }
   }
   at::Tensor const copy = is_current ? found->second.copy : renew(weight, low);
-  py::object made = wrap(connected ? connect(copy, weight) : copy.detach());
+  Alias made = alias(connected ? connect(copy, weight) : copy.detach());
+  py::object const result = made.object;
   PyObject* const object = wrap(weight).ptr();
-  py::object replaced;
+  Alias replaced;
   found = entries_.find(weight.unsafeGetTensorImpl());
   if (found != entries_.end() && found->second.copy.is_same(copy)) {
     found->second.object = object;
-    replaced = std::exchange(connected ? found->second.connected : found->second.plain, made);
+    replaced = std::exchange(connected ? found->second.connected : found->second.plain, std::move(made));
   }
-  return {std::move(made), !is_current};
+  return {result, !is_current};
 }
 
 void WeightCache::discard(at::Tensor const& weight) {
@@ -98,7 +99,7 @@ void WeightCache::discard(at::Tensor const& weight) {
     return;
   }
   Entry& entry = found->second;
-  std::pair<py::object, py::object> const dropped{std::move(entry.connected), std::move(entry.plain)};
+  std::pair<Alias, Alias> const dropped{std::move(entry.connected), std::move(entry.plain)};
   at::Tensor const memory = entry.copy;
   if (entry.stepped) {
     entry.state = State::wrong;
@@ -110,7 +111,7 @@ void WeightCache::discard(at::Tensor const& weight) {
 void WeightCache::lapse() {
   // What is dropped may run Python that comes back here.
   std::vector<Entry> dropped;
-  std::vector<py::object> aliases;
+  std::vector<Alias> aliases;
   for (auto it = entries_.begin(); it != entries_.end();) {
     Entry& entry = it->second;
     // A copy that no step writes yet is kept until the step that may follow now.
@@ -127,11 +128,11 @@ void WeightCache::lapse() {
 }
 
 void WeightCache::drop_orphans() {
-  std::vector<py::object> edges;
+  std::vector<Alias> edges;
   for (auto& item : entries_) {
     Entry& entry = item.second;
     // One reference is the tensor's, which holds its object for as long as others in C++ hold the tensor.
-    if (entry.connected && Py_REFCNT(entry.object) == 1) {
+    if (entry.connected.object && Py_REFCNT(entry.object) == 1) {
       edges.push_back(std::move(entry.connected));
     }
   }
@@ -198,11 +199,16 @@ void WeightCache::stamp(Entry& entry, at::Tensor const& weight) {
 }
 
 void WeightCache::drop_aliases(at::Tensor const& weight) {
-  std::pair<py::object, py::object> dropped;
+  std::pair<Alias, Alias> dropped;
   auto const found = entries_.find(weight.unsafeGetTensorImpl());
   if (found != entries_.end()) {
     dropped = {std::move(found->second.connected), std::move(found->second.plain)};
   }
+}
+
+WeightCache::Alias WeightCache::alias(at::Tensor tensor) {
+  py::object object = wrap(tensor);
+  return {std::move(object), std::move(tensor)};
 }
 
 // In the same memory where nobody else holds it: a step's table points there.

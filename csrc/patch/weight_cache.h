@@ -55,6 +55,13 @@ class WeightCache {
 
   enum class State : char { current, lapsed, wrong };
 
+  // An alias of a copy. With the object's reference alone to its tensor, each call's own would come and go as the first
+  // beside it, for which torch takes the GIL and counts the object's references; so there is one that stays.
+  struct Alias {
+    pybind11::object object;
+    at::Tensor tensor{};
+  };
+
   struct Entry {
     WeakImpl weight;  // keeps the key unique, not the weight alive
     at::Tensor copy{};
@@ -66,13 +73,14 @@ class WeightCache {
     bool across_steps = false;   // and was the last that did
     // Aliases of `copy`, so that its storage tells whether a graph holds one: without gradient, and with an autograd
     // edge to the weight, which keeps the weight alive, and its Python object `object`.
-    pybind11::object plain, connected;
+    Alias plain, connected;
     PyObject* object = nullptr;
   };
 
   static bool is_current(Entry const& entry, at::Tensor const& weight, at::ScalarType low);
   static bool is_exact(Entry const& entry, at::Tensor const& weight);
   static void stamp(Entry& entry, at::Tensor const& weight);
+  static Alias alias(at::Tensor tensor);
   at::Tensor renew(at::Tensor const& weight, at::ScalarType low);
   void drop_aliases(at::Tensor const& weight);
   void sweep();

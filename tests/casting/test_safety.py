@@ -496,6 +496,25 @@ def test_an_error_in_a_patched_function_leaves_casts_on_and_the_next_call_right(
     assert torch.mm(B, B).dtype == casts.dtype
 
 
+def test_a_call_within_a_call_has_arguments_of_its_own(casts: FunctionCasts) -> None:
+    """As many arguments, so that any storage for them is the same; a hook on what a graph saves runs inside."""
+    x, y, weight = torch.full((2, 2), 2.0), torch.full((2, 2), 3.0), nn.Parameter(torch.ones(2, 2))
+    within: list[Tensor] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        within.extend((torch.mm(x, y), F.linear(y, x)))
+        return saved
+
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            result = torch.mm(torch.full((2, 2), 5.0), weight)
+            result = F.linear(result.float(), weight)
+        result.sum().backward()
+        assert result.eq(20.0).all()
+        assert all(product.eq(12.0).all() for product in within)
+    assert torch.equal(weight.grad, torch.full((2, 2), 60.0 + 60.0))
+
+
 def test_an_error_raised_by_an_argument_of_a_call_reaches_the_caller(casts: FunctionCasts) -> None:
     class Failing(Tensor):
         @classmethod

@@ -255,6 +255,10 @@ TENSOR = CastLists(
     ),
 )
 
+# Of the FP32 list: those that are told so by `dtype`, as autocast does (fp32_set_opt_dtype), and compute their backward
+# in FP32 all the same. Those of cumsum and cumprod would run in the type of the argument.
+FLOAT_BY_DTYPE = frozenset(("log_softmax", "prod", "softmax", "sum"))
+
 # Of the promoted: those that torch itself computes in the widest type, where no tensor is 0-dim. Not the in-place
 # operators, which keep the type of what they write to, and not cat and stack, which are slow at it.
 PROMOTED_BY_TORCH = frozenset(

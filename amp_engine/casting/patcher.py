@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_engine.casting import locks, wrappers
 from amp_engine.casting.cache import tensors_hold_their_objects
-from amp_engine.casting.lists import NAMESPACES, PROMOTED_BY_TORCH, CastLists
+from amp_engine.casting.lists import FLOAT_BY_DTYPE, NAMESPACES, PROMOTED_BY_TORCH, CastLists
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
 from amp_engine.errors import AmpTypeError
 from amp_engine.kernels import _native
@@ -242,7 +242,8 @@ def _patch_lists(namespace: Any, lists: CastLists, taken: set[tuple[int, str]], 
     refused = wrappers.refused_method if isinstance(namespace, type) else wrappers.refused_function
     for wrapper, names in (
         (wrappers.half, lists.half),
-        (wrappers.float32, lists.float),
+        (wrappers.float32, [name for name in lists.float if name not in FLOAT_BY_DTYPE]),
+        (wrappers.float32_by_dtype, [name for name in lists.float if name in FLOAT_BY_DTYPE]),
         (wrappers.promote, (*lists.promote, *lists.sequence)),
         (wrappers.match_self, lists.match_self),
         (refused, lists.refused_in_place),
@@ -288,6 +289,7 @@ _NATIVE = frozenset(
     (
         wrappers.half,
         wrappers.float32,
+        wrappers.float32_by_dtype,
         wrappers.promote,
         wrappers.match_self,
         wrappers.refused_function,

@@ -39,7 +39,8 @@ class Cast:
     Attributes:
         source: its type.
         target: the type that the function gets.
-        bytes_moved: read and written; 0 from the cache.
+        bytes_moved: read and written; 0 from the cache. A function that converts by itself may do so as it reads, and
+            move less.
     """
 
     source: torch.dtype
@@ -117,6 +118,35 @@ def half(fn: Function, current: Current, name: str | None = None) -> Function:
 def float32(fn: Function, current: Current, name: str | None = None) -> Function:
     """Low-precision arguments in float32."""
     return _listed(fn, current, _to_float, "float", name)
+
+
+def float32_by_dtype(fn: Function, current: Current, name: str | None = None) -> Function:
+    """As `float32`, of a function that takes `dtype`: told to compute in float32, it converts by itself.
+
+    It then saves low-precision arguments for the backward, not copies, and some CUDA kernels convert as they read.
+    """
+    in_float = float32(fn, current, name)
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        casts = current()
+        if casts is None:
+            return fn(*args, **kwargs)
+        told = isinstance(kwargs.get("dtype"), torch.dtype) or any(isinstance(value, torch.dtype) for value in args)
+        can_ask = not any(value is None for value in args)  # which may stand for the type
+        if kwargs.get("out") is not None or not (told or can_ask) or not _are_plain(args, kwargs):
+            return in_float(*args, **kwargs)
+        call = _observed(casts, fn, "float", name)
+        low = [
+            value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dtype in LOW_PRECISION
+        ]
+        if low and not told:
+            kwargs = {**kwargs, "dtype": torch.float32}
+            if call is not None:
+                call.cast(low[0], torch.float32)  # they take one tensor
+        return _run(fn, args, kwargs, None, casts, call)
+
+    return wrapper
 
 
 def promote(fn: Function, current: Current, name: str | None = None) -> Function:
@@ -277,6 +307,8 @@ def _run(
         kwargs = {key: v if key == "out" else _convert(v, convert, casts, call) for key, v in kwargs.items()}
     if call is not None:
         types = [dtype for dtype in _types(args, kwargs) if dtype.is_floating_point]
+        asked = kwargs.get("dtype")
+        types = [asked] if isinstance(asked, torch.dtype) and asked.is_floating_point and types else types
         call.dtype = functools.reduce(torch.promote_types, types) if types else None
         casts.tell(call)
     return _call(fn, args, kwargs)
@@ -348,6 +380,12 @@ def _convert(value: Any, convert: Convert, casts: Casts, call: Call | None) -> A
         items = [convert(item, casts, call) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value
+
+
+def _are_plain(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the tensors among the arguments are of no other class."""
+    values = (*args, *kwargs.values())
+    return all(type(value) in (Tensor, nn.Parameter) for value in values if isinstance(value, Tensor))
 
 
 def _is_tensor_sequence(value: Any) -> bool:

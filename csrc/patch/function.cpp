@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <deque>
@@ -29,9 +30,18 @@ namespace amp_engine::patch {
 namespace {
 
 // What is done to the arguments; amp_engine/casting/wrappers.py has one function of this name for each.
-enum class Kind : char { half, float32, promote, match_self, refused_function, refused_method, banned };
-char const* const kKinds[] = {"half",   "float32", "promote", "match_self", "refused_function", "refused_method",
-                              "banned"};
+enum class Kind : char {
+  half,
+  float32,
+  float32_by_dtype,
+  promote,
+  match_self,
+  refused_function,
+  refused_method,
+  banned
+};
+char const* const kKinds[] = {"half",       "float32",          "float32_by_dtype", "promote",
+                              "match_self", "refused_function", "refused_method",   "banned"};
 
 // The C function of a builtin or a method of torch's that takes a tuple and a dictionary: called without CPython's own
 // way there, which would take both apart and make them again.
@@ -65,6 +75,15 @@ Casts& casts = *new Casts;  // for good: Python is gone when globals are destroy
 // amp_engine/casting/float_region.py: where nothing is cast in this thread.
 bool in_float_region() {
   return !at::autocast::is_autocast_cache_enabled() && at::autocast::get_autocast_dtype(at::kCPU) == at::kFloat;
+}
+
+PyObject* float32_object() {
+  static PyObject* const object = py::cast(at::kFloat).release().ptr();
+  return object;
+}
+
+bool is_dtype(PyObject* keyword) {
+  return PyUnicode_GET_LENGTH(keyword) == 5 && PyUnicode_CompareWithASCIIString(keyword, "dtype") == 0;
 }
 
 // Arguments of a call, and those that were cast in their place.
@@ -144,6 +163,17 @@ class FastArguments : public Arguments {
   PyObject* call(PyObject* callable) const { return PyObject_Vectorcall(callable, args_, positional_, names_); }
   PyObject* call_original(Function const& function) const { return call(function.original); }
 
+  // Passes dtype=torch.float32 in place of dtype=None. Whether there was that.
+  bool ask_for_float32() {
+    for (size_t i = positional_; i < size_; ++i) {
+      if (is_dtype(name(i)) && args_[i] == Py_None) {
+        set(i, Py_NewRef(float32_object()));
+        return true;
+      }
+    }
+    return false;
+  }
+
  private:
   PyObject* names_;
 };
@@ -213,8 +243,17 @@ class TupleArguments : public Arguments {
     return PyObject_Vectorcall(callable, args_, positional_, names.ptr());
   }
 
+  // Passes dtype=torch.float32. Not beside a None that may stand for it by position.
+  bool ask_for_float32() {
+    asks_ = std::find(args_, args_ + positional_, Py_None) == args_ + positional_;
+    return asks_;
+  }
+
   PyObject* call_original(Function const& function) const {
     PyObject* const self = self_ ? args_[0] : function.direct.self;
+    if (asks_) {
+      return function.direct.function(self, tuple_, asking().ptr());
+    }
     if (!any_cast()) {
       return function.direct.function(self, tuple_, dict_);
     }
@@ -239,7 +278,18 @@ class TupleArguments : public Arguments {
     return tuple;
   }
 
+  py::object asking() const {
+    static PyObject* const only = py::dict(py::arg("dtype") = py::handle(float32_object())).release().ptr();
+    if (!dict_) {
+      return py::reinterpret_borrow<py::object>(only);
+    }
+    auto dict = py::reinterpret_steal<py::object>(PyDict_Copy(dict_));
+    PyDict_Update(dict.ptr(), only);
+    return dict;
+  }
+
   PyObject *self_, *tuple_, *dict_;
+  bool asks_ = false;
   c10::SmallVector<PyObject*, 4> names_;
 };
 
@@ -279,12 +329,23 @@ struct Found {
 template <class A>
 std::optional<at::ScalarType> dtype_argument(A const& args) {
   for (size_t i = args.positional(); i < args.size(); ++i) {
-    if (THPDtype_Check(args[i]) && PyUnicode_CompareWithASCIIString(args.name(i), "dtype") == 0) {
+    if (THPDtype_Check(args[i]) && is_dtype(args.name(i))) {
       at::ScalarType const type = reinterpret_cast<THPDtype*>(args[i])->scalar_type;
       return is_castable(type) ? std::optional(type) : std::nullopt;
     }
   }
   return std::nullopt;
+}
+
+// Whether it is told any, by name or position.
+template <class A>
+bool told_dtype(A const& args) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (THPDtype_Check(args[i])) {
+      return true;
+    }
+  }
+  return false;
 }
 
 bool is_out(PyObject* keyword) {
@@ -470,6 +531,11 @@ PyObject* call(Function const& function, A& args) {
       if (auto const type = dtype_argument(args)) {
         cast_all(args, 0, *type, false);
       } else if (found.any_low()) {
+        cast_all(args, 0, at::kFloat, false);
+      }
+      break;
+    case Kind::float32_by_dtype:
+      if (found.any_low() && !told_dtype(args) && !args.ask_for_float32()) {
         cast_all(args, 0, at::kFloat, false);
       }
       break;

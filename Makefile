@@ -54,11 +54,11 @@ COPY = mkdir -p build/$@ && cd build/$@ && rm -rf $(TREE) && cp -a $(addprefix .
 FLAGS := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fno-wrapv
 RUNTIMES = $(foreach library,libasan.so libubsan.so libstdc++.so,$(shell $${CXX:-c++} -print-file-name=$(library)))
 
-sanitize: $(INSTALLED)  ## run the kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: $(INSTALLED)  ## run the tests of the C++ code with AddressSanitizer and UndefinedBehaviorSanitizer
 	$(COPY) && AMP_ENGINE_BUILD=cpu CFLAGS="$(FLAGS)" LDFLAGS="$(FLAGS)" ../../$(BIN)/python setup.py --quiet build_ext --inplace
 	cd build/$@ && AMP_ENGINE_BUILD=cpu LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		PYTHONMALLOC=malloc ../../$(BIN)/$(PYTEST) tests/kernels \
-		tests/test_build.py::test_what_is_forced_is_loaded $(ARGS)
+		$(addprefix tests/casting/test_,by_dtype.py safety.py weight_copies.py) tests/test_build.py::test_what_is_forced_is_loaded $(ARGS)
 
 cuda-build:  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on that torch; needs no GPU
 	.venv-cuda/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv-cuda

@@ -147,7 +147,7 @@ def remove(casts: InstallableCasts) -> None:
 
 def in_force(casts: InstallableCasts) -> bool:
     """Whether `casts` is what torch's functions do now."""
-    return bool(_stack) and _stack[-1] is casts
+    return len(_stack) > 0 and _stack[-1] is casts
 
 
 def is_patchable(owner: Any) -> bool:
@@ -167,7 +167,7 @@ def check_patchable(owner: Any, name: str) -> None:
 
 def is_installed() -> bool:
     """Whether any casts are, switched on or off."""
-    return bool(_stack)
+    return len(_stack) > 0  # bool() of it breaks graphs in torch 2.11
 
 
 def current() -> InstallableCasts | None:

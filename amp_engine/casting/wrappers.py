@@ -287,8 +287,10 @@ def _listed(fn: Function, current: Current, listed: Convert, kind: str, name: st
 
 
 def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call | None:
-    """A call to be told of, None if nobody observes it. What is compiled is called once, and then gone."""
+    """A call to be told of, None if nobody observes it. What is compiled is called once, of fakes, and then gone."""
     if torch.compiler.is_compiling() or not casts.is_observed:
+        return None
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return None
     return Call(name or f"{fn.__module__}.{getattr(fn, '__qualname__', _name(fn))}", kind)
 
@@ -383,9 +385,9 @@ def _convert(value: Any, convert: Convert, casts: Casts, call: Call | None) -> A
 
 
 def _are_plain(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the tensors among the arguments are of no other class."""
-    values = (*args, *kwargs.values())
-    return all(type(value) in (Tensor, nn.Parameter) for value in values if isinstance(value, Tensor))
+    """Whether the tensors among the arguments are of no other class, and not nested: those take no `dtype`."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested for tensor in tensors)
 
 
 def _is_tensor_sequence(value: Any) -> bool:

@@ -178,34 +178,37 @@ class FastArguments : public Arguments {
   PyObject* names_;
 };
 
-// A tuple of references, from those that earlier calls left, as in CPython's zip. Under the GIL.
+// A tuple of references, which is kept for later calls of as many, with None in it, as CPython's zip does. Under the GIL.
 class SpareTuple {
  public:
   SpareTuple(PyObject* const* items, size_t size) : size_(size) {
-    if (size < spare.size() && spare[size]) {
+    if (size < spare.size() && spare[size] && Py_REFCNT(spare[size]) == 1) {
       tuple_ = std::exchange(spare[size], nullptr);
+      if (!PyObject_GC_IsTracked(tuple_)) {  // a collection that found nothing but None in it
+        PyObject_GC_Track(tuple_);
+      }
     } else if (!(tuple_ = PyTuple_New(Py_ssize_t(size)))) {
       throw py::error_already_set();
     }
     for (size_t i = 0; i < size; ++i) {
-      PyTuple_SET_ITEM(tuple_, Py_ssize_t(i), Py_NewRef(items[i]));
+      Py_XDECREF(std::exchange(at(i), Py_NewRef(items[i])));
     }
   }
   SpareTuple(SpareTuple const&) = delete;
   ~SpareTuple() {
-    if (size_ >= spare.size() || Py_REFCNT(tuple_) != 1) {
-      Py_DECREF(tuple_);
-      return;
+    bool const keep = size_ < spare.size() && Py_REFCNT(tuple_) == 1;
+    for (size_t i = 0; keep && i < size_; ++i) {
+      Py_DECREF(std::exchange(at(i), Py_NewRef(Py_None)));
     }
-    for (size_t i = 0; i < size_; ++i) {
-      Py_CLEAR(reinterpret_cast<PyTupleObject*>(tuple_)->ob_item[i]);
-    }
-    Py_XSETREF(spare[size_], tuple_);
+    PyObject* const dropped = keep ? std::exchange(spare[size_], tuple_) : tuple_;
+    Py_XDECREF(dropped);
   }
 
   PyObject* get() const { return tuple_; }
 
  private:
+  PyObject*& at(size_t i) const { return reinterpret_cast<PyTupleObject*>(tuple_)->ob_item[i]; }
+
   static inline std::array<PyObject*, 6> spare{};
 
   size_t size_;
@@ -304,7 +307,7 @@ PyObject** items(PyObject* sequence, size_t& count) {
 
 // What a look at the arguments finds.
 struct Found {
-  bool odd = false;  // Python must see to it: subclasses, `out`, sequences of unusual types
+  bool odd = false;  // Python must see to it: subclasses, nested tensors, `out`, sequences of unusual types
   bool float32 = false, half = false, bfloat16 = false, wide = false, scalar = false;
   bool autograd = false;  // a graph may be made
 
@@ -316,6 +319,7 @@ struct Found {
     if (!at::isFloatingType(type)) {
       return;
     }
+    odd |= tensor.is_nested();
     autograd |= tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr;
     float32 |= type == at::kFloat;
     half |= type == at::kHalf;

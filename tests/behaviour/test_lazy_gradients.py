@@ -832,6 +832,7 @@ def test_gradients_of_any_layout_are_stepped(name: str, level: str, looking: boo
     assert_bitwise(run(odd=True), run(odd=False))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 @pytest.mark.parametrize("looking", [False, True])
 def test_a_sparse_gradient_beside_dense_ones(looking: bool) -> None:
     model = nn.ModuleList([nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)])

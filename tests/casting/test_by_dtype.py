@@ -140,3 +140,12 @@ def test_a_subclass_is_cast_before_the_call(casts: FunctionCasts) -> None:
     x = numbers(casts.dtype).as_subclass(Watching)
     assert torch.sum(x).dtype == torch.float32
     assert "dtype" not in Watching.seen[-1][1]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_cast_before_the_call(casts: FunctionCasts) -> None:
+    parts = [numbers(casts.dtype), numbers(casts.dtype)[:2]]
+    result = torch.nested.nested_tensor(parts).sum(-1, keepdim=True)
+    assert result.dtype == torch.float32
+    with casts.disabled():
+        assert torch.equal(result[1], parts[1].float().sum(-1, keepdim=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -513,6 +514,19 @@ def test_a_call_within_a_call_has_arguments_of_its_own(casts: FunctionCasts) -> 
         assert result.eq(20.0).all()
         assert all(product.eq(12.0).all() for product in within)
     assert torch.equal(weight.grad, torch.full((2, 2), 60.0 + 60.0))
+
+
+def test_no_half_made_object_is_left_where_collectors_look(casts: FunctionCasts) -> None:
+    held = []
+    for _ in range(3):
+        assert torch.mm(A, A.t()).dtype == casts.dtype
+        assert A.cumsum(0).dtype == torch.float32
+        tuples = [o for o in gc.get_objects() if type(o) is tuple and len(o) < 6]
+        held.append([o for o in tuples if len(o) == 2 and all(item is None for item in o)])
+        assert sum(hash(type(item)) != 0 for o in tuples for item in o) > 0
+        gc.collect()
+    torch.mm(A, A.t())
+    assert all(item is None for some in held for o in some for item in o)
 
 
 def test_an_error_raised_by_an_argument_of_a_call_reaches_the_caller(casts: FunctionCasts) -> None:

@@ -310,9 +310,25 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
 }
 
 
+def torch_counts_on_the_default_device() -> bool:
+    """torch 2.11: its own AdamW cannot take its first step under another default device."""
+    bare = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    bare.param_groups[0]["params"][0].grad = torch.ones(1)
+    try:
+        with torch.device("meta"):
+            bare.step()
+    except RuntimeError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedLAMB"])
 @pytest.mark.parametrize("surrounding", SURROUNDINGS)
 def test_exit_clip_and_step_give_the_same_bits_in_any_surroundings(surrounding: str, name: str) -> None:
+    runs_torch = name == "AdamW" and not kernels.has_native(torch.device("cpu"))
+    if surrounding == "another default device" and runs_torch and torch_counts_on_the_default_device():
+        pytest.skip("torch's own AdamW, which steps without compiled kernels, fails under another default device")
+
     def run(around: Callable[[], Any]) -> list[Tensor]:
         model, optimizer = started(OPTIMIZERS[name])
         for index in range(2):

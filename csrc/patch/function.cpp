@@ -9,14 +9,13 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <array>
-#include <cstring>
 #include <deque>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "arguments.h"
 #include "cast.h"
 #include "weight_cache.h"
 
@@ -42,13 +41,6 @@ enum class Kind : char {
 };
 char const* const kKinds[] = {"half",       "float32",          "float32_by_dtype", "promote",
                               "match_self", "refused_function", "refused_method",   "banned"};
-
-// The C function of a builtin or a method of torch's that takes a tuple and a dictionary: called without CPython's own
-// way there, which would take both apart and make them again.
-struct Direct {
-  PyCFunctionWithKeywords function = nullptr;  // none: call the object
-  PyObject* self = nullptr;                    // of a builtin; a method gets its own
-};
 
 struct Function {
   PyObject* original;   // called on
@@ -76,225 +68,6 @@ Casts& casts = *new Casts;  // for good: Python is gone when globals are destroy
 bool in_float_region() {
   return !at::autocast::is_autocast_cache_enabled() && at::autocast::get_autocast_dtype(at::kCPU) == at::kFloat;
 }
-
-PyObject* float32_object() {
-  static PyObject* const object = py::cast(at::kFloat).release().ptr();
-  return object;
-}
-
-bool is_dtype(PyObject* keyword) {
-  return PyUnicode_GET_LENGTH(keyword) == 5 && PyUnicode_CompareWithASCIIString(keyword, "dtype") == 0;
-}
-
-// Arguments of a call, and those that were cast in their place.
-class Arguments {
- public:
-  Arguments(Arguments const&) = delete;
-  ~Arguments() {
-    for (PyObject* object : owned_) {
-      Py_DECREF(object);
-    }
-  }
-
-  size_t size() const { return size_; }
-  size_t positional() const { return positional_; }
-  PyObject* operator[](size_t i) const { return args_[i]; }
-
-  // A second reference to each tensor, until the call has ended. A first one beside the Python object's that comes and
-  // goes inside of the call, where the GIL is released, has torch take it to count the object's references.
-  void hold() {
-    for (size_t i = 0; i < size_; ++i) {
-      if (THPVariable_CheckExact(args_[i]) && THPVariable_Unpack(args_[i]).use_count() == 1) {
-        held_.push_back(THPVariable_Unpack(args_[i]));
-      }
-    }
-  }
-
-  // Steals `object`.
-  void set(size_t i, PyObject* object) {
-    owned_.push_back(object);
-    if (args_ != few_.data() && args_ != many_.data()) {
-      PyObject** copy = room();
-      std::memcpy(copy, args_, size_ * sizeof(PyObject*));
-      args_ = copy;
-    }
-    const_cast<PyObject**>(args_)[i] = object;
-  }
-
- protected:
-  Arguments(size_t positional, size_t size) : positional_(positional), size_(size) {}
-
-  PyObject** room() {
-    if (size_ <= few_.size()) {
-      return few_.data();
-    }
-    many_.resize(size_);
-    return many_.data();
-  }
-
-  bool any_cast() const { return !owned_.empty(); }
-
-  size_t positional_, size_;
-  PyObject* const* args_ = nullptr;
-
- private:
-  std::array<PyObject*, 12> few_;
-  std::vector<PyObject*> many_;
-  c10::SmallVector<PyObject*, 6> owned_;
-  c10::SmallVector<at::Tensor, 6> held_;
-};
-
-// As METH_FASTCALL has them: the names of the last ones in a tuple.
-class FastArguments : public Arguments {
- public:
-  FastArguments(PyObject* self, PyObject* const* args, size_t positional, PyObject* names)
-      : Arguments(positional + (self != nullptr), positional + (self != nullptr) + (names ? Py_SIZE(names) : 0)),
-        names_(names) {
-    args_ = args;
-    if (self) {  // a method descriptor gets it apart from the rest
-      PyObject** copy = room();
-      copy[0] = self;
-      std::memcpy(copy + 1, args, (size_ - 1) * sizeof(PyObject*));
-      args_ = copy;
-    }
-  }
-
-  PyObject* name(size_t i) const { return i < positional_ ? nullptr : PyTuple_GET_ITEM(names_, i - positional_); }
-  PyObject* call(PyObject* callable) const { return PyObject_Vectorcall(callable, args_, positional_, names_); }
-  PyObject* call_original(Function const& function) const { return call(function.original); }
-
-  // Passes dtype=torch.float32 in place of dtype=None. Whether there was that.
-  bool ask_for_float32() {
-    for (size_t i = positional_; i < size_; ++i) {
-      if (is_dtype(name(i)) && args_[i] == Py_None) {
-        set(i, Py_NewRef(float32_object()));
-        return true;
-      }
-    }
-    return false;
-  }
-
- private:
-  PyObject* names_;
-};
-
-// A tuple of references, which is kept for later calls of as many, with None in it, as CPython's zip does. Under the GIL.
-class SpareTuple {
- public:
-  SpareTuple(PyObject* const* items, size_t size) : size_(size) {
-    if (size < spare.size() && spare[size] && Py_REFCNT(spare[size]) == 1) {
-      tuple_ = std::exchange(spare[size], nullptr);
-      if (!PyObject_GC_IsTracked(tuple_)) {  // a collection that found nothing but None in it
-        PyObject_GC_Track(tuple_);
-      }
-    } else if (!(tuple_ = PyTuple_New(Py_ssize_t(size)))) {
-      throw py::error_already_set();
-    }
-    for (size_t i = 0; i < size; ++i) {
-      Py_XDECREF(std::exchange(at(i), Py_NewRef(items[i])));
-    }
-  }
-  SpareTuple(SpareTuple const&) = delete;
-  ~SpareTuple() {
-    bool const keep = size_ < spare.size() && Py_REFCNT(tuple_) == 1;
-    for (size_t i = 0; keep && i < size_; ++i) {
-      Py_DECREF(std::exchange(at(i), Py_NewRef(Py_None)));
-    }
-    PyObject* const dropped = keep ? std::exchange(spare[size_], tuple_) : tuple_;
-    Py_XDECREF(dropped);
-  }
-
-  PyObject* get() const { return tuple_; }
-
- private:
-  PyObject*& at(size_t i) const { return reinterpret_cast<PyTupleObject*>(tuple_)->ob_item[i]; }
-
-  static inline std::array<PyObject*, 6> spare{};
-
-  size_t size_;
-  PyObject* tuple_ = nullptr;
-};
-
-// As METH_VARARGS has them: a tuple and a dictionary, handed on as they are where nothing was cast.
-class TupleArguments : public Arguments {
- public:
-  TupleArguments(PyObject* self, PyObject* tuple, PyObject* dict)
-      : Arguments(size_t(Py_SIZE(tuple)) + (self != nullptr),
-                  size_t(Py_SIZE(tuple)) + (self != nullptr) + (dict ? size_t(PyDict_GET_SIZE(dict)) : 0)),
-        self_(self),
-        tuple_(tuple),
-        dict_(dict) {
-    args_ = reinterpret_cast<PyTupleObject*>(tuple)->ob_item;
-    if (size_ != size_t(Py_SIZE(tuple))) {
-      PyObject** copy = room();
-      copy[0] = self;
-      std::memcpy(copy + (self != nullptr), args_, size_t(Py_SIZE(tuple)) * sizeof(PyObject*));
-      Py_ssize_t position = 0;
-      PyObject* key = nullptr;
-      for (size_t i = positional_; i < size_; ++i) {
-        PyDict_Next(dict, &position, &key, copy + i);
-        names_.push_back(key);
-      }
-      args_ = copy;
-    }
-  }
-
-  PyObject* name(size_t i) const { return i < positional_ ? nullptr : names_[i - positional_]; }
-
-  PyObject* call(PyObject* callable) const {
-    py::object const names = dict_ ? names_in_a_tuple() : py::object();
-    return PyObject_Vectorcall(callable, args_, positional_, names.ptr());
-  }
-
-  // Passes dtype=torch.float32. Not beside a None that may stand for it by position.
-  bool ask_for_float32() {
-    asks_ = std::find(args_, args_ + positional_, Py_None) == args_ + positional_;
-    return asks_;
-  }
-
-  PyObject* call_original(Function const& function) const {
-    PyObject* const self = self_ ? args_[0] : function.direct.self;
-    if (asks_) {
-      return function.direct.function(self, tuple_, asking().ptr());
-    }
-    if (!any_cast()) {
-      return function.direct.function(self, tuple_, dict_);
-    }
-    size_t const first = self_ != nullptr;
-    SpareTuple const tuple(args_ + first, positional_ - first);
-    py::object dict;
-    if (dict_) {
-      dict = py::reinterpret_steal<py::object>(PyDict_Copy(dict_));
-      for (size_t i = positional_; i < size_; ++i) {
-        PyDict_SetItem(dict.ptr(), name(i), args_[i]);
-      }
-    }
-    return function.direct.function(self, tuple.get(), dict.ptr());
-  }
-
- private:
-  py::tuple names_in_a_tuple() const {
-    py::tuple tuple(names_.size());
-    for (size_t i = 0; i < names_.size(); ++i) {
-      PyTuple_SET_ITEM(tuple.ptr(), Py_ssize_t(i), Py_NewRef(names_[i]));
-    }
-    return tuple;
-  }
-
-  py::object asking() const {
-    static PyObject* const only = py::dict(py::arg("dtype") = py::handle(float32_object())).release().ptr();
-    if (!dict_) {
-      return py::reinterpret_borrow<py::object>(only);
-    }
-    auto dict = py::reinterpret_steal<py::object>(PyDict_Copy(dict_));
-    PyDict_Update(dict.ptr(), only);
-    return dict;
-  }
-
-  PyObject *self_, *tuple_, *dict_;
-  bool asks_ = false;
-  c10::SmallVector<PyObject*, 4> names_;
-};
 
 bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
@@ -514,7 +287,7 @@ void cast_all(Arguments& args, size_t begin, at::ScalarType to, bool weights) {
 template <class A>
 PyObject* call(Function const& function, A& args) {
   if (!casts.on || in_float_region()) {
-    return args.call_original(function);
+    return args.call_original(function.original, function.direct);
   }
   if (casts.observed || has_modes()) {
     return args.call(function.reference);
@@ -573,7 +346,7 @@ PyObject* call(Function const& function, A& args) {
   if (function.is_matmul || (found.autograd && c10::GradMode::is_enabled())) {  // the graph will save some
     args.hold();
   }
-  return args.call_original(function);
+  return args.call_original(function.original, function.direct);
 }
 
 // HANDLE_TH_ERRORS without its buffer for warnings, which the function that is called on has, too.

@@ -95,12 +95,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer]
                 f"This {type(optimizer).__name__} was; call amp.close() first to start over."
             )
         seen.append(id(optimizer))
-        for name in APEX_METHODS:
-            if hasattr(optimizer, name):
-                raise AmpStateError(
-                    f"Incoming optimizer already has {name} defined.  amp.initialize adds an attribute of this name; "
-                    f"rename the one of {type(optimizer).__name__}."
-                )
+        _check_names_are_free(optimizer)
         if not takes_hooks(optimizer):
             raise AmpStateError(
                 f"{type(optimizer).__name__} is a torch.optim.Optimizer by name only: it takes no step hooks.  Pass "
@@ -126,18 +121,22 @@ def check_wrappers(optimizers: Sequence[Any]) -> None:
         inner = inner_of(wrapper)
         if inner is wrapper or isinstance(wrapper, LARC):
             continue
-        for name in APEX_METHODS:
-            if hasattr(wrapper, name):
-                raise AmpStateError(
-                    f"Incoming optimizer already has {name} defined.  amp.initialize adds an attribute of this name; "
-                    f"rename the one of {type(wrapper).__name__}."
-                )
+        _check_names_are_free(wrapper)
         place = parameters_elsewhere(wrapper, inner)
         if place is not None:
             raise AmpStateError(
                 f"{type(wrapper).__name__} keeps parameters in its .{place}, beside its groups, where FP32 masters "
                 f"would never replace them.  Pass the {type(inner).__name__} inside of it to amp.initialize, and make "
                 "the wrapper afterwards."
+            )
+
+
+def _check_names_are_free(optimizer: Optimizer) -> None:
+    for name in APEX_METHODS:
+        if hasattr(optimizer, name):
+            raise AmpStateError(
+                f"Incoming optimizer already has {name} defined.  amp.initialize adds an attribute of this name; "
+                f"rename the one of {type(optimizer).__name__}."
             )
 
 

@@ -245,10 +245,14 @@ class MasterWeights:
         """Expect `wrapper`, which shares the groups, to write masters after their step; give it its state by master."""
         self.written_outside = True
         self._wrappers.append(weakref.ref(wrapper))
+        for master in self.in_groups:
+            self._take_state(master)
+
+    def _take_state(self, master: Master) -> None:
+        """Have what is kept by parameter kept by master."""
         for state in self._states():
-            for master in self.in_groups:
-                if master.param in state:
-                    state[master.weight] = _widened(state.pop(master.param))
+            if master.param in state:
+                state[master.weight] = _widened(state.pop(master.param))
 
     def _states(self) -> Iterator[dict[Any, Any]]:
         """What is kept by parameter: the optimizer's state, and that of wrappers that have one of their own."""
@@ -407,9 +411,7 @@ class MasterWeights:
         master = Master(param, value_f32)
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
-        for state in self._states():
-            if param in state:
-                state[master.weight] = _widened(state.pop(param))
+        self._take_state(master)
         return master
 
     def _live_optimizer(self) -> Optimizer:

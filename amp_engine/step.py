@@ -354,8 +354,8 @@ class SteppedOptimizer:
         fused = fused_step_of(optimizer) if plain else None
         flags: list[Tensor] = []
         # A wrapper goes on after this step by what it finds, so the host decides.
-        to_device = fused is not None and not self._is_wrapped and any(not v.overflow.is_known() for v in self.verdicts)
-        if to_device and fused is not None and self._takes(fused):
+        is_open = not self._is_wrapped and any(not v.overflow.is_known() for v in self.verdicts)
+        if is_open and fused is not None and self._takes(fused):
             flags = self._leave_to_device()
         elif self._skip():
             return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs

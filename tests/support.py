@@ -83,6 +83,16 @@ def train(
     return losses
 
 
+def step_beside(task: Any, model: nn.Module, optimizer: Optimizer, bare: Optimizer, index: int) -> None:
+    """One step of `optimizer` on a batch, and one of `bare`, which is not in amp's care, with the same gradients."""
+    optimizer.zero_grad()
+    backward(task.loss(model, task.batch(index)), optimizer)
+    for ours, theirs in zip(group_params(optimizer), group_params(bare), strict=True):
+        theirs.grad = ours.grad.clone()
+    optimizer.step()
+    bare.step()
+
+
 def scaler_numbers(index: int = 0) -> tuple[float, int]:
     """(loss_scale, unskipped) of one loss scaler, as a checkpoint holds them."""
     entry = amp.state_dict()[f"loss_scaler{index}"]

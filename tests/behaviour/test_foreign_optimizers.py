@@ -23,6 +23,7 @@ from tests.support import (
     group_params,
     masters,
     optimizer_values,
+    step_beside,
     train,
 )
 
@@ -184,12 +185,7 @@ def test_masters_at_o2_take_the_step_of_the_bare_optimizer(maker: str) -> None:
     start = [[param.detach().clone() for param in g["params"]] for g in optimizer.param_groups]
     bare = MAKERS[maker]([{"params": [nn.Parameter(value) for value in group]} for group in start])
     for index in range(3):
-        optimizer.zero_grad()
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
-        for ours, theirs in zip(group_params(optimizer), group_params(bare), strict=True):
-            theirs.grad = ours.grad.clone()
-        optimizer.step()
-        bare.step()
+        step_beside(NORMED_MLP, model, optimizer, bare, index)
     assert_same_step(optimizer, masters(optimizer), [param.detach() for param in group_params(bare)])
 
 

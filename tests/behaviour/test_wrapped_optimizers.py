@@ -24,6 +24,7 @@ from tests.support import (
     group_params,
     masters,
     optimizer_values,
+    step_beside,
     train,
 )
 
@@ -151,12 +152,7 @@ def test_it_does_what_it_does_alone_with_the_same_gradients(level: str, name: st
     start = [p.detach().clone() for p in amp.master_params(optimizer)]
     alone = wrapped(shape, INNER[name]([nn.Parameter(value.clone()) for value in start]))
     for index in range(7):
-        optimizer.zero_grad()
-        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
-        for ours, theirs in zip(group_params(optimizer), group_params(alone), strict=True):
-            theirs.grad = ours.grad.clone()
-        optimizer.step()
-        alone.step()
+        step_beside(NORMED_MLP, model, optimizer, alone, index)
         expected = [p.detach() for p in group_params(alone)]
         torch.testing.assert_close(masters(optimizer), expected, rtol=1e-6, atol=1e-7)
         model(NORMED_MLP.batch(index)[0])

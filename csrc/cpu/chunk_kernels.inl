@@ -41,12 +41,14 @@ struct ValueOf<Single> {
   using type = float;
 };
 
-// Asks for memory one page ahead, where the hardware's own prefetching stops. Measured with five streams: 5 to 10% less
-// time. An address past the end is not an error.
+// Asks for memory ahead, past the end of a page too, where the hardware's own prefetching stops: 5 to 10% less time with
+// five streams, and up to 22% with one that is only written. 1 KB: a whole page ahead, which shares its sets of the first
+// cache with what is being read, takes 4% longer. An address past the end is not an error.
 template <class L>
-AMP_HD void prefetch(Type type, void const* data, int64_t i) {
+AMP_HD void prefetch(Type type, void const* data, int64_t i, int64_t bytes_ahead = 1024) {
   if constexpr (L::kWidth > 1) {
-    __builtin_prefetch(reinterpret_cast<void const*>(reinterpret_cast<uintptr_t>(data) + i * size_of(type) + 4096));
+    uintptr_t const at = reinterpret_cast<uintptr_t>(data) + uintptr_t(i * size_of(type) + bytes_ahead);
+    __builtin_prefetch(reinterpret_cast<void const*>(at));
   }
 }
 
@@ -113,9 +115,29 @@ struct Leaf {
   }
 };
 
+// Adds up as many pairs of rows of accumulators as there are; gives where they end. Reading two rows side by side takes
+// 10% less time than one after the other; four or eight gained no more, and nothing where there is an output.
+template <Type kType>
+inline __attribute__((always_inline)) int64_t add_pairs(void const* data, Span s, Leaf& leaf, Magnitudes& magnitudes) {
+  constexpr int64_t kPair = 2 * kAccumulators;
+  for (; s.begin + kPair <= s.end; s.begin += kPair) {
+    for (int64_t j = 0; j < kAccumulators; j += Lanes::kWidth) {
+      Lanes const sum = Lanes::load(Type::float32, leaf.accumulator, j);
+      int64_t const i = s.begin + j;
+      prefetch<Lanes>(kType, data, i, kPair * size_of(kType));
+      prefetch<Lanes>(kType, data, i + kAccumulators, kPair * size_of(kType));
+      Lanes const x = Lanes::load(kType, data, i), y = Lanes::load(kType, data, i + kAccumulators);
+      fma(y, y, fma(x, x, sum)).store(Type::float32, leaf.accumulator, j);
+      magnitudes.add(x);
+      magnitudes.add(y);
+    }
+  }
+  return s.begin;
+}
+
 template <bool kSums>
 inline __attribute__((always_inline)) Partial map(ListRow const& row, int64_t chunk, float a, float b) {
-  Span const s = span(chunk, row.numel);
+  Span s = span(chunk, row.numel);
   Entry const in = row.x, other = row.y, out = row.out;
   Leaf leaf(kSums ? s.end - s.begin : 0);
   Magnitudes magnitudes;
@@ -132,16 +154,24 @@ inline __attribute__((always_inline)) Partial map(ListRow const& row, int64_t ch
     });
   };
   if (!out.data) {
+    if constexpr (kSums) {
+      s.begin = in.type == Type::float32   ? add_pairs<Type::float32>(in.data, s, leaf, magnitudes)
+                : in.type == Type::float16 ? add_pairs<Type::float16>(in.data, s, leaf, magnitudes)
+                                           : add_pairs<Type::bfloat16>(in.data, s, leaf, magnitudes);
+    }
     run([](auto, auto, int64_t) {});
   } else if (!other.data) {
     run([&](auto lanes, auto x, int64_t i) {
       using L = decltype(lanes);
+      prefetch<L>(out.type, out.data, i);
       L::store(out.type, out.data, i, x * typename ValueOf<L>::type(a));
     });
   } else {
     run([&](auto lanes, auto x, int64_t i) {
       using L = decltype(lanes);
       using V = typename ValueOf<L>::type;
+      prefetch<L>(other.type, other.data, i);
+      prefetch<L>(out.type, out.data, i);
       V const y = L::load(other.type, other.data, i);
       L::store(out.type, out.data, i, fma(V(a), x, V(b) * y));
     });
@@ -197,6 +227,11 @@ void lamb_moments(Row const& row, Entry const& gradient, int64_t chunk, float* s
   for_each(s, [&](auto lanes, int64_t i) {
     using L = decltype(lanes);
     using V = typename ValueOf<L>::type;
+    prefetch<L>(g.type, g.data, i);
+    prefetch<L>(r.weight_type, r.weight, i);
+    prefetch<L>(Type::float32, r.state1, i);
+    prefetch<L>(Type::float32, r.state2, i);
+    prefetch<L>(Type::float32, steps, i);
     V const weight = L::load(r.weight_type, r.weight, i);
     V exp_avg = L::load(Type::float32, r.state1, i);
     V exp_avg_sq = L::load(Type::float32, r.state2, i);
@@ -220,6 +255,9 @@ void lamb_apply(Row const& row, Entry const& step, int64_t chunk, void const* co
   for_each(span(chunk, r.numel), [&](auto lanes, int64_t i) {
     using L = decltype(lanes);
     using V = typename ValueOf<L>::type;
+    prefetch<L>(Type::float32, step.data, i);
+    prefetch<L>(r.weight_type, r.weight, i);
+    prefetch<L>(r.copy_type, r.copy, i);
     V const u = L::load(Type::float32, step.data, i);
     V const weight = fma(V(minus_rate), u, V(L::load(r.weight_type, r.weight, i)));
     L::store(r.weight_type, r.weight, i, weight);

@@ -185,35 +185,64 @@ inline __attribute__((always_inline)) Partial map(ListRow const& row, int64_t ch
 Partial check(ListRow const& row, int64_t chunk, float a, float b) { return map<true>(row, chunk, a, b); }
 void scale(ListRow const& row, int64_t chunk, float a, float b) { map<false>(row, chunk, a, b); }
 
+// A type that the compiler knows.
+template <Type kType>
+struct Known {
+  constexpr operator Type() const { return kType; }
+};
+
 template <class Update>
 void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coefficients) {
   auto const c = *static_cast<typename Update::Coefficients const*>(coefficients);
   // Local copies: a store to a tensor might, for all the compiler knows, change the row.
   Row const r = row;
   Entry const g = gradient;
-  for_each(span(chunk, r.numel), [&](auto lanes, int64_t i) {
-    using L = decltype(lanes);
-    using V = typename ValueOf<L>::type;
-    prefetch<L>(g.type, g.data, i);
-    prefetch<L>(r.weight_type, r.weight, i);
-    prefetch<L>(Type::float32, r.state1, i);
-    prefetch<L>(Type::float32, r.state2, i);
-    prefetch<L>(r.copy_type, r.copy, i);
-    V weight = L::load(r.weight_type, r.weight, i);
-    V state1 = r.state1 ? L::load(Type::float32, r.state1, i) : V(0.0f);
-    V state2 = Update::kState2 ? L::load(Type::float32, r.state2, i) : V(0.0f);
-    Update::update(V(L::load(g.type, g.data, i)), weight, state1, state2, c);
-    L::store(r.weight_type, r.weight, i, weight);
-    if (r.state1) {
-      L::store(Type::float32, r.state1, i, state1);
-    }
-    if constexpr (Update::kState2) {
-      L::store(Type::float32, r.state2, i, state2);
-    }
-    if (r.copy) {
-      L::store(r.copy_type, r.copy, i, weight);
-    }
-  });
+  auto const run = [&](auto weight_type, auto gradient_type, auto copy_type) {
+    for_each(span(chunk, r.numel), [&](auto lanes, int64_t i) {
+      using L = decltype(lanes);
+      using V = typename ValueOf<L>::type;
+      prefetch<L>(gradient_type, g.data, i);
+      prefetch<L>(weight_type, r.weight, i);
+      prefetch<L>(Type::float32, r.state1, i);
+      prefetch<L>(Type::float32, r.state2, i);
+      prefetch<L>(copy_type, r.copy, i);
+      V weight = L::load(weight_type, r.weight, i);
+      V state1 = r.state1 ? L::load(Type::float32, r.state1, i) : V(0.0f);
+      V state2 = Update::kState2 ? L::load(Type::float32, r.state2, i) : V(0.0f);
+      Update::update(V(L::load(gradient_type, g.data, i)), weight, state1, state2, c);
+      L::store(weight_type, r.weight, i, weight);
+      if (r.state1) {
+        L::store(Type::float32, r.state1, i, state1);
+      }
+      if constexpr (Update::kState2) {
+        L::store(Type::float32, r.state2, i, state2);
+      }
+      if (r.copy) {
+        L::store(copy_type, r.copy, i, weight);
+      }
+    });
+  };
+  // The usual types, of O2 and O5, of O1 and O4, and of FP32, each in a loop of its own, which asks for none: a quarter to
+  // a third less time where tensors are in the caches.
+  Known<Type::float32> const f32;
+  Known<Type::float16> const f16;
+  Known<Type::bfloat16> const bf16;
+  auto const are = [&](Type gradient, Type copy) {
+    return r.weight_type == Type::float32 && g.type == gradient && r.copy_type == copy;
+  };
+  if (are(f16, f16)) {
+    run(f32, f16, f16);
+  } else if (are(bf16, bf16)) {
+    run(f32, bf16, bf16);
+  } else if (are(f32, f16)) {
+    run(f32, f32, f16);
+  } else if (are(f32, bf16)) {
+    run(f32, f32, bf16);
+  } else if (are(f32, f32)) {
+    run(f32, f32, f32);
+  } else {
+    run(r.weight_type, g.type, r.copy_type);
+  }
 }
 
 void lamb_moments(Row const& row, Entry const& gradient, int64_t chunk, float* steps, void const* coefficients,

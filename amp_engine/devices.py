@@ -11,7 +11,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
     A non-blocking copy to the host may be read before it has arrived.
     """
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    # Asked first: `to` takes 20 microseconds for nothing where the caches are full of a model.
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 class HostNumber:

@@ -13,7 +13,8 @@ INSTALLED := .venv/.installed$(AMP_ENGINE_BUILD:%=-%)
 NATIVE := setup.py toolchain.py $(shell find csrc)
 CUDA_TORCH ?= torch==2.14.1
 WORKERS ?= 2
-PYTEST = python -m pytest -n $(WORKERS) --dist loadfile
+# In the order of tests/conftest.py: by itself xdist starts with the files of the most tests, not of the slowest.
+PYTEST = python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # OpenMP threads sleep while they wait for one another. If they spin, the default, the demo's smallest
 # steps take half the time on an idle machine, and up to twenty times the time on a busy one.
 export OMP_WAIT_POLICY ?= PASSIVE

@@ -39,6 +39,12 @@ GLOBAL_HOOKS = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: of workers that take a file at a time, none is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def patched_names() -> list[str]:
     """The names of torch that hold another object than when the suite started, and those new on its classes.
 

@@ -138,6 +138,7 @@ def test_train_gpt_stopped_and_resumed_is_the_run_that_was_not(run_example, tmp_
     assert_bitwise_equal(resumed, whole)
 
 
+@pytest.mark.slow
 def test_train_gpt_killed_and_resumed_is_the_run_that_was_not(tmp_path):
     def command(folder: str, *more: object) -> list[str]:
         (tmp_path / folder).mkdir(exist_ok=True)

@@ -97,6 +97,7 @@ def training(rank: int) -> dict[Any, Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("level", PARALLEL_LEVELS)
 def test_two_ranks_end_alike_and_as_one_process_on_the_joined_batch(

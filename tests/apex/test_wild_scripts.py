@@ -313,6 +313,7 @@ def test_a_framework_that_reads_private_state(run, level: str) -> None:
 # --- the runner ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["", "none"], ids=["kernels", "no_kernels"])
 def test_the_runner_runs_the_same_script_in_a_process_of_its_own(run, build: str) -> None:
     command = [sys.executable, "-m", "amp_engine.apex", str(SCRIPTS / "imagenet_main.py"), "--opt-level", "O2"]

@@ -44,26 +44,56 @@ struct Barrier {
   unsigned size, arrived = 0, generation = 0;
 };
 
+// Where it was switched away from: the compiler's own buffer, since swapcontext and AddressSanitizer's longjmp make a
+// system call for each of the switches, of which there are millions.
+using Place = void* [5];
+#define SWITCHES __attribute__((noinline, no_sanitize_address))
+
+// Made once, it runs a thread of one block after another.
 struct Fiber {
-  ucontext_t context;
+  Place here;
   std::unique_ptr<char[]> stack;
   bool done;
 };
 
 constexpr size_t kStack = 64 * 1024;
 inline std::vector<Fiber> fibers(1024);
-inline ucontext_t scheduler;
+inline Place scheduler;
 inline std::function<void()> const* kernel;
 inline std::vector<Barrier> barriers;  // of the warps, then of the block
 inline uint64_t progress;
 inline unsigned char exchanged[32][32][16];
 inline std::mt19937 order(0);
 
+SWITCHES inline void leave() {
+  if (!__builtin_setjmp(fibers[threadIdx.x].here)) {
+    __builtin_longjmp(scheduler, 1);
+  }
+}
+
 inline void enter() {
-  (*kernel)();
-  fibers[threadIdx.x].done = true;
-  ++progress;
-  swapcontext(&fibers[threadIdx.x].context, &scheduler);
+  for (;;) {
+    (*kernel)();
+    fibers[threadIdx.x].done = true;
+    ++progress;
+    leave();
+  }
+}
+
+SWITCHES inline void resume(Fiber& fiber) {
+  if (__builtin_setjmp(scheduler)) {
+    return;
+  }
+  if (fiber.stack) {
+    __builtin_longjmp(fiber.here, 1);
+  }
+  fiber.stack = std::make_unique<char[]>(kStack);
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack = {fiber.stack.get(), 0, kStack};
+  start.uc_link = nullptr;
+  makecontext(&start, enter, 0);
+  setcontext(&start);
 }
 
 inline void wait(Barrier& barrier) {
@@ -74,9 +104,8 @@ inline void wait(Barrier& barrier) {
     ++barrier.generation;
     return;
   }
-  unsigned const me = threadIdx.x;
   while (barrier.generation == generation) {
-    swapcontext(&fibers[me].context, &scheduler);
+    leave();
   }
 }
 
@@ -88,21 +117,13 @@ inline void run_block(unsigned threads, std::function<void()> const& body) {
   std::iota(threads_left.begin(), threads_left.end(), 0u);
   std::shuffle(threads_left.begin(), threads_left.end(), order);
   for (unsigned t : threads_left) {
-    Fiber& fiber = fibers[t];
-    if (!fiber.stack) {
-      fiber.stack = std::make_unique<char[]>(kStack);
-    }
-    fiber.done = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack = {fiber.stack.get(), 0, kStack};
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
+    fibers[t].done = false;
   }
   while (!threads_left.empty()) {
     uint64_t const before = progress;
     for (unsigned t : threads_left) {
       threadIdx.x = t;
-      swapcontext(&scheduler, &fibers[t].context);
+      resume(fibers[t]);
     }
     if (progress == before) {
       fail("threads wait for threads that have left");

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import arguments, casting, checkpoint, levels, report
-from amp_engine.casting import Explanation, FunctionCasts, Registration
+from amp_engine.casting import Explanation, FunctionCasts, Registration, locks
 from amp_engine.devices import HostNumber, moved
 from amp_engine.dtypes import LOW_PRECISION, parse_dtype
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
@@ -441,19 +441,21 @@ class Engine:
         )
         for explanation in self._explanations:
             casts.observe(explanation)
-        casts.install()
-        if self.casts is not None:
-            self.casts.remove()
-        self.casts, self._cast_options = casts, options
+        with locks.install.held():  # or the casts of an `initialize` in another thread would stay for ever
+            casts.install()
+            if self.casts is not None:
+                self.casts.remove()
+            self.casts, self._cast_options = casts, options
         # An engine that is dropped without close() must not leave torch patched.
-        weakref.finalize(self, casts.remove).atexit = False
+        weakref.finalize(self, casts.abandon).atexit = False
         return casts
 
     def remove_casts(self) -> None:
         """Give torch its functions back."""
-        if self.casts is not None:
-            self.casts.remove()
-            self.casts = None
+        with locks.install.held():
+            casts, self.casts = self.casts, None
+        if casts is not None:
+            casts.remove()
 
     def close(self) -> None:
         """Take everything back; the engine can be used again.
@@ -601,9 +603,9 @@ def _names(removal: tuple[Any, str], registration: Registration) -> bool:
 
 
 def _as_list(optimizers: Any) -> list[Any]:
-    if isinstance(optimizers, Iterable) and not isinstance(optimizers, Optimizer):
-        return list(optimizers)
-    return [optimizers]
+    if isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable):
+        return [optimizers]
+    return list(optimizers)
 
 
 def _open_snapshot(stepped: Sequence[SteppedOptimizer], loss_id: int) -> ScaleSnapshot | None:

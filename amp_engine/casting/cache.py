@@ -7,6 +7,7 @@ where the step is done by our kernels, which write the copies beside the weights
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,10 +48,10 @@ class WeightCache:
     """
 
     native: Any = None
-    own_step = False  # whether the step that ends now told what it wrote
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
+        self._changes = 0  # how often weights may have been written, by another thread while a cast is made
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -75,27 +76,29 @@ class WeightCache:
         ):
             return entry.cast
         on_cast()
+        changes, version, address = self._changes, weight._version, weight.data_ptr()
         cast = weight.to(dtype)
-        self._entries[id(weight)] = _Entry(
-            weakref.ref(weight), cast, weight._version, cast._version, weight.data_ptr(), weight.requires_grad
-        )
+        if changes == self._changes:
+            self._entries[id(weight)] = _Entry(
+                weakref.ref(weight), cast, version, cast._version, address, weight.requires_grad
+            )
         return cast
 
     def discard(self, weight: Tensor) -> None:
         """Forget the cast of one weight, which may be given as a view."""
+        self._changes += 1
         self._entries.pop(id(weight), None)
         if weight._base is not None:
             self._entries.pop(id(weight._base), None)
 
     def lapse(self) -> None:
         """Anybody may have written any weight."""
+        self._changes += 1
         self._entries.clear()
 
     def after_step(self) -> None:
         """An optimizer has stepped: anybody's weights may be written, unless it told which."""
-        if not self.own_step:
-            self.lapse()
-        self.own_step = False
+        self.lapse()
 
     def drop_orphans(self) -> None:
         """Free the weights that nobody but their own casts keeps alive."""
@@ -103,10 +106,11 @@ class WeightCache:
             weight: Any = entry.weight()
             # Those of this frame, of the call, and of the tensor itself, which the autograd node of the cast holds.
             if weight is None or (sys.getrefcount(weight) <= 3 and weight._use_count() > 1):
-                del self._entries[key]
+                self._entries.pop(key, None)
 
     def clear(self) -> None:
         """Forget every cast."""
+        self._changes += 1
         self._entries.clear()
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
@@ -130,6 +134,7 @@ class NativeWeightCache(WeightCache):
     def __init__(self) -> None:
         module: Any = _native.module
         self.native = module.WeightCache()
+        self._steps = threading.local()  # whether the step that ends in this thread told what it wrote
 
     def __len__(self) -> int:
         return len(self.native)
@@ -166,8 +171,14 @@ class NativeWeightCache(WeightCache):
 
     def written(self, weights: Sequence[Tensor]) -> None:
         """The step wrote them and no other weight."""
-        self.own_step = True
+        self._steps.told = True
         self.native.written(weights)
+
+    def after_step(self) -> None:
+        """An optimizer has stepped: anybody's weights may be written, unless it told which."""
+        if not getattr(self._steps, "told", False):
+            self.native.lapse()
+        self._steps.told = False
 
 
 def tensors_hold_their_objects() -> bool:

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from amp_engine.casting import locks
+from amp_engine.casting import locks, patcher
 from amp_engine.casting.wrappers import Call
 from amp_engine.errors import AmpStateError
 
@@ -84,12 +84,14 @@ class Explanation:
             counts = self._counts.setdefault(key, [0, 0, 0, 0])
             for i, more in enumerate((1, len(call.casts), call.cached, moved)):
                 counts[i] += more
+        patcher.remove_abandoned()
 
     @property
     def records(self) -> list[Record]:
         """So far: those that moved most bytes first, then the most called."""
         with locks.shared:
             records = [Record(*key, *counts) for key, counts in self._counts.items()]
+        patcher.remove_abandoned()
         return sorted(records, key=lambda r: (-r.bytes_moved, -r.calls, r.function, str(r.dtype)))
 
     def __str__(self) -> str:

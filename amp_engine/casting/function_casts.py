@@ -60,7 +60,6 @@ class FunctionCasts:
         self.removals: Sequence[tuple[Any, str]] = tuple(removals)
         self.is_native = HAS_NATIVE if native is None else native
         self.cache = NativeWeightCache() if self.is_native else WeightCache()
-        self.installed = False
         self._observers: tuple[Observer, ...] = (_Trace(emit),) if verbose else ()
         self._disabled = 0
         self._is_switched_off = False
@@ -103,18 +102,23 @@ class FunctionCasts:
         for observer in self._observers:
             observer.tell(call)
 
+    @property
+    def installed(self) -> bool:
+        """Whether torch is patched for them, or will be when others are removed."""
+        return patcher.holds(self)
+
     def install(self) -> None:
         """Patch torch. Does nothing if installed."""
         if not self.installed:
             patcher.install(self)
-            self.installed = True
 
     def remove(self) -> None:
         """Restore torch, or the casts that were in force before. Does nothing if not installed."""
-        if self.installed:
-            patcher.remove(self)
-            self.installed = False
-            self.cache.clear()
+        patcher.remove(self)
+
+    def abandon(self) -> None:
+        """As `remove`, for a finalizer: waits for no other thread, of which one may do it later."""
+        patcher.abandon(self)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

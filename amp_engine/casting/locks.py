@@ -11,6 +11,12 @@ shared = threading.RLock()
 os.register_at_fork(before=shared.acquire, after_in_parent=shared.release, after_in_child=shared.release)
 
 
+def is_shared_held_here() -> bool:
+    """Whether this thread has `shared`. A finalizer may run in it then, and must wait for no other lock."""
+    owned: bool = shared._is_owned()  # type: ignore[attr-defined]  # as threading.Condition asks
+    return owned
+
+
 class InstallLock:
     """Held while torch is patched, which waits for Dynamo: a fork, perhaps of Dynamo's, does not wait for it."""
 
@@ -23,6 +29,17 @@ class InstallLock:
         """Nests within a thread."""
         with self._lock:
             yield
+
+    @contextmanager
+    def held_if_free(self) -> Iterator[bool]:
+        """Whether it is held, which it is not where another thread has it."""
+        lock = self._lock
+        is_held = lock.acquire(blocking=False)
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                lock.release()
 
     def _renew(self) -> None:
         self._lock = threading.RLock()

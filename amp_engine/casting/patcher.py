@@ -10,8 +10,10 @@ import functools
 import gc
 import importlib
 import inspect
+import os
 import pkgutil
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
@@ -124,6 +126,7 @@ _LISTED = tuple((pkgutil.resolve_name(name), lists) for name, lists in NAMESPACE
 _WRITTEN_IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _stack: list[InstallableCasts] = []
+_abandoned: deque[InstallableCasts] = deque()
 _patches = Patches()
 
 
@@ -132,22 +135,50 @@ def install(casts: InstallableCasts) -> None:
     with locks.install.held():
         _stack.append(casts)
         try:
-            _apply_newest()
+            _applying.apply_newest()
         except BaseException:
-            remove(casts)
+            _take_out(casts)
             raise
+    remove_abandoned()
 
 
 def remove(casts: InstallableCasts) -> None:
-    """Take `casts` out of force and put the next newest in."""
+    """Take `casts` out of force and put the next newest in. Does nothing if they are not installed."""
     with locks.install.held():
-        _stack.remove(casts)
-        _apply_newest()
+        _take_out(casts)
+    remove_abandoned()
+
+
+def abandon(casts: InstallableCasts) -> None:
+    """As `remove`, for finalizers, which may run wherever something is allocated: waits for no other thread.
+
+    Where a lock is taken, whoever has it removes the casts.
+    """
+    _abandoned.append(casts)
+    remove_abandoned()
+
+
+def remove_abandoned() -> None:
+    """Remove what finalizers could not, as they ran under a lock: to be called where one was released."""
+    while _abandoned and not locks.is_shared_held_here():
+        with locks.install.held_if_free() as is_held:
+            if not is_held:
+                return
+            if _abandoned:
+                _take_out(_abandoned.popleft())
+
+
+def holds(casts: InstallableCasts) -> bool:
+    """Whether `casts` are installed, in force or not."""
+    return casts in _stack
 
 
 def in_force(casts: InstallableCasts) -> bool:
     """Whether `casts` is what torch's functions do now."""
-    return len(_stack) > 0 and _stack[-1] is casts
+    try:
+        return _stack[-1] is casts
+    except IndexError:
+        return False
 
 
 def is_patchable(owner: Any) -> bool:
@@ -193,11 +224,43 @@ def tell_native() -> None:
             _native.module.put_out_of_force()
         else:
             _native.module.put_in_force(casts.dtype, casts.cache.native, casts.enable_caching, casts.is_observed)
+    remove_abandoned()
 
 
 def original(function: Any) -> Any:
     """What a function of a module or a native method stands for; anything else as it is."""
     return _originals.get(id(function), (None, function))[1]
+
+
+def _take_out(casts: InstallableCasts) -> None:
+    if holds(casts):
+        _stack.remove(casts)
+        _applying.apply_newest()
+        casts.cache.clear()
+
+
+class _Applying:
+    """Patches torch as the newest casts have it. A collection of garbage in the midst may end an engine: then anew."""
+
+    def __init__(self) -> None:
+        self._is_outdated = self._is_within = False
+        os.register_at_fork(after_in_child=self._renew)
+
+    def apply_newest(self) -> None:
+        """Under `locks.install`; within itself, leaves it to the outer call."""
+        self._is_outdated = True
+        while self._is_outdated and not self._is_within:
+            self._is_outdated, self._is_within = False, True
+            try:
+                _apply_newest()
+            finally:
+                self._is_within = False
+
+    def _renew(self) -> None:
+        self._is_within = False  # nor is the thread in a child that was
+
+
+_applying = _Applying()
 
 
 def _apply_newest() -> None:

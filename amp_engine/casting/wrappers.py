@@ -379,7 +379,7 @@ def _convert(value: Any, convert: Convert, casts: Casts, call: Call | None) -> A
     if isinstance(value, Tensor):
         return convert(value, casts, call)
     if _is_tensor_sequence(value):
-        items = [convert(item, casts, call) for item in value]
+        items = [convert(item, casts, call) for item in tuple(value)]  # which another thread may change meanwhile
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value
 

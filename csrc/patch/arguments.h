@@ -30,6 +30,10 @@ inline PyObject* float32_object() {
   return object;
 }
 
+// {"dtype": torch.float32}. Made by bind(), not where it is used: a dictionary that is made may run Python, by a
+// collection of garbage, and threads that wait for a function's static would do so with the GIL held.
+inline PyObject* only_float32 = nullptr;
+
 inline bool is_dtype(PyObject* keyword) {
   return PyUnicode_GET_LENGTH(keyword) == 5 && PyUnicode_CompareWithASCIIString(keyword, "dtype") == 0;
 }
@@ -230,12 +234,11 @@ class TupleArguments : public Arguments {
   }
 
   py::object asking() const {
-    static PyObject* const only = py::dict(py::arg("dtype") = py::handle(float32_object())).release().ptr();
     if (!dict_) {
-      return py::reinterpret_borrow<py::object>(only);
+      return py::reinterpret_borrow<py::object>(only_float32);
     }
     auto dict = py::reinterpret_steal<py::object>(PyDict_Copy(dict_));
-    PyDict_Update(dict.ptr(), only);
+    PyDict_Update(dict.ptr(), only_float32);
     return dict;
   }
 

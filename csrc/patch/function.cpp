@@ -148,6 +148,7 @@ void look_at_items(PyObject* sequence, Found& found) {
       return;  // of numbers
     } else {
       found.odd = true;
+      return;
     }
   }
 }
@@ -211,40 +212,41 @@ bool may_keep(at::Tensor const& weight) {
 }
 
 // `object`, an exact tensor, in type `to`: a new reference, or null if it is of that type or of one that is never cast.
-PyObject* cast_object(PyObject* object, at::ScalarType to, bool weights) {
+// Weights are found in `cache`, if there is one.
+PyObject* cast_object(PyObject* object, at::ScalarType to, WeightCache* cache) {
   at::Tensor const& tensor = THPVariable_Unpack(object);
   at::ScalarType const type = tensor.scalar_type();
   if (type == to || !is_castable(type)) {
     return nullptr;
   }
-  if (weights && type == at::kFloat && reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass &&
+  if (cache && type == at::kFloat && reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass &&
       may_keep(tensor)) {
-    if (PyObject* const found = casts.cache->find(tensor, to)) {
+    if (PyObject* const found = cache->find(tensor, to)) {
       return found;
     }
-    py::object const alive = casts.owner;
-    return casts.cache->cast(tensor, to).tensor.release().ptr();
+    return cache->cast(tensor, to).tensor.release().ptr();
   }
   if (tensor.is_cpu() && tensor.numel() <= 8192) {  // a microsecond: to let others run would take a tenth more
     return THPVariable_Wrap(cast(tensor, to));
   }
+  at::Tensor const held = tensor;  // of which another thread may deprive the object, by torch.utils.swap_tensors
   at::Tensor result;
   {
     py::gil_scoped_release const no_gil;
-    result = cast(tensor, to);
+    result = cast(held, to);
   }
   return THPVariable_Wrap(std::move(result));
 }
 
-PyObject* cast_items(PyObject* sequence, at::ScalarType to, bool weights) {
+PyObject* cast_items(PyObject* sequence, at::ScalarType to, WeightCache* cache) {
   size_t count;
-  PyObject** tensors = items(sequence, count);
+  PyObject** const given = items(sequence, count);
   bool any = false;
   for (size_t i = 0; i < count; ++i) {
-    if (!THPVariable_CheckExact(tensors[i])) {
+    if (!THPVariable_CheckExact(given[i])) {
       return nullptr;
     }
-    at::ScalarType const type = THPVariable_Unpack(tensors[i]).scalar_type();
+    at::ScalarType const type = THPVariable_Unpack(given[i]).scalar_type();
     if (!at::isFloatingType(type)) {
       return nullptr;
     }
@@ -253,30 +255,33 @@ PyObject* cast_items(PyObject* sequence, at::ScalarType to, bool weights) {
   if (!any) {
     return nullptr;
   }
-  bool const is_list = PyList_CheckExact(sequence);
-  auto result =
-      py::reinterpret_steal<py::object>(is_list ? PyList_New(Py_ssize_t(count)) : PyTuple_New(Py_ssize_t(count)));
+  // A cast lets other threads run, which may change a list, and collections of garbage, which may see a result.
+  c10::SmallVector<py::object, 8> tensors;
   for (size_t i = 0; i < count; ++i) {
-    // A cast lets other threads run, which may shorten a list.
-    if (size_t(Py_SIZE(sequence)) != count) {
-      throw py::value_error("a list of tensors changed its length while it was cast");
-    }
-    auto const item = py::reinterpret_borrow<py::object>(items(sequence, count)[i]);
-    PyObject* cast = cast_object(item.ptr(), to, weights);
-    cast = cast ? cast : Py_NewRef(item.ptr());
-    is_list ? PyList_SET_ITEM(result.ptr(), Py_ssize_t(i), cast) : PyTuple_SET_ITEM(result.ptr(), Py_ssize_t(i), cast);
+    tensors.push_back(py::reinterpret_borrow<py::object>(given[i]));
   }
-  return result.release().ptr();
+  for (py::object& tensor : tensors) {
+    if (PyObject* const cast = cast_object(tensor.ptr(), to, cache)) {
+      tensor = py::reinterpret_steal<py::object>(cast);
+    }
+  }
+  bool const is_list = PyList_CheckExact(sequence);
+  PyObject* const result = is_list ? PyList_New(Py_ssize_t(count)) : PyTuple_New(Py_ssize_t(count));
+  for (size_t i = 0; result && i < count; ++i) {
+    PyObject* const tensor = tensors[i].release().ptr();
+    is_list ? PyList_SET_ITEM(result, Py_ssize_t(i), tensor) : PyTuple_SET_ITEM(result, Py_ssize_t(i), tensor);
+  }
+  return result ? result : throw py::error_already_set();
 }
 
-void cast_all(Arguments& args, size_t begin, at::ScalarType to, bool weights) {
+void cast_all(Arguments& args, size_t begin, at::ScalarType to, WeightCache* cache = nullptr) {
   for (size_t i = begin; i < args.size(); ++i) {
     PyObject* const arg = args[i];
     PyObject* cast = nullptr;
     if (THPVariable_CheckExact(arg)) {
-      cast = cast_object(arg, to, weights);
+      cast = cast_object(arg, to, cache);
     } else if (PyList_CheckExact(arg) || PyTuple_CheckExact(arg)) {
-      cast = cast_items(arg, to, weights);
+      cast = cast_items(arg, to, cache);
     }
     if (cast) {
       args.set(i, cast);
@@ -293,32 +298,37 @@ PyObject* call(Function const& function, A& args) {
     return args.call(function.reference);
   }
   Found const found = look(args);
+  if (!casts.on) {  // any more: a look at a type may run Python
+    return args.call_original(function.original, function.direct);
+  }
   if (found.odd) {
     return args.call(function.reference);
   }
   switch (function.kind) {
     case Kind::half:
       if (auto const type = dtype_argument(args)) {
-        cast_all(args, 0, *type, false);
+        cast_all(args, 0, *type);
       } else if (found.float32 || (casts.low == at::kHalf ? found.bfloat16 : found.half)) {
-        cast_all(args, 0, casts.low, casts.caching);
+        // A cast may let other threads run, which put other casts in force, or none: this call keeps to its own.
+        py::object const owner = casts.owner;
+        cast_all(args, 0, casts.low, casts.caching ? casts.cache : nullptr);
       }
       break;
     case Kind::float32:
       if (auto const type = dtype_argument(args)) {
-        cast_all(args, 0, *type, false);
+        cast_all(args, 0, *type);
       } else if (found.any_low()) {
-        cast_all(args, 0, at::kFloat, false);
+        cast_all(args, 0, at::kFloat);
       }
       break;
     case Kind::float32_by_dtype:
       if (found.any_low() && !told_dtype(args) && !args.ask_for_float32()) {
-        cast_all(args, 0, at::kFloat, false);
+        cast_all(args, 0, at::kFloat);
       }
       break;
     case Kind::promote:
       if (found.mixed() && (!function.torch_promotes || found.scalar)) {
-        cast_all(args, 0, at::kFloat, false);
+        cast_all(args, 0, at::kFloat);
       }
       break;
     case Kind::refused_function:
@@ -338,7 +348,7 @@ PyObject* call(Function const& function, A& args) {
         return args.call(function.reference);
       }
       if (is_castable(type)) {
-        cast_all(args, 1, type, false);
+        cast_all(args, 1, type);
       }
       break;
     }
@@ -512,6 +522,7 @@ py::object patched_method(py::object original, py::object reference, std::string
 
 void bind(py::module_& m) {
   function_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  only_float32 = py::dict(py::arg("dtype") = py::handle(float32_object())).release().ptr();
   py::class_<WeightCache>(m, "WeightCache", "Low-precision copies of weights; see amp_engine.casting.cache.")
       .def(py::init<>())
       .def("__len__", &WeightCache::size)

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cast.h"
+#include "walk.h"
 
 namespace py = pybind11;
 
@@ -17,11 +18,6 @@ namespace amp_engine::patch {
 namespace {
 
 py::object wrap(at::Tensor const& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
-
-// tensor._version() goes through a table of autograd's.
-uint32_t version_of(at::Tensor const& tensor) {
-  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
-}
 
 // Nodes are held by std::shared_ptr before torch 2.13, by c10::intrusive_ptr since.
 template <class Pointer, class Node>
@@ -62,7 +58,7 @@ PyObject* WeightCache::find(at::Tensor const& weight, at::ScalarType low) {
   return Py_XNewRef((connected ? found->second.connected : found->second.plain).object.ptr());
 }
 
-WeightCache::Cast WeightCache::cast(at::Tensor const& weight, at::ScalarType low) {
+WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
   auto found = entries_.find(weight.unsafeGetTensorImpl());
   bool const keeps = c10::GradMode::is_enabled();
   bool const connected = keeps && weight.requires_grad();
@@ -91,6 +87,7 @@ WeightCache::Cast WeightCache::cast(at::Tensor const& weight, at::ScalarType low
 }
 
 void WeightCache::discard(at::Tensor const& weight) {
+  ++changes_;
   if (weight.is_view()) {
     discard(at::Tensor(weight._base()));
   }
@@ -109,6 +106,7 @@ void WeightCache::discard(at::Tensor const& weight) {
 }
 
 void WeightCache::lapse() {
+  ++changes_;
   // What is dropped may run Python that comes back here.
   std::vector<Entry> dropped;
   std::vector<Alias> aliases;
@@ -118,7 +116,9 @@ void WeightCache::lapse() {
     if ((entry.stepped || entry.state == State::current) && !entry.weight.expired()) {
       aliases.push_back(std::move(entry.connected));
       aliases.push_back(std::move(entry.plain));
-      entry.state = entry.state == State::wrong ? State::wrong : State::lapsed;
+      // A step that writes the copy now does not know of what was written meanwhile.
+      bool const stays = entry.state != State::wrong && entry.writer != Writer::step;
+      entry.state = stays ? State::lapsed : State::wrong;
       ++it;
     } else {
       dropped.push_back(std::move(entry));
@@ -146,38 +146,55 @@ size_t WeightCache::size() const {
 }
 
 void WeightCache::clear() {
+  ++changes_;
   auto const dropped = std::exchange(entries_, {});
 }
 
 std::vector<std::optional<at::Tensor>> WeightCache::copies(std::vector<at::Tensor> const& weights) {
+  ++changes_;
   std::vector<std::optional<at::Tensor>> result;
   result.reserve(weights.size());
   for (at::Tensor const& weight : weights) {
     drop_aliases(weight);
-    auto const found = entries_.find(weight.unsafeGetTensorImpl());
+    auto found = entries_.find(weight.unsafeGetTensorImpl());
     if (found == entries_.end()) {
       result.emplace_back();
       continue;
     }
     Entry& entry = found->second;
     entry.stepped = true;
-    bool const is_good =
-        entry.state != State::wrong && entry.copy.storage().use_count() == 1 && is_exact(entry, weight);
+    bool const is_good = entry.state != State::wrong && entry.writer != Writer::renewal &&
+                         entry.copy.storage().use_count() == 1 && is_exact(entry, weight);
     result.emplace_back(is_good ? entry.copy : renew(weight, entry.copy.scalar_type()));
+    found = entries_.find(weight.unsafeGetTensorImpl());
+    if (found != entries_.end() && found->second.copy.is_same(*result.back())) {
+      found->second.writer = Writer::step;
+    }
   }
   return result;
 }
 
 void WeightCache::written(std::vector<at::Tensor> const& weights) {
+  ++changes_;
   for (at::Tensor const& weight : weights) {
     auto const found = entries_.find(weight.unsafeGetTensorImpl());
-    if (found != entries_.end() && found->second.stepped) {
-      Entry& entry = found->second;
-      entry.copy.unsafeGetTensorImpl()->bump_version();
-      stamp(entry, weight);
-      entry.state = State::current;
-      entry.across_steps = true;
+    if (found == entries_.end()) {
+      continue;
     }
+    Entry& entry = found->second;
+    // Another thread made this one, or may have written the weight, meanwhile; or what shares the weight's memory may
+    // write it after the step.
+    if (entry.writer != Writer::step || entry.state == State::wrong ||
+        weight.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1) {
+      entry.writer = entry.writer == Writer::renewal ? Writer::renewal : Writer::none;
+      entry.state = State::wrong;
+      continue;
+    }
+    entry.copy.unsafeGetTensorImpl()->bump_version();
+    stamp(entry, weight);
+    entry.state = State::current;
+    entry.writer = Writer::none;
+    entry.across_steps = true;
   }
 }
 
@@ -218,28 +235,41 @@ at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
   auto found = entries_.find(key);
   at::Tensor memory;
   if (found != entries_.end()) {
-    Entry const& entry = found->second;
-    if (entry.stepped && entry.copy.storage().use_count() == 1 && entry.copy.scalar_type() == low &&
-        entry.copy.sizes() == weight.sizes() && entry.copy.strides() == weight.strides() &&
-        entry.copy.device() == weight.device()) {
+    Entry& entry = found->second;
+    if (entry.stepped && entry.writer == Writer::none && entry.copy.storage().use_count() == 1 &&
+        entry.copy.scalar_type() == low && entry.copy.sizes() == weight.sizes() &&
+        entry.copy.strides() == weight.strides() && entry.copy.device() == weight.device()) {
       memory = entry.copy;
+      entry.writer = Writer::renewal;
+      entry.state = State::wrong;
     }
   }
+  uint64_t const changes = changes_;
   uint32_t const version = version_of(weight);
+  void const* const address = weight.const_data_ptr();
   at::Tensor copy = copied(weight, low, std::move(memory));
-  drop_aliases(weight);
   if (entries_.size() >= sweep_at_) {
     sweep();
   }
   found = entries_.find(key);
+  if (changes_ != changes) {  // it may be of what the weight was, and is good for this call alone
+    if (found != entries_.end() && found->second.copy.is_same(copy)) {
+      found->second.writer = Writer::none;
+    }
+    return copy;
+  }
   if (found == entries_.end()) {
     found = entries_.emplace(key, Entry{WeakImpl(weight.getIntrusivePtr())}).first;
   }
   Entry& entry = found->second;
+  // All at once: to free one lets other threads come, which would leave an alias of the copy that was.
+  std::pair<Alias, Alias> const dropped{std::move(entry.connected), std::move(entry.plain)};
   at::Tensor const replaced = std::exchange(entry.copy, copy);
-  stamp(entry, weight);
   entry.version = version;
+  entry.copy_version = version_of(copy);
+  entry.address = address;
   entry.state = State::current;
+  entry.writer = Writer::none;
   entry.across_steps = false;
   return copy;
 }

@@ -26,7 +26,7 @@ class WeightCache {
   PyObject* find(at::Tensor const& weight, at::ScalarType low);
 
   // The weight in type `low`; gradients flow to the weight.
-  Cast cast(at::Tensor const& weight, at::ScalarType low);
+  Cast cast(at::Tensor weight, at::ScalarType low);
 
   // Somebody may have written the weight.
   void discard(at::Tensor const& weight);
@@ -55,6 +55,9 @@ class WeightCache {
 
   enum class State : char { current, lapsed, wrong };
 
+  // Who may write a copy while other threads run.
+  enum class Writer : char { none, renewal, step };
+
   // An alias of a copy. With the object's reference alone to its tensor, each call's own would come and go as the first
   // beside it, for which torch takes the GIL and counts the object's references; so there is one that stays.
   struct Alias {
@@ -69,6 +72,7 @@ class WeightCache {
     uint32_t copy_version = 0;
     void const* address = nullptr;
     State state = State::current;
+    Writer writer = Writer::none;
     bool stepped = false;        // a step writes it
     bool across_steps = false;   // and was the last that did
     // Aliases of `copy`, so that its storage tells whether a graph holds one: without gradient, and with an autograd
@@ -88,6 +92,9 @@ class WeightCache {
   // Whatever makes or frees a Python object lets other threads, and collections of garbage, come here: entries are
   // found again after it, and freed when the table is whole.
   ska::flat_hash_map<Impl*, Entry> entries_;
+  // Counts what may make a copy wrong that is just being made: weights that may have been written, or a step that was
+  // given memory.
+  uint64_t changes_ = 0;
   size_t sweep_at_ = 64;
 };
 

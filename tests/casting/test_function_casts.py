@@ -130,11 +130,11 @@ def test_disabled_in_two_threads_ends_when_both_have_left(casts: FunctionCasts) 
     def hold() -> None:
         with casts.disabled():
             entered.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    entered.wait(10)
+    assert entered.wait(60)
     with casts.disabled():
         pass
     assert dtype() == torch.float32

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from amp_engine import Engine, amp
-from amp_engine.casting import FunctionCasts
+from amp_engine.casting import FunctionCasts, locks, patcher
 from tests.models import MLP
 from tests.support import backward, train
 
@@ -79,6 +80,166 @@ def test_patched_functions_run_in_two_threads_while_a_third_switches_casts_on_an
     assert casts.is_active
     assert torch.mm(X, X).dtype == low
     assert model.weight.grad is not None
+
+
+def test_a_call_keeps_the_casts_that_it_began_under(casts: FunctionCasts) -> None:
+    """What frees a tensor in the midst of a call may switch casts off, as other threads may."""
+    layer = nn.Linear(4, 4)
+    freed = []
+
+    def switch_off(alias: Any) -> None:
+        freed.append(alias)
+        casts.switch(on=False)
+
+    alias = weakref.ref(casts.cache.cast(layer.weight, casts.dtype), switch_off)
+    assert alias() is not None  # kept by the cache, until the weight is seen to be another
+    with torch.no_grad():
+        layer.weight.copy_(2.0 * X)
+        layer.bias.fill_(1.0)
+    assert not freed
+    output = F.linear(X, layer.weight, layer.bias)
+    assert freed == [alias]
+    assert output.dtype == casts.dtype
+    assert torch.equal(output.float(), 2.0 * X + 1.0)
+    assert torch.mm(X, X).dtype == torch.float32
+
+
+def test_a_list_that_changes_while_it_is_cast_is_cast_as_it_was(casts: FunctionCasts) -> None:
+    weights: list[Any] = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.full((2, 2), 2.0))]
+
+    def change(alias: Any) -> None:
+        weights[1] = None
+
+    alias = weakref.ref(casts.cache.cast(weights[0], casts.dtype), change)
+    with torch.no_grad():
+        weights[0].fill_(3.0)
+    product = torch.linalg.multi_dot(weights)
+    assert alias() is None
+    assert weights[1] is None
+    assert product.dtype == casts.dtype
+    assert product.eq(12.0).all()
+
+
+def test_casts_that_go_while_arguments_are_looked_at_are_gone(casts: FunctionCasts) -> None:
+    class Asked(type):
+        def __getattr__(cls, name: str) -> Any:
+            if name == "__torch_function__":
+                casts.switch(on=False)
+            raise AttributeError(name)
+
+    class Number(float, metaclass=Asked):
+        pass
+
+    assert torch.addmm(X, X, X, beta=1.0).dtype == casts.dtype
+    assert torch.addmm(X, X, X, beta=Number(1.0)).dtype in (torch.float32, casts.dtype)
+    assert torch.mm(X, X).dtype in (torch.float32, casts.dtype)
+
+
+def dropped_engine(level: str = "O4") -> None:
+    """An engine that nobody closes, in a cycle, as one that a trainer object holds is."""
+    engine: Any = Engine()
+    engine.itself = engine
+    engine.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("when", ["an engine starts", "an engine ends"])
+def test_an_engine_that_is_collected_while_torch_is_patched_leaves_nothing(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    callbacks, patch_lists = len(gc.callbacks), patcher._patch_lists
+    collections: list[int] = []
+
+    def collected(*args: Any) -> None:
+        patch_lists(*args)
+        if not collections:
+            collections.append(gc.collect())
+
+    gc.disable()  # but for where it is asked for
+    try:
+        dropped_engine()
+        engine = Engine()
+        with monkeypatch.context() as patch:
+            if when == "an engine starts":
+                patch.setattr(patcher, "_patch_lists", collected)
+            engine.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+            with engine.explain() as explanation:
+                torch.mm(X, X)
+            if when == "an engine ends":
+                patch.setattr(patcher, "_patch_lists", collected)
+            engine.close()
+        assert collections
+    finally:
+        gc.enable()
+    assert [record.calls for record in explanation.records] == [1]
+    assert (torch.mm, F.linear, Tensor.matmul) == (MM, LINEAR, MATMUL)
+    assert "data" not in vars(Tensor)
+    assert len(gc.callbacks) == callbacks
+
+
+def test_a_collection_does_not_wait_for_a_thread_that_patches_torch() -> None:
+    gc.collect()
+    gc.disable()  # but for where it is asked for
+    dropped_engine()
+    taken, done = threading.Event(), threading.Event()
+
+    def patching() -> bool:
+        with locks.install.held():
+            taken.set()
+            return done.wait(WAIT)
+
+    def collecting() -> None:
+        assert taken.wait(WAIT)
+        gc.collect()
+        done.set()
+
+    try:
+        assert in_threads(patching, collecting)[0]
+    finally:
+        gc.enable()
+    FunctionCasts(torch.float16).remove()  # as whoever had the lock would
+    assert torch.mm is MM
+
+
+def test_a_collection_in_a_thread_that_holds_a_lock_takes_no_other() -> None:
+    explanation = amp.explain()
+    gc.collect()
+    gc.disable()
+    try:
+        dropped_engine()
+        with locks.shared:
+            gc.collect()
+            assert torch.mm is not MM
+        assert explanation.records == []  # which takes the lock, too
+        assert torch.mm is MM
+    finally:
+        gc.enable()
+
+
+def test_casts_may_be_removed_by_two_threads() -> None:
+    casts = FunctionCasts(torch.float16)
+    casts.install()
+    patcher.remove(casts)
+    casts.remove()
+    assert not casts.installed
+    assert torch.mm is MM
+
+
+def test_one_engine_takes_models_in_from_several_threads_at_once() -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    engine, barrier, interval = amp.current_engine(), threading.Barrier(4), sys.getswitchinterval()
+
+    def run() -> None:
+        barrier.wait(WAIT)
+        for _ in range(10):
+            model = nn.Linear(2, 2)
+            engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", verbosity=0)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        in_threads(*[run] * 4)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_disable_casts_of_several_threads_ends_with_the_last(casts: FunctionCasts) -> None:
@@ -323,7 +484,7 @@ def test_a_fork_trains_closes_and_starts_anew_and_its_parent_feels_nothing(optim
     train(MLP, model, optimizer, "cc")
     context = mp.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=reported, args=(queue, lambda: in_a_fork(model, optimizer)))
+    child = context.Process(target=reported, args=(queue, lambda: in_a_fork(model, optimizer)), daemon=True)
     child.start()
     low, full = torch.float16, torch.float32
     assert result_of(queue) == [low, full, True, full, torch.bfloat16, True]
@@ -351,6 +512,9 @@ def test_a_fork_inside_of_disable_casts_stays_disabled_until_it_is_left() -> Non
     assert status == 0
 
 
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's own locks are not opened in a fork"
+)
 def test_a_fork_while_other_threads_call_patched_functions_does_not_hang(casts: FunctionCasts) -> None:
     """No lock of the casts may be held by a thread that the child does not have."""
     done = threading.Event()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from amp_engine import Engine, amp
+from amp_engine.casting import FunctionCasts
 from amp_engine.optimizers import FusedAdam
 from tests.support import FUNCTION_LEVELS, HALF, assert_bitwise, backward, frozen
 
@@ -346,6 +349,19 @@ def test_a_write_through_a_view_taken_earlier_is_seen_after_the_next_step(
             fill(value)
         iterate(model, optimizer)
         assert_fresh(model)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "DataSGD"])
+def test_a_write_after_a_step_through_data_taken_before_it_is_seen(name: str, level: str) -> None:
+    model, optimizer = initialized(level, OPTIMIZERS[name])
+    iterate(model, optimizer)
+    iterate(model, optimizer)
+    backward(total(model(X)), optimizer)
+    data = model.first.weight.data
+    optimizer.step()
+    data.fill_(2.0)
+    del data
+    assert_fresh(model)
 
 
 @pytest.mark.parametrize("take", LATE_WRITES.values(), ids=LATE_WRITES)
@@ -885,3 +901,172 @@ def test_collections_of_garbage_while_weights_are_cast_change_nothing(level: str
             assert model(X[:1])[0, 0] == 2 * (3 * (i % 3)) ** 2 * (i % 3)
     finally:
         gc.set_threshold(*threshold)
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def at_once(other: Callable[[], Any], run: Callable[[], None]) -> None:
+    """`run`, while another thread calls `other` again and again. Raises what that raised."""
+    done, errors, interval = threading.Event(), [], sys.getswitchinterval()
+
+    def repeat() -> None:
+        try:
+            while not done.is_set():
+                other()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        run()
+    finally:
+        done.set()
+        thread.join(60.0)
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+
+
+def test_a_copy_that_a_forward_makes_during_a_step_is_not_taken_for_what_the_step_wrote(level: str) -> None:
+    model, optimizer = initialized(level)
+    iterate(model, optimizer)
+    iterate(model, optimizer)
+    casts = amp.current_engine().casts
+    assert casts is not None
+    weights = list(model.parameters())
+    handed = casts.cache.copies(weights)
+    outputs = []  # of another thread, which hold what they were made with
+    for _ in range(2):
+        casts.cache.lapse()
+        outputs.append(model(X))
+    for weight, copy_of_it in zip(weights, handed, strict=True):
+        with torch.no_grad():
+            weight.add_(1.0)
+            if copy_of_it is not None:
+                copy_of_it.copy_(weight)
+    casts.cache.written(weights)
+    assert_fresh(model)
+
+
+@pytest.mark.parametrize("hear", ["discard", "lapse"])
+def test_a_write_of_another_thread_during_a_step_is_seen(hear: str, level: str) -> None:
+    model, optimizer = initialized(level)
+    iterate(model, optimizer)
+    iterate(model, optimizer)
+    casts = amp.current_engine().casts
+    assert casts is not None
+    weights = [model.first.weight]
+    data = model.first.weight.data
+    casts.cache.cast(model.first.weight, HALF[level])
+    handed = casts.cache.copies(weights)
+    if handed[0] is not None:
+        with torch.no_grad():
+            handed[0].copy_(weights[0])
+    if hear == "discard":
+        weights[0].data.fill_(2.0)
+        del data
+    else:
+        data.fill_(2.0)
+        del data
+        casts.cache.lapse()
+    casts.cache.written(weights)
+    assert_fresh(model)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_model_is_evaluated_in_one_thread_while_another_steps_it(gradients: bool, level: str) -> None:
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    x, low = torch.zeros(1, 512), HALF[level]
+
+    def evaluate() -> None:
+        with torch.set_grad_enabled(gradients):
+            model(x)
+
+    def run() -> None:
+        for _ in range(40):
+            backward(model(torch.ones(1, 512)).float().sum(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            casts = amp.current_engine().casts
+            assert casts is not None
+            assert torch.equal(casts.cache.cast(model.weight, low), model.weight.to(low))
+
+    at_once(evaluate, run)
+
+
+def test_two_threads_run_one_model_and_neither_writes_what_the_other_saved(level: str) -> None:
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    x = torch.ones(1, 512)
+    for _ in range(2):
+        backward(model(x).float().sum(), optimizer)
+        optimizer.step()
+    casts = amp.current_engine().casts
+    assert casts is not None
+
+    def work() -> None:
+        casts.cache.lapse()  # as at the end of each scale_loss, of which several add up
+        output = model(x.requires_grad_()).float().sum()
+        torch.autograd.grad(output, x)
+
+    at_once(work, lambda: [work() for _ in range(300)][-1])
+
+
+def test_a_write_while_another_thread_casts_the_weight_is_seen(casts: FunctionCasts) -> None:
+    n = 1024
+    weight, x = nn.Parameter(torch.zeros(n, n)), torch.ones(1, n)
+    rounds, ended = 0, threading.Condition()
+
+    def run() -> None:
+        for _ in range(50):
+            for value in (0.0, 1.0, 2.0):  # one after another, so that casts of one are made while the next is written
+                weight.data.fill_(value)
+                casts.cache.lapse()
+            with ended:  # a cast that was under way has ended, and one more
+                after = rounds + 2
+                assert ended.wait_for(lambda: rounds >= after, 60.0)  # noqa: B023
+            assert F.linear(x, weight).eq(2.0 * n).all()
+
+    def cast() -> None:
+        nonlocal rounds
+        casts.cache.cast(weight, casts.dtype)
+        with ended:
+            rounds += 1
+            ended.notify()
+
+    at_once(cast, run)
+
+
+def test_a_step_of_another_thread_is_not_taken_for_one_that_told_what_it_wrote(level: str) -> None:
+    model, optimizer = initialized(level)
+    iterate(model, optimizer)
+    weight = nn.Parameter(torch.zeros(3, 3))
+    other = DataSGD([weight])
+    data = weight.data
+    written, stepped = threading.Event(), threading.Event()
+
+    def write(self: Any, *args: Any) -> None:
+        data.add_(1.0)  # through what was taken earlier
+
+    def between(*args: Any) -> None:
+        written.set()
+        assert stepped.wait(60.0)
+
+    optimizer.register_step_post_hook(between)  # after our kernels have stepped, before the end of the step is heard of
+    other.register_step_pre_hook(write)
+    backward(total(model(X)), optimizer)
+    thread = threading.Thread(target=optimizer.step, daemon=True)
+    F.linear(X, weight)
+    thread.start()
+    assert written.wait(60.0)
+    F.linear(X, weight)
+    other.step()
+    output = F.linear(X, weight)
+    stepped.set()
+    thread.join(60.0)
+    assert torch.equal(output.float(), X @ torch.ones(3, 3))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import re
 import runpy
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -616,6 +618,22 @@ def test_larc_trains_a_wrapped_model_at_every_level(level: str) -> None:
     start = masters(optimizer)
     train(NORMED_MLP, DistributedDataParallel(model), optimizer, "ccc")
     assert all(not torch.equal(a, b) for a, b in zip(masters(optimizer), start, strict=True))
+
+
+@pytest.mark.parametrize("made", [DistributedDataParallel, lambda model: copy.copy(DistributedDataParallel(model))])
+def test_the_process_group_outlives_the_reducer_of_a_model_that_outlives_both(made: Callable[[nn.Module], Any]) -> None:
+    """Ended by the reducer, a group of Gloo waits, with the GIL, for threads that may want it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = made(MLP.model())
+    ended: list[str] = []
+    for name in ("reducer", "logger", "process_group"):
+        weakref.finalize(getattr(model, name), ended.append, name)
+    dist.destroy_process_group()
+    assert ended == []
+    del model
+    gc.collect()
+    assert ended[-1] == "process_group"
+    assert sorted(ended) == ["logger", "process_group", "reducer"]
 
 
 @pytest.mark.usefixtures("one_process_group")

@@ -125,13 +125,22 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         averaging = Averaging(bool(gradient_average), float(gradient_predivide_factor), bool(allreduce_always_fp32))
         if averaging != Averaging():  # which is what torch does without a hook, dividing before the sum
             self.register_comm_hook(averaging, all_reduce_gradients)
+        self._end_the_group_last()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._end_the_group_last()
         # torch gives a copy a new reducer, and keeps the list of hooks, but does not bring the two together.
         hooks, self._comm_hooks = self._comm_hooks, []
         for hook_state, hook in ((hook_state, hook) for hook, hook_state in hooks):
             self.register_comm_hook(hook_state, hook)
+
+    def _end_the_group_last(self) -> None:
+        # Attributes end in their order. After dist.destroy_process_group(), the reducer of a model that is still there
+        # may hold the group's last reference, and ends it with the GIL held: it waits for Gloo's threads, one of which
+        # may be waiting for the GIL to let go of a tensor (https://github.com/pytorch/pytorch/issues/56297). The Python
+        # object of the group releases the GIL.
+        vars(self)["process_group"] = vars(self).pop("process_group")
 
     def disable_allreduce(self) -> None:
         """Let the next backwards add up gradients on each rank, as torch's `no_sync` does."""

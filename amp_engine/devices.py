@@ -38,8 +38,10 @@ class HostNumber:
         self._event.record(torch.cuda.current_stream(value.device))
 
     def is_known(self) -> bool:
-        """Whether the value has arrived. Does not wait."""
-        return not self.is_captured and (self._event is None or self._event.query())
+        """Whether the value has arrived. Does not wait. During a capture nothing is known that came from a GPU."""
+        if self._event is None:
+            return not self.is_captured
+        return not torch.cuda.is_current_stream_capturing() and self._event.query()  # a query would end the capture
 
     def read(self) -> float:
         """The value. Waits until it has arrived."""

@@ -39,6 +39,8 @@ def ghost(optimizer: Optimizer, stand_ins: bool = False) -> Optimizer:
     for key, value in shared.items():
         if not isinstance(key, Tensor):
             double.state[key] = _copied(value)
+    # torch warns, once an optimizer, that one with only capturable groups is not captured: all of none are.
+    double._warned_capturable_if_run_uncaptured = True
     double._optimizer_step_pre_hooks = OrderedDict()
     double._optimizer_step_post_hooks = OrderedDict()
     return double

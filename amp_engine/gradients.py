@@ -47,7 +47,7 @@ class PassOne(NamedTuple):
         unscaling: what the kept ones are still to be multiplied by.
         weights: what the optimizer stepped at that time.
         kept: gradients of masters; None if there are no masters.
-        plain: gradients that are unscaled already.
+        plain: gradients that are unscaled already; None if there are none.
     """
 
     checked: Checked
@@ -55,7 +55,7 @@ class PassOne(NamedTuple):
     unscaling: Unscaling
     weights: Sequence[nn.Parameter]
     kept: Kept | None
-    plain: list[Seen]
+    plain: Unscaled | None
 
     def holds(self, optimizer: Optimizer, masters: MasterWeights | None) -> bool:
         """Whether `optimizer` still steps the same, and every gradient is still what was looked at."""
@@ -63,8 +63,26 @@ class PassOne(NamedTuple):
             walk.same_objects(roster_of(optimizer, masters).weights, self.weights)
             and (self.kept is None or self.kept.is_whole)
             and (masters is None or not walk.any_gradient(masters.weights))
-            and all(seen.is_untouched() for seen in self.plain)
+            and (self.plain is None or self.plain.is_untouched())
         )
+
+
+class Unscaled(NamedTuple):
+    """Gradients that were unscaled in place, as they were then.
+
+    Attributes:
+        param_handle: the parameters without masters, as `Roster` has them.
+        grads: their gradients, alive, so that no other tensor is taken for one of them; None elsewhere.
+        stamps: of these.
+    """
+
+    param_handle: Sequence[Tensor]
+    grads: Sequence[Tensor | None]
+    stamps: walk.GradientStamps
+
+    def is_untouched(self) -> bool:
+        """Whether each gradient is the same object with the same version."""
+        return walk.gradient_stamps(self.param_handle) == self.stamps
 
 
 class Seen(NamedTuple):
@@ -132,7 +150,7 @@ class GradientWindow:
             return
         if masters is not None:
             walk.drop_gradients(masters.params)  # of an earlier step, still scaled
-        for p in roster.plain:
+        for p in roster.plain if roster.asks or walk.any_gradient(roster.plain_handle) else ():
             if p.grad is not None:
                 self._earlier[id(p)] = _own_memory(p.grad)
                 p.grad = None
@@ -185,8 +203,7 @@ class GradientWindow:
         """
         self._take_back()
         roster = self._roster()
-        all_masters = self._masters is not None and not roster.plain
-        grads, walks, devices = walk.gradients(self._masters.params if all_masters else roster.params)  # type: ignore[union-attr]
+        grads, walks, devices = walk.gradients(roster.param_handle)
         done = [row for row in roster.plain_rows if id(roster.params[row]) in unscaled] if unscaled else []
         if done:
             grads, walks = _without(done, grads, walks)
@@ -205,7 +222,10 @@ class GradientWindow:
         checked = [look for look, _ in looks]
         if others:
             checked.append(self._close_others([(roster.params[row], roster.masters[row]) for row in others], check))
-        plain = [_seen(roster.params[row]) for row in arrived if walks[row] != walk.NONE]
+        plain = None
+        if arrived:
+            unmastered = walk.either(roster.plain_mask, grads)
+            plain = Unscaled(roster.plain_handle, unmastered, walk.gradient_stamps(roster.plain_handle))
         unscaled |= {id(roster.params[row]) for row in arrived}
         snapshot = self.snapshot
         unscaling = Unscaling(lambda: snapshot.inv_scale)
@@ -216,7 +236,7 @@ class GradientWindow:
             if both:
                 sums, grads_here = zip(*both, strict=True)
                 kernels.axpby_(sums, grads_here, sums, moved(self.snapshot.inv_scale, device), None)
-        if not first or len(looks) != 1 or others:
+        if not first or len(looks) != 1 or others or done:
             return checked, None
         return checked, PassOne(*looks[0], unscaling, roster.weights, kept, plain)
 
@@ -236,7 +256,7 @@ class GradientWindow:
             grads, walks = _without(elsewhere, grads, walks)
         outputs = None
         if not self.snapshot.is_identity and len(roster.plain) > 0:
-            outputs = [g if m is None else None for m, g in zip(roster.masters, grads, strict=True)]
+            outputs = walk.either(roster.plain_mask, grads)
         found_inf = self.scaler.found_inf
         if not check or found_inf.device != device:
             found_inf = torch.zeros((), dtype=torch.float32, device=device)

@@ -39,12 +39,13 @@ class Initialized:
     @property
     def optimizers(self) -> list[Optimizer]:
         """Every optimizer in care."""
-        return list(self._stepped)
+        # Not by iteration over the dictionary, which an `initialize` in another thread may make longer.
+        return [optimizer for ref in self._stepped.keyrefs() if (optimizer := ref()) is not None]
 
     @property
     def stepped(self) -> list[SteppedOptimizer]:
         """What stands for the optimizers."""
-        return list(self._stepped.values())
+        return [stepped for optimizer in self.optimizers if (stepped := self.get(optimizer)) is not None]
 
     @property
     def models(self) -> list[nn.Module]:

@@ -23,7 +23,7 @@ from amp_engine.ghost import ghost
 from amp_engine.gradients import NO_LOSS, Checked, GradientWindow, PassOne
 from amp_engine.kernels import walk
 from amp_engine.lazy_gradients import MasterParameter, Unscaling, clip_factor
-from amp_engine.master_weights import MasterWeights, roster_of
+from amp_engine.master_weights import MasterWeights, forget_roster, roster_of
 from amp_engine.optimizers.fused_step import FusedStep, fused_step_of, release_fused_step
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 
@@ -53,6 +53,7 @@ class Rows(NamedTuple):
         copies: the model's parameters behind masters.
         scaled: which gradients are still scaled,
         unscaling: and what by.
+        known: whether all gradients are known to be dense, of the kernels' types, and laid out as their weights.
     """
 
     weights: Sequence[Tensor]
@@ -60,6 +61,7 @@ class Rows(NamedTuple):
     copies: Sequence[Tensor | None]
     scaled: list[bool]
     unscaling: Unscaling | None
+    known: bool
 
 
 class WeightCopies(Protocol):
@@ -227,6 +229,7 @@ class SteppedOptimizer:
         self.caller_skips = self.backward_seen = False
         self.verdicts = []
         self._pass_one = None
+        forget_roster(self.optimizer)
         self._skipped = True
         self.skips_in_a_row += 1
         if self.masters is not None:
@@ -286,7 +289,7 @@ class SteppedOptimizer:
         one.unscaling.clip(torch._lazy_clone(norm), max_norm)
         if one.plain:
             factor = clip_factor(norm, max_norm).float()
-            grads = [seen.grad for seen in one.plain if seen.grad is not None]
+            grads = [g for g in one.plain.grads if g is not None]
             torch._foreach_mul_([g for g in grads if g.dtype == torch.float32], factor)
             for g in grads:
                 if g.dtype != torch.float32:  # a 0-d factor would be rounded to their type
@@ -313,6 +316,7 @@ class SteppedOptimizer:
         self._hear_of_steps(wait=True)
         self._drop_left_gradients()
         release_fused_step(self.optimizer)
+        forget_roster(self.optimizer)
         if any(v.skips and v.overflow.read() != 0 for v in self.verdicts):
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
@@ -358,6 +362,7 @@ class SteppedOptimizer:
         if is_open and fused is not None and self._takes(fused):
             flags = self._leave_to_device()
         elif self._skip():
+            forget_roster(optimizer)
             return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
         if not backward_seen:
             self._warn_of_unseen_gradients()
@@ -407,7 +412,7 @@ class SteppedOptimizer:
 
     def _takes(self, fused: FusedStep) -> bool:
         rows = self._rows()
-        return fused.takes(rows.weights, rows.gradients, rows.scaled)
+        return fused.takes(rows.weights, rows.gradients, rows.known)
 
     def _step(
         self,
@@ -425,7 +430,7 @@ class SteppedOptimizer:
                     self.masters.scan()
                     self.masters.refresh(self._adopt_data_writes)
                 rows = self._rows()
-                if fused is not None and fused.takes(rows.weights, rows.gradients, rows.scaled):
+                if fused is not None and fused.takes(rows.weights, rows.gradients, rows.known):
                     self._step_fused(fused, rows, flags)
                 else:
                     self._step_unfused(optimizer, args, kwargs)
@@ -437,6 +442,7 @@ class SteppedOptimizer:
         finally:
             self._stepping = False
             self._pass_one = None
+            forget_roster(optimizer)
 
     def _step_fused(self, fused: FusedStep, rows: Rows, flags: list[Tensor]) -> None:
         """Pass 2: unscale, clip, step and write the model's weights in one go; nothing if one of `flags` is != 0."""
@@ -483,15 +489,25 @@ class SteppedOptimizer:
                 if master.gradient() is not None:
                     master.materialize()  # autograd wrote into the master itself, beside what is kept
         kept = None if self.masters is None else self.masters.kept
-        if kept is None:
-            gradients: Sequence[Tensor | None] = [w.grad for w in roster.weights]
-            return Rows(roster.weights, gradients, roster.copies, [False] * len(gradients), None)
-        if kept.is_whole and not written and not roster.plain:
-            gradients, scaled = kept.grads, [True] * len(kept.grads)
+        if kept is not None and kept.is_whole and not written and not roster.plain:
+            return Rows(roster.weights, kept.grads, roster.copies, [True] * len(kept.grads), kept.unscaling, True)
+        held = bytes(len(roster.weights)) if kept is None else bytes(kept.held)
+        gradients: Sequence[Tensor | None]
+        if roster.asks:
+            gradients, known = [None if h else w.grad for h, w in zip(held, roster.weights, strict=True)], False
         else:
-            scaled = [held != 0 for held in kept.held]
-            gradients = [kept.grads[row] if scaled[row] else w.grad for row, w in enumerate(roster.weights)]
-        return Rows(roster.weights, gradients, roster.copies, scaled, kept.unscaling)
+            gradients, walks, _ = walk.gradients(roster.weight_handle)
+            known = walk.OTHER not in walks
+        if kept is not None:
+            gradients = walk.either(held, kept.grads, gradients)
+        return Rows(
+            roster.weights,
+            gradients if known else list(gradients),  # FusedStep looks at those of a list one by one
+            roster.copies,
+            [h != 0 for h in held],
+            None if kept is None else kept.unscaling,
+            known,
+        )
 
     def _ghost(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
         """A ghost that this class can step; which kind is found out once."""

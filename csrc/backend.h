@@ -70,6 +70,8 @@ void axpby(CheckArgs const& args);
 void step(StepArgs const& args);
 void update_scale(ScaleState const& state, ScaleRule const& rule);
 char const* capability();  // "avx512", "avx2" or "portable"
+// Whether hardly any of the first of so many bytes is in the caches when the last is read or written.
+bool outgrows_caches(int64_t bytes);
 }  // namespace cpu
 
 }  // namespace amp_engine

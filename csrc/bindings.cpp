@@ -31,14 +31,27 @@ OptionalTensors const& in(TensorsOrList const& tensors) {
                                                       : std::get<OptionalTensors>(tensors);
 }
 
+// Python's objects: a reference in C++ for longer than a call would have torch.utils.swap_tensors refuse.
 struct Params {
-  std::vector<at::Tensor> tensors;
+  std::vector<py::object> objects;
 };
 using ParamsOrList = std::variant<Params*, std::vector<at::Tensor>>;
 
-std::vector<at::Tensor> const& in(ParamsOrList const& tensors) {
-  return std::holds_alternative<Params*>(tensors) ? std::get<Params*>(tensors)->tensors
-                                                  : std::get<std::vector<at::Tensor>>(tensors);
+Tensors in(ParamsOrList const& tensors) {
+  Tensors result;
+  if (auto const* const list = std::get_if<std::vector<at::Tensor>>(&tensors)) {
+    result.reserve(list->size());
+    for (at::Tensor const& t : *list) {
+      result.push_back(&t);
+    }
+    return result;
+  }
+  auto const& objects = std::get<Params*>(tensors)->objects;
+  result.reserve(objects.size());
+  for (py::object const& object : objects) {
+    result.push_back(&THPVariable_Unpack(object.ptr()));
+  }
+  return result;
 }
 
 py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }
@@ -184,8 +197,15 @@ PYBIND11_MODULE(_C, m) {
       py::arg("found_inf_used") = py::none(), "The dynamic loss scale after one backward, in place.");
 
   py::class_<Params>(m, "Params", "Tensors whose Python list was walked once.")
-      .def(py::init([](std::vector<at::Tensor> tensors) { return Params{std::move(tensors)}; }))
-      .def("__len__", [](Params const& self) { return self.tensors.size(); });
+      .def(py::init([](py::iterable const& tensors) {
+        Params params;
+        for (py::handle const tensor : tensors) {
+          tensor.cast<at::Tensor>();  // raises for what is none
+          params.objects.push_back(py::reinterpret_borrow<py::object>(tensor));
+        }
+        return params;
+      }))
+      .def("__len__", [](Params const& self) { return self.objects.size(); });
   m.def(
       "stamps", [](ParamsOrList const& tensors) { return py::bytes(stamps(in(tensors))); },
       "What tells that a tensor was written or replaced, 32 bytes each.");
@@ -209,6 +229,15 @@ PYBIND11_MODULE(_C, m) {
       [](TensorsOrList const& tensors, py::bytes const& walks) { return TensorList{copies(in(tensors), walks)}; },
       "A copy of each, copy-on-write where it has its own memory.");
   m.def(
+      "gradient_stamps", [](ParamsOrList const& params) { return py::bytes(gradient_stamps(in(params))); },
+      "What tells that a gradient was replaced or written, 16 bytes each.");
+  m.def(
+      "either",
+      [](py::bytes const& mask, TensorsOrList const& first, std::optional<TensorsOrList> const& second) {
+        return TensorList{either(mask, in(first), second ? &in(*second) : nullptr)};
+      },
+      py::arg("mask"), py::arg("first"), py::arg("second") = py::none(), "first[i] if mask[i] else second[i].");
+  m.def(
       "any_gradient", [](ParamsOrList const& tensors) { return any_gradient(in(tensors)); },
       "Whether one of the tensors has a gradient.");
   m.def("same_objects", &same_objects, "Whether two sequences have the very same objects.");
@@ -221,10 +250,10 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<>())
       .def(
           "check",
-          [](ListOperation& self, TensorsOrList const& xs, std::optional<OptionalTensors> const& outs,
+          [](ListOperation& self, TensorsOrList const& xs, std::optional<TensorsOrList> const& outs,
              OptionalTensor const& factor, bool reciprocal, OptionalTensor const& found_inf, OptionalTensor const& norm,
              OptionalTensor const& norm_scale) {
-            return as_tuple(self.run("check", in(xs), outs ? &*outs : nullptr, nullptr, factor, reciprocal, {}, found_inf,
+            return as_tuple(self.run("check", in(xs), outs ? &in(*outs) : nullptr, nullptr, factor, reciprocal, {}, found_inf,
                                      norm, norm_scale, true));
           },
           py::arg("xs"), py::arg("outputs") = py::none(), py::arg("factor") = py::none(), py::arg("reciprocal") = false,
@@ -233,12 +262,13 @@ PYBIND11_MODULE(_C, m) {
   py::class_<StepTable>(m, "StepTable", "The tensors of one optimizer, stepped together.")
       .def(py::init([](std::string const& kind, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
                        OptionalTensors state2, std::vector<uint32_t> const& groups, at::Tensor steps,
-                       OptionalTensor norms) {
+                       OptionalTensor norms, std::optional<bool> stream_copies) {
              return std::make_unique<StepTable>(kind_of(kind), std::move(weights), std::move(copies), std::move(state1),
-                                                std::move(state2), groups, std::move(steps), std::move(norms));
+                                                std::move(state2), groups, std::move(steps), std::move(norms),
+                                                stream_copies);
            }),
            py::arg("kind"), py::arg("weights"), py::arg("copies"), py::arg("state1"), py::arg("state2"),
-           py::arg("groups"), py::arg("steps"), py::arg("norms") = py::none())
+           py::arg("groups"), py::arg("steps"), py::arg("norms") = py::none(), py::arg("stream_copies") = py::none())
       .def("is_current", &StepTable::is_current)
       .def("__len__", &StepTable::size)
       .def(
@@ -252,6 +282,7 @@ PYBIND11_MODULE(_C, m) {
             for (py::handle group : groups) {
               native.push_back(group_of(group, self.device(), learning_rates));
             }
+            StepTable::Stepping const stepping(self);
             py::gil_scoped_release const no_gil;
             self.step(in(grads), scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest,
                       gradient_norm);

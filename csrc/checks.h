@@ -9,11 +9,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "ahead.h"
 #include "math/types.h"
 
 namespace amp_engine {
-
-using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 
 // A list of tensors together with what messages call it.
 struct Named {
@@ -43,11 +42,7 @@ inline void check_length(Named const& list, size_t n, char const* of) {
 
 // Dense tensors of the three floating types, all on `device`.
 inline void check_tensors(Named const& list, at::Device device, bool low_precision_too = true) {
-  for (size_t i = 0; i < list.tensors.size(); ++i) {
-    if (!list.tensors[i]) {
-      continue;
-    }
-    at::Tensor const& t = *list.tensors[i];
+  for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
     bool const is_float32 = t.scalar_type() == at::kFloat;
     bool const is_low = t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
     TORCH_CHECK_VALUE(is_float32 || (low_precision_too && is_low), list.at(i), " is ", text(t), ", but the type must be ",
@@ -58,7 +53,7 @@ inline void check_tensors(Named const& list, at::Device device, bool low_precisi
                       device, ".");
     TORCH_CHECK_VALUE(t.is_non_overlapping_and_dense(), list.at(i), " is ", text(t),
                       ", which has gaps or overlaps.  Pass .contiguous() tensors.");
-  }
+  });
 }
 
 inline bool same_layout(at::Tensor const& a, at::Tensor const& b) {
@@ -75,13 +70,13 @@ inline bool same_layout(at::Tensor const& a, at::Tensor const& b) {
 
 // Entries of the same index have one shape and one order in memory.
 inline void check_same_layout(Named const& list, Named const& reference) {
-  for (size_t i = 0; i < list.tensors.size(); ++i) {
-    if (list.tensors[i] && reference.tensors[i]) {
-      TORCH_CHECK_VALUE(same_layout(*list.tensors[i], *reference.tensors[i]), list.at(i), " is ",
-                        text(*list.tensors[i]), ", but ", reference.name, "[", i, "] is ", text(*reference.tensors[i]),
-                        ".  Shapes and strides must be equal.");
+  for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
+    ask_ahead(reference.tensors, i);
+    if (reference.tensors[i]) {
+      TORCH_CHECK_VALUE(same_layout(t, *reference.tensors[i]), list.at(i), " is ", text(t), ", but ", reference.name,
+                        "[", i, "] is ", text(*reference.tensors[i]), ".  Shapes and strides must be equal.");
     }
-  }
+  });
 }
 
 // Refuses that one memory is written twice, or written and read as something else.

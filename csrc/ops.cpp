@@ -46,26 +46,34 @@ T* mutable_pointer(std::optional<at::Tensor> const& t) {
 }
 
 void bump_versions(OptionalTensors const& tensors) {
-  for (auto const& t : tensors) {
-    if (t && !t->is_inference()) {
-      t->unsafeGetTensorImpl()->bump_version();
+  for_each(tensors, [](size_t, at::Tensor const& t) {
+    if (!t.is_inference()) {
+      t.unsafeGetTensorImpl()->bump_version();
     }
-  }
+  });
 }
 
 at::Tensor scratch(int64_t bytes, at::Device device) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
 }
 
-Partial* partials_in(at::Tensor& memory, int64_t n, at::Device device) {
-  int64_t const bytes = n * int64_t(sizeof(Partial));
-  if (!memory.defined() || memory.size(0) < bytes || memory.device() != device) {
-    memory = scratch(bytes, device);
-  }
-  return static_cast<Partial*>(memory.mutable_data_ptr());
-}
-
 }  // namespace
+
+Partial* PartialSums::get(int64_t n, at::Device device) {
+  int64_t const bytes = std::max<int64_t>(n, 1) * int64_t(sizeof(Partial));
+  int64_t largest = 0;
+  for (at::Tensor const& block : blocks_) {
+    if (block.device() == device) {
+      if (block.size(0) >= bytes) {
+        return static_cast<Partial*>(block.mutable_data_ptr());
+      }
+      largest = std::max(largest, block.size(0));
+    }
+  }
+  // Twice as large at least, so that all of them take no more than twice the last.
+  blocks_.push_back(scratch(std::max(bytes, 2 * largest), device));
+  return static_cast<Partial*>(blocks_.back().mutable_data_ptr());
+}
 
 #ifndef AMP_WITH_CUDA
 struct DeviceTables {};
@@ -133,7 +141,7 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, OptionalTen
     auto const options = at::TensorOptions().device(device);
     result = {at::empty({n}, options.dtype(at::kBool)), at::empty({n}, options.dtype(at::kDouble)),
               at::empty({n}, options.dtype(at::kFloat))};
-    args.partials = partials_in(partials_, std::max<int64_t>(args.n_chunks, 1), device);
+    args.partials = partials_.get(args.n_chunks, device);
     args.sums = {result.sum_squares.mutable_data_ptr<double>(), result.largest.mutable_data_ptr<float>(),
                  result.nonfinite.mutable_data_ptr<bool>()};
     args.norm = mutable_pointer<float>(norm);
@@ -179,7 +187,7 @@ void update_scale(at::Tensor const& scale, at::Tensor const& growth_tracker,
 
 StepTable::StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
                      OptionalTensors state2, std::vector<uint32_t> const& groups, at::Tensor steps,
-                     std::optional<at::Tensor> norms)
+                     std::optional<at::Tensor> norms, std::optional<bool> stream_copies)
     : kind_(kind),
       weights_(std::move(weights)),
       copies_(std::move(copies)),
@@ -220,6 +228,13 @@ StepTable::StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies,
   chunking_ = std::make_unique<Chunking>(numels);
   rows_.resize(n);
   entries_.resize(n);
+  int64_t bytes = 0;
+  for (OptionalTensors const* list : {&weights_, &copies_, &state1_, &state2_}) {
+    for (auto const& t : *list) {
+      bytes += t ? int64_t(t->nbytes()) : 0;
+    }
+  }
+  bool const streamed = device.is_cpu() && stream_copies.value_or(cpu::outgrows_caches(bytes));
   for (size_t t = 0; t < n; ++t) {
     rows_[t] = {weights_[t] ? weights_[t]->mutable_data_ptr() : nullptr,
                 state1_[t] ? state1_[t]->mutable_data_ptr<float>() : nullptr,
@@ -231,7 +246,7 @@ StepTable::StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies,
                 copies_[t] ? type_of(*copies_[t]) : Type::float32,
                 chunking_->first_chunk[t],
                 uint32_t(chunks_of(numels[t])),
-                0};
+                uint32_t(streamed)};
   }
   coefficients_ = scratch(std::max<int64_t>(int64_t(n), 1) * kCoefficientBytes, device);
 }
@@ -243,6 +258,9 @@ bool StepTable::is_current() const {
     return t ? t->const_data_ptr() == address && type_of(*t) == type : address == nullptr;
   };
   for (size_t t = 0; t < rows_.size(); ++t) {
+    for (OptionalTensors const* list : {&weights_, &copies_, &state1_, &state2_}) {
+      ask_ahead(*list, t);
+    }
     Row const& row = rows_[t];
     if (!same(weights_[t], row.weight, row.weight_type) || !same(state1_[t], row.state1, Type::float32) ||
         !same(state2_[t], row.state2, Type::float32) || !same(copies_[t], row.copy, row.copy_type) ||
@@ -306,12 +324,17 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
   args.gradient_norm = pointer<float>(gradient_norm);
   args.coefficients = coefficients_.mutable_data_ptr();
   if (kind_ == Kind::lamb) {
-    args.partials = partials_in(partials_, std::max<int64_t>(2 * args.n_chunks, 1), device);
+    args.partials = partials_.get(2 * args.n_chunks, device);
     if (!lamb_scratch_.defined()) {
-      lamb_scratch_ = scratch(args.n_chunks * kChunk * int64_t(sizeof(float)), device);
+      // Each tensor's begins where the last one's has ended, at a multiple of 64 bytes.
+      std::vector<int64_t> begin(n + 1, 0);
+      for (size_t t = 0; t < n; ++t) {
+        begin[t + 1] = begin[t] + (rows_[t].numel + 15) / 16 * 16;
+      }
+      lamb_scratch_ = scratch(begin[n] * int64_t(sizeof(float)), device);
       lamb_steps_.resize(n);
       for (size_t t = 0; t < n; ++t) {
-        lamb_steps_[t] = static_cast<float*>(lamb_scratch_.mutable_data_ptr()) + rows_[t].first_chunk * kChunk;
+        lamb_steps_[t] = static_cast<float*>(lamb_scratch_.mutable_data_ptr()) + begin[t];
       }
     }
   }

@@ -30,6 +30,16 @@ void step_on_device(StepArgs& args, std::vector<Row> const& rows, std::vector<En
                     std::shared_ptr<DeviceTables>& tables, at::Device device);
 void update_scale_on_device(ScaleState const& state, ScaleRule const& rule, at::Device device);
 
+// Memory for partial sums on every device that was computed on. What was outgrown is kept: a captured CUDA graph writes
+// there at each replay.
+class PartialSums {
+ public:
+  Partial* get(int64_t n, at::Device device);
+
+ private:
+  std::vector<at::Tensor> blocks_;
+};
+
 // check, scale, unscale, axpby and l2norm. An object may be called again and again; on a GPU it uploads what changed.
 class ListOperation {
  public:
@@ -52,7 +62,7 @@ class ListOperation {
   std::vector<int64_t> numels_;
   std::unique_ptr<Chunking> chunking_;
   std::vector<ListRow> rows_;
-  at::Tensor partials_;
+  PartialSums partials_;
   std::shared_ptr<DeviceTables> device_;
 };
 
@@ -71,9 +81,26 @@ class StepTable {
   //   state1, state2  float32: exp_avg | momentum_buffer | sum, and exp_avg_sq
   //   groups          index of each tensor's hyperparameters
   //   steps, norms    float32 [n]: counts of steps taken; NovoGrad's norms
+  //   stream_copies   whether copies are written past a CPU's caches; by itself where the step does not fit into them
   StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1, OptionalTensors state2,
-            std::vector<uint32_t> const& groups, at::Tensor steps, std::optional<at::Tensor> norms);
+            std::vector<uint32_t> const& groups, at::Tensor steps, std::optional<at::Tensor> norms,
+            std::optional<bool> stream_copies = std::nullopt);
   ~StepTable();
+
+  // To be held around `step`, outside of where the GIL is released. Raises if another thread holds one.
+  class Stepping {
+   public:
+    explicit Stepping(StepTable& table) : table_(table) {
+      TORCH_CHECK(!table.is_stepping_, "StepTable.step: another thread is in a step of the same optimizer. Hold a lock ",
+                  "around optimizer.step() where several threads call it.");
+      table.is_stepping_ = true;
+    }
+    Stepping(Stepping const&) = delete;
+    ~Stepping() { table_.is_stepping_ = false; }
+
+   private:
+    StepTable& table_;
+  };
 
   // Whether every tensor still has the memory that the table points to.
   bool is_current() const;
@@ -101,10 +128,12 @@ class StepTable {
   std::unique_ptr<Chunking> chunking_;
   std::vector<Row> rows_;
   std::vector<Entry> entries_;
-  at::Tensor coefficients_, partials_, lamb_scratch_;
+  at::Tensor coefficients_, lamb_scratch_;
+  PartialSums partials_;
   std::vector<float*> lamb_steps_;
   ListOperation sums_;
   std::shared_ptr<DeviceTables> device_;
+  bool is_stepping_ = false;
 };
 
 }  // namespace amp_engine

@@ -21,9 +21,14 @@ Walk walk_of(at::Tensor const& grad, at::Tensor const& param) {
   return shared ? Walk::shared : Walk::own;
 }
 
+int64_t version_or_none(at::Tensor const& t) { return t.is_inference() ? -1 : int64_t(version_of(t)); }
+
+// tensor.grad() asks first whether it is a leaf, to warn.
+at::Tensor const& grad_of(at::Tensor const& t) { return t.unsafeGetTensorImpl()->grad(); }
+
 }  // namespace
 
-std::string stamps(std::vector<at::Tensor> const& tensors) {
+std::string stamps(Tensors const& tensors) {
   struct Stamp {
     void const* address;
     int64_t version;
@@ -32,56 +37,93 @@ std::string stamps(std::vector<at::Tensor> const& tensors) {
   static_assert(sizeof(Stamp) == 32);
   std::string result;
   result.reserve(tensors.size() * sizeof(Stamp));
-  for (at::Tensor const& t : tensors) {
-    // Inference tensors keep no version.
-    Stamp const stamp{t.const_data_ptr(),     t.is_inference() ? -1 : int64_t(t._version()), int(t.scalar_type()),
-                      int(t.device().type()), t.device().index(),                            0};
+  for_each(tensors, [&](size_t, at::Tensor const& t) {
+    Stamp const stamp{t.const_data_ptr(),     version_or_none(t),   int(t.scalar_type()),
+                      int(t.device().type()), t.device().index(), 0};
     result.append(reinterpret_cast<char const*>(&stamp), sizeof stamp);
-  }
+  });
   return result;
 }
 
-Gradients gradients(std::vector<at::Tensor> const& params) {
+Gradients gradients(Tensors const& params) {
   Gradients result;
   result.tensors.resize(params.size());
   result.walks.resize(params.size(), char(Walk::none));
   auto& devices = result.devices;
-  for (size_t i = 0; i < params.size(); ++i) {
-    at::Tensor const& grad = params[i].grad();
+  for_each(params, [&](size_t i, at::Tensor const& param) {
+    at::Tensor const& grad = grad_of(param);
     if (!grad.defined()) {
-      continue;
+      return;
     }
-    Walk const walk = walk_of(grad, params[i]);
+    Walk const walk = walk_of(grad, param);
     result.tensors[i] = grad;
     result.walks[i] = char(walk);
     if (walk != Walk::other && std::find(devices.begin(), devices.end(), grad.device()) == devices.end()) {
       devices.push_back(grad.device());
     }
-  }
+  });
   return result;
 }
 
-std::vector<std::optional<at::Tensor>> copies(std::vector<std::optional<at::Tensor>> const& tensors,
-                                              std::string const& walks) {
+OptionalTensors copies(OptionalTensors const& tensors, std::string const& walks) {
   c10::NoGradGuard const no_grad;
-  std::vector<std::optional<at::Tensor>> result(tensors.size());
-  for (size_t i = 0; i < tensors.size() && i < walks.size(); ++i) {
-    if (tensors[i] && Walk(walks[i]) != Walk::none) {
+  OptionalTensors result(tensors.size());
+  for_each(tensors, [&](size_t i, at::Tensor const& t) {
+    if (i < walks.size() && Walk(walks[i]) != Walk::none) {
       // Past the dispatcher, which takes longer than the clone: what has its own memory is a plain, dense tensor.
-      result[i] = Walk(walks[i]) == Walk::own ? at::native::_lazy_clone(*tensors[i]) : tensors[i]->clone();
+      result[i] = Walk(walks[i]) == Walk::own ? at::native::_lazy_clone(t) : t.clone();
+    }
+  });
+  return result;
+}
+
+std::string gradient_stamps(Tensors const& params) {
+  struct Stamp {
+    void const* gradient;
+    int64_t version;
+  };
+  static_assert(sizeof(Stamp) == 16);
+  std::string result;
+  result.reserve(params.size() * sizeof(Stamp));
+  for_each(params, [&](size_t, at::Tensor const& param) {
+    at::Tensor const& grad = grad_of(param);
+    Stamp const stamp = grad.defined() ? Stamp{grad.unsafeGetTensorImpl(), version_or_none(grad)} : Stamp{nullptr, -1};
+    result.append(reinterpret_cast<char const*>(&stamp), sizeof stamp);
+  });
+  return result;
+}
+
+OptionalTensors either(std::string const& mask, OptionalTensors const& first, OptionalTensors const* second) {
+  TORCH_CHECK_VALUE(first.size() == mask.size() && (!second || second->size() == mask.size()), "either: mask has ",
+                    mask.size(), " entries, but the lists have ", first.size(), " and ",
+                    second ? second->size() : mask.size(), ".");
+  OptionalTensors result(mask.size());
+  for (size_t i = 0; i < mask.size(); ++i) {
+    if (mask[i] != 0) {
+      result[i] = first[i];
+    } else if (second) {
+      result[i] = (*second)[i];
     }
   }
   return result;
 }
 
-bool any_gradient(std::vector<at::Tensor> const& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](at::Tensor const& t) { return t.grad().defined(); });
+bool any_gradient(Tensors const& tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    ask_ahead(tensors, i);
+    if (grad_of(*tensors[i]).defined()) {
+      return true;
+    }
+  }
+  return false;
 }
 
-void drop_gradients(std::vector<at::Tensor> const& tensors) {
-  for (at::Tensor const& t : tensors) {
-    t.mutable_grad() = at::Tensor();
-  }
+void drop_gradients(Tensors const& tensors) {
+  for_each(tensors, [](size_t, at::Tensor const& t) {
+    if (grad_of(t).defined()) {
+      t.mutable_grad() = at::Tensor();
+    }
+  });
 }
 
 }  // namespace amp_engine

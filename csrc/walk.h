@@ -4,37 +4,49 @@
 
 #include <ATen/ATen.h>
 
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "ahead.h"
+
 namespace amp_engine {
 
+// tensor._version() goes through a table of autograd's. Not of inference tensors, which keep none.
+inline uint32_t version_of(at::Tensor const& t) {
+  return t.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
 // What tells that a tensor was written or replaced: address, version, type, device. 32 bytes each, in order.
-std::string stamps(std::vector<at::Tensor> const& tensors);
+std::string stamps(Tensors const& tensors);
 
 // How the kernels can take a gradient.
 enum class Walk : char { none, own, shared, other };
 
 struct Gradients {
   // The gradient of each parameter, and how it can be taken: `own` memory, memory `shared` with other tensors, or not
-  // at all (`other`: sparse, of another type, a subclass, or in another order than its parameter).
-  std::vector<std::optional<at::Tensor>> tensors;
+  // at all (`other`: sparse, of another type, a subclass with a dispatch of its own, in another order than its parameter).
+  OptionalTensors tensors;
   std::string walks;
   // Where those are that can be taken: each device once.
   std::vector<at::Device> devices;
 };
-Gradients gradients(std::vector<at::Tensor> const& params);
+Gradients gradients(Tensors const& params);
 
 // A copy of each whose walk is not `none`: copy-on-write of its own memory, at once of shared memory, which must not
 // become copy-on-write as a whole.
-std::vector<std::optional<at::Tensor>> copies(std::vector<std::optional<at::Tensor>> const& tensors,
-                                              std::string const& walks);
+OptionalTensors copies(OptionalTensors const& tensors, std::string const& walks);
+
+// What tells that a gradient was replaced or written since, for as long as it is alive: which tensor, and its version.
+// 16 bytes for each parameter, in order.
+std::string gradient_stamps(Tensors const& params);
+
+// first[i] where mask[i] != 0, else second[i], or none without a second.
+OptionalTensors either(std::string const& mask, OptionalTensors const& first, OptionalTensors const* second);
 
 // Whether one of them has a gradient.
-bool any_gradient(std::vector<at::Tensor> const& tensors);
+bool any_gradient(Tensors const& tensors);
 
 // tensor.grad = None for each.
-void drop_gradients(std::vector<at::Tensor> const& tensors);
+void drop_gradients(Tensors const& tensors);
 
 }  // namespace amp_engine

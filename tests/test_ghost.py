@@ -1,7 +1,9 @@
 """A ghost can be stepped and nothing of its optimizer moves."""
 
+import pickle
 import threading
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,3 +84,16 @@ def test_optimizers_inside_are_ghosts_too():
     double = ghost(optimizer)
     assert double.inner is not optimizer.inner
     assert double.inner.param_groups[0]["params"] == []
+
+
+def test_a_loaded_optimizer_is_not_said_to_be_capturable(monkeypatch):
+    """torch warns of groups that are all capturable, of none too, unless it knows from the constructor."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], lr=0.1)
+    double = ghost(pickle.loads(pickle.dumps(optimizer)))
+    double.param_groups = []
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *args: stream)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    double.step()

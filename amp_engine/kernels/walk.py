@@ -20,6 +20,7 @@ NONE, OWN, SHARED, OTHER = range(4)
 _GRAD: Any = torch.Tensor.grad
 
 Stamps = bytes | list[tuple[int, int, torch.dtype, torch.device]]
+GradientStamps = bytes | list[tuple[int, int]]
 
 
 def params(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -76,10 +77,10 @@ class Gradients(NamedTuple):
 
 
 def gradients(params: Sequence[Tensor]) -> Gradients:
-    """The gradient of each parameter."""
+    """The gradient of each parameter, without asking a subclass."""
     if _native.module is not None:
         return Gradients(*_native.module.gradients(params))
-    grads = [p.grad for p in params]
+    grads = [_GRAD.__get__(p) for p in params]
     walks = bytes(NONE if g is None else _walk_of(g, p) for p, g in zip(params, grads, strict=True))
     return Gradients(grads, walks, devices_of(grads, walks))
 
@@ -104,6 +105,30 @@ def copies(tensors: Sequence[Tensor | None], walks: bytes) -> Sequence[Tensor | 
         None if t is None or how == NONE else torch._lazy_clone(t) if how == OWN else t.clone()
         for t, how in zip(tensors, walks, strict=True)
     ]
+
+
+def asks_for_gradients(params: Sequence[Tensor]) -> bool:
+    """Whether a class among theirs has a `.grad` of its own, as masters do, which `gradients` would look past."""
+    return any(getattr(kind, "grad", _GRAD) is not _GRAD for kind in set(map(type, params)))
+
+
+def gradient_stamps(params: Sequence[Tensor]) -> GradientStamps:
+    """What tells that a gradient was replaced or written since, while it is alive: which one it is, and its version."""
+    if _native.module is not None:
+        found: bytes = _native.module.gradient_stamps(params)
+        return found
+    return [(id(g), -1 if g is None or g.is_inference() else g._version) for g in map(_GRAD.__get__, params)]
+
+
+def either(
+    mask: bytes, first: Sequence[Tensor | None], second: Sequence[Tensor | None] | None = None
+) -> Sequence[Tensor | None]:
+    """`first[i]` where `mask[i]` is not 0, else `second[i]`; None where there is no `second`."""
+    if _native.module is not None:
+        chosen: Sequence[Tensor | None] = _native.module.either(mask, first, second)
+        return chosen
+    others = [None] * len(mask) if second is None else second
+    return [a if chosen else b for chosen, a, b in zip(mask, first, others, strict=True)]
 
 
 def any_gradient(tensors: Sequence[Tensor]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine import kernels
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.kernels import walk
 from amp_engine.optimizers.fused_step import NORM, FusedStep, fused_step_of, laid_out_as
 from amp_engine.optimizers.rules import Rule
 
@@ -73,8 +74,11 @@ class FusedOptimizer(Optimizer):
         fused = fused_step_of(self)
         assert fused is not None
         weights = [p for group in self.param_groups for p in group["params"]]
-        gradients = [p.grad for p in weights]
-        if not fused.takes(weights, gradients):
+        gradients, walks, _ = walk.gradients(weights)
+        known = walk.OTHER not in walks and not walk.asks_for_gradients(weights)
+        if not known:
+            gradients = [p.grad for p in weights]
+        if not fused.takes(weights, gradients, known):
             self._refuse(weights, gradients)
         masters = self._own_masters(weights, gradients)
         if masters is None:
@@ -109,7 +113,7 @@ class FusedOptimizer(Optimizer):
         self,
         fused: FusedStep,
         params: list[Tensor],
-        gradients: list[Tensor | None],
+        gradients: Sequence[Tensor | None],
         copies: list[Tensor | None] | None,
         masters: list[Tensor] | None,
     ) -> None:
@@ -118,7 +122,8 @@ class FusedOptimizer(Optimizer):
         inv_scale = None
         if isinstance(grad_scale, Tensor):
             inv_scale = grad_scale.reshape(()).double().reciprocal().float()
-            gradients = [laid_out_as(p, g) for p, g in zip(params, gradients, strict=True)]
+            if isinstance(gradients, list):  # and not a native list of what is known to be laid out so
+                gradients = [laid_out_as(p, g) for p, g in zip(params, gradients, strict=True)]
         fused.step(
             params,
             gradients,
@@ -130,7 +135,7 @@ class FusedOptimizer(Optimizer):
             found_inf=found_inf.reshape(()) if isinstance(found_inf, Tensor) else None,
         )
 
-    def _own_masters(self, weights: list[Tensor], gradients: list[Tensor | None]) -> list[Tensor] | None:
+    def _own_masters(self, weights: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor] | None:
         """The float32 weights to step instead of half ones, for optimizers that keep their own."""
         return None
 
@@ -162,7 +167,7 @@ class FusedOptimizer(Optimizer):
                 if index in state:
                     state[index].setdefault(NORM, (singles if p.dtype == torch.float32 else halves).pop(0).float())
 
-    def _refuse(self, weights: list[Tensor], gradients: list[Tensor | None]) -> None:
+    def _refuse(self, weights: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
         for i, (p, g) in enumerate(zip(weights, gradients, strict=True)):
             if not kernels.is_dense(p):
                 raise AmpTypeError(
@@ -201,7 +206,7 @@ class MasterKeepingOptimizer(FusedOptimizer):
         super().__setstate__(state)
         self._stamps = WeakIdKeyDictionary()
 
-    def _own_masters(self, weights: list[Tensor], gradients: list[Tensor | None]) -> list[Tensor] | None:
+    def _own_masters(self, weights: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor] | None:
         if not self.master_weights:
             return None
         return [p if p.dtype == torch.float32 else self._master(p, g) for p, g in zip(weights, gradients, strict=True)]

@@ -57,6 +57,7 @@ class FusedStep:
         self.rule = rule
         self._optimizer = weakref.ref(optimizer)
         self._tables: list[_Table] = []
+        self._captured: list[_Table] = []  # those of before, which a CUDA graph goes on writing to
         self._weights: tuple[Tensor, ...] = ()
         self._copies: tuple[Tensor | None, ...] = ()
         self._inner: list[dict[str, Any]] = []
@@ -65,15 +66,13 @@ class FusedStep:
         self._is_ours = rule not in TORCH_RULES.values()
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
 
-    def takes(
-        self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], known: Sequence[bool] | None = None
-    ) -> bool:
+    def takes(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], known: bool = False) -> bool:
         """Whether the kernels compute what the optimizer asks for, of these tensors. No host sync.
 
         Args:
             weights: n, what would be stepped.
             gradients: n; or None.
-            known: n; which of the gradients are known to be dense and of the kernels' types.
+            known: whether all gradients are known to be dense, of the kernels' types, and laid out as their weights.
         """
         optimizer = self._live_optimizer()
         if not self._is_ours and not kernels.has_native(weights[0].device if weights else torch.device("cpu")):
@@ -85,8 +84,7 @@ class FusedStep:
             w.dtype in dtypes and kernels.is_dense(w) for w in weights
         ):
             return False
-        known = [False] * len(weights) if known is None else known
-        return all(known) or all(k or g is None or _is_plain(g) for k, g in zip(known, gradients, strict=True))
+        return known or all(g is None or _is_plain(g) for g in gradients)
 
     def step(
         self,
@@ -125,6 +123,7 @@ class FusedStep:
         groups = [self.rule.hyperparameters(group) for group in optimizer.param_groups]
         for table in self._tables:
             device, rows = table.device, table.rows
+            table.is_captured |= device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             table.native.step(
                 gradients if rows is None else [gradients[i] for i in rows],
                 scaled if rows is None else [scaled[i] for i in rows],
@@ -200,6 +199,7 @@ class FusedStep:
         by_device: dict[torch.device, list[int]] = {}
         for i, w in enumerate(weights):
             by_device.setdefault(w.device, []).append(i)
+        self._captured += [table for table in self._tables if table.is_captured]
         self._tables = [
             _Table(
                 self.rule,
@@ -267,6 +267,7 @@ class _Table:
     ) -> None:
         self.rows = rows
         self.device = device
+        self.is_captured = False  # in a CUDA graph
         self.inner = inner
         self.steps = torch.tensor(start, dtype=torch.float32, device=device)
         self.state1: list[Tensor | None] = [state.get(rule.state1) for state in inner]

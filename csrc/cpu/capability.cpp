@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
 
@@ -31,5 +33,14 @@ ChunkKernels const& chunk_kernels() {
 }
 
 char const* capability() { return chunk_kernels().name; }
+
+bool outgrows_caches(int64_t bytes) {
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  static int64_t const last = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
+  return last > 0 && bytes > 4 * last;
+#else
+  return false;
+#endif
+}
 
 }  // namespace amp_engine::cpu

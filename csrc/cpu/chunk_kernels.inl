@@ -30,6 +30,7 @@ struct Single {
       static_cast<uint16_t*>(data)[i] = type == Type::float16 ? f16_from_float(x) : bf16_from_float(x);
     }
   }
+  static void stream(Type type, void* data, int64_t i, float x) { store(type, data, i, x); }
 };
 
 template <class L>
@@ -52,6 +53,40 @@ AMP_HD void prefetch(Type type, void const* data, int64_t i, int64_t bytes_ahead
     __builtin_prefetch(reinterpret_cast<void const*>(at));
   }
 }
+
+// The low-precision copy that a weight is rounded into, if there is one. Streamed, it is not read before it is written,
+// which saves 2 of 32 bytes an element, 1 to 2% of a step; but the next forward finds none of it in the caches.
+class Copy {
+ public:
+  explicit Copy(Row const& row)
+      : data_(row.copy),
+        streamed_(row.copy && row.streamed && reinterpret_cast<uintptr_t>(row.copy) % sizeof(Lanes) == 0) {}
+  Copy(Copy const&) = delete;
+  ~Copy() {
+    if (streamed_) {
+      Lanes::fence();
+    }
+  }
+
+  template <class L>
+  AMP_HD void prefetch(Type type, int64_t i) const {
+    if (data_ && !streamed_) {
+      SET::prefetch<L>(type, data_, i);
+    }
+  }
+  template <class L, class V>
+  AMP_HD void write(Type type, int64_t i, V weight) const {
+    if (data_ && streamed_) {
+      L::stream(type, data_, i, weight);
+    } else if (data_) {
+      L::store(type, data_, i, weight);
+    }
+  }
+
+ private:
+  void* const data_;
+  bool const streamed_;
+};
 
 struct Span {
   int64_t begin, end;
@@ -198,6 +233,7 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
   // Local copies: a store to a tensor might, for all the compiler knows, change the row.
   Row const r = row;
   Entry const g = gradient;
+  Copy const copy(r);
   auto const run = [&](auto weight_type, auto gradient_type, auto copy_type) {
     for_each(span(chunk, r.numel), [&](auto lanes, int64_t i) {
       using L = decltype(lanes);
@@ -210,9 +246,7 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
       if constexpr (Update::kState2) {
         prefetch<L>(Type::float32, r.state2, i);
       }
-      if (r.copy) {
-        prefetch<L>(copy_type, r.copy, i);
-      }
+      copy.template prefetch<L>(copy_type, i);
       V weight = L::load(weight_type, r.weight, i);
       V state1 = r.state1 ? L::load(Type::float32, r.state1, i) : V(0.0f);
       V state2 = Update::kState2 ? L::load(Type::float32, r.state2, i) : V(0.0f);
@@ -224,9 +258,7 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
       if constexpr (Update::kState2) {
         L::store(Type::float32, r.state2, i, state2);
       }
-      if (r.copy) {
-        L::store(copy_type, r.copy, i, weight);
-      }
+      copy.template write<L>(copy_type, i, weight);
     });
   };
   // The usual types, of O2 and O5, of O1 and O4, and of FP32, each in a loop of its own, which asks for none: a quarter to
@@ -288,20 +320,17 @@ void lamb_moments(Row const& row, Entry const& gradient, int64_t chunk, float* s
 void lamb_apply(Row const& row, Entry const& step, int64_t chunk, void const* coefficients) {
   float const minus_rate = *static_cast<float const*>(coefficients);
   Row const r = row;
+  Copy const copy(r);
   for_each(span(chunk, r.numel), [&](auto lanes, int64_t i) {
     using L = decltype(lanes);
     using V = typename ValueOf<L>::type;
     prefetch<L>(Type::float32, step.data, i);
     prefetch<L>(r.weight_type, r.weight, i);
-    if (r.copy) {
-      prefetch<L>(r.copy_type, r.copy, i);
-    }
+    copy.prefetch<L>(r.copy_type, i);
     V const u = L::load(Type::float32, step.data, i);
     V const weight = fma(V(minus_rate), u, V(L::load(r.weight_type, r.weight, i)));
     L::store(r.weight_type, r.weight, i, weight);
-    if (r.copy) {
-      L::store(r.copy_type, r.copy, i, weight);
-    }
+    copy.write<L>(r.copy_type, i, weight);
   });
 }
 

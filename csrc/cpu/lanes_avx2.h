@@ -31,8 +31,17 @@ struct Lanes {
       return;
     }
     auto* at = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(data) + i);
-    _mm_storeu_si128(at, type == Type::float16 ? _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT) : bf16());
+    _mm_storeu_si128(at, low(type));
   }
+  // Past the caches, to an address that is a multiple of sizeof(Lanes) and before a fence().
+  static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) {
+    if (type == Type::float32) {
+      _mm256_stream_ps(static_cast<float*>(data) + i, x.v);
+      return;
+    }
+    _mm_stream_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(data) + i), x.low(type));
+  }
+  static AMP_HD void fence() { _mm_sfence(); }
 
   struct Magnitudes {
     __m256i bits;
@@ -54,6 +63,9 @@ struct Lanes {
   };
 
  private:
+  AMP_HD __m128i low(Type type) const {
+    return type == Type::float16 ? _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT) : bf16();
+  }
   // As bf16_from_float.
   AMP_HD __m128i bf16() const {
     __m256i const bits = _mm256_castps_si256(v);

@@ -31,8 +31,17 @@ struct Lanes {
       return;
     }
     auto* at = reinterpret_cast<__m256i*>(static_cast<uint16_t*>(data) + i);
-    _mm256_storeu_si256(at, type == Type::float16 ? _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT) : bf16());
+    _mm256_storeu_si256(at, low(type));
   }
+  // Past the caches, to an address that is a multiple of sizeof(Lanes) and before a fence().
+  static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) {
+    if (type == Type::float32) {
+      _mm512_stream_ps(static_cast<float*>(data) + i, x.v);
+      return;
+    }
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(data) + i), x.low(type));
+  }
+  static AMP_HD void fence() { _mm_sfence(); }
 
   struct Magnitudes {
     __m512i bits;
@@ -50,6 +59,9 @@ struct Lanes {
   };
 
  private:
+  AMP_HD __m256i low(Type type) const {
+    return type == Type::float16 ? _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT) : bf16();
+  }
   // As bf16_from_float.
   AMP_HD __m256i bf16() const {
     __m512i const bits = _mm512_castps_si512(v);

@@ -25,6 +25,9 @@ struct Lanes {
     }
   }
 
+  static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) { x.store(type, data, i); }
+  static AMP_HD void fence() {}
+
   struct Magnitudes {
     uint32_t bits = 0;
 

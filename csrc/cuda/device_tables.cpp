@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <cstring>
+#include <map>
 
 #include "cuda/backend.h"
 #include "cuda/device.h"
@@ -11,8 +12,13 @@
 
 namespace amp_engine {
 
-struct DeviceTables {
+struct TablesOfOne {
   std::unique_ptr<cuda::Mirror> rows, entries, chunks, groups, lamb_steps;
+};
+
+// Of every device that was computed on: a mirror belongs to one.
+struct DeviceTables {
+  std::map<at::DeviceIndex, TablesOfOne> of;
 };
 
 bool has_cuda() { return true; }
@@ -39,11 +45,11 @@ T const* upload(std::unique_ptr<cuda::Mirror>& mirror, std::vector<T> const& tab
   return static_cast<T const*>(mirror->upload(stream));
 }
 
-DeviceTables& existing(std::shared_ptr<DeviceTables>& tables) {
+TablesOfOne& existing(std::shared_ptr<DeviceTables>& tables, at::Device device) {
   if (!tables) {
     tables = std::make_shared<DeviceTables>();
   }
-  return *tables;
+  return tables->of[device.index()];
 }
 
 }  // namespace
@@ -52,7 +58,7 @@ void run_on_device(CheckArgs& args, std::vector<ListRow> const& rows, Chunking c
                    std::shared_ptr<DeviceTables>& tables, bool is_axpby, at::Device device) {
   c10::DeviceGuard const guard(device);
   cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
-  DeviceTables& t = existing(tables);
+  TablesOfOne& t = existing(tables, device);
   args.rows = upload(t.rows, rows, device, stream);
   args.chunks = upload(t.chunks, chunking.chunks, device, stream);
   is_axpby ? cuda::axpby(args, stream) : cuda::check(args, stream);
@@ -63,7 +69,7 @@ void step_on_device(StepArgs& args, std::vector<Row> const& rows, std::vector<En
                     std::shared_ptr<DeviceTables>& tables, at::Device device) {
   c10::DeviceGuard const guard(device);
   cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
-  DeviceTables& t = existing(tables);
+  TablesOfOne& t = existing(tables, device);
   args.rows = upload(t.rows, rows, device, stream);
   args.gradients = upload(t.entries, gradients, device, stream);
   args.chunks = upload(t.chunks, chunking.chunks, device, stream);

@@ -20,7 +20,7 @@ struct alignas(16) Row {
   Type copy_type;
   uint32_t first_chunk;
   uint32_t n_chunks;
-  uint32_t unused;     // named, so that equal rows have equal bytes
+  uint32_t streamed;   // whether a CPU writes the copy past its caches
 };
 static_assert(sizeof(Row) == 64);
 

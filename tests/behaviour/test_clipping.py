@@ -98,6 +98,17 @@ def test_a_clip_is_the_one_of_torch(level: str, max_norm: float) -> None:
     assert_same_clip(one_backward(level), lambda optimizer, clip: clip(optimizer, max_norm))
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_parameter_of_two_optimizers_is_in_the_norms_of_both(level: str) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    optimizers = [torch.optim.SGD(layers.parameters(), lr=0.1) for layers in (model[:2], model[1:])]
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0, loss_scale=128.0)
+    backward(model(torch.randn(3, 4)).float().square().sum(), optimizers)
+    for optimizer in reversed(optimizers):  # the first one unscaled what they share
+        norm = true_norm(gradients(optimizer))
+        torch.testing.assert_close(amp.clip_grad_norm_(optimizer, INF).item(), norm, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("task", [MLP, NORMED_MLP], ids=lambda task: task.name)
 def test_every_optimizer_is_clipped(name: str, task: Any) -> None:

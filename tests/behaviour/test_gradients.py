@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_engine import amp
+from amp_engine.optimizers import FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     LEVELS,
@@ -627,3 +630,68 @@ def test_a_gradient_penalty_trains(level: str) -> None:
     backward(0.1 * outputs.mean() + 0.1 * (slope.norm(dim=1) - 1).square().mean(), optimizer)
     assert all(gradient.isfinite().all() for gradient in gradients(optimizer))
     optimizer.step()
+
+
+# --- what an optimizer without masters is seen to hold --------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_an_optimizer_over_the_masters_of_another_steps_them(kind: type) -> None:
+    model = nn.Linear(4, 4)
+    owner = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, owner, opt_level="O2", verbosity=0, loss_scale=64.0)
+    other = kind(list(amp.master_params(owner)), lr=0.1)
+    amp.initialize(nn.Linear(2, 2), other, opt_level="O2", verbosity=0, loss_scale=64.0)
+    before = masters(owner)
+    backward(model(torch.ones(2, 4)).float().square().sum(), owner)
+    other.step()
+    assert all(not torch.equal(now, was) for now, was in zip(masters(owner), before, strict=True))
+
+
+class Asked(nn.Parameter):
+    """A parameter whose gradient is kept elsewhere."""
+
+    @property
+    def grad(self) -> Tensor:
+        return torch.ones_like(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        del value
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", None])
+def test_parameters_that_keep_their_gradients_elsewhere_are_asked(level: str | None) -> None:
+    param = Asked(torch.zeros(4))
+    optimizer = FusedSGD([param], lr=0.5)
+    if level is not None:
+        amp.initialize(nn.Linear(2, 2), optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    optimizer.step()
+    assert param.tolist() == [-0.5] * 4
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_parameters_can_be_swapped_after_an_iteration(level: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    backward(model(torch.ones(2, 4)).float().sum(), optimizer)
+    optimizer.step()
+    backward(torch.zeros((), requires_grad=True), optimizer)
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.zeros(4, 4)))
+    assert not model.weight.any()
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+def test_an_optimizer_that_a_parameter_refers_to_is_freed() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=64.0)
+    backward(model(torch.ones(2, 4)).float().sum(), optimizer)
+    optimizer.step()
+    model.weight.owner = optimizer
+    alive = weakref.ref(optimizer)
+    amp.close()
+    del model, optimizer
+    gc.collect()
+    assert alive() is None

@@ -1,6 +1,7 @@
 """The five steps against float64: types, sizes, addresses, missing gradients, groups, skips."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -433,3 +434,27 @@ def test_the_address_of_a_tensor_changes_no_bit(kind):
     step(kind, at_odd, KINDS[kind])
     step(kind, aligned, KINDS[kind])
     assert all(map(same_values, at_odd.tensors(), aligned.tensors()))
+
+
+@NATIVE
+def test_two_threads_do_not_step_one_table_at_once(backend):
+    """Each step is done, or refused because one is under way."""
+    n = 1 << 16
+    weight, momentum, counts = torch.zeros(n), torch.zeros(n), torch.zeros(1)
+    one = kernels.StepTable("sgd", [weight], [None], [momentum], [None], [0], counts)
+    hyperparameters = Hyperparameters(1.0, momentum=0.5)
+
+    def run() -> list[str]:
+        refusals = []
+        for _ in range(100):
+            try:
+                one.step([torch.ones(n)], [False], [hyperparameters])
+            except RuntimeError as error:
+                refusals.append(str(error))
+        return refusals
+
+    with ThreadPoolExecutor(2) as pool:
+        refusals = sum((future.result(60.0) for future in [pool.submit(run) for _ in range(2)]), [])
+    assert all("another thread" in refusal for refusal in refusals)
+    assert counts.item() == 200 - len(refusals)
+    assert weight.unique().numel() == 1

@@ -1,0 +1,104 @@
+"""The CPU kernels of every instruction set, with copies written through the caches and past them, give the same bits.
+
+Run as a module, this is the child that computes with what AMP_ENGINE_CPU asks for.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp_engine import kernels
+from amp_engine.kernels import Hyperparameters, _native
+
+from .lists import FLOATS, Arena, Rows, bits, rows, same_values
+from .test_steps import KINDS, NATIVE, SCALE, step
+
+SETS = ("portable", "avx2", "avx512")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def at(values: Tensor, offset: int) -> Tensor:
+    """A copy of `values` that begins `offset` elements after an address as torch allocates it."""
+    return torch.cat([values.new_zeros(offset), values])[offset:]
+
+
+def streamed_rows() -> Rows:
+    """Copies at aligned and at odd addresses, of more than a chunk and of odd ends."""
+    arena = Arena()
+    r = rows(arena, SCALE)
+    r.copies = [None if c is None else at(c, (0, 0, 1, 8)[i % 4]) for i, c in enumerate(r.copies)]
+    return r
+
+
+def stepped(kind: str, stream_copies: bool) -> list[Tensor]:
+    """What two steps write, of a table that writes its copies so."""
+    r = streamed_rows()
+    second = r.second if kind in ("adam", "lamb") else [None] * 36
+    steps = _native.module.StepTable(
+        kind, r.params, r.copies, r.first, second, [0] * 36, r.steps, r.norms, stream_copies=stream_copies
+    )
+    for _ in range(2):
+        steps.step(
+            r.grads,
+            [True] * 36,
+            [Hyperparameters(**KINDS[kind])],
+            torch.tensor(1 / SCALE),
+            None,
+            None,
+            float("inf"),
+            None,
+            None,
+            None,
+        )
+    return r.tensors()
+
+
+def outcome() -> list[Tensor]:
+    """What every operation writes and returns."""
+    results = []
+    for kind, h in KINDS.items():
+        r = rows(Arena(), SCALE)
+        step(kind, r, h, inv_scale=torch.tensor(1 / SCALE))
+        results += [*r.tensors(), *stepped(kind, stream_copies=True)]
+    arena = Arena(seed=1)
+    # Beyond float16's range too, and below its normal numbers.
+    r = rows(arena, 1e5)
+    tiny = [arena.randn(t.numel(), t.dtype, 1e-7) for t in r.grads]
+    for xs in (r.grads, tiny):
+        results += [*kernels.check(xs), *kernels.l2norm(xs)]
+        for dtype in FLOATS:
+            outputs = [arena.zeros(x.numel(), dtype) for x in xs]
+            kernels.cast_copy_(outputs, xs)
+            sums = [arena.zeros(x.numel(), dtype) for x in xs]
+            kernels.axpby_(sums, xs, r.params, torch.tensor(0.3), torch.tensor(-1.7))
+            results += [*outputs, *sums]
+    return results
+
+
+@NATIVE
+def test_every_instruction_set_gives_the_same_bits(tmp_path):
+    best = _native.module.build_info()["cpu_capability"]
+    mine = outcome()
+    for name in SETS[: SETS.index(best)]:
+        line = [sys.executable, "-m", "tests.kernels.test_instruction_sets", str(tmp_path / name)]
+        subprocess.run(line, env={**os.environ, "AMP_ENGINE_CPU": name}, cwd=ROOT, check=True)
+        used, theirs = torch.load(tmp_path / name)
+        assert used == name
+        assert len(theirs) == len(mine)
+        assert all(map(same_values, mine, theirs))
+
+
+@NATIVE
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_written_past_the_caches_are_the_same(kind):
+    for streamed, plain in zip(stepped(kind, True), stepped(kind, False), strict=True):
+        assert torch.equal(bits(streamed), bits(plain))
+
+
+if __name__ == "__main__":
+    torch.save((_native.module.build_info()["cpu_capability"], outcome()), sys.argv[1])

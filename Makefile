@@ -14,7 +14,8 @@ NATIVE := setup.py toolchain.py $(shell find csrc)
 CUDA_TORCH ?= torch==2.14.1
 WORKERS ?= 2
 # In the order of tests/conftest.py: by itself xdist starts with the files of the most tests, not of the slowest.
-PYTEST = python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A worker that a test killed ends the run: the next one would be given the same test first.
+PYTEST = python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # OpenMP threads sleep while they wait for one another. If they spin, the default, the demo's smallest
 # steps take half the time on an idle machine, and up to twenty times the time on a busy one.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -68,7 +69,7 @@ cuda-build:  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on 
 	cd build/$@ && ../../.venv-cuda/bin/python -m amp_engine info
 	cd build/$@ && AMP_ENGINE_BUILD=cuda ../../.venv-cuda/bin/$(PYTEST) --ignore=tests/test_demo.py --ignore=tests/test_examples.py $(ARGS)
 
-# Logs are written as they come: what a killed run has done so far is there.
+# Logs are written as they come: what a killed run has done so far is there. A failing test does not cost the measurements.
 GPU_OUT := $(abspath $(or $(OUT),build/gpu))
 ifeq ($(origin PYTHON),command line)
 GPU_PYTHON := $(PYTHON)
@@ -78,10 +79,12 @@ gpu: $(INSTALLED)
 endif
 gpu:  ## on a machine with a GPU: compile for it, test, measure; logs and tables to OUT or build/gpu
 	mkdir -p $(GPU_OUT)
-	AMP_ENGINE_BUILD=cuda timeout 240 $(GPU_PYTHON) setup.py build_ext --inplace 2>&1 | tee $(GPU_OUT)/build.log
+	AMP_ENGINE_BUILD=cuda timeout 220 $(GPU_PYTHON) setup.py build_ext --inplace 2>&1 | tee $(GPU_OUT)/build.log
 	{ nvidia-smi; git rev-parse HEAD; $(GPU_PYTHON) -m amp_engine info; } 2>&1 | tee $(GPU_OUT)/info.log
-	PYTHONUNBUFFERED=1 timeout 180 $(GPU_PYTHON) -m pytest tests/gpu -m cuda $(ARGS) 2>&1 | tee $(GPU_OUT)/tests.log
-	PYTHONUNBUFFERED=1 timeout 240 $(GPU_PYTHON) -m tests.benchmarks.gpu --out $(GPU_OUT) 2>&1 | tee $(GPU_OUT)/benchmarks.log
+	export PYTHONUNBUFFERED=1; failed=0; \
+	timeout 170 $(GPU_PYTHON) -m pytest tests/gpu -m cuda $(ARGS) 2>&1 | tee $(GPU_OUT)/tests.log || failed=1; \
+	timeout 200 $(GPU_PYTHON) -m tests.benchmarks.gpu --out $(GPU_OUT) 2>&1 | tee $(GPU_OUT)/benchmarks.log || failed=1; \
+	exit $$failed
 
 clean:  ## remove what the commands made
 	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*

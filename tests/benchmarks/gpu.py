@@ -1,7 +1,8 @@
 """The optimizer step on a GPU against the device's ceilings and against what people leave apex for.
 
 `python -m tests.benchmarks.gpu --out DIR` writes gpu.md and gpu.json there. Times are between CUDA events around one
-call on a drained queue: for many small tensors they contain the host's work, except in rows of a replayed graph.
+call on a drained queue: for many small tensors they contain the host's work, except in rows of a replayed graph, which
+contain the upload of the tables instead. Ours and its peers take turns; ratios are medians over the rounds.
 
 Ours is what a user calls: the exit of `scale_loss` (inf check, norm), `amp.clip_grad_norm_`, `optimizer.step()` with
 the model's weights written back. The peer does the same work with FP32 parameters: autocast's casts of weights and
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import Engine, kernels
+from tests.benchmarks.timing import median_ratio
 
 Run = Callable[[], object]
 
@@ -66,26 +68,30 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         self._about = about()
 
-    def time(self, case: str, what: str, run: Run, n_bytes: float | None = None) -> float:
-        """Measure `run` and append a row; the median in ms."""
-        for _ in range(self._warmup):
-            run()
-        times = []
+    def time(self, case: str, what: str, run: Run, n_bytes: float | None = None) -> None:
+        """Measure `run` and append a row."""
+        self.time_in_turns(case, {what: (run, n_bytes)})
+
+    def time_in_turns(self, case: str, contestants: dict[str, tuple[Run, float | None]]) -> list[list[float]]:
+        """Measure what takes turns, append a row for each; the ms of each in every round."""
+        for run, _ in contestants.values():
+            for _ in range(self._warmup):
+                run()
+        times: list[list[float]] = [[] for _ in contestants]
         for _ in range(self._rounds):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
+            for mine, (run, _) in zip(times, contestants.values(), strict=True):
+                mine.append(elapsed_ms(run))
+        for mine, (what, (_, n_bytes)) in zip(times, contestants.items(), strict=True):
+            self._add(case, what, mine, n_bytes)
+        return times
+
+    def _add(self, case: str, what: str, times: list[float], n_bytes: float | None) -> None:
         ms = statistics.median(times)
         deciles = statistics.quantiles(times, n=10, method="inclusive")
         rate = None if n_bytes is None else n_bytes / ms / 1e6
         self.rows.append(Row(case, what, ms, (deciles[0], deciles[-1]), rate))
         self._write()
         print(f"{case:32} {what:48} {ms:9.3f} ms" + ("" if rate is None else f" {rate:8.0f} GB/s"), flush=True)
-        return ms
 
     def _write(self) -> None:
         data = {**self._about, "rows": [asdict(row) for row in self.rows]}
@@ -98,6 +104,17 @@ class Report:
             low, high = row.spread
             lines.append(f"| {row.case} | {row.what} | {row.ms:.3f} | {low:.3f} to {high:.3f} | {rate}")
         (self._folder / "gpu.md").write_text("\n".join(lines) + "\n")
+
+
+def elapsed_ms(run: Run) -> float:
+    """From a drained queue on."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
 
 
 def about() -> dict[str, str]:
@@ -136,7 +153,7 @@ def ceilings(report: Report, n: int) -> None:
         function = torch.cuda.jiterator._create_multi_output_jit_fn(FIVE_STREAMS, num_outputs=5)
         streams = [torch.randn(n, device="cuda") for _ in range(5)]
         report.time("ceiling", "read 5 streams, write 5", lambda: function(*streams), 40.0 * n)
-    except RuntimeError as error:  # no runtime compiler
+    except Exception as error:  # no runtime compiler, or whatever else it raises
         print(f"no ceiling of 5 streams: {error}")
 
 
@@ -281,18 +298,17 @@ def compare(report: Report, case: str, count: int, numel: int) -> None:
         report.time(case, "our kernels: update, skipped", bare.step)
         del bare
     with emptied():
-        mine = report.time(
-            case, "ours: exit, clip, step, write back", ours(count, numel, gradients), STEP_BYTES * total
-        )
-    with emptied():
-        run = peer(count, numel, gradients, bare=False)
-        theirs = report.time(case, "peer: casts, unscale, clip, AdamW(fused)", run, PEER_BYTES * total)
-        del run
-    with emptied():
-        run = peer(count, numel, gradients, bare=True)
-        least = report.time(case, "peer: unscale, AdamW(fused), no clip, no casts", run)
-        del run
-    print(f"{case}: ours / peer {mine / theirs:.3f}, without its clipping and casts {mine / least:.3f}")
+        contestants = {
+            "ours: exit, clip, step, write back": (ours(count, numel, gradients), STEP_BYTES * total),
+            "peer: casts, unscale, clip, AdamW(fused)": (peer(count, numel, gradients, bare=False), PEER_BYTES * total),
+            "peer: unscale, AdamW(fused), no clip, no casts": (peer(count, numel, gradients, bare=True), None),
+        }
+        mine, theirs, least = report.time_in_turns(case, contestants)
+        del contestants
+    print(
+        f"{case}: ours / peer {median_ratio(mine, theirs):.3f}, "
+        f"without its clipping and casts {median_ratio(mine, least):.3f}"
+    )
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ next. While it is open, `.grad` holds nothing but scaled gradients of this windo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,8 +137,10 @@ class GradientWindow:
         self._masters = masters
         # Unscaled gradients of earlier backwards, by id of the parameter that the optimizer steps.
         self._earlier: dict[int, Tensor] = {}
-        # While left open: what plain parameters hold, and a gradient of ours on one master.
+        # While left open: what plain parameters hold, those that show a gradient of before the window meanwhile, for
+        # zero_grad to reach, and a gradient of ours on one master.
         self._left: list[Seen] = []
+        self._showing: list[nn.Parameter] = []
         self._sentinel: Seen | None = None
         # Since re-entered: what a backward would add to.
         self._reentered: list[Seen] = []
@@ -167,6 +169,9 @@ class GradientWindow:
         self.loss = loss
         self._reentered = []
         self._left = [seen for seen in map(_seen, self._roster().plain) if seen.grad is not None]
+        self._showing = [p for p in self._roster().plain if p.grad is None and id(p) in self._earlier]
+        for p in self._showing:
+            p.grad = self._earlier.pop(id(p))
         masters = [m for m in self._master_list() if m.param.grad is not None]
         for master in masters:
             if master.weight.grad is not None:
@@ -231,11 +236,7 @@ class GradientWindow:
         unscaling = Unscaling(lambda: snapshot.inv_scale)
         kept = self._keep(roster, grads, walks, totals, unscaling)
         self._restore_earlier(add=True)
-        for device in devices if totals else ():
-            both = [(total, g) for row, total in totals.items() if (g := grads[row]) is not None and g.device == device]
-            if both:
-                sums, grads_here = zip(*both, strict=True)
-                kernels.axpby_(sums, grads_here, sums, moved(self.snapshot.inv_scale, device), None)
+        self._add_to(totals, grads, devices)
         if not first or len(looks) != 1 or others or done:
             return checked, None
         return checked, PassOne(*looks[0], unscaling, roster.weights, kept, plain)
@@ -286,6 +287,22 @@ class GradientWindow:
         kept = Kept(walk.copies(grads, bytes(held)), held, unscaling)
         self._masters.keep(kept)
         return kept
+
+    def _add_to(
+        self, totals: Mapping[int, Tensor], grads: Sequence[Tensor | None], devices: Sequence[torch.device]
+    ) -> None:
+        """Unscale gradients, and add them to what masters have already: to that of the same row."""
+        added = [(row, total, g) for row, total in totals.items() if (g := grads[row]) is not None]
+        for device in devices if added else ():
+            inv_scale = moved(self.snapshot.inv_scale, device)
+            both = [(row, total, g) for row, total, g in added if g.device == device]
+            alike = [(total, g) for _, total, g in both if kernels.is_dense(total) and kernels.same_layout(total, g)]
+            if alike:
+                sums, grads_here = zip(*alike, strict=True)
+                kernels.axpby_(sums, grads_here, sums, inv_scale, None)
+            for row, total, g in both if len(alike) < len(both) else ():
+                if not (kernels.is_dense(total) and kernels.same_layout(total, g)):  # a user's own
+                    _accumulate([(self._roster().weights[row], _times(g, inv_scale, torch.float32))])
 
     def _close_others(self, arrived: list[tuple[nn.Parameter, Master | None]], check: bool) -> Checked:
         """Sparse gradients, and types that the kernels do not walk, by PyTorch's own operations."""
@@ -341,6 +358,11 @@ class GradientWindow:
             if seen.is_zeroed():
                 self._earlier.pop(id(seen.param), None)
         self._left = []
+        for p in self._showing:
+            if p.grad is not None:
+                self._earlier[id(p)] = p.grad
+                p.grad = None
+        self._showing = []
         if self._sentinel is None:
             return
         zeroed = self._sentinel.is_zeroed()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -407,6 +408,8 @@ class MasterWeights:
         optimizer = self._optimizer()
         if optimizer is None:
             return
+        with suppress(AmpStateError):  # a parameter that is there beside its master keeps what it has
+            self.scan()
         self.refresh()
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):

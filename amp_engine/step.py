@@ -275,6 +275,8 @@ class SteppedOptimizer:
         one = self._pass_one
         if one is None or one.unscaling.norm is not None or norm_type not in (2.0, math.inf):
             return None
+        if self.masters is not None:
+            self.masters.scan()  # parameters may have left the groups since
         if not one.holds(self.optimizer, self.masters):
             return None
         if norm_type == math.inf:
@@ -290,7 +292,8 @@ class SteppedOptimizer:
         if one.plain:
             factor = clip_factor(norm, max_norm).float()
             grads = [g for g in one.plain.grads if g is not None]
-            torch._foreach_mul_([g for g in grads if g.dtype == torch.float32], factor)
+            if floats := [g for g in grads if g.dtype == torch.float32]:
+                torch._foreach_mul_(floats, factor)
             for g in grads:
                 if g.dtype != torch.float32:  # a 0-d factor would be rounded to their type
                     g.copy_(g.float() * factor)

@@ -526,3 +526,29 @@ def test_a_static_scale_steps_on_the_gradients_that_torch_would_clip(max_norm: f
         finite.append([master.isnan() for master in masters(optimizer)])
         amp.close()
     assert_bitwise(*finite)
+
+
+def test_scaled_half_gradients_are_clipped_where_no_gradient_is_float32() -> None:
+    model = nn.Linear(4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O3", loss_scale=64.0, verbosity=0)
+    backward(model(torch.ones(2, 4)).sum(), optimizer)
+    before = [p.grad.clone() for p in model.parameters()]
+    norm = amp.clip_grad_norm_(optimizer, 1.0)
+    torch.testing.assert_close(norm, torch.cat([g.float().flatten() for g in before]).norm())
+    for p, g in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.grad.float(), g.float() / norm, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parameter_that_left_its_group_since_the_backward_does_not_count(level: str) -> None:
+    model = nn.Linear(1, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0)
+    backward(model(torch.full((1, 1), 64.0)).float().sum(), optimizer)
+    optimizer.param_groups[0]["params"].pop(0)
+    assert amp.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(2.0, rel=1e-3)
+    (bias,) = amp.master_params(optimizer)
+    before = bias.detach().clone().float()
+    optimizer.step()
+    torch.testing.assert_close(bias.detach().float(), before - 0.1 / 2, rtol=1e-2, atol=1e-3)

@@ -17,6 +17,7 @@ from tests.models import MLP, NORMED_MLP
 from tests.support import (
     LEVELS,
     MASTER_LEVELS,
+    WEIGHT_DTYPE,
     assert_bitwise,
     backward,
     group_params,
@@ -246,6 +247,50 @@ def test_an_overflow_in_an_accumulated_backward_skips_the_whole_step() -> None:
 
 
 # --- delay_unscale --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_zero_grad_in_an_open_window_reaches_gradients_that_the_window_has_not_touched(
+    level: str, set_to_none: bool
+) -> None:
+    model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    x = torch.ones(1, 2, dtype=WEIGHT_DTYPE[level])
+    backward(sum(layer(x).float().sum() for layer in model), optimizer)
+    backward(model[0](x).float().sum(), optimizer, delay_unscale=True)
+    optimizer.zero_grad(set_to_none)
+    backward(model[0](x).float().sum(), optimizer)
+    touched, other = (p.grad for p in amp.master_params(optimizer))
+    assert touched.eq(1.0).all()
+    assert other is None if set_to_none else other.eq(0.0).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_an_open_window_has_not_touched_are_there_after_it(level: str) -> None:
+    model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    x = torch.ones(1, 2, dtype=WEIGHT_DTYPE[level])
+    backward(sum(layer(x).float().sum() for layer in model), optimizer)
+    for delay_unscale in (True, True, False):
+        backward(model[0](x).float().sum(), optimizer, delay_unscale=delay_unscale)
+    touched, other = (p.grad for p in amp.master_params(optimizer))
+    assert touched.eq(4.0).all()
+    assert other.eq(1.0).all()
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_backward_adds_to_a_gradient_that_was_laid_out_otherwise(level: str) -> None:
+    model = nn.Linear(4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    weight = next(amp.master_params(optimizer))
+    for count in (1, 2):
+        backward(model(torch.ones(2, 4)).sum(), optimizer)
+        assert weight.grad.to_dense().eq(2.0 * count).all()
+        weight.grad = weight.grad.t().contiguous().t()
 
 
 @pytest.mark.parametrize("level", LEVELS)

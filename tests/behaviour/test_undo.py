@@ -110,6 +110,17 @@ def test_training_goes_on_in_fp32_after_close(level: str) -> None:
     )
 
 
+def test_close_after_a_regrouping_gives_exact_values_back() -> None:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    optimizer.param_groups[0]["params"].pop(0)
+    optimizer.add_param_group({"params": [model.weight]})
+    amp.close()
+    assert model.weight.eq(torch.tensor(0.1)).all()
+
+
 def test_close_gives_a_bfloat16_model_back_in_bfloat16() -> None:
     model = MLP.model().bfloat16()
     amp.initialize(model, opt_level="O2", verbosity=0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import arguments, casting, checkpoint, levels, report
-from amp_engine.casting import Explanation, FunctionCasts, Registration, locks
+from amp_engine.casting import Explanation, FunctionCasts, Registration, patcher
 from amp_engine.devices import HostNumber, moved
 from amp_engine.dtypes import LOW_PRECISION, parse_dtype
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
@@ -48,7 +48,7 @@ class Engine:
     def __init__(self) -> None:
         self.policy: Policy | None = None  # None before initialize and after close
         self.scalers: list[LossScaler] = []
-        self.casts: FunctionCasts | None = None
+        self._casts: FunctionCasts | None = None
         self.reporter = report.Reporter()
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
@@ -58,8 +58,15 @@ class Engine:
         self._cast_options: dict[str, Any] = {}
         self._explanations: list[Explanation] = []
         self._said_float16_convolution = False
+        self._said_casts_ended = False
         self._initialized = Initialized(self._make_stepped)
         self._watch = OverflowWatch(self.reporter, self._initialized.parameter_names)
+
+    @property
+    def casts(self) -> FunctionCasts | None:
+        """The function casts, from `initialize` at O1 or O4 to the end of the last of its modules, or `close`."""
+        casts = self._casts
+        return None if casts is None or casts.has_ended else casts
 
     def __enter__(self) -> Engine:
         return self
@@ -127,6 +134,7 @@ class Engine:
         if not enabled:
             self.reporter.verbosity = verbosity
             self.policy, self.scalers = levels.DISABLED, []
+            self._end_casts_of(models, "enabled=False")
             return models if optimizers is None else (models, optimizers)
 
         arguments.check_cudnn()
@@ -173,12 +181,17 @@ class Engine:
             for _ in range(num_losses)
         ]
         self._watch.reset()
+        self._said_casts_ended = False
         if policy.patch_torch_functions:
             self.install_casts(
                 policy.patch_torch_functions_type or torch.float16,
                 allow_banned=allow_banned,
                 verbose=verbosity == 2,
+                origin=str(policy.opt_level),
+                models=model_list,
             )
+        else:
+            self._end_casts_of(model_list, str(policy.opt_level))
         if not self._said_float16_convolution and arguments.has_float16_convolution_on_cpu(model_list, policy):
             self._said_float16_convolution = True
             self.reporter.say(report.FLOAT16_CONV_ON_CPU, rank0=True)
@@ -227,6 +240,12 @@ class Engine:
                 "called on."
             )
         casting.forget_interrupted()
+        if self.policy.patch_torch_functions and self._casts is not None and self._casts.has_ended:
+            if not self._said_casts_ended:
+                self.reporter.say(report.casts_ended(self._casts.origin), rank0=True)
+            self._said_casts_ended = True
+        elif self._casts is not None and not self._casts.were_used:
+            self._casts.note_use()
         stepped = list(dict.fromkeys(map(self._stepped, _as_list(optimizers))))
         scaler = self._scaler(loss_id)
         try:
@@ -406,12 +425,14 @@ class Engine:
     def _change_lists(self, registrations: list[Registration], removals: list[tuple[Any, str]]) -> None:
         before = self._registrations, self._removals
         self._registrations, self._removals = registrations, removals
-        if self.casts is not None:
-            try:
-                self.install_casts(**self._cast_options)
-            except BaseException:
-                self._registrations, self._removals = before
-                raise
+        with patcher.changing():
+            modules = None if self.casts is None else self.casts.modules
+            if self.casts is not None:
+                try:
+                    self._install_casts(self._cast_options, modules)
+                except BaseException:
+                    self._registrations, self._removals = before
+                    raise
 
     def install_casts(
         self,
@@ -420,42 +441,74 @@ class Engine:
         enable_caching: bool = True,
         allow_banned: bool = False,
         verbose: bool = False,
+        origin: str = "amp.init()",
+        models: Sequence[nn.Module] = (),
     ) -> FunctionCasts:
         """Cast listed functions to `dtype` from now on, process-wide; replaces this engine's earlier casts.
 
+        They end with the last module of `models` and of those that the earlier casts were for; without any `models`
+        they last until `close`.
+
         Raises AmpValueError, with everything as it was, for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE.
         """
-        overrides = casting.from_environment(os.environ, self._registrations)
-        removals = [r for r in self._removals if not any(_names(r, added) for added in overrides.registrations)]
-        options: dict[str, Any] = {
+        options = {
             "dtype": dtype,
             "enable_caching": enable_caching,
             "allow_banned": allow_banned,
             "verbose": verbose,
+            "origin": origin,
         }
+        new = _modules_of(models)
+        with patcher.changing():  # or the casts of an `initialize` in another thread would stay for ever
+            before = self.casts
+            earlier = [] if before is None else before.modules
+            lasts = earlier is None or not models
+            casts = self._install_casts(options, None if earlier is None or lasts else [*earlier, *new])
+        if before is not None and before.dtype != dtype:
+            ids = {id(module) for module in new}
+            if earlier is None or any(id(module) not in ids for module in earlier):
+                self.reporter.say(report.casts_replaced(before.origin, origin, dtype), rank0=True)
+        return casts
+
+    def _install_casts(self, options: dict[str, Any], modules: Sequence[nn.Module] | None) -> FunctionCasts:
+        overrides = casting.from_environment(os.environ, self._registrations)
+        removals = [r for r in self._removals if not any(_names(r, added) for added in overrides.registrations)]
         casts = FunctionCasts(
             **options,
             registrations=overrides.registrations,
             removals=(*overrides.removals, *removals),
             emit=self.reporter.say,
         )
+        casts.belong_to(self, modules)
+        if self.casts is not None and self.casts.were_used:
+            casts.note_use()
         for explanation in self._explanations:
             casts.observe(explanation)
-        with locks.install.held():  # or the casts of an `initialize` in another thread would stay for ever
-            casts.install()
-            if self.casts is not None:
-                self.casts.remove()
-            self.casts, self._cast_options = casts, options
-        # An engine that is dropped without close() must not leave torch patched.
-        weakref.finalize(self, casts.abandon).atexit = False
+        casts.install()
+        # From here on a fork finds the new ones wanted, and those before no more.
+        before, self._casts, self._cast_options = self._casts, casts, options
+        if before is not None:
+            before.remove()
         return casts
+
+    def _end_casts_of(self, models: Any, level: str) -> None:
+        """Of models that are at a level without function casts now. Says so if functions go on being cast."""
+        casts = self.casts
+        if casts is not None and casts.let_go(_modules_of(models)):
+            self.remove_casts()
+        if patcher.newest() is not None:
+            gc.collect()  # of a model that is in a cycle and not in use
+        newest = patcher.newest()
+        if newest is not None:
+            newest.note_use()
+            self.reporter.say(report.still_casting(level, newest.origin, newest.dtype), rank0=True)
 
     def remove_casts(self) -> None:
         """Give torch its functions back."""
-        with locks.install.held():
-            casts, self.casts = self.casts, None
-        if casts is not None:
-            casts.remove()
+        with patcher.changing():
+            casts, self._casts = self._casts, None
+            if casts is not None:
+                casts.remove()
 
     def close(self) -> None:
         """Take everything back; the engine can be used again.
@@ -590,6 +643,8 @@ class Engine:
         if not self.policy.enabled:
             return "amp.initialize(enabled=False) casts nothing."
         level = self.policy.opt_level
+        if self._casts is not None and self._casts.has_ended:
+            return report.casts_ended(self._casts.origin)
         if self.policy.cast_model_type in LOW_PRECISION:
             return f"Function casts are not on at {level}, which casts the model instead; O1 and O4 cast functions."
         return f"Function casts are not on at {level}; O1 and O4 cast functions."
@@ -600,6 +655,11 @@ class Engine:
 
 def _names(removal: tuple[Any, str], registration: Registration) -> bool:
     return removal[0] is registration.module and removal[1] == registration.name
+
+
+def _modules_of(models: Any) -> list[nn.Module]:
+    listed = models if isinstance(models, (list, tuple)) else [models]
+    return [module for model in listed if isinstance(model, nn.Module) for module in model.modules()]
 
 
 def _as_list(optimizers: Any) -> list[Any]:

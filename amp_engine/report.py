@@ -16,6 +16,34 @@ FLOAT16_CONV_ON_CPU = (
 )
 
 
+def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
+    """Of function casts that a model without them will feel, since they are process-wide."""
+    until = f" while a model that was initialized at {origin}, or a module of it, is there" if origin in BRIEFS else ""
+    return (
+        f"Warning:  {origin} goes on casting functions to {_name(dtype)}, process-wide{until}.  What is initialized "
+        f"now ({level}) computes in {_name(dtype)} as well.  Type amp.close() before amp.initialize(...), or close() "
+        "on the Engine of that model."
+    )
+
+
+def casts_replaced(origin: str, new: str, dtype: torch.dtype) -> str:
+    """Of models that were initialized for another type."""
+    return (
+        f"Warning:  an engine casts functions to one type, so that earlier models ({origin}) compute in {_name(dtype)} "
+        f"from now on ({new}).  Type amp.close() before amp.initialize(...) if they are done, or initialize all of "
+        "them at one level."
+    )
+
+
+def casts_ended(origin: str) -> str:
+    """Of training that goes on without the modules that were initialized."""
+    return (
+        f"Note:  the model that was initialized at {origin} is gone, with every module in it, and with it the function "
+        "casts: what runs now is not cast.  A deepcopy does not count.  Keep the model, or call amp.initialize with "
+        "what took its place."
+    )
+
+
 class Reporter:
     """Prints, or does not.
 
@@ -100,6 +128,10 @@ def static_overflow_message(loss_id: int, loss_scale: float) -> str:
 def _properties(policy: Policy) -> Iterator[str]:
     for name, value in policy.properties().items():
         yield f"{name:22} : {value}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _rank() -> int:

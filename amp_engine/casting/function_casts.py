@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from amp_engine.casting import locks, patcher
 from amp_engine.casting.cache import NativeWeightCache, WeightCache
@@ -26,6 +29,14 @@ class Observer(Protocol):
         """Told of each call of a listed function, in the thread that makes it."""
 
 
+class Owner(Protocol):
+    """Whose casts they are."""
+
+    @property
+    def casts(self) -> FunctionCasts | None:
+        """Those that it will remove."""
+
+
 class FunctionCasts:
     """Casts around listed torch functions, process-wide while installed.
 
@@ -38,6 +49,7 @@ class FunctionCasts:
         removals: owner and name of functions that are not cast, listed or not.
         emit: takes the reports.
         native: whether the compiled wrappers cast, rather than those of Python. Default: where they are compiled.
+        origin: what switched them on, in the words of messages: a level, or a call.
     """
 
     def __init__(
@@ -51,6 +63,7 @@ class FunctionCasts:
         removals: Sequence[tuple[Any, str]] = (),
         emit: Callable[[str], None] = print,
         native: bool | None = None,
+        origin: str = "FunctionCasts",
     ) -> None:
         self.dtype = dtype
         self.enable_caching = enable_caching
@@ -64,6 +77,62 @@ class FunctionCasts:
         self._disabled = 0
         self._is_switched_off = False
         self.is_disabled_everywhere = False  # which Dynamo guards, and not how often
+        self.origin = origin
+        self.has_ended = False
+        self.were_used = True  # or nothing depends on it
+        self._owner: weakref.ref[Owner] | None = None
+        self._modules: dict[int, weakref.ref[nn.Module]] | None = None  # by id: a class may compare by value
+
+    def belong_to(self, owner: Owner, modules: Iterable[nn.Module] | None) -> None:
+        """End with `owner` and, unless `modules` is None, with the last of them. To be called once, before `install`.
+
+        Modules, and not models: those inside may be taken out of one, put into another, and used without it. Where they
+        are gone before anything was cast, `initialize` was called as a switch, and somebody has to remove the casts.
+        """
+        this = weakref.ref(self)
+
+        def forget(ref: weakref.KeyedRef[int, nn.Module]) -> None:
+            casts = this()
+            if casts is not None and casts._modules is not None:
+                casts._modules.pop(ref.key, None)
+                if not casts._modules and casts.were_used:
+                    casts.abandon()
+
+        def end(ref: weakref.ref[Owner]) -> None:
+            casts = this()
+            if casts is not None:
+                casts.abandon()
+
+        if modules is not None:
+            self._modules = {id(module): weakref.KeyedRef(module, forget, id(module)) for module in modules}
+            self.were_used = False
+        self._owner = weakref.ref(owner, end)
+
+    def note_use(self) -> None:
+        """Something was computed since they were installed. Their first call is one of Python, to say so."""
+        self.were_used = True
+        patcher.tell_native()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody is there who will remove them: not where their owner was about to take or to drop them."""
+        owner = None if self._owner is None else self._owner()
+        return not self.has_ended and (self._owner is None or (owner is not None and owner.casts is self))
+
+    @property
+    def modules(self) -> list[nn.Module] | None:
+        """Those whose end is theirs and that are still there; None if they last until they are removed."""
+        if self._modules is None:
+            return None
+        return [module for ref in list(self._modules.values()) if (module := ref()) is not None]
+
+    def let_go(self, modules: Iterable[nn.Module]) -> bool:
+        """Last for these modules no more. Whether that was the last of them: then it is time to remove the casts."""
+        if self._modules is None:
+            return False
+        for module in modules:
+            self._modules.pop(id(module), None)
+        return not self._modules
 
     @property
     def is_active(self) -> bool:
@@ -118,7 +187,9 @@ class FunctionCasts:
 
     def abandon(self) -> None:
         """As `remove`, for a finalizer: waits for no other thread, of which one may do it later."""
-        patcher.abandon(self)
+        self.has_ended = True
+        if not sys.is_finalizing():
+            patcher.abandon(self)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -21,7 +21,8 @@ class InstallLock:
     """Held while torch is patched, which waits for Dynamo: a fork, perhaps of Dynamo's, does not wait for it."""
 
     def __init__(self) -> None:
-        self._renew()
+        self._lock = threading.RLock()
+        self.was_held_by_another_thread = False  # in a forked child: when it was forked
         os.register_at_fork(after_in_child=self._renew)
 
     @contextmanager
@@ -42,7 +43,12 @@ class InstallLock:
                 lock.release()
 
     def _renew(self) -> None:
-        self._lock = threading.RLock()
+        is_free_or_ours = self._lock.acquire(blocking=False)
+        if is_free_or_ours:  # and if ours, this thread goes on with what it does under it
+            self._lock.release()
+        else:
+            self._lock = threading.RLock()
+        self.was_held_by_another_thread = not is_free_or_ours
 
 
 install = InstallLock()

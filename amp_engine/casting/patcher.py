@@ -14,7 +14,8 @@ import os
 import pkgutil
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor
 from torch.nn.modules import rnn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import optimizer as optimizers
 
 from amp_engine.casting import locks, wrappers
 from amp_engine.casting.cache import tensors_hold_their_objects
@@ -56,6 +57,7 @@ class InstallableCasts(wrappers.Casts, Protocol):
     removals: Sequence[tuple[Any, str]]
     is_native: bool
     is_disabled_everywhere: bool
+    origin: str
 
     @property
     def is_disabled(self) -> bool:
@@ -65,9 +67,16 @@ class InstallableCasts(wrappers.Casts, Protocol):
     def is_observed(self) -> bool:
         """Whether each call must go through Python, which tells of it."""
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody is there who will remove them."""
+
 
 class Patches:
-    """Assignments to attributes of foreign objects, and the way back."""
+    """Assignments to attributes of foreign objects, and the way back.
+
+    A fork may find any of this half done: the way back is noted first, and may be gone twice.
+    """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
@@ -76,17 +85,31 @@ class Patches:
         """`owner.name = value`, until `undo`. A name that `owner` inherited is deleted again, not assigned."""
         was_own = name in vars(owner)
         original = vars(owner).get(name)
-        setattr(owner, name, value)
-        self._undo.append(lambda: setattr(owner, name, original) if was_own else delattr(owner, name))
+
+        def put_back() -> None:
+            if was_own:
+                setattr(owner, name, original)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+        self._undo.append(put_back)
+        try:
+            setattr(owner, name, value)
+        except BaseException:
+            self._undo.pop()
+            raise
 
     def on_undo(self, call: Callable[[], Any]) -> None:
-        """Have `undo` call something."""
+        """Have `undo` call something, perhaps twice. To be said before what it takes back is done."""
         self._undo.append(call)
 
     def undo(self) -> None:
         """Take everything back, last patch first."""
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo[-1]()
+            finally:
+                self._undo.pop()
 
 
 class PatchedBuiltin:
@@ -130,29 +153,38 @@ _abandoned: deque[InstallableCasts] = deque()
 _patches = Patches()
 
 
+@contextmanager
+def changing() -> Iterator[None]:
+    """Holds `locks.install`. Afterwards removes what finalizers in other threads abandoned meanwhile."""
+    try:
+        with locks.install.held():
+            yield
+    finally:
+        remove_abandoned()
+
+
 def install(casts: InstallableCasts) -> None:
     """Put `casts` in force. If that fails, what was in force before stays."""
-    with locks.install.held():
+    with changing():
         _stack.append(casts)
         try:
             _applying.apply_newest()
         except BaseException:
             _take_out(casts)
             raise
-    remove_abandoned()
 
 
 def remove(casts: InstallableCasts) -> None:
     """Take `casts` out of force and put the next newest in. Does nothing if they are not installed."""
-    with locks.install.held():
+    with changing():
         _take_out(casts)
-    remove_abandoned()
 
 
 def abandon(casts: InstallableCasts) -> None:
     """As `remove`, for finalizers, which may run wherever something is allocated: waits for no other thread.
 
-    Where a lock is taken, whoever has it removes the casts.
+    Where a lock is taken, whoever has it removes the casts. While Dynamo compiles, whose caches go with them, they stay
+    until the next collection of garbage, optimizer step or call that concerns casts.
     """
     _abandoned.append(casts)
     remove_abandoned()
@@ -161,11 +193,17 @@ def abandon(casts: InstallableCasts) -> None:
 def remove_abandoned() -> None:
     """Remove what finalizers could not, as they ran under a lock: to be called where one was released."""
     while _abandoned and not locks.is_shared_held_here():
-        with locks.install.held_if_free() as is_held:
-            if not is_held:
+        with locks.install.held_if_free() as is_held, _dynamo_if_free() as is_free:
+            if not (is_held and is_free):
                 return
             if _abandoned:
                 _take_out(_abandoned.popleft())
+
+
+def newest() -> InstallableCasts | None:
+    """The casts that patched functions do, switched on or off."""
+    remove_abandoned()
+    return _stack[-1] if _stack else None
 
 
 def holds(casts: InstallableCasts) -> bool:
@@ -223,7 +261,8 @@ def tell_native() -> None:
         if casts is None or casts.is_disabled_everywhere or not casts.is_native:
             _native.module.put_out_of_force()
         else:
-            _native.module.put_in_force(casts.dtype, casts.cache.native, casts.enable_caching, casts.is_observed)
+            through_python = casts.is_observed or not casts.were_used
+            _native.module.put_in_force(casts.dtype, casts.cache.native, casts.enable_caching, through_python)
     remove_abandoned()
 
 
@@ -234,8 +273,10 @@ def original(function: Any) -> Any:
 
 def _take_out(casts: InstallableCasts) -> None:
     if holds(casts):
+        is_newest = in_force(casts)
         _stack.remove(casts)
-        _applying.apply_newest()
+        if is_newest:
+            _applying.apply_newest()
         casts.cache.clear()
 
 
@@ -244,7 +285,7 @@ class _Applying:
 
     def __init__(self) -> None:
         self._is_outdated = self._is_within = False
-        os.register_at_fork(after_in_child=self._renew)
+        os.register_at_fork(after_in_child=self._repair)
 
     def apply_newest(self) -> None:
         """Under `locks.install`; within itself, leaves it to the outer call."""
@@ -256,8 +297,20 @@ class _Applying:
             finally:
                 self._is_within = False
 
-    def _renew(self) -> None:
-        self._is_within = False  # nor is the thread in a child that was
+    def _repair(self) -> None:
+        """In a child: do again what another thread of the parent, which is not here, had half done.
+
+        What it was installing nobody here knows of, and goes. Dynamo is asked for nothing that may have to wait.
+        """
+        if not locks.install.was_held_by_another_thread:
+            return
+        self._is_outdated = self._is_within = False
+        _stack[:] = [casts for casts in _stack if casts.is_wanted]
+        _patches.undo()
+        with _dynamo_if_free() as is_free:
+            if is_free and "torch._dynamo.trace_rules" in sys.modules:
+                _know_originals()
+        _patch()
 
 
 _applying = _Applying()
@@ -266,6 +319,10 @@ _applying = _Applying()
 def _apply_newest() -> None:
     _patches.undo()
     _know_originals()
+    _patch()
+
+
+def _patch() -> None:
     tell_native()
     if not _stack:
         return
@@ -427,21 +484,75 @@ def _patch_recurrent() -> None:
     _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input, current))
 
 
+class _StepHooks(MutableMapping[Any, Any]):
+    """torch's hooks after the step of any optimizer, and one of ours beside them, while functions are cast.
+
+    It stands for torch's dictionary, which a step in another thread may be in the midst of: to add to it would make
+    that step raise. What others add and remove meanwhile is added to and removed from torch's.
+    """
+
+    def __init__(self) -> None:
+        self.theirs: MutableMapping[Any, Any] = vars(optimizers)["_global_optimizer_post_hooks"]
+        self.ours: Callable[..., None] = lambda *_: None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.ours if key is self else self.theirs[key]
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        self.theirs[key] = hook
+
+    def __delitem__(self, key: Any) -> None:
+        del self.theirs[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self.theirs, self])
+
+    def __len__(self) -> int:
+        return len(self.theirs) + 1
+
+    def __contains__(self, key: object) -> bool:
+        return key is self or key in self.theirs
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def values(self) -> Any:
+        """All of them as they are now, for a step to go through."""
+        return [*self.theirs.values(), self.ours]
+
+
+_step_hooks = _StepHooks()  # one for ever: handles of what is added while it stands there refer to it weakly
+
+
 def _watch_weights(casts: InstallableCasts) -> None:
     """Drop casts of weights that may be written without moving their version.
 
     Most third-party optimizers write through `p.data`.
     """
-    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: casts.cache.after_step())
-    _patches.on_undo(hook.remove)
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        casts.cache.after_step()
+        remove_abandoned()
+
+    _step_hooks.ours = after_step
+    if vars(optimizers)["_global_optimizer_post_hooks"] is not _step_hooks:
+        _step_hooks.theirs = vars(optimizers)["_global_optimizer_post_hooks"]
+        _patches.set(optimizers, "_global_optimizer_post_hooks", _step_hooks)
+
+    drops_orphans = tensors_hold_their_objects()
 
     def on_collection(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and info["generation"] == 2:
+        if phase == "start" and drops_orphans and info["generation"] == 2:
             casts.cache.drop_orphans()
+        elif phase == "stop":
+            remove_abandoned()
 
-    if tensors_hold_their_objects():
-        gc.callbacks.append(on_collection)
-        _patches.on_undo(lambda: gc.callbacks.remove(on_collection))
+    def forget_collections() -> None:
+        if on_collection in gc.callbacks:
+            gc.callbacks.remove(on_collection)
+
+    _patches.on_undo(forget_collections)
+    gc.callbacks.append(on_collection)
 
     descriptor: Any = torch._C.TensorBase.data
 
@@ -459,8 +570,23 @@ def _watch_weights(casts: InstallableCasts) -> None:
 def _switch_off_fast_path() -> None:
     """The fused transformer encoder of eval mode runs inside C++, past the patches, on FP32 weights and half input."""
     before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     _patches.on_undo(lambda: torch.backends.mha.set_fastpath_enabled(before))
+    torch.backends.mha.set_fastpath_enabled(False)
+
+
+@contextmanager
+def _dynamo_if_free() -> Iterator[bool]:
+    """Whether no thread compiles, this one included; none begins inside."""
+    lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    if lock is None:
+        yield True
+        return
+    is_free = not lock._is_owned() and lock.acquire(blocking=False)
+    try:
+        yield is_free
+    finally:
+        if is_free:
+            lock.release()
 
 
 def forget_compiled() -> None:

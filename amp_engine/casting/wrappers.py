@@ -87,6 +87,8 @@ class Casts(Protocol):
     enable_caching: bool
     allow_banned: bool
 
+    were_used: bool
+
     @property
     def is_active(self) -> bool:
         """Whether to cast at all."""
@@ -94,6 +96,9 @@ class Casts(Protocol):
     @property
     def is_observed(self) -> bool:
         """Whether somebody wants to be told of each call."""
+
+    def note_use(self) -> None:
+        """Told at the first call."""
 
     def disabled_in_thread(self) -> AbstractContextManager[None]:
         """No casts inside, in this thread."""
@@ -288,7 +293,11 @@ def _listed(fn: Function, current: Current, listed: Convert, kind: str, name: st
 
 def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call | None:
     """A call to be told of, None if nobody observes it. What is compiled is called once, of fakes, and then gone."""
-    if torch.compiler.is_compiling() or not casts.is_observed:
+    if torch.compiler.is_compiling():
+        return None
+    if not casts.were_used:
+        casts.note_use()
+    if not casts.is_observed:
         return None
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return None

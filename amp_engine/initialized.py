@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,9 @@ class Initialized:
                 cast_model.take_over(earlier)
                 self._cast_models.remove(earlier)
         self._cast_models += cast_models
+        for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
+            with suppress(ValueError):  # as another thread did so
+                self._cast_models.remove(gone)
         self._follow_masters()
 
     def look_after(self, optimizer: Optimizer, stepped: SteppedOptimizer) -> None:

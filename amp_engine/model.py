@@ -17,10 +17,24 @@ from amp_engine.checkpoint import hook_model
 from amp_engine.containers import cast_tensors
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.dynamo import part_of_a_graph
+from amp_engine.errors import AmpStateError
 from amp_engine.master_weights import follow_masters, follow_own_masters
 
 
-class CastInputs:
+class _CastHook:
+    """What `torch.jit.script` cannot compile: a hook must have the types of one `forward`."""
+
+    @property
+    def __globals__(self) -> Any:
+        """Asked for by `torch.jit.script` alone. Raises AmpStateError."""
+        raise AmpStateError(
+            "torch.jit.script cannot compile the hooks by which amp.initialize casts what goes into a model and what "
+            "comes out.  Type torch.jit.trace(model, example_inputs), which records the casts, or amp.close() before "
+            "torch.jit.script(model), which gives the model its own types back."
+        )
+
+
+class CastInputs(_CastHook):
     """Forward pre-hook: every floating tensor among the arguments becomes `dtype`. Picklable."""
 
     __name__ = "cast_inputs"  # torch.jit asks hooks for one
@@ -33,7 +47,7 @@ class CastInputs:
         return cast_tensors(args, self.dtype), cast_tensors(kwargs, self.dtype)
 
 
-class CastOutputs:
+class CastOutputs(_CastHook):
     """Forward hook: every floating tensor in the result becomes `dtype`. Picklable."""
 
     __name__ = "cast_outputs"

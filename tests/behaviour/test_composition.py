@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from amp_engine import amp
+from amp_engine import AmpStateError, amp
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     CAST_LEVELS,
@@ -79,6 +79,18 @@ def test_a_checkpoint_moves_between_the_wrapped_and_the_bare_model(level: str) -
     holder.load_state_dict(saved)
     assert_bitwise(masters(optimizer), exact)
     assert_bitwise({name.removeprefix("net."): value for name, value in saved.items()}, dict(model.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_a_model_is_traced_with_its_casts_and_scripted_after_close(level: str) -> None:
+    model, (x, _) = NORMED_MLP.model().eval(), NORMED_MLP.batch()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    with pytest.raises(AmpStateError, match=r"Type torch.jit.trace\(model, example_inputs\).*or amp.close\(\)"):
+        torch.jit.script(model)
+    assert_bitwise(torch.jit.trace(model, x)(x), model(x))
+    amp.close()
+    assert_bitwise(torch.jit.script(model)(x), model(x))
 
 
 # --- state_dict in all its forms ------------------------------------------------------------------

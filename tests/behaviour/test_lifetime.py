@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from amp_engine import Engine, amp
 from tests.models import MLP
-from tests.support import CAST_LEVELS, FUNCTION_LEVELS, HALF, STAND_IN, backward, train
+from tests.support import CAST_LEVELS, FUNCTION_LEVELS, HALF, LEVELS, STAND_IN, backward, train
 
 ONES = torch.ones(2, 2)
 MM = torch.mm
@@ -409,3 +411,40 @@ def test_a_step_after_the_end_of_the_casts_steps(level: str) -> None:
     del model
     optimizer.step()
     assert not torch.equal(weight, before)
+
+
+# --- nothing grows --------------------------------------------------------------------------------
+
+
+def census() -> collections.Counter[str]:
+    gc.collect()
+    return collections.Counter(type(o).__name__ for o in gc.get_objects())
+
+
+def once(level: str, own_engine: bool, closed: bool) -> None:
+    model, optimizer = fresh()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    engine: Any = Engine() if own_engine else amp
+    engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(MLP, model, optimizer, "c", engine=engine)
+    scheduler.step()
+    if closed:
+        engine.close()
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["dropped", "closed"])
+@pytest.mark.parametrize("own_engine", [False, True], ids=["amp", "Engine"])
+@pytest.mark.parametrize("any_level", LEVELS)
+def test_no_object_is_left_of_models_and_optimizers_that_come_and_go(
+    any_level: str, own_engine: bool, closed: bool
+) -> None:
+    times, counts, finalizers = 4, [], []
+    for _ in range(3):
+        for _ in range(times):
+            once(any_level, own_engine, closed)
+        counts.append(census())
+        finalizers.append(len(weakref.finalize._registry))  # type: ignore[attr-defined]
+    first, second, third = counts  # what is made once, at the first use of something, may fall in one of them
+    grew = [name for name in third if third[name] - second[name] >= times and second[name] - first[name] >= times]
+    assert grew == []
+    assert finalizers[2] - finalizers[1] < times

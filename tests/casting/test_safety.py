@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import os
@@ -21,15 +22,18 @@ import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, Dataset
 
 from amp_engine import Engine, amp
 from amp_engine.casting import FunctionCasts, locks, patcher
+from tests.conftest import patched_names
 from tests.models import MLP
 from tests.support import backward, train
 
 X = torch.eye(4)
 WAIT = 60.0  # seconds until a deadlock is called one
+after_steps = optimizers.register_optimizer_step_post_hook
 MM, LINEAR, MATMUL = torch.mm, F.linear, Tensor.matmul
 
 
@@ -214,6 +218,123 @@ def test_a_collection_in_a_thread_that_holds_a_lock_takes_no_other() -> None:
         assert torch.mm is MM
     finally:
         gc.enable()
+
+
+def test_an_engine_that_is_collected_as_another_one_gives_its_lock_back_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gc.collect()
+    install = Engine._install_casts
+
+    def collected_elsewhere(*args: Any) -> Any:
+        casts = install(*args)  # and what was abandoned until now is removed; the lock is held still
+        in_threads(gc.collect)
+        return casts
+
+    gc.disable()
+    try:
+        dropped_engine()
+        with Engine() as engine, monkeypatch.context() as patch:
+            patch.setattr(Engine, "_install_casts", collected_elsewhere)
+            engine.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+            assert patcher._stack == [engine.casts]
+    finally:
+        gc.enable()
+    assert torch.mm is MM
+
+
+@pytest.mark.parametrize("whose", ["this thread", "another thread"])
+def test_casts_that_end_while_dynamo_compiles_wait_for_it(whose: str) -> None:
+    """Its caches go with them, and must not go in the midst; nor may a finalizer wait."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    model = nn.Linear(4, 4)
+    amp.initialize(model, opt_level="O4", verbosity=0)
+    models, given_up, may_end = [model], threading.Event(), threading.Event()
+    model(X)
+    del model
+
+    def compiling() -> bool:
+        with compile_lock:
+            if whose == "this thread":
+                models.clear()
+                given_up.set()
+            return may_end.wait(WAIT)
+
+    def dropping() -> bool:
+        if whose == "another thread":
+            while compile_lock.acquire(blocking=False):  # until the other thread has it
+                compile_lock.release()
+            models.clear()
+            given_up.set()
+        assert given_up.wait(WAIT)
+        was_left = torch.mm is not MM
+        may_end.set()
+        return was_left
+
+    assert in_threads(compiling, dropping) == [True, True]
+    gc.collect()
+    assert torch.mm is MM
+
+
+@pytest.mark.parametrize("register", [optimizers.register_optimizer_step_pre_hook, after_steps], ids=["pre", "post"])
+@pytest.mark.parametrize("what", ["starts", "ends"])
+def test_an_engine_that_starts_or_ends_during_a_step_in_another_thread_leaves_the_hooks_of_others(
+    what: str, register: Any
+) -> None:
+    engine, calls = Engine(), []
+    model = nn.Linear(4, 4)
+
+    def change() -> None:
+        if what == "starts":
+            engine.initialize(model, opt_level="O4", verbosity=0)
+        else:
+            engine.close()
+
+    def hook(*args: Any) -> None:
+        calls.append("first")
+        if len(calls) == 1:
+            in_threads(change)
+
+    if what == "ends":
+        engine.initialize(model, opt_level="O4", verbosity=0)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    handles = [register(hook), register(lambda *args: calls.append("second"))]
+    try:
+        for _ in range(2):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == ["first", "second"] * 2
+    assert weight.item() == -1.0
+    optimizer.step()
+    engine.close()
+    optimizer.step()
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize(("added", "removed"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 2)])
+def test_a_hook_after_steps_is_heard_until_it_is_removed(added: int, removed: int) -> None:
+    calls, handles = [], []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    with Engine() as engine:
+        for now in range(3):  # before the engine starts, while it casts, after its end
+            if now == 1:
+                engine.initialize(nn.Linear(4, 4), opt_level="O4", verbosity=0)
+            if now == 2:
+                engine.close()
+            if now == added:
+                handles.append(after_steps(lambda *args: calls.append(args)))
+            for _ in range(2):
+                heard = len(calls)
+                optimizer.step()
+                assert len(calls) - heard == len(handles)
+                if now == removed and handles:
+                    handles.pop().remove()
+    assert not optimizers._global_optimizer_post_hooks
 
 
 def test_casts_may_be_removed_by_two_threads() -> None:
@@ -542,6 +663,98 @@ def test_a_fork_while_other_threads_call_patched_functions_does_not_hang(casts: 
         done.set()
         for thread in threads:
             thread.join(WAIT)
+
+
+def forked_while(pause_at: str, count: int, work: Callable[[], Any], look: Callable[[], Any]) -> Any:
+    """What `look` returns in a child that is forked while `work` runs in another thread.
+
+    `work` is held at the call number `count` of the function `pause_at` of the patcher.
+    """
+    paused, go_on, calls = threading.Event(), threading.Event(), []
+    reader, writer = os.pipe()
+    with pytest.MonkeyPatch.context() as patch:
+        function = getattr(patcher, pause_at, None) or getattr(builtins, pause_at)
+
+        def paused_there(*args: Any) -> Any:
+            if threading.current_thread() is thread:
+                calls.append(args)
+                if len(calls) == count:
+                    paused.set()
+                    assert go_on.wait(WAIT)
+            return function(*args)
+
+        thread = threading.Thread(target=work)
+        patch.setattr(patcher, pause_at, paused_there, raising=False)
+        thread.start()
+        assert paused.wait(WAIT)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(int(WAIT))  # ends a child that waits for ever
+            try:
+                os.write(writer, repr(look()).encode())
+            except BaseException:
+                os.write(writer, traceback.format_exc().encode())
+            os._exit(0)
+        go_on.set()
+        thread.join(WAIT)
+    os.waitpid(pid, 0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        return pipe.read()
+
+
+# Where patching is held: in its midst, where nothing is patched, before one of many assignments, at its end.
+PLACES = [("_patch_lists", 2), ("_know_originals", 1), ("setattr", 1), ("setattr", 300), ("_switch_off_fast_path", 1)]
+
+
+def state_of_torch() -> list[Any]:
+    """Whether it is as it ships, or else patched as a whole; what functions do; and what is left after `close`."""
+    is_whole = patched_names() in ([], WHOLLY_PATCHED)
+    dtype = torch.mm(X, X).dtype
+    weight = nn.Parameter(X.clone())
+    weight.data.mul_(1.0)
+    amp.close()
+    after = patched_names(), torch.mm(X, X).dtype, any(optimizers._global_optimizer_post_hooks)
+    amp.initialize(nn.Linear(4, 4), opt_level="O4", verbosity=0)
+    again = patched_names() == WHOLLY_PATCHED, torch.mm(X, X).dtype
+    amp.close()
+    return [is_whole, dtype, after, again, patched_names()]
+
+
+WHOLLY_PATCHED: list[str] = []
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize(("place", "count"), PLACES, ids=str)
+@pytest.mark.parametrize("doing", ["first", "second", "own", "ends"])
+def test_a_fork_while_another_thread_patches_finds_torch_whole(doing: str, place: str, count: int) -> None:
+    """An engine starts alone or beside another one, or is initialized again: the child has what was there before.
+
+    Where casts end, theirs are gone, and those of the engine before are there.
+    """
+    low, full = torch.float16, torch.float32
+    casts = FunctionCasts(low)
+    casts.install()
+    WHOLLY_PATCHED[:] = patched_names()
+    casts.remove()
+    engine, model, other = Engine(), nn.Linear(4, 4), nn.Linear(4, 4)
+    if doing != "first":
+        amp.initialize(model, opt_level="O1", verbosity=0)
+    if doing == "ends":
+        engine.initialize(other, opt_level="O4", verbosity=0)
+
+    def work() -> None:
+        if doing == "ends":
+            engine.close()
+        elif doing == "own":
+            amp.initialize(other, opt_level="O4", verbosity=0)
+        else:
+            engine.initialize(other, opt_level="O4", verbosity=0)
+
+    seen = forked_while(place, count, work, state_of_torch)
+    before = full if doing == "first" else low
+    assert seen == repr([True, before, ([], full, False), (True, torch.bfloat16), []])
+    engine.close()
 
 
 class Activated(nn.Module):

@@ -130,72 +130,75 @@ class Engine:
 
         Raises AmpStateError, AmpTypeError or AmpValueError, with everything as it was before the call.
         """
-        self._refuse_inside_of_scale_loss("initialize")
-        if not enabled:
-            self.reporter.verbosity = verbosity
-            self.policy, self.scalers = levels.DISABLED, []
-            self._end_casts_of(models, "enabled=False")
-            return models if optimizers is None else (models, optimizers)
+        with patcher.changing():  # one thread at a time, here and in `close`
+            self._refuse_inside_of_scale_loss("initialize")
+            if not enabled:
+                self.reporter.verbosity = verbosity
+                self.policy, self.scalers = levels.DISABLED, []
+                self._end_casts_of(models, "enabled=False")
+                return models if optimizers is None else (models, optimizers)
 
-        arguments.check_cudnn()
-        defaults = levels.level(opt_level)
-        policy = defaults.override(
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            loss_scale=loss_scale,
-        )
-        if hard_override:
-            for complaint in policy.complaints():
-                print(f"Warning:  {complaint}")  # at any verbosity: it stands for an error
-        else:
-            require(policy)
-        output_dtype = (
-            None if cast_model_outputs is None else parse_dtype(cast_model_outputs, "cast_model_outputs", True)
-        )
-        num_losses = arguments.check_num_losses(num_losses)
-        check_bounds(min_loss_scale, max_loss_scale)
-        if policy.patch_torch_functions:
-            casting.from_environment(os.environ, self._registrations)
-        model_list = arguments.as_models(models)
-        optimizer_list = arguments.as_optimizers(optimizers)
-        arguments.check_models(model_list, policy)
-        stepping = [inner_of(o) for o in optimizer_list]
-        arguments.check_optimizers(stepping, self._initialized.optimizers, policy.loss_scale != 1.0 or skip_on_overflow)
-        arguments.check_wrappers(optimizer_list)
-
-        self.reporter.verbosity = verbosity
-        for line in report.initialization(defaults, policy):
-            self.reporter.say(line, rank0=True)
-
-        self._initialized.add(model_list, stepping, policy, output_dtype, adopt_data_writes)
-        for wrapper, optimizer in zip(optimizer_list, stepping, strict=True):
-            if wrapper is not optimizer:
-                self._initialized.look_after_wrapper(wrapper, optimizer)
-        self.policy = policy
-        self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
-        self._skip_on_overflow = skip_on_overflow
-        self.scalers = [
-            LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-            for _ in range(num_losses)
-        ]
-        self._watch.reset()
-        self._said_casts_ended = False
-        if policy.patch_torch_functions:
-            self.install_casts(
-                policy.patch_torch_functions_type or torch.float16,
-                allow_banned=allow_banned,
-                verbose=verbosity == 2,
-                origin=str(policy.opt_level),
-                models=model_list,
+            arguments.check_cudnn()
+            defaults = levels.level(opt_level)
+            policy = defaults.override(
+                cast_model_type=cast_model_type,
+                patch_torch_functions=patch_torch_functions,
+                keep_batchnorm_fp32=keep_batchnorm_fp32,
+                master_weights=master_weights,
+                loss_scale=loss_scale,
             )
-        else:
-            self._end_casts_of(model_list, str(policy.opt_level))
-        if not self._said_float16_convolution and arguments.has_float16_convolution_on_cpu(model_list, policy):
-            self._said_float16_convolution = True
-            self.reporter.say(report.FLOAT16_CONV_ON_CPU, rank0=True)
-        return models if optimizers is None else (models, optimizers)
+            if hard_override:
+                for complaint in policy.complaints():
+                    print(f"Warning:  {complaint}")  # at any verbosity: it stands for an error
+            else:
+                require(policy)
+            output_dtype = (
+                None if cast_model_outputs is None else parse_dtype(cast_model_outputs, "cast_model_outputs", True)
+            )
+            num_losses = arguments.check_num_losses(num_losses)
+            check_bounds(min_loss_scale, max_loss_scale)
+            if policy.patch_torch_functions:
+                casting.from_environment(os.environ, self._registrations)
+            model_list = arguments.as_models(models)
+            optimizer_list = arguments.as_optimizers(optimizers)
+            arguments.check_models(model_list, policy)
+            stepping = [inner_of(o) for o in optimizer_list]
+            arguments.check_optimizers(
+                stepping, self._initialized.optimizers, policy.loss_scale != 1.0 or skip_on_overflow
+            )
+            arguments.check_wrappers(optimizer_list)
+
+            self.reporter.verbosity = verbosity
+            for line in report.initialization(defaults, policy):
+                self.reporter.say(line, rank0=True)
+
+            self._initialized.add(model_list, stepping, policy, output_dtype, adopt_data_writes)
+            for wrapper, optimizer in zip(optimizer_list, stepping, strict=True):
+                if wrapper is not optimizer:
+                    self._initialized.look_after_wrapper(wrapper, optimizer)
+            self.policy = policy
+            self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
+            self._skip_on_overflow = skip_on_overflow
+            self.scalers = [
+                LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+                for _ in range(num_losses)
+            ]
+            self._watch.reset()
+            self._said_casts_ended = False
+            if policy.patch_torch_functions:
+                self.install_casts(
+                    policy.patch_torch_functions_type or torch.float16,
+                    allow_banned=allow_banned,
+                    verbose=verbosity == 2,
+                    origin=str(policy.opt_level),
+                    models=model_list,
+                )
+            else:
+                self._end_casts_of(model_list, str(policy.opt_level))
+            if not self._said_float16_convolution and arguments.has_float16_convolution_on_cpu(model_list, policy):
+                self._said_float16_convolution = True
+                self.reporter.say(report.FLOAT16_CONV_ON_CPU, rank0=True)
+            return models if optimizers is None else (models, optimizers)
 
     @contextmanager
     def scale_loss(
@@ -516,11 +519,12 @@ class Engine:
         torch's functions are restored. Models get their own types again, with the exact values of the
         masters, and lose every hook; optimizers step their own parameters again, with their state.
         """
-        self._refuse_inside_of_scale_loss("close")
-        self.remove_casts()
-        self._initialized.release()
-        self._registrations, self._removals = [], []
-        self.policy, self.scalers = None, []
+        with patcher.changing():
+            self._refuse_inside_of_scale_loss("close")
+            self.remove_casts()
+            self._initialized.release()
+            self._registrations, self._removals = [], []
+            self.policy, self.scalers = None, []
 
     def _initialized_policy(self, call: str) -> Policy:
         if self.policy is None:

@@ -1,7 +1,10 @@
 """What an engine does with optimizers that overlap, repeat, or are not its own."""
 
 import gc
+import operator
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -429,3 +432,104 @@ def test_a_float64_gradient_beyond_float32_is_finite(engine):
         model.weight.grad = torch.full_like(model.weight, 1e300)
     optimizer.step()
     assert not engine.step_was_skipped(optimizer)
+
+
+# --- two threads in one engine --------------------------------------------------------------------
+
+
+class HeldUp(nn.Linear):
+    """Once, when it is cast, it waits for another thread, which may itself wait for the engine."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.other, self.is_held = None, threading.Event()
+
+    def _apply(self, fn, recurse=True):
+        other, self.other = self.other, None
+        if other is not None:
+            self.is_held.set()
+            other.wait(0.2)
+        return super()._apply(fn, recurse)
+
+
+def in_two_threads(model, first, second):
+    """`first` is held up in casting `model`; then `second` runs. What each returned or raised."""
+    done = threading.Event()
+
+    def after():
+        assert model.is_held.wait(60)
+        try:
+            return second()
+        finally:
+            done.set()
+
+    model.other = done
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(first), pool.submit(after)]
+        return [future.exception(60) or future.result() for future in futures]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_two_threads_may_close(level):
+    engine, model = Engine(), HeldUp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+    dtypes = []
+
+    def close():
+        engine.close()
+        dtypes.append(model.weight.dtype)
+
+    assert in_two_threads(model, close, close) == [None, None]
+    assert dtypes == [torch.float32] * 2
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=1e-2 if level == "O3" else 0, atol=0)
+    assert all(map(operator.is_, optimizer.param_groups[0]["params"], model.parameters()))
+    assert not any((model._forward_hooks, model._forward_pre_hooks, model._state_dict_hooks))
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_an_optimizer_that_two_threads_initialize_is_taken_once(level):
+    model = HeldUp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Engine() as engine:
+        results = in_two_threads(
+            model,
+            lambda: engine.initialize(model, optimizer, opt_level=level, verbosity=0),
+            lambda: engine.initialize(nn.Linear(2, 2), optimizer, opt_level=level, verbosity=0),
+        )
+        assert isinstance(results[0], tuple)
+        assert isinstance(results[1], AmpStateError)
+        assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_close_in_one_thread_waits_for_initialize_in_another(level):
+    engine, model = Engine(), HeldUp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    results = in_two_threads(
+        model, lambda: engine.initialize(model, optimizer, opt_level=level, verbosity=0), engine.close
+    )
+    assert results == [(model, optimizer), None]
+    assert engine.policy is None
+    assert model.weight.dtype == torch.float32
+    assert not hasattr(optimizer, "_amp_stash")
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_two_threads_initialize_models_of_their_own(level):
+    model, other = HeldUp(), linear()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, other)]
+    with Engine() as engine:
+        in_two_threads(
+            model,
+            lambda: engine.initialize(model, optimizers[0], opt_level=level, verbosity=0),
+            lambda: engine.initialize(other, optimizers[1], opt_level=level, verbosity=0),
+        )
+        for m, optimizer in zip((model, other), optimizers, strict=True):
+            backward(engine, m, optimizer)
+            optimizer.step()
+    assert model.weight.dtype == other.weight.dtype == torch.float32

@@ -95,7 +95,7 @@ class Patches:
         self._undo.append(put_back)
         try:
             setattr(owner, name, value)
-        except BaseException:
+        except Exception:  # not a KeyboardInterrupt, which may come after it
             self._undo.pop()
             raise
 
@@ -108,8 +108,10 @@ class Patches:
         while self._undo:
             try:
                 self._undo[-1]()
-            finally:
-                self._undo.pop()
+            except Exception:
+                self._undo.pop()  # it would fail again; after a KeyboardInterrupt it is done again
+                raise
+            self._undo.pop()
 
 
 class PatchedBuiltin:
@@ -158,6 +160,7 @@ def changing() -> Iterator[None]:
     """Holds `locks.install`. Afterwards removes what finalizers in other threads abandoned meanwhile."""
     try:
         with locks.install.held():
+            _applying.finish()
             yield
     finally:
         remove_abandoned()
@@ -277,6 +280,8 @@ def _take_out(casts: InstallableCasts) -> None:
         _stack.remove(casts)
         if is_newest:
             _applying.apply_newest()
+        else:
+            _applying.finish()
         casts.cache.clear()
 
 
@@ -294,8 +299,16 @@ class _Applying:
             self._is_outdated, self._is_within = False, True
             try:
                 _apply_newest()
+            except BaseException:
+                self._is_outdated = True
+                raise
             finally:
                 self._is_within = False
+
+    def finish(self) -> None:
+        """Under `locks.install`: do what an exception, such as a KeyboardInterrupt, cut short."""
+        if self._is_outdated:
+            self.apply_newest()
 
     def _repair(self) -> None:
         """In a child: do again what another thread of the parent, which is not here, had half done.

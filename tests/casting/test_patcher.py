@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import rnn
 from torch.optim import optimizer as optimizer_hooks
 
-from amp_engine.casting import FunctionCasts, Registration, original
+from amp_engine.casting import FunctionCasts, Registration, original, patcher
 from amp_engine.casting.lists import FUNCTIONAL, LINALG, TENSOR, TORCH
 from amp_engine.casting.patcher import Patches
 
@@ -127,6 +127,40 @@ def test_casts_whose_installation_fails_leave_those_before_in_force(low: torch.d
     assert low_of_now() == low
     first.remove()
     assert_same(picture(), before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 150, 300, 400])
+@pytest.mark.parametrize("after", [False, True], ids=["before it", "after it"])
+@pytest.mark.parametrize("doing", ["install", "remove"])
+def test_an_interrupt_while_torch_is_patched_leaves_nothing_half_done(
+    doing: str, after: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the assignment number `count` to one of torch's attributes."""
+    before, calls = picture(), []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == count and not after:
+            raise KeyboardInterrupt
+        setattr(*args)
+        if len(calls) == count:
+            raise KeyboardInterrupt
+
+    first, second = FunctionCasts(torch.float16), FunctionCasts(torch.bfloat16)
+    first.install()
+    if doing == "remove":
+        second.install()
+    with monkeypatch.context() as patch:
+        patch.setattr(patcher, "setattr", interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            second.install() if doing == "install" else second.remove()
+    second.remove()
+    assert first.is_active
+    assert low_of_now() == torch.float16
+    assert (X @ X).dtype == F.linear(X, X).dtype == torch.float16
+    first.remove()
+    assert_same(picture(), before)
+    assert not optimizer_hooks._global_optimizer_post_hooks
 
 
 def test_patches_of_one_name_are_undone_last_first() -> None:

@@ -17,10 +17,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    ModuleType,
+    SimpleNamespace,
+    WrapperDescriptorType,
+)
 from typing import Any, Protocol
 
 import torch
+import torch.fx
 import torch.nn.functional
 from torch import Tensor
 from torch.nn.modules import rnn
@@ -346,6 +354,7 @@ def _patch() -> None:
         _patch_lists(namespace, lists, taken, casts.is_native)
     _patch_recurrent()
     _watch_weights(casts)
+    _leave_saved_tensors()
     _switch_off_fast_path()
 
 
@@ -578,6 +587,25 @@ def _watch_weights(casts: InstallableCasts) -> None:
         descriptor.__set__(tensor, data)
 
     _patches.set(torch.Tensor, "data", property(get_data, set_data, descriptor.__delete__))
+
+
+def _leave_saved_tensors() -> None:
+    """Hooks on tensors that a graph saves cast nothing: the graph wants its own types back from them.
+
+    `Tensor.cpu` is on a list, and save_on_cpu calls it. Where torch.utils.checkpoint recomputes in such a hook, it
+    restores the autocast of its forward, and the casts with it.
+    """
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    enter = hooks.__enter__
+
+    def enter_uncast(self: Any) -> None:
+        uncast = [
+            hook if isinstance(hook, torch.fx.GraphModule) else wrappers.uncast(hook, current)  # which is compiled
+            for hook in (self.pack_hook, self.unpack_hook)
+        ]
+        enter(SimpleNamespace(pack_hook=uncast[0], unpack_hook=uncast[1]))
+
+    _patches.set(hooks, "__enter__", enter_uncast)
 
 
 def _switch_off_fast_path() -> None:

@@ -1,5 +1,9 @@
 """Half copies of FP32 weights. Never stale.
 
+Many write a weight without moving its version: whoever goes through `weight.data` or numpy, collectives, extensions. So
+the memory of a weight that has a copy is *watched*: torch itself notes when anybody asks for it to write there. A copy
+is read only where nobody has, and where nothing else shares that memory, which may have asked before.
+
 `WeightCache` keeps a copy for the uses of a weight in one iteration. `NativeWeightCache` keeps it across steps, too,
 where the step is done by our kernels, which write the copies beside the weights.
 """
@@ -19,6 +23,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp_engine.kernels import _native
 
+_C: Any = torch._C
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -26,17 +32,17 @@ class _Entry:
     cast: Tensor
     version: int
     cast_version: int
-    address: int
+    storage: int
     requires_grad: bool
 
 
 class WeightCache:
     """Casts of `nn.Parameter`s in training.
 
-    A cast is reused while its weight is the same object with the same version, address and
-    `requires_grad`. Optimizers that write through `weight.data` move none of these, so the owner of the cache
-    also calls `after_step` after every optimizer step, `lapse` after every `scale_loss`, and `discard` when a weight's
-    `.data` is taken.
+    A cast is reused while its weight is the same object with the same version, storage and `requires_grad`, its memory
+    is watched and nobody else has it. An address that somebody kept as a number is seen by nothing, so the owner of the
+    cache also calls `after_step` after every optimizer step, `lapse` after every `scale_loss`, and `discard` when a
+    weight's `.data` is taken.
 
     Nothing is kept while gradients are off: there a copy would go stale between a load and the next
     forward, hold memory through evaluation, and be reused in training without its autograd edge. Nothing is kept
@@ -70,18 +76,22 @@ class WeightCache:
             and entry.weight() is weight
             and entry.version == weight._version
             and entry.cast_version == entry.cast._version
-            and entry.address == weight.data_ptr()
+            and entry.storage == weight.untyped_storage()._cdata
             and entry.requires_grad == weight.requires_grad
             and entry.cast.dtype == dtype
+            and _is_untouched(weight)
         ):
             return entry.cast
         on_cast()
-        changes, version, address = self._changes, weight._version, weight.data_ptr()
+        changes, version, storage = self._changes, weight._version, weight.untyped_storage()._cdata
+        is_watched = _watch(weight)
         cast = weight.to(dtype)
-        if changes == self._changes:
+        if is_watched and changes == self._changes:
             self._entries[id(weight)] = _Entry(
-                weakref.ref(weight), cast, version, cast._version, address, weight.requires_grad
+                weakref.ref(weight), cast, version, cast._version, storage, weight.requires_grad
             )
+        else:
+            self._entries.pop(id(weight), None)
         return cast
 
     def discard(self, weight: Tensor) -> None:
@@ -125,16 +135,17 @@ class NativeWeightCache(WeightCache):
     """The same in C++, with copies that live across steps.
 
     A copy that our own kernels write in a step is the cast of its weight until somebody else may have written the
-    weight: until its version or address moves, its `.data` is taken, another optimizer steps, or a `scale_loss` is
-    left. A weight whose memory other tensors share is cast anew in each iteration, since they can be written.
+    weight: until its memory is asked for, its version or address moves, its `.data` is taken, another optimizer steps,
+    or a `scale_loss` is left. A weight whose memory other tensors share is cast anew at each use.
 
-    Copies that a graph still holds are not written: the step gets new memory for them.
+    Copies that a graph or another step still holds are not written: the step gets new memory for them, or none. Weights
+    that a step writes inside of a CUDA graph have no copies any more: nobody is told of its replays.
     """
 
     def __init__(self) -> None:
         module: Any = _native.module
         self.native = module.WeightCache()
-        self._steps = threading.local()  # whether the step that ends in this thread told what it wrote
+        self._steps = threading.local()  # of this thread: the one that has copies, whether it told what it wrote
 
     def __len__(self) -> int:
         return len(self.native)
@@ -167,12 +178,16 @@ class NativeWeightCache(WeightCache):
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
         """The copies that a step is to write beside the weights: exact as of now, and held by no graph."""
-        return self.native.copies(weights)
+        if weights and weights[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.native.leave(weights)
+        self._steps.has_copies, copies = self.native.copies(weights, getattr(self._steps, "has_copies", 0))
+        return copies
 
     def written(self, weights: Sequence[Tensor]) -> None:
         """The step wrote them and no other weight."""
         self._steps.told = True
-        self.native.written(weights)
+        step, self._steps.has_copies = getattr(self._steps, "has_copies", 0), 0
+        self.native.written(weights, step)
 
     def after_step(self) -> None:
         """An optimizer has stepped: anybody's weights may be written, unless it told which."""
@@ -189,6 +204,27 @@ def tensors_hold_their_objects() -> bool:
     after = sys.getrefcount(weight)
     del held_by_node
     return after > before
+
+
+def _watch(weight: nn.Parameter) -> bool:
+    """Have torch note from now on whether the memory of `weight` is asked for to write. Whether it will.
+
+    Copy-on-write memory with one owner is that: torch's word for it is gone when a writer has come. Memory of numpy, of
+    a file, or of several processes is written by others than torch.
+    """
+    if not _C._is_cow_tensor(weight):
+        weight.data_ptr()  # a writer, to the compiled cache, whose watch this one would meet
+        try:
+            torch._lazy_clone(weight.detach())  # which is dropped at once
+        except RuntimeError:
+            return False
+    return _is_untouched(weight)
+
+
+def _is_untouched(weight: nn.Parameter) -> bool:
+    """Whether nobody has asked for the memory of `weight` to write since `_watch`, nor before and has it still."""
+    users = _C._storage_Use_Count(weight.untyped_storage()._cdata)
+    return _C._is_cow_tensor(weight) and users == 2  # the weight, and this call
 
 
 def _may_keep(weight: nn.Parameter) -> bool:

@@ -537,8 +537,15 @@ void bind(py::module_& m) {
       .def("lapse", &WeightCache::lapse)
       .def("drop_orphans", &WeightCache::drop_orphans)
       .def("clear", &WeightCache::clear)
-      .def("copies", &WeightCache::copies)
-      .def("written", &WeightCache::written);
+      .def(
+          "copies",
+          [](WeightCache& self, std::vector<at::Tensor> const& weights, uint64_t unfinished) {
+            auto handed = self.copies(weights, unfinished);
+            return std::make_pair(handed.step, std::move(handed.copies));
+          },
+          py::arg("weights"), py::arg("unfinished"))
+      .def("written", &WeightCache::written, py::arg("weights"), py::arg("step"))
+      .def("leave", &WeightCache::leave);
   m.def("patched_function", &patched_function, py::arg("original"), py::arg("reference"), py::arg("name"),
         py::arg("doc"), py::arg("module"), py::arg("kind"), py::arg("torch_promotes"),
         "A builtin that casts the arguments of `original`.");

@@ -1,6 +1,8 @@
 #include "weight_cache.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/COW.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -41,6 +43,38 @@ at::Tensor connect(at::Tensor const& copy, at::Tensor const& weight) {
   return alias;
 }
 
+// A storage that is watched tells whether anybody has asked for its memory to write there since. torch calls and forgets
+// a storage's materializer before it gives such a pointer to anybody: an operator, numpy, DLPack, a collective, another
+// extension, data_ptr(). Ours has nothing to do. Before torch 2.13 copy-on-write memory with one owner does as well.
+#if __has_include(<c10/core/StorageMaterializer.h>)
+void handed_out(c10::StorageImpl*) {}
+bool is_watched(c10::StorageImpl const& storage) { return storage.has_materializer(); }
+bool watch(c10::StorageImpl& storage) {
+  if (!storage.has_materializer()) {
+    storage.set_materializer(&handed_out);
+  }
+  return true;
+}
+#else
+bool is_watched(c10::StorageImpl const& storage) { return c10::impl::cow::is_cow_data_ptr(storage.data_ptr()); }
+bool watch(c10::StorageImpl& storage) { return is_watched(storage) || c10::impl::cow::lazy_clone_storage(storage); }
+#endif
+
+c10::StorageImpl& storage_of(at::Tensor const& weight) {
+  return *weight.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// Nobody else has the memory, who may have kept a pointer into it.
+bool is_sole(at::Tensor const& weight) { return weight.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1; }
+
+// From now on, if nobody else has the memory: not numpy's, of a file, or of other processes.
+bool watch(at::Tensor const& weight) {
+  c10::StorageImpl& storage = storage_of(weight);
+  at::DataPtr const& memory = storage.data_ptr();
+  bool const is_own = memory.get_context() == memory.get() || c10::impl::cow::is_cow_data_ptr(memory);
+  return is_sole(weight) && is_own && watch(storage);
+}
+
 at::Tensor copied(at::Tensor const& weight, at::ScalarType low, at::Tensor memory) {
   py::gil_scoped_release const no_gil;
   c10::NoGradGuard const no_grad;
@@ -62,11 +96,11 @@ WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
   auto found = entries_.find(weight.unsafeGetTensorImpl());
   bool const keeps = c10::GradMode::is_enabled();
   bool const connected = keeps && weight.requires_grad();
-  bool const is_there = found != entries_.end() && found->second.copy.scalar_type() == low;
-  if (!is_there && !keeps) {  // it would hold memory through evaluation
+  bool const is_there = found != entries_.end() && !found->second.is_left && found->second.copy.scalar_type() == low;
+  bool const is_current = is_there && WeightCache::is_current(found->second, weight, low);
+  if (!is_current && !keeps) {  // it would hold memory through evaluation
     return {wrap(copied(weight, low, {})), true};
   }
-  bool const is_current = is_there && WeightCache::is_current(found->second, weight, low);
   if (is_current) {
     Entry const& entry = found->second;
     if (py::object const& kept = (connected ? entry.connected : entry.plain).object) {
@@ -76,11 +110,9 @@ WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
   at::Tensor const copy = is_current ? found->second.copy : renew(weight, low);
   Alias made = alias(connected ? connect(copy, weight) : copy.detach());
   py::object const result = made.object;
-  PyObject* const object = wrap(weight).ptr();
   Alias replaced;
   found = entries_.find(weight.unsafeGetTensorImpl());
   if (found != entries_.end() && found->second.copy.is_same(copy)) {
-    found->second.object = object;
     replaced = std::exchange(connected ? found->second.connected : found->second.plain, std::move(made));
   }
   return {result, !is_current};
@@ -129,14 +161,20 @@ void WeightCache::lapse() {
 
 void WeightCache::drop_orphans() {
   std::vector<Alias> edges;
+  std::vector<at::Tensor> held;
   for (auto& item : entries_) {
     Entry& entry = item.second;
-    // One reference is the tensor's, which holds its object for as long as others in C++ hold the tensor.
-    if (entry.connected.object && Py_REFCNT(entry.object) == 1) {
+    if (!entry.connected.object) {
+      continue;
+    }
+    held.emplace_back(entry.weight.lock());
+    // One reference is ours; one the tensor's, which holds its object for as long as others in C++ hold the tensor.
+    if (py::object const object = wrap(held.back()); Py_REFCNT(object.ptr()) == 2) {
       edges.push_back(std::move(entry.connected));
     }
   }
   edges.clear();
+  held.clear();
   sweep();
 }
 
@@ -150,31 +188,45 @@ void WeightCache::clear() {
   auto const dropped = std::exchange(entries_, {});
 }
 
-std::vector<std::optional<at::Tensor>> WeightCache::copies(std::vector<at::Tensor> const& weights) {
+WeightCache::Handed WeightCache::copies(std::vector<at::Tensor> const& weights, uint64_t unfinished) {
   ++changes_;
-  std::vector<std::optional<at::Tensor>> result;
-  result.reserve(weights.size());
+  Handed handed{++steps_, {}};
+  handed.copies.reserve(weights.size());
   for (at::Tensor const& weight : weights) {
+    handed.copies.emplace_back();
     drop_aliases(weight);
     auto found = entries_.find(weight.unsafeGetTensorImpl());
-    if (found == entries_.end()) {
-      result.emplace_back();
+    if (found == entries_.end() || found->second.is_left) {
       continue;
+    }
+    if (found->second.writer == Writer::step) {
+      found->second.state = State::wrong;
+      if (found->second.step != unfinished) {  // two write the weight at once: neither knows what will be there
+        continue;
+      }
+      found->second.writer = Writer::none;
     }
     Entry& entry = found->second;
     entry.stepped = true;
-    bool const is_good = entry.state != State::wrong && entry.writer != Writer::renewal &&
+    bool const is_good = entry.state != State::wrong && entry.writer == Writer::none &&
                          entry.copy.storage().use_count() == 1 && is_exact(entry, weight);
-    result.emplace_back(is_good ? entry.copy : renew(weight, entry.copy.scalar_type()));
+    at::Tensor const copy = is_good ? entry.copy : renew(weight, entry.copy.scalar_type());
     found = entries_.find(weight.unsafeGetTensorImpl());
-    if (found != entries_.end() && found->second.copy.is_same(*result.back())) {
+    if (found == entries_.end()) {
+      continue;
+    }
+    if (found->second.copy.is_same(copy) && found->second.writer == Writer::none) {
       found->second.writer = Writer::step;
+      found->second.step = handed.step;
+      handed.copies.back() = copy;
+    } else {  // another thread's by now
+      found->second.state = State::wrong;
     }
   }
-  return result;
+  return handed;
 }
 
-void WeightCache::written(std::vector<at::Tensor> const& weights) {
+void WeightCache::written(std::vector<at::Tensor> const& weights, uint64_t step) {
   ++changes_;
   for (at::Tensor const& weight : weights) {
     auto const found = entries_.find(weight.unsafeGetTensorImpl());
@@ -182,31 +234,40 @@ void WeightCache::written(std::vector<at::Tensor> const& weights) {
       continue;
     }
     Entry& entry = found->second;
-    // Another thread made this one, or may have written the weight, meanwhile; or what shares the weight's memory may
-    // write it after the step.
-    if (entry.writer != Writer::step || entry.state == State::wrong ||
-        weight.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1) {
-      entry.writer = entry.writer == Writer::renewal ? Writer::renewal : Writer::none;
+    bool const is_ours = entry.writer == Writer::step && entry.step == step;
+    // Else another thread made this one, or may have written the weight, meanwhile.
+    if (is_ours && entry.state != State::wrong && is_sole(weight) && is_watched(storage_of(weight))) {
+      entry.copy.unsafeGetTensorImpl()->bump_version();
+      stamp(entry, weight);
+      entry.state = State::current;
+    } else {
       entry.state = State::wrong;
-      continue;
     }
-    entry.copy.unsafeGetTensorImpl()->bump_version();
-    stamp(entry, weight);
-    entry.state = State::current;
-    entry.writer = Writer::none;
-    entry.across_steps = true;
+    if (is_ours) {
+      entry.writer = Writer::none;
+    }
+  }
+}
+
+void WeightCache::leave(std::vector<at::Tensor> const& weights) {
+  ++changes_;
+  std::vector<Entry> dropped;
+  for (at::Tensor const& weight : weights) {
+    Entry& entry = entries_.emplace(weight.unsafeGetTensorImpl(), Entry{WeakImpl(weight.getIntrusivePtr())}).first->second;
+    Entry left{WeakImpl(weight.getIntrusivePtr())};
+    left.state = State::wrong;
+    left.stepped = left.is_left = true;
+    dropped.push_back(std::exchange(entry, std::move(left)));
   }
 }
 
 bool WeightCache::is_current(Entry const& entry, at::Tensor const& weight, at::ScalarType low) {
-  return entry.state == State::current && entry.copy.scalar_type() == low && is_exact(entry, weight) &&
-         // else written through an alias, perhaps
-         !(entry.across_steps && weight.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1);
+  return entry.state == State::current && entry.copy.scalar_type() == low && is_exact(entry, weight);
 }
 
 bool WeightCache::is_exact(Entry const& entry, at::Tensor const& weight) {
   return entry.version == version_of(weight) && entry.address == weight.const_data_ptr() &&
-         entry.copy_version == version_of(entry.copy);
+         entry.copy_version == version_of(entry.copy) && is_sole(weight) && is_watched(storage_of(weight));
 }
 
 void WeightCache::stamp(Entry& entry, at::Tensor const& weight) {
@@ -228,11 +289,26 @@ WeightCache::Alias WeightCache::alias(at::Tensor tensor) {
   return {std::move(object), std::move(tensor)};
 }
 
-// In the same memory where nobody else holds it: a step's table points there.
+// In the same memory where nobody else holds it: a step's table points there. Kept only where writes will be seen.
 at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
+  c10::InferenceMode const off(false);
   Impl* const key = weight.unsafeGetTensorImpl();
   drop_aliases(weight);
   auto found = entries_.find(key);
+  if (found != entries_.end() && found->second.is_left) {
+    return copied(weight, low, {});
+  }
+  uint64_t const changes = changes_;
+  uint32_t const version = version_of(weight);
+  void const* const address = weight.const_data_ptr();
+  if (!watch(weight)) {
+    std::optional<Entry> dropped;
+    if (found != entries_.end()) {
+      dropped = std::move(found->second);
+      entries_.erase(found);
+    }
+    return copied(weight, low, {});
+  }
   at::Tensor memory;
   if (found != entries_.end()) {
     Entry& entry = found->second;
@@ -244,9 +320,6 @@ at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
       entry.state = State::wrong;
     }
   }
-  uint64_t const changes = changes_;
-  uint32_t const version = version_of(weight);
-  void const* const address = weight.const_data_ptr();
   at::Tensor copy = copied(weight, low, std::move(memory));
   if (entries_.size() >= sweep_at_) {
     sweep();
@@ -270,7 +343,6 @@ at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
   entry.address = address;
   entry.state = State::current;
   entry.writer = Writer::none;
-  entry.across_steps = false;
   return copy;
 }
 

@@ -42,12 +42,20 @@ class WeightCache {
   // Forget everything.
   void clear();
 
-  // For a step that writes copies beside the weights: the copy of each weight that has one, exact as of now, whose
-  // memory no graph holds.
-  std::vector<std::optional<at::Tensor>> copies(std::vector<at::Tensor> const& weights);
+  struct Handed {
+    uint64_t step;  // by which `written` knows it
+    std::vector<std::optional<at::Tensor>> copies;
+  };
 
-  // The step has written them: they are the casts of their weights until anybody else may write.
-  void written(std::vector<at::Tensor> const& weights);
+  // For a step that writes copies beside the weights: the copy of each weight that has one, exact as of now, whose
+  // memory no graph and no other step holds. `unfinished` is a step that ended without a word, or 0.
+  Handed copies(std::vector<at::Tensor> const& weights, uint64_t unfinished);
+
+  // The step has written the weights, and what it was handed: casts of their weights until anybody else may write.
+  void written(std::vector<at::Tensor> const& weights, uint64_t step);
+
+  // A CUDA graph writes the weights at each replay, of which nobody is told: nothing is kept of them any more.
+  void leave(std::vector<at::Tensor> const& weights);
 
  private:
   using Impl = c10::TensorImpl;
@@ -73,12 +81,12 @@ class WeightCache {
     void const* address = nullptr;
     State state = State::current;
     Writer writer = Writer::none;
-    bool stepped = false;        // a step writes it
-    bool across_steps = false;   // and was the last that did
+    uint64_t step = 0;     // which one, where a step is the writer
+    bool stepped = false;  // a step writes it
+    bool is_left = false;  // for good, see `leave`
     // Aliases of `copy`, so that its storage tells whether a graph holds one: without gradient, and with an autograd
-    // edge to the weight, which keeps the weight alive, and its Python object `object`.
+    // edge to the weight, which keeps the weight alive, and its Python object.
     Alias plain, connected;
-    PyObject* object = nullptr;
   };
 
   static bool is_current(Entry const& entry, at::Tensor const& weight, at::ScalarType low);
@@ -95,6 +103,7 @@ class WeightCache {
   // Counts what may make a copy wrong that is just being made: weights that may have been written, or a step that was
   // given memory.
   uint64_t changes_ = 0;
+  uint64_t steps_ = 0;
   size_t sweep_at_ = 64;
 };
 

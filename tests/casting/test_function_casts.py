@@ -169,7 +169,7 @@ def test_verbose_casts_are_reported_in_apex_words(low: torch.dtype) -> None:
     lines: list[str] = []
     casts = FunctionCasts(low, verbose=True, emit=lines.append)
     casts.install()
-    weight = nn.Parameter(X)
+    weight = nn.Parameter(X.clone())
     F.linear(X, weight)
     F.linear(X.to(low), weight)
     F.softmax(X.to(low), 0)

@@ -483,8 +483,9 @@ def test_inside_a_registered_function_that_is_in_no_list_the_lists_hold(library:
 def test_a_compiled_model_runs_and_trains_as_the_eager_one(fullgraph: bool, casts: FunctionCasts) -> None:
     model, run = network()
     compiled, x = torch.compile(run, backend="aot_eager", fullgraph=fullgraph), torch.ones(4, 4)
-    losses = {"compiled": compiled(x), "eager": run(x)}
-    assert len(casts.cache) == 4, "only the eager run keeps casts"
+    losses = {"compiled": compiled(x)}
+    assert len(casts.cache) == 0, "only the eager run keeps casts"
+    losses["eager"] = run(x)
     grads = {name: torch.autograd.grad(loss, list(model.parameters())) for name, loss in losses.items()}
     torch.testing.assert_close(losses["compiled"], losses["eager"])
     torch.testing.assert_close(grads["compiled"], grads["eager"], rtol=1e-2, atol=1e-2)

@@ -7,16 +7,20 @@ float16 and bfloat16, in any order, and a stale copy is off by a whole number.
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.dlpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -282,6 +286,12 @@ def swapped(p: nn.Parameter) -> None:
     p.data = new
 
 
+def version_put_back(p: nn.Parameter) -> None:
+    """As FSDP, functional optimizers and distributed samplers do, lest autograd complain."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(p):
+        p.fill_(2.0)
+
+
 WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "in place": under_no_grad,
     "copy_": copied,
@@ -298,6 +308,17 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "init": lambda p: nn.init.constant_(p, 2.0),
     "set_": lambda p: p.data.set_(p.data + 1.0),
     "resized through data": lambda p: p.data.resize_(p.shape).fill_(1.0),
+    "numpy of detach": lambda p: p.detach().numpy().fill(2.0),
+    "numpy of a detached view": lambda p: p.detach().view(-1)[1:].numpy().fill(2.0),
+    "numpy of a state dictionary": lambda p: nn.ParameterList([p]).state_dict()["0"].numpy().fill(2.0),
+    "np.asarray": lambda p: np.asarray(p.detach()).fill(2.0),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).fill_(2.0),
+    "dlpack capsule": lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())).fill_(2.0),
+    "numpy's dlpack": lambda p: torch.from_numpy(np.from_dlpack(p.detach())).fill_(2.0),
+    "bytes of the storage": lambda p: p.untyped_storage().fill_(0),
+    "the storage": lambda p: p.untyped_storage().copy_(torch.full_like(p, 2.0).untyped_storage()),
+    "an address": lambda p: ctypes.memset(p.data_ptr(), 0, p.nbytes),
+    "a version put back": version_put_back,
 }
 
 
@@ -327,13 +348,185 @@ def test_a_write_between_forward_and_step_is_seen(write: Callable[[nn.Parameter]
     assert_fresh(model)
 
 
+class WritableArray(np.ndarray):
+    """numpy makes what it has from DLPack read-only; who knows better writes."""
+
+    def fill(self, value: float) -> None:
+        assert self.base is not None
+        ctypes.memmove(self.ctypes.data, np.full_like(self, value).ctypes.data, self.nbytes)
+
+
 LATE_WRITES: dict[str, Callable[[nn.Parameter], Callable[[float], Any]]] = {
     "data of detach": lambda p: p.detach().data.fill_,
     "data": lambda p: p.data.fill_,
     "detach, numpy": lambda p: p.detach().numpy().fill,
     "data, flat": lambda p: p.data.view(-1).fill_,
     "storage": lambda p: torch.tensor([], dtype=p.dtype).set_(p.untyped_storage()).fill_,
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).fill_,
+    "numpy's dlpack": lambda p: np.from_dlpack(p.detach()).view(WritableArray).fill,
+    "numpy of data, flat": lambda p: p.data.view(-1).numpy()[:].fill,
 }
+
+
+@pytest.mark.parametrize("take", LATE_WRITES.values(), ids=LATE_WRITES)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "DataSGD"])
+def test_a_write_through_a_view_taken_earlier_is_seen_at_once(
+    take: Callable[[nn.Parameter], Callable[[float], Any]], name: str, level: str
+) -> None:
+    model, optimizer = initialized(level, OPTIMIZERS[name])
+    iterate(model, optimizer)
+    fills = [take(p) for p in model.parameters()]
+    for value in (2.0, -1.0, 1.0):
+        iterate(model, optimizer)
+        for write in fills:
+            assert_fresh(model)
+            write(value)
+            assert_fresh(model)
+        optimizer.zero_grad()
+        loss = total(model(X))
+        fills[0](3.0)
+        assert_fresh(model)
+        backward(loss, optimizer)
+        fills[0](4.0)
+        assert_fresh(model)
+        optimizer.step()
+        assert_fresh(model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("take", LATE_WRITES.values(), ids=LATE_WRITES)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "DataSGD"])
+def test_evaluations_see_each_write_through_a_view(
+    take: Callable[[nn.Parameter], Callable[[float], Any]], name: str, mode: Any, level: str
+) -> None:
+    model, optimizer = initialized(level, OPTIMIZERS[name])
+    iterate(model, optimizer)
+    fills = [take(p) for p in model.parameters()]
+    iterate(model, optimizer)
+    model(X)  # which leaves copies
+    model.eval()
+    for value in (2.0, -1.0, 1.0):
+        for write in fills:
+            with mode():
+                model(X)
+                write(value)
+                output = model(X).clone()
+            assert_bitwise(output, fresh(model))
+
+
+@pytest.mark.parametrize("when", ["after the forward", "after the backward"])
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "let go"])
+@pytest.mark.parametrize("take", LATE_WRITES.values(), ids=LATE_WRITES)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "FusedAdam", "DataSGD"])
+def test_a_write_to_a_weight_that_the_step_leaves_alone_is_seen(
+    take: Callable[[nn.Parameter], Callable[[float], Any]], name: str, kept: bool, when: str, level: str
+) -> None:
+    """The step has a copy of it to write, and no gradient."""
+    model, optimizer = initialized(level, OPTIMIZERS[name])
+    iterate(model, optimizer)
+    iterate(model, optimizer)
+    fill = take(model.second.weight)
+    for value in (2.0, 3.0):
+        optimizer.zero_grad()
+        model(X)  # uses and casts both
+        loss = total(model.first(X))
+        if when == "after the forward":
+            fill(value)
+        backward(loss, optimizer)
+        if when == "after the backward":
+            fill(value)
+        if not kept:
+            del fill
+        optimizer.step()
+        assert_fresh(model)
+        fill = take(model.second.weight)
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_between_the_forwards_of_an_accumulation_is_seen(
+    write: Callable[[nn.Parameter], Any], level: str
+) -> None:
+    model, optimizer = initialized(level, OPTIMIZERS["AdamW"])
+    for _ in range(2):
+        iterate(model, optimizer)
+        optimizer.zero_grad()
+        for p in (model.first.weight, model.second.weight):
+            backward(total(model(X)), optimizer)
+            assert_fresh(model)
+            write(p)
+            assert_fresh(model)
+        optimizer.step()
+        assert_fresh(model)
+
+
+@pytest.mark.parametrize("memory", ["numpy", "shared", "file"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "DataSGD"])
+def test_weights_in_memory_that_others_may_write_are_cast_at_each_use(
+    memory: str, name: str, level: str, tmp_path: Path
+) -> None:
+    """An array, another process, a file: torch is not asked before they write."""
+    model, array = Net(), np.zeros((4, 3), np.float32)
+    if memory == "numpy":
+        model.first.weight = nn.Parameter(torch.from_numpy(array))
+    elif memory == "shared":
+        model.share_memory()
+    else:
+        weight = torch.from_file(str(tmp_path / "weight"), shared=True, size=12, dtype=torch.float32)
+        model.first.weight = nn.Parameter(weight.view(4, 3))
+    where = model.first.weight.data_ptr()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=LOSS_SCALE, verbosity=0)
+    for _ in range(3):
+        iterate(model, optimizer)
+        assert_fresh(model)
+        ctypes.memset(where, 0, array.nbytes)
+        assert_fresh(model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("point", ["forward", "exit", "step", "load", "write"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "DataSGD"])
+def test_a_forward_without_gradients_anywhere_in_an_iteration(point: str, name: str, mode: Any, level: str) -> None:
+    model, optimizer = initialized(level, OPTIMIZERS[name])
+    start = copy.deepcopy(model.state_dict())
+
+    def evaluate() -> None:
+        expected = fresh(model)
+        with mode():
+            outputs = [model(X) for _ in range(2)]
+            assert [output.dtype for output in outputs] == [HALF[level]] * 2
+            assert all(torch.equal(output, expected) for output in outputs)
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        if point == "load":
+            model.load_state_dict(start)
+            evaluate()
+        loss = total(model(X))
+        if point == "forward":
+            evaluate()
+        backward(loss, optimizer)
+        if point == "exit":
+            evaluate()
+        clamp_gradients(optimizer)
+        optimizer.step()
+        if point == "write":
+            model.first.weight.data.fill_(1.0)
+        if point != "load":
+            evaluate()
+        assert_fresh(model)
+
+
+def test_a_model_that_is_frozen_after_inference_mode_trains_what_comes_before_it(level: str) -> None:
+    """What a forward in inference mode left must not be saved by a graph, which refuses inference tensors."""
+    model, optimizer = initialized(level)
+    iterate(model, optimizer)
+    with torch.inference_mode():
+        model(X)
+    model.requires_grad_(False)
+    x = X.clone().requires_grad_()
+    total(model(x)).backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("take", LATE_WRITES.values(), ids=LATE_WRITES)
@@ -1070,3 +1263,86 @@ def test_a_step_of_another_thread_is_not_taken_for_one_that_told_what_it_wrote(l
     stepped.set()
     thread.join(60.0)
     assert torch.equal(output.float(), X @ torch.ones(3, 3))
+
+
+def test_two_optimizers_that_step_one_weight_at_once_leave_no_copy_behind(level: str) -> None:
+    """Each is handed what it may write alone, and neither's word counts for what the other has written since."""
+    model, optimizer = initialized(level)
+    for _ in range(2):
+        iterate(model, optimizer)
+    casts = amp.current_engine().casts
+    assert casts is not None
+    weights = list(model.parameters())
+
+    class Step:
+        """Half of it in a thread of its own, which a test can let go on."""
+
+        def __init__(self, value: float) -> None:
+            self.go_on = threading.Event()
+            self.is_at_work = threading.Event()
+            self.thread = threading.Thread(target=self.run, args=(value,), daemon=True)
+            self.thread.start()
+            assert self.is_at_work.wait(60.0)
+
+        def run(self, value: float) -> None:
+            self.copies = casts.cache.copies(weights)
+            self.write(value)
+            self.is_at_work.set()
+            assert self.go_on.wait(60.0)
+            self.write(value)
+            casts.cache.written(weights)
+            casts.cache.after_step()
+
+        def write(self, value: float) -> None:
+            for tensor in (*weights, *self.copies):
+                if tensor is not None:  # as a kernel does: of nothing that torch could note
+                    filled = torch.full_like(tensor, value)
+                    ctypes.memmove(address(tensor), filled.data_ptr(), filled.nbytes)
+
+        def end(self) -> None:
+            self.go_on.set()
+            self.thread.join(60.0)
+
+    addresses = {id(w): w.data_ptr() for w in weights}
+
+    def address(tensor: Tensor) -> int:
+        return addresses[id(tensor)] if id(tensor) in addresses else tensor.data_ptr()
+
+    model(X)
+    for order in ((0, 1), (1, 0)):
+        first = Step(1.0)
+        second = Step(2.0)
+        shared = [
+            a is not None and b is not None and a.data_ptr() == b.data_ptr()
+            for a, b in zip(first.copies, second.copies, strict=True)
+        ]
+        assert not any(shared), "two steps write one copy"
+        for index in order:
+            (first, second)[index].end()
+            model(X)
+        assert_fresh(model)
+        third = Step(3.0)
+        third.end()
+        assert_fresh(model)
+        first, between = Step(1.0), Step(2.0)
+        between.end()
+        model(X)
+        last = Step(3.0)
+        first.end()
+        last.end()
+        assert_fresh(model)
+
+
+def test_a_step_that_raised_does_not_keep_its_copies_for_good(level: str, native: bool) -> None:
+    model, optimizer = initialized(level, OPTIMIZERS["AdamW"])
+    for _ in range(3):
+        iterate(model, optimizer)
+    casts = amp.current_engine().casts
+    assert casts is not None
+    casts.cache.copies(list(model.parameters()))  # of a step that never says what it wrote
+    for _ in range(4):
+        iterate(model, optimizer)
+        assert_fresh(model)
+    iterate(model, optimizer)
+    shapes = {tuple(p.shape) for p in model.parameters()}
+    assert casts_of(shapes, lambda: model(X)) == (0 if native else len(shapes))

@@ -138,8 +138,8 @@ class NativeWeightCache(WeightCache):
     weight: until its memory is asked for, its version or address moves, its `.data` is taken, another optimizer steps,
     or a `scale_loss` is left. A weight whose memory other tensors share is cast anew at each use.
 
-    Copies that a graph or another step still holds are not written: the step gets new memory for them, or none. Weights
-    that a step writes inside of a CUDA graph have no copies any more: nobody is told of its replays.
+    Copies that a graph or another step still holds are not written: the step gets new memory for them, or none. Of
+    weights that a step writes inside of a CUDA graph no copy is read any more: nobody is told of its replays.
     """
 
     def __init__(self) -> None:
@@ -178,8 +178,6 @@ class NativeWeightCache(WeightCache):
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
         """The copies that a step is to write beside the weights: exact as of now, and held by no graph."""
-        if weights and weights[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.native.leave(weights)
         self._steps.has_copies, copies = self.native.copies(weights, getattr(self._steps, "has_copies", 0))
         return copies
 
@@ -188,6 +186,8 @@ class NativeWeightCache(WeightCache):
         self._steps.told = True
         step, self._steps.has_copies = getattr(self._steps, "has_copies", 0), 0
         self.native.written(weights, step)
+        if any(weight.is_cuda for weight in weights[:1]) and torch.cuda.is_current_stream_capturing():
+            self.native.leave(weights)
 
     def after_step(self) -> None:
         """An optimizer has stepped: anybody's weights may be written, unless it told which."""

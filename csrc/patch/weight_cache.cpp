@@ -196,7 +196,13 @@ WeightCache::Handed WeightCache::copies(std::vector<at::Tensor> const& weights, 
     handed.copies.emplace_back();
     drop_aliases(weight);
     auto found = entries_.find(weight.unsafeGetTensorImpl());
-    if (found == entries_.end() || found->second.is_left) {
+    if (found == entries_.end()) {
+      continue;
+    }
+    if (found->second.is_left) {  // the same for ever, since a graph's step and an eager one share a table
+      if (found->second.copy.defined()) {
+        handed.copies.back() = found->second.copy;
+      }
       continue;
     }
     if (found->second.writer == Writer::step) {
@@ -251,13 +257,14 @@ void WeightCache::written(std::vector<at::Tensor> const& weights, uint64_t step)
 
 void WeightCache::leave(std::vector<at::Tensor> const& weights) {
   ++changes_;
-  std::vector<Entry> dropped;
   for (at::Tensor const& weight : weights) {
-    Entry& entry = entries_.emplace(weight.unsafeGetTensorImpl(), Entry{WeakImpl(weight.getIntrusivePtr())}).first->second;
-    Entry left{WeakImpl(weight.getIntrusivePtr())};
-    left.state = State::wrong;
-    left.stepped = left.is_left = true;
-    dropped.push_back(std::exchange(entry, std::move(left)));
+    drop_aliases(weight);
+    auto found = entries_.find(weight.unsafeGetTensorImpl());
+    if (found == entries_.end()) {
+      found = entries_.emplace(weight.unsafeGetTensorImpl(), Entry{WeakImpl(weight.getIntrusivePtr())}).first;
+    }
+    found->second.state = State::wrong;
+    found->second.stepped = found->second.is_left = true;
   }
 }
 

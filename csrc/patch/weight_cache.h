@@ -54,7 +54,8 @@ class WeightCache {
   // The step has written the weights, and what it was handed: casts of their weights until anybody else may write.
   void written(std::vector<at::Tensor> const& weights, uint64_t step);
 
-  // A CUDA graph writes the weights at each replay, of which nobody is told: nothing is kept of them any more.
+  // A CUDA graph writes the weights at each replay, of which nobody is told: no copy of them is read any more. Steps are
+  // handed what they were handed last.
   void leave(std::vector<at::Tensor> const& weights);
 
  private:

@@ -632,6 +632,38 @@ def test_a_replaced_parameter_is_seen(level: str) -> None:
         assert_fresh(model)
 
 
+def test_a_weight_that_a_cuda_graph_steps_is_cast_at_each_use_and_its_steps_keep_their_table(
+    level: str, native: bool
+) -> None:
+    """Nobody sees replays. A rebuilt table would have step counts of its own, and cannot be made in a capture."""
+    if not native:
+        pytest.skip("only the compiled kernels can be captured")
+    model, optimizer = initialized(level, OPTIMIZERS["AdamW"])
+    for _ in range(3):
+        iterate(model, optimizer)
+    cache: Any = amp.current_engine().casts.cache
+    weights = list(model.parameters())
+    addresses = [(p.data_ptr(), torch.full_like(p, 2.0)) for p in weights]
+    iterate(model, optimizer)
+    handed = cache.copies(weights)
+    cache.written(weights)
+    cache.native.leave(weights)  # as where the stream is captured
+    for _ in range(3):
+        assert [a is b for a, b in zip(cache.copies(weights), handed, strict=True)] == [True] * len(weights)
+        cache.written(weights)
+        assert_fresh(model)
+        for address, value in addresses:
+            ctypes.memmove(address, value.data_ptr(), value.nbytes)
+        assert_fresh(model)
+        assert len(cache) == 0
+        iterate(model, optimizer)
+        assert_fresh(model)
+    references = [weakref.ref(p) for p in weights]
+    del model, optimizer, weights
+    gc.collect()
+    assert [r() for r in references if r() is not None] == []
+
+
 # --- shared weights -------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.arguments import APEX_METHODS
+from amp_engine.collectives import Watch, watch
 from amp_engine.master_weights import MasterWeights, exact_value
 from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC
@@ -36,6 +37,7 @@ class Initialized:
         self._stepped: weakref.WeakKeyDictionary[Optimizer, SteppedOptimizer] = weakref.WeakKeyDictionary()
         self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
         self._wrappers = weakref.WeakKeyDictionary()
+        self._collectives: Watch | None = None  # of torch.distributed, while something is in care
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -114,6 +116,7 @@ class Initialized:
         for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
             with suppress(ValueError):  # as another thread did so
                 self._cast_models.remove(gone)
+        self._collectives = watch()
         self._follow_masters()
 
     def look_after(self, optimizer: Optimizer, stepped: SteppedOptimizer) -> None:
@@ -148,6 +151,7 @@ class Initialized:
             for name in ("_amp_stash", *APEX_METHODS):
                 vars(wrapper).pop(name, None)
         self._wrappers.clear()
+        self._collectives = None
         optimizers = self.optimizers
         for optimizer in optimizers:
             self._let_go(optimizer)

@@ -7,15 +7,17 @@ passes through half. Which of the two is newer is told by a stamp of the paramet
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from amp_engine import kernels
 from amp_engine.dtypes import is_low_precision
@@ -26,6 +28,12 @@ from amp_engine.lazy_gradients import GRAD, Kept, MasterParameter, own
 # Live parameter -> weak references to its masters. `state_dict` finds a master here by the identity of the
 # parameter, so that a hook needs no engine and a deepcopy, whose parameters are others, finds none.
 _MASTERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+# Where the memory of parameters with masters begins and ends, in order; empty until somebody asks after one has moved.
+_PLACES: list[tuple[int, int, TensorWeakRef]] = []
+
+# Those that have seen no backward yet.
+_FRESH: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 
 
 class Shared:
@@ -55,6 +63,9 @@ class Master:
         self.row: int | None = None  # among all that its optimizer steps, as of the last scan
         # A checkpoint's value between the hooks before and after torch copies it into `param`.
         self.incoming: Tensor | None = None
+        # Whether a broadcast may have been copied into `param.data`, unseen, since the two agreed.
+        self.is_doubted = False
+        _PLACES.clear()
         _MASTERS[param] = [weakref.ref(m) for m in masters_of(param)] + [weakref.ref(self)]
 
     def gradient(self) -> Tensor | None:
@@ -85,9 +96,15 @@ class Master:
         """Whether nobody but us moved the parameter since it was last stamped."""
         return walk.stamps_of(self._shared.params, self._place) == walk.stamps([self.param])
 
+    def is_moved(self) -> bool:
+        """Whether the weight moved since it was last stamped."""
+        return walk.stamps_of(self._shared.weights, self._place) != walk.stamps([self.weight])
+
     def mark_in_sync(self) -> None:
         """Declare that master and parameter agree."""
         shared = self._shared
+        self.is_doubted = False
+        _PLACES.clear()  # the parameter may have moved
         shared.params = walk.with_stamps(shared.params, self._place, walk.stamps([self.param]))
         shared.weights = walk.with_stamps(shared.weights, self._place, walk.stamps([self.weight]))
 
@@ -103,9 +120,9 @@ class Master:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the parameter's value if somebody moved it. Exact if another master of it is in sync."""
-        if self.in_sync():
+        if self.in_sync() and not self.is_doubted:
             return
-        value_f32 = exact_value(self.param)
+        value_f32 = None if self.is_doubted else exact_value(self.param)
         if value_f32 is None:
             value_f32 = self.param.detach()
         if self.weight.device == value_f32.device and self.weight.shape == value_f32.shape:
@@ -117,8 +134,7 @@ class Master:
     @torch.no_grad()
     def write_back_if_moved(self) -> None:
         """Round the master into the parameter if somebody wrote the master, and nobody the parameter."""
-        moved = walk.stamps_of(self._shared.weights, self._place) != walk.stamps([self.weight])
-        if moved and self.in_sync():
+        if self.is_moved() and self.in_sync():
             self.param.copy_(self.weight)
             self.mark_in_sync()
 
@@ -147,10 +163,51 @@ def masters_of(param: nn.Parameter) -> Iterator[Master]:
 
 def written_through_data(tensors: Iterable[Tensor]) -> None:
     """Have masters follow what was written into their parameters behind autograd's back, as `p.data` of `tensors`."""
-    written = {tensor.data_ptr() for tensor in tensors}
-    for param in list(_MASTERS):
-        if param.data_ptr() in written:
-            torch.autograd.graph.increment_version(param)
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(written_memory(tensor))
+
+
+def written_memory(tensor: Tensor) -> list[Tensor]:
+    """The parameters with masters that have memory where `tensor` has it, and those masters."""
+    if not _PLACES:
+        for param in list(_MASTERS):
+            for t in (param, *(master.weight for master in masters_of(param))):
+                if t.numel() > 0:
+                    _PLACES.append((t.data_ptr(), t.data_ptr() + _extent(t), TensorWeakRef(t)))
+        _PLACES.sort(key=itemgetter(0))
+    begin = tensor.data_ptr()
+    end = begin + _extent(tensor)
+    found = []
+    # Parameters do not overlap, but those that are one another's memory, whose places begin together.
+    place = bisect_left(_PLACES, begin, key=itemgetter(1))
+    while place < len(_PLACES) and _PLACES[place][0] < end:
+        low, high, ref = _PLACES[place]
+        param = ref()
+        if param is not None and low < end and begin < high:
+            found.append(param)
+        place += 1
+    return found
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def announce_broadcast(numel: int) -> None:
+    """A tensor of `numel` elements, no parameter, was broadcast.
+
+    Before the first backward that may be the model's own weights, to be copied into `param.data`. On the rank that
+    they came from nothing changes by that, and elsewhere no version: so all ranks have masters take the rounded
+    values of parameters, as apex did, if all of a parameter may have been in it.
+    """
+    for masters in list(_FRESH):
+        if numel >= masters.largest:
+            for master in masters.in_groups:
+                master.is_doubted = True
 
 
 @_disable_dynamo
@@ -269,7 +326,14 @@ class MasterWeights:
         self.roster = NO_ROSTER
         self._scanned: list[tuple[nn.Parameter, ...]] = []  # the groups' parameters, as of the last scan
         self._shared = Shared(walk.stamps([]), walk.stamps([]))
+        self._is_fresh = True  # until masters are refreshed for the first time
+        _FRESH.add(self)
         self.scan(exact)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest master."""
+        return max((master.weight.numel() for master in self.in_groups), default=0)
 
     def wrapped_by(self, wrapper: Optimizer) -> None:
         """Expect `wrapper`, which shares the groups, to write masters after their step; give it its state by master."""
@@ -347,11 +411,24 @@ class MasterWeights:
                     params[i] = master.weight
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
-        """Refresh every master whose parameter moved without us."""
-        if self._shared.params != walk.stamps(self.params):
+        """Refresh every master whose parameter moved without us.
+
+        The first time with `adopt_data_writes` in any case: apex made masters only at the first backward, so scripts
+        initialize weights, or broadcast them, through `param.data` until then.
+        """
+        is_first, self._is_fresh = self._is_fresh, False
+        if is_first:
+            _FRESH.discard(self)
+        if is_first:
+            for master in self.in_groups:
+                if master.is_moved():
+                    master.is_doubted = False  # a script's own values, as it saved masters of an earlier run
+                elif master.in_sync() and not master.is_doubted:
+                    master.adopt()
+        if is_first or self._shared.params != walk.stamps(self.params):
             for master in self.in_groups:
                 master.refresh()
-        if adopt_data_writes:
+        if adopt_data_writes and not is_first:
             for master in self.in_groups:
                 master.adopt()
 
@@ -425,6 +502,7 @@ class MasterWeights:
                 master.param.data = p.detach()
                 master.param.grad = grad
                 _MASTERS[master.param].remove(weakref.ref(master))
+        _PLACES.clear()
         self._by_weight, self._by_param, self.in_groups = {}, {}, []
         self.params = self.weights = walk.params([])
         self._scanned = []

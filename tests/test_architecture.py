@@ -42,7 +42,7 @@ LAYERS = [
     ["casting.function_casts"],
     ["casting.explain"],
     ["casting"],
-    ["checkpoint", "gradients"],
+    ["checkpoint", "collectives", "gradients"],
     ["model", "step"],
     ["overflow", "views", "handle"],
     ["initialized"],

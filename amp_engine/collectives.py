@@ -1,0 +1,91 @@
+"""Have masters follow what a collective of torch.distributed writes into parameters.
+
+c10d's operators write their first argument and move no version, as no operator does whose schema does not say that it
+writes. While an engine is at work, a kernel of ours does, under the dispatch key that is there for it: of the
+parameters that were written, on every rank alike, so that masters of all ranks take the same values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine.master_weights import announce_broadcast, written_memory
+
+# Each writes its first argument: a tensor, a list of them, or a list of lists.
+WRITING = (
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allgather_",
+    "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+    "allreduce_",
+    "allreduce_coalesced_",
+    "alltoall_",
+    "alltoall_base_",
+    "broadcast_",
+    "gather_",
+    "recv_",
+    "recv_any_source_",
+    "reduce_",
+    "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_",
+    "scatter_",
+)
+
+_AFTER: Any = torch._C._after_ADInplaceOrView_keyset
+
+
+class Watch:
+    """Moves versions for as long as it lives."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("c10d", "IMPL")
+        for name in WRITING:
+            if hasattr(torch.ops.c10d, name):
+                kernel = _kernel(getattr(torch.ops.c10d, name).default, name == "broadcast_")
+                self._library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+_WATCHES: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
+
+
+def watch() -> Watch | None:
+    """The one watch of the process, to be held; None where torch has no collectives."""
+    if not torch.distributed.is_available():
+        return None
+    found = _WATCHES.get("c10d")
+    if found is None:
+        found = _WATCHES["c10d"] = Watch()
+    return found
+
+
+def _kernel(operator: Any, is_broadcast: bool) -> Callable[..., Any]:
+    def kernel(keyset: Any, written: Any, *args: Any, **kwargs: Any) -> Any:
+        result = operator.redispatch(keyset & _AFTER, written, *args, **kwargs)
+        for tensor in _tensors(written):
+            if isinstance(tensor, nn.Parameter):
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+            # Not subclasses: a fake tensor of a compiler has no memory, a distributed one not its own.
+            elif type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_floating_point():
+                params = written_memory(tensor)
+                if params:
+                    torch.autograd.graph.increment_version(params)
+                elif is_broadcast:
+                    announce_broadcast(tensor.numel())
+        return result
+
+    return kernel
+
+
+def _tensors(written: Any) -> Iterator[Tensor]:
+    if isinstance(written, Tensor):
+        yield written
+    else:
+        for part in written:
+            yield from _tensors(part)

@@ -1,0 +1,305 @@
+"""Weights that collectives of torch.distributed write after `initialize`: masters follow, alike on all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+from amp_engine import amp
+from amp_engine.apex.parallel.distributed import flat_dist_call
+from tests.models import MLP, NORMED_MLP
+from tests.support import FUNCTION_LEVELS, LEVELS, MASTER_LEVELS, assert_bitwise, frozen, masters, train
+
+RANKS = 2
+Sync = Callable[[nn.Module], Any]
+
+
+def by_itself(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.broadcast(param, 0)
+
+
+def through_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.broadcast(param.data, 0)
+
+
+def detached(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.broadcast(param.detach(), 0)
+
+
+def as_horovod(model: nn.Module) -> None:
+    """Its `broadcast_parameters`: starts them all, then waits for them all."""
+    handles = [dist.broadcast(param.data, 0, async_op=True) for _, param in sorted(model.named_parameters())]
+    for handle in handles:
+        handle.wait()
+
+
+def averaged(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.all_reduce(param.data)
+        param.data.div_(RANKS)
+
+
+def in_parts(model: nn.Module) -> None:
+    """A view of the parameter is what is written."""
+    for param in model.parameters():
+        for row in param.data.view(len(param), -1):
+            dist.broadcast(row, 0)
+
+
+def coalesced(model: nn.Module) -> None:
+    dist._broadcast_coalesced(dist.group.WORLD, list(model.parameters()), 1 << 20, 0)
+
+
+def flat_call(model: nn.Module) -> None:
+    flat_dist_call([param.data for param in model.parameters()], dist.broadcast, (0,))
+
+
+def torch_ddp(model: nn.Module) -> None:
+    nn.parallel.DistributedDataParallel(model)
+
+
+def model_averager(model: nn.Module) -> None:
+    """What `PeriodicModelAverager` calls, for one type at a time: it makes one vector of the parameters."""
+    for dtype in dict.fromkeys(param.dtype for param in model.parameters()):
+        average_parameters((p for p in list(model.parameters()) if p.dtype == dtype), dist.group.WORLD)
+
+
+SYNCS: dict[str, Sync] = {
+    sync.__name__: sync
+    for sync in (
+        by_itself,
+        through_data,
+        detached,
+        as_horovod,
+        averaged,
+        in_parts,
+        coalesced,
+        flat_call,
+        torch_ddp,
+        model_averager,
+    )
+}
+
+
+def copied_into_data(model: nn.Module) -> None:
+    flat = torch.cat([param.data.flatten() for param in model.parameters() if param.dtype != torch.float32])
+    dist.broadcast(flat, 0)
+    for param in model.parameters():
+        if param.dtype != torch.float32:
+            values, flat = flat.split((param.numel(), flat.numel() - param.numel()))
+            param.data.copy_(values.view_as(param))
+        else:
+            dist.broadcast(param, 0)
+
+
+def one_by_one_into_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        value = param.data.clone()
+        dist.broadcast(value, 0)
+        param.data.copy_(value)
+
+
+# Through `.data` alone: until the first backward, as in apex.
+FIRST_SYNCS: dict[str, Sync] = {sync.__name__: sync for sync in (copied_into_data, one_by_one_into_data)}
+
+
+def cases() -> Iterator[tuple[str, str, str, Sync]]:
+    for level in MASTER_LEVELS:
+        for name, sync in SYNCS.items():
+            for when in ("before the first step", "between steps"):
+                yield level, name, when, sync
+        for name, sync in FIRST_SYNCS.items():
+            yield level, name, "before the first step", sync
+
+
+def run_cases(rank: int, folder: str) -> None:
+    """One of the processes: what its weights and masters are after each sync, and after a step on the same batch."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    results: dict[Any, Any] = {}
+    for level, name, when, sync in cases():
+        model = NORMED_MLP.model(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        if when == "between steps":
+            train(NORMED_MLP, model, optimizer, "cc", first=rank)
+        with torch.no_grad():  # or torch warns that a gradient passes by the collective of a parameter itself
+            sync(model)
+        weights = frozen(dict(model.named_parameters()))
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.reset_running_stats()
+        train(NORMED_MLP, model, optimizer, "c", first=7)
+        results[level, name, when] = weights, frozen(dict(enumerate(masters(optimizer))))
+        amp.close()
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run_cases, (str(folder),), RANKS)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: " ".join(case[:3]))
+def test_ranks_that_agree_on_weights_step_the_same_masters(ranks: list[dict[Any, Any]], case: Any) -> None:
+    (weights, stepped), (other_weights, other_stepped) = (results[case[:3]] for results in ranks)
+    assert_bitwise(weights, other_weights)
+    assert_bitwise(stepped, other_stepped)
+    for before, after in zip(weights.values(), stepped.values(), strict=True):
+        torch.testing.assert_close(before.float(), after, atol=0.05, rtol=0)  # a step from there, not from elsewhere
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def started(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [t._version for t in tensors]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_collective_moves_the_version_of_a_parameter_until_close(group: None, level: str) -> None:
+    model, _ = started(level)
+    weight = model[0].weight
+    before = weight._version
+    dist.all_reduce(weight)
+    assert weight._version == before + 1
+    amp.close()
+    before = weight._version
+    dist.all_reduce(weight)
+    assert weight._version == before
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_collectives_of_other_tensors_and_kinds_change_no_master(group: None, level: str) -> None:
+    model, optimizer = started(level)
+    exact, before = masters(optimizer), versions(model.parameters())
+    loss = model(MLP.batch()[0]).exp().sum()
+    for tensor in (loss.detach(), torch.ones(1000), torch.ones(1000, dtype=torch.int64), torch.ones(0)):
+        dist.all_reduce(tensor)
+    dist.all_gather([torch.ones(2)], torch.ones(2))
+    dist.broadcast(torch.ones(1), 0)
+    dist.broadcast(torch.ones(1000, dtype=torch.int64), 0)
+    dist.broadcast_object_list(["text" * 1000])
+    with torch.inference_mode():
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    loss.backward()
+    model.zero_grad()
+    assert versions(model.parameters()) == before
+    train(MLP, model, optimizer, "c")
+    assert_bitwise(masters(optimizer), exact)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_checkpoint_that_is_loaded_after_a_broadcast_is_exact(group: None, level: str) -> None:
+    saved = MLP.model(8).state_dict()
+    model, optimizer = started(level)
+    one_by_one_into_data(model)
+    model.load_state_dict(saved)
+    train(MLP, model, optimizer, "c")
+    assert_bitwise(masters(optimizer), list(saved.values()))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_after_the_first_backward_a_large_broadcast_of_other_memory_rounds_no_master(group: None, level: str) -> None:
+    model, optimizer = started(level)
+    train(MLP, model, optimizer, "c")
+    exact = masters(optimizer)
+    dist.broadcast(torch.ones(1000, dtype=torch.float16), 0)
+    train(MLP, model, optimizer, "c")
+    assert_bitwise(masters(optimizer), exact)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_weights_that_are_initialized_through_data_after_initialize_reach_masters(level: str) -> None:
+    model, optimizer = started(level)
+    exact = masters(optimizer)
+    model[0].weight.data.fill_(0.5)
+    model[2].bias.data[1] = 3
+    train(MLP, model, optimizer, "c")
+    stepped = masters(optimizer)
+    assert bool((stepped[0] == 0.5).all())
+    assert_bitwise(stepped[1:3], exact[1:3])
+    exact[3][1] = 3
+    assert_bitwise(stepped[3], exact[3])
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_masters_that_a_script_restores_before_the_first_backward_stay(level: str) -> None:
+    model, optimizer = started(level)
+    for master in amp.master_params(optimizer):
+        master.data.copy_(torch.full_like(master, 1.25))
+    train(MLP, model, optimizer, "c")
+    assert all(bool((master == 1.25).all()) for master in masters(optimizer))
+    assert bool((model[0].weight == 1.25).all())
+
+
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_a_weight_that_a_collective_wrote_is_cast_anew(group: None, level: str) -> None:
+    model, optimizer = started(level)
+    train(MLP, model, optimizer, "c")
+    inputs = MLP.batch()[0]
+    model(inputs)
+    # Stands for another rank's values: a write that moves no version, then the collective that made it.
+    model[0].weight.data.zero_()
+    model[0].bias.data.zero_()
+    dist.all_reduce(model[0].weight)
+    dist.all_reduce(model[0].bias)
+    assert_bitwise(model[0](inputs).float().detach(), torch.zeros(len(inputs), 16))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_parameters_in_one_flat_tensor_follow_a_collective_of_it(group: None, level: str) -> None:
+    model, optimizer = started(level)
+    train(MLP, model, optimizer, "c")
+    flat = torch.cat([param.detach().flatten() for param in model.parameters()])
+    place = 0
+    for param in model.parameters():
+        param.data = flat[place : place + param.numel()].view_as(param)
+        place += param.numel()
+    train(MLP, model, optimizer, "c")
+    before = versions(model.parameters())
+    dist.all_reduce(flat)
+    assert versions(model.parameters()) == [version + 1 for version in before]
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_masters_follow_writes_through_data_where_a_script_moves_versions_itself(level: str) -> None:
+    model, optimizer = started(level)
+    train(MLP, model, optimizer, "c")
+    for param in model.parameters():
+        param.data.fill_(0.25)
+    torch.autograd.graph.increment_version(model.parameters())
+    train(MLP, model, optimizer, "c")
+    assert all(bool((master == 0.25).all()) for master in masters(optimizer))

@@ -10,6 +10,7 @@ optimizer.step()
 
 from amp_engine import amp as amp
 from amp_engine.amp import _amp_state as _amp_state
+from amp_engine.amp import averaged_model as averaged_model
 from amp_engine.amp import clip_grad_norm_ as clip_grad_norm_
 from amp_engine.amp import close as close
 from amp_engine.amp import current_engine as current_engine
@@ -48,6 +49,7 @@ __all__ = [
     "Engine",
     "Policy",
     "amp",
+    "averaged_model",
     "clip_grad_norm_",
     "close",
     "current_engine",

@@ -6,7 +6,7 @@ This is the only module of the package that holds state of its own: `_amp_state`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import casting, initialized
+from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, Registration, deferred
 from amp_engine.casting import original as original
 from amp_engine.engine import Engine
@@ -150,6 +151,17 @@ def clip_grad_norm_(
     return _amp_state.engine.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
 
 
+def averaged_model(
+    model: nn.Module,
+    optimizer: Optimizer | LARC | Sequence[Optimizer | LARC] | None = None,
+    device: int | torch.device | None = None,
+    avg_fn: AvgFn | None = None,
+    multi_avg_fn: MultiAvgFn | None = None,
+    use_buffers: bool = False,
+) -> AveragedModel:
+    return _amp_state.engine.averaged_model(model, optimizer, device, avg_fn, multi_avg_fn, use_buffers)
+
+
 def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
     return _amp_state.engine.state_dict(destination)
 
@@ -178,6 +190,7 @@ initialize.__doc__ = Engine.initialize.__doc__
 scale_loss.__doc__ = Engine.scale_loss.__doc__
 master_params.__doc__ = initialized.master_params.__doc__
 clip_grad_norm_.__doc__ = Engine.clip_grad_norm_.__doc__
+averaged_model.__doc__ = Engine.averaged_model.__doc__
 state_dict.__doc__ = Engine.state_dict.__doc__
 load_state_dict.__doc__ = Engine.load_state_dict.__doc__
 disable_casts.__doc__ = Engine.disable_casts.__doc__
@@ -242,6 +255,7 @@ def _current_casts() -> Any:
 
 __all__ = [
     "LossScaler",
+    "averaged_model",
     "clip_grad_norm_",
     "close",
     "current_engine",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import arguments, casting, checkpoint, levels, report
+from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, FunctionCasts, Registration, patcher
 from amp_engine.devices import HostNumber, moved
 from amp_engine.dtypes import LOW_PRECISION, parse_dtype
@@ -311,6 +312,47 @@ class Engine:
             )
         stepped.clip_grads_with_norm_(norm, float(max_norm))
         return norm
+
+    def averaged_model(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | LARC | Sequence[Optimizer | LARC] | None = None,
+        device: int | torch.device | None = None,
+        avg_fn: AvgFn | None = None,
+        multi_avg_fn: MultiAvgFn | None = None,
+        use_buffers: bool = False,
+    ) -> AveragedModel:
+        """torch.optim.swa_utils.AveragedModel in FP32, which follows the masters, at any level.
+
+            averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.9999))
+            ...
+            optimizer.step()
+            averaged.update_parameters(model)
+
+        Args:
+            model: a part of a model is fine, and so is a parallel wrapper that can be copied.
+            optimizer: those that step its parameters, one or a list; None where there are none.
+            device: where the average is.
+            avg_fn: the average of two tensors, as torch's class takes it; without one, of equal weights.
+            multi_avg_fn: the same of two lists.
+            use_buffers: average floating buffers too.
+
+        Returns:
+            A copy of the model in FP32, without casts, to evaluate, save and load as torch's. It holds nothing of the
+            engine: before `initialize` and after `close` it goes on.
+
+        Raises AmpTypeError for an optimizer that was not passed to `initialize`. Allocates 4 bytes a parameter.
+        """
+        if not isinstance(model, nn.Module):
+            raise AmpTypeError(
+                f"averaged_model() takes a torch.nn.Module, not a {type(model).__name__}.  Type "
+                "amp.averaged_model(model, optimizer), for each model one."
+            )
+        listed = list(optimizer) if isinstance(optimizer, tuple) else optimizer
+        for one in arguments.as_optimizers(listed):
+            if self.policy is not None and self.policy.enabled:
+                self._stepped(one)
+        return AveragedModel(model, device, avg_fn, multi_avg_fn, use_buffers)
 
     def state_dict(self, destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
         """`{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`; empty if not enabled.

@@ -13,8 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting.keep_float import is_kept, kept_modules
-from amp_engine.checkpoint import hook_model
+from amp_engine.checkpoint import fill_masters, hook_model, keep_incoming, save_float32
 from amp_engine.containers import cast_tensors
+from amp_engine.copying import warn_of_low_precision_average
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.dynamo import part_of_a_graph
 from amp_engine.errors import AmpStateError
@@ -35,12 +36,20 @@ class _CastHook:
 
 
 class CastInputs(_CastHook):
-    """Forward pre-hook: every floating tensor among the arguments becomes `dtype`. Picklable."""
+    """Forward pre-hook: every floating tensor among the arguments becomes `dtype`. Picklable.
+
+    A copy of a model copies its hooks, which is how a moving average in low precision is noticed.
+    """
 
     __name__ = "cast_inputs"  # torch.jit asks hooks for one
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastInputs:
+        if self.dtype in LOW_PRECISION:
+            warn_of_low_precision_average(self.dtype)
+        return CastInputs(self.dtype)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast arguments."""
@@ -136,6 +145,33 @@ class CastModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def without_casts(model: nn.Module) -> bool:
+    """Remove from a copy of a cast model the hooks that came with it. Returns whether its forward was cast."""
+    was_cast = False
+    for module in model.modules():
+        for name, extras in _HOOKS.items():
+            hooks = getattr(module, name)
+            for key, hook in list(hooks.items()):
+                hook = getattr(hook, "hook", hook)  # torch wraps some
+                if isinstance(hook, (CastInputs, CastOutputs)) or any(hook is ours for ours in _HOOK_FUNCTIONS):
+                    was_cast |= isinstance(hook, CastInputs)
+                    handle = RemovableHandle(hooks, extra_dict=[getattr(module, extra) for extra in extras])
+                    handle.id = key
+                    handle.remove()
+    return was_cast
+
+
+# Where the hooks of a module are, and what torch notes about them elsewhere.
+_HOOKS: dict[str, list[str]] = {
+    "_forward_pre_hooks": ["_forward_pre_hooks_with_kwargs"],
+    "_forward_hooks": ["_forward_hooks_with_kwargs", "_forward_hooks_always_called"],
+    "_state_dict_hooks": [],
+    "_load_state_dict_pre_hooks": [],
+    "_load_state_dict_post_hooks": [],
+}
+_HOOK_FUNCTIONS = (follow_masters, follow_own_masters, save_float32, keep_incoming, fill_masters)
 
 
 def remember(models: Sequence[nn.Module]) -> Callable[[], None]:

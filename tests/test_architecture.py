@@ -17,7 +17,7 @@ MODULES = {
 
 # Each line may import from the lines above it, never from its own line or from below.
 LAYERS = [
-    ["errors", "devices", "kernels._native", "kernels.hyperparameters", "casting.locks"],
+    ["copying", "errors", "devices", "kernels._native", "kernels.hyperparameters", "casting.locks"],
     ["dtypes", "dynamo", "ghost", "__main__"],
     ["containers", "policy", "kernels.walk"],
     ["kernels.refusals", "levels"],
@@ -44,7 +44,7 @@ LAYERS = [
     ["casting"],
     ["checkpoint", "collectives", "gradients"],
     ["model", "step"],
-    ["overflow", "views", "handle"],
+    ["averages", "overflow", "views", "handle"],
     ["initialized"],
     ["engine"],
     ["amp"],

@@ -1,0 +1,60 @@
+"""Notice who copies a cast model to average it: the copy is low-precision, and so would be the average."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+
+_WORDS = {"ema", "swa", "emas", "polyak", "teacher"}
+
+
+def warn_of_low_precision_average(dtype: torch.dtype) -> None:
+    """Called while a cast model is deepcopied: warn if what asks for the copy names itself, or it, an average.
+
+    That is all there is to go by: nothing is called when the copy is updated, and an update by 1e-4 that is lost
+    leaves no trace. Copies for other ends (the best model so far) are as good as the model, and nothing is said.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    depth = 3
+    while frame is not None and (frame.f_globals.get("__name__") == "copy" or frame.f_code.co_name == "__deepcopy__"):
+        frame, depth = frame.f_back, depth + 1
+    if frame is None or _averages_exactly(frame) or not any(map(_is_average, _names(frame))):
+        return
+    # Not the class that averages, but who made it.
+    while frame.f_code.co_name == "__init__" and frame.f_back is not None:
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(
+        f"A moving average of this model was made as a copy of it, whose parameters are {str(dtype)[6:]}: small "
+        "updates of it are rounded away, and the average stands still.  For one in FP32 that follows the "
+        "masters type averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.9999)) and "
+        "averaged.update_parameters(model); for a class of your own see 'Moving averages' in docs/guide.md.",
+        stacklevel=depth,
+    )
+
+
+def _averages_exactly(frame: FrameType) -> bool:
+    return getattr(type(frame.f_locals.get("self")), "averages_exactly", False)
+
+
+def _names(frame: FrameType) -> Iterator[str]:
+    """The line that copies, and the functions and classes that it is in."""
+    yield linecache.getline(frame.f_code.co_filename, frame.f_lineno).partition("#")[0]
+    caller: FrameType | None = frame
+    for _ in range(2):
+        if caller is None:
+            return
+        yield caller.f_code.co_name
+        if caller.f_code.co_name == "__init__":
+            yield from (kind.__name__ for kind in type(caller.f_locals.get("self")).__mro__)
+        caller = caller.f_back
+
+
+def _is_average(text: str) -> bool:
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text)
+    return any(word.lower() in _WORDS or word.lower().startswith("averag") for word in words)

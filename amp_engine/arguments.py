@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,7 +86,9 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
                 )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer], is_scaled: bool) -> None:
+def check_optimizers(
+    optimizers: Sequence[Optimizer], known: Sequence[Optimizer], is_scaled: bool, has_masters: bool = False
+) -> None:
     """Raise AmpStateError for an optimizer that is in use already, or that cannot be looked after."""
     seen = [id(o) for o in known]
     for optimizer in optimizers:
@@ -101,6 +104,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer]
                 f"{type(optimizer).__name__} is a torch.optim.Optimizer by name only: it takes no step hooks.  Pass "
                 "the optimizer inside of it to amp.initialize, and make the wrapper afterwards."
             )
+        if (is_scaled or has_masters) and _requires_closure(optimizer):
+            raise AmpStateError(
+                f"{type(optimizer).__name__}.step(closure) runs backwards of its own, which {_HOW[is_scaled]}.  Choose "
+                "opt_level='O4' (bfloat16, without loss scaling) or 'O0', or an optimizer whose step() needs none."
+            )
         if is_scaled and any(_is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
             raise AmpStateError(
                 f"{type(optimizer).__name__} steps sharded parameters (DTensor, as FSDP2 makes them), whose ranks "
@@ -113,6 +121,24 @@ def check_optimizers(optimizers: Sequence[Optimizer], known: Sequence[Optimizer]
                     f"its own, so FP32 masters would never reach them.  Pass the {type(inner).__name__} to "
                     "amp.initialize and wrap it afterwards, or do without the wrapper."
                 )
+
+
+_HOW = {
+    True: "would come after the decision to skip a step that overflowed",
+    False: "would never reach the FP32 masters that it steps",
+}
+
+
+def _requires_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without a closure, as that of LBFGS."""
+    try:
+        parameters = inspect.signature(optimizer.step).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return False
+    return any("closure" in p.name and p.default is p.empty and p.kind not in _COLLECTING for p in parameters)
+
+
+_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_wrappers(optimizers: Sequence[Any]) -> None:
@@ -138,6 +164,16 @@ def _check_names_are_free(optimizer: Optimizer) -> None:
                 f"Incoming optimizer already has {name} defined.  amp.initialize adds an attribute of this name; "
                 f"rename the one of {type(optimizer).__name__}."
             )
+
+
+def check_has_groups(optimizer: Any, function: str, others: str) -> None:
+    """Raise AmpTypeError for what is no optimizer, as parameters, which `function` knows from the optimizer."""
+    if not hasattr(optimizer, "param_groups"):
+        raise AmpTypeError(
+            f"{function}() takes the optimizer, not a {type(optimizer).__name__}.  Type amp.{function}(optimizer"
+            f"{others}), which finds the gradients that it steps; those of model.parameters() are not, where there are "
+            "FP32 masters."
+        )
 
 
 def check_num_losses(num_losses: Any) -> int:

@@ -164,9 +164,8 @@ class Engine:
             optimizer_list = arguments.as_optimizers(optimizers)
             arguments.check_models(model_list, policy)
             stepping = [inner_of(o) for o in optimizer_list]
-            arguments.check_optimizers(
-                stepping, self._initialized.optimizers, policy.loss_scale != 1.0 or skip_on_overflow
-            )
+            is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
+            arguments.check_optimizers(stepping, self._initialized.optimizers, is_scaled, bool(policy.master_weights))
             arguments.check_wrappers(optimizer_list)
 
             self.reporter.verbosity = verbosity
@@ -299,6 +298,7 @@ class Engine:
         Returns:
             The norm before clipping: float32, shape []. No host sync otherwise.
         """
+        arguments.check_has_groups(optimizer, "clip_grad_norm_", ", max_norm")
         stepped = self._initialized.get(inner_of(optimizer))
         norm = None if stepped is None else stepped.grad_norm(float(norm_type))
         if stepped is None or norm is None:

@@ -19,7 +19,7 @@ from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC
 from amp_engine.policy import Policy
 from amp_engine.step import SteppedOptimizer
-from amp_engine.views import Stash
+from amp_engine.views import RefusesGradScaler, Stash
 
 
 class Initialized:
@@ -123,6 +123,7 @@ class Initialized:
         """Take in an optimizer with what stands for it, until `release`."""
         self._stepped[optimizer] = stepped
         vars(optimizer).update(Stash(stepped).attributes())
+        RefusesGradScaler.put_on(optimizer, stepped)
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
         """Take in a wrapper of an optimizer in care, until `release`.
@@ -142,6 +143,7 @@ class Initialized:
             stepped.wrapped_by(wrapper)
             self._follow_masters()
         vars(wrapper).update(inner._amp_stash.attributes())  # type: ignore[attr-defined]
+        RefusesGradScaler.put_on(wrapper, stepped)
 
     def release(self) -> None:
         """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""
@@ -150,6 +152,7 @@ class Initialized:
                 handle.remove()
             for name in ("_amp_stash", *APEX_METHODS):
                 vars(wrapper).pop(name, None)
+            RefusesGradScaler.take_off(wrapper)
         self._wrappers.clear()
         self._collectives = None
         optimizers = self.optimizers
@@ -198,6 +201,7 @@ class Initialized:
             stepped.release()
             for name in Stash(stepped).attributes():
                 vars(optimizer).pop(name, None)
+            RefusesGradScaler.take_off(optimizer)
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:

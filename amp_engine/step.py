@@ -130,6 +130,8 @@ class SteppedOptimizer:
         self._on_window_left_open = on_window_left_open
         self._stepping = False
         self._is_wrapped = False
+        # What tells whether somebody wrote the model's own gradients since the last exit; None once that was said.
+        self._model_gradients: walk.GradientStamps | None = b""
         self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
         self._ghost_has_stand_ins: bool | None = None
         self._empty: Optimizer | None = None
@@ -178,6 +180,8 @@ class SteppedOptimizer:
         self.in_backward = False
         self.backward_seen = True
         self.window = None
+        if self.masters is not None and self._model_gradients is not None:
+            self._model_gradients = walk.gradient_stamps(self.masters.params)
         self._hook_last()
         return checked
 
@@ -354,6 +358,11 @@ class SteppedOptimizer:
         if left is not None and walk.any_gradient(left.params):
             self._drop_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
         self._hear_of_steps(wait=False)
+        if self.masters is not None:
+            if hasattr(optimizer, "found_inf"):
+                self.refuse_foreign_scaler()
+            if self._model_gradients and self.backward_seen:
+                self._warn_of_written_gradients(self.masters)
         backward_seen, self.backward_seen = self.backward_seen, False
         casts_off = nullcontext() if casts_off is None else casts_off
         # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
@@ -545,6 +554,32 @@ class SteppedOptimizer:
                 "scaled_loss: scaled_loss.backward()`, at a scale of 1 too.",
                 stacklevel=2,
             )
+
+    def refuse_foreign_scaler(self) -> None:
+        """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
+        if self.masters is not None and not self.backward_seen and walk.any_gradient(self.masters.params):
+            raise AmpStateError(
+                f"torch.amp.GradScaler is to step {type(self.optimizer).__name__}, which steps FP32 masters, and the "
+                "gradients of a backward() outside of amp.scale_loss never reach them.  Leave the GradScaler out, "
+                "and type `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, then "
+                "optimizer.step(): scale_loss scales, unscales and skips."
+            )
+
+    def _warn_of_written_gradients(self, masters: MasterWeights) -> None:
+        """Of an edit of the model's own gradients since `scale_loss`, as torch's clip_grad_norm_ makes of them."""
+        before = self._model_gradients
+        if before is None or walk.gradient_stamps(masters.params) == before:
+            return
+        if not walk.any_gradient_written(masters.params, before):
+            return  # replaced or dropped, by zero_grad() say
+        self._model_gradients = None
+        warnings.warn(
+            "Gradients of the model were written (clipped, edited, or reached by another backward) between "
+            f"amp.scale_loss and {type(self.optimizer).__name__}.step(), which steps those of its FP32 masters: it has "
+            "no effect.  To clip type amp.clip_grad_norm_(optimizer, max_norm); for anything else write to `.grad` "
+            "of what amp.master_params(optimizer) gives.  This is said once.",
+            stacklevel=2,
+        )
 
     def _hook_last(self) -> None:
         # The hook does the step itself, so hooks that the user has registered by now (clipping, logging) go first.

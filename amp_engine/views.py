@@ -96,6 +96,43 @@ class Properties:
         self.options[name] = value
 
 
+class RefusesGradScaler:
+    """What torch.amp.GradScaler asks an optimizer before its step: here it is false, or an error.
+
+    By itself GradScaler would find no gradients, and say that no inf checks were recorded. Copies are plain False.
+    """
+
+    name = "_step_supports_amp_scaling"
+
+    def __init__(self, stepped: SteppedOptimizer, before: dict[str, Any]) -> None:
+        self._stepped = stepped
+        self._before = before
+
+    @classmethod
+    def put_on(cls, optimizer: Any, stepped: SteppedOptimizer) -> None:
+        """Have GradScaler ask, unless `optimizer` has no masters, or GradScaler's scale is its own business."""
+        found = vars(optimizer).get(cls.name)
+        if stepped.masters is None or isinstance(found, cls) or getattr(optimizer, cls.name, False):
+            return
+        before = {cls.name: found} if cls.name in vars(optimizer) else {}
+        vars(optimizer)[cls.name] = cls(stepped, before)
+
+    @classmethod
+    def take_off(cls, optimizer: Any) -> None:
+        """Put back what was there."""
+        found = vars(optimizer).get(cls.name)
+        if isinstance(found, cls):
+            del vars(optimizer)[cls.name]
+            vars(optimizer).update(found._before)
+
+    def __bool__(self) -> bool:
+        self._stepped.refuse_foreign_scaler()
+        return False
+
+    def __reduce__(self) -> Any:
+        return bool, ()
+
+
 class Stash:
     """`optimizer._amp_stash`: by its presence "this optimizer was initialized"; flags, and lists of parameters.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -118,6 +119,18 @@ def gradient_stamps(params: Sequence[Tensor]) -> GradientStamps:
         found: bytes = _native.module.gradient_stamps(params)
         return found
     return [(id(g), -1 if g is None or g.is_inference() else g._version) for g in map(_GRAD.__get__, params)]
+
+
+def any_gradient_written(params: Sequence[Tensor], before: GradientStamps) -> bool:
+    """Whether a gradient is the one that `before` tells of and was written since. Slow; False for other parameters."""
+    now, then = _pairs(gradient_stamps(params)), _pairs(before)
+    return len(now) == len(then) and any(
+        new == old and version > earlier for (new, version), (old, earlier) in zip(now, then, strict=True)
+    )
+
+
+def _pairs(stamps: GradientStamps) -> list[tuple[int, int]]:
+    return [*struct.iter_unpack("qq", stamps)] if isinstance(stamps, bytes) else stamps
 
 
 def either(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import Engine, amp
+from amp_engine import AmpTypeError, Engine, amp
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -552,3 +552,75 @@ def test_a_parameter_that_left_its_group_since_the_backward_does_not_count(level
     before = bias.detach().clone().float()
     optimizer.step()
     torch.testing.assert_close(bias.detach().float(), before - 0.1 / 2, rtol=1e-2, atol=1e-3)
+
+
+# --- what is not a clip of what is stepped --------------------------------------------------------
+
+
+def test_a_clip_of_parameters_in_place_of_the_optimizer_says_what_to_write() -> None:
+    model, optimizer = started()
+    for wrong in (model.parameters(), list(model.parameters()), model, amp.master_params(optimizer)):
+        with pytest.raises(AmpTypeError, match=r"Type amp.clip_grad_norm_\(optimizer, max_norm\)"):
+            amp.clip_grad_norm_(wrong, 1.0)  # type: ignore[arg-type]
+    amp.close()
+    with pytest.raises(AmpTypeError, match="takes the optimizer, not a generator"):
+        amp.clip_grad_norm_(model.parameters(), 1.0)  # type: ignore[arg-type]
+
+
+EDITS: dict[str, Callable[[nn.Module], Any]] = {
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "clip_grad_norm_ one by one": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=False),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+    "in place": lambda model: model[0].weight.grad.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_clip_of_the_models_own_gradients_is_warned_of_once_where_masters_are_stepped(
+    level: str, name: str, edit: str
+) -> None:
+    model, optimizer = started(level, OPTIMIZERS[name])
+
+    def step(index: int, is_edited: bool = True) -> None:
+        optimizer.zero_grad()
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
+        if is_edited:
+            EDITS[edit](model)
+        optimizer.step()
+
+    step(0, False)
+    if level in MASTER_LEVELS:
+        with pytest.warns(UserWarning, match=r"type amp.clip_grad_norm_\(optimizer, max_norm\)"):
+            step(1)
+    step(2)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_what_is_done_to_gradients_as_it_should_be_is_not_warned_of(level: str) -> None:
+    model, optimizer = started(level)
+
+    def exit_(index: int, **keywords: Any) -> None:
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, **keywords)
+
+    for index in range(2):
+        exit_(index)
+        amp.clip_grad_norm_(optimizer, 1e-3)
+        nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
+        optimizer.step()
+        model.zero_grad(set_to_none=False)
+        exit_(index)
+        by_torch(optimizer, 1e-3)
+        exit_(index)  # accumulates
+        exit_(index, delay_unscale=True)
+        exit_(index)
+        nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        exit_(index, delay_unscale=True)
+        optimizer.step()
+        model.zero_grad()
+        exit_(index)
+        model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()

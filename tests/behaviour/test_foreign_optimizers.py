@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_engine import amp
+from amp_engine import AmpStateError, amp
+from amp_engine.optimizers import FusedAdam
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     LEVELS,
+    MASTER_LEVELS,
     assert_bitwise,
     assert_same_step,
     backward,
@@ -225,6 +228,33 @@ def test_lbfgs_runs_its_closure_where_there_is_nothing_to_scale(level: str) -> N
     assert optimizer.step(closure) < first
 
 
+class NeedsClosure(torch.optim.SGD):
+    """As LBFGS, by another name of its own."""
+
+    def step(self, grad_closure: Any) -> Any:  # type: ignore[override]
+        grad_closure()
+        return super().step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, NeedsClosure])
+@pytest.mark.parametrize(
+    ("level", "keywords"),
+    [("O1", {}), ("O2", {}), ("O5", {}), ("O4", {"loss_scale": 128.0}), ("O2", {"loss_scale": 1.0})],
+)
+def test_an_optimizer_that_needs_a_closure_is_refused_where_closures_are(
+    level: str, keywords: dict[str, Any], kind: Any
+) -> None:
+    model = MLP.model()
+    before = {name: (param, param.dtype) for name, param in model.named_parameters()}
+    optimizer = kind(model.parameters(), lr=0.1)
+    with pytest.raises(AmpStateError, match=rf"{kind.__name__}.step\(closure\).*opt_level='O4'"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    assert {name: (param, param.dtype) for name, param in model.named_parameters()} == before
+    assert not hasattr(optimizer, "_amp_stash")
+    with pytest.raises(AmpStateError, match=rf"{kind.__name__}.step\(closure\)"):
+        amp.init().wrap_optimizer(optimizer)
+
+
 def test_group_entries_written_by_a_real_step_stay() -> None:
     model, optimizer = started("counts in its groups", "O2")
     train(NORMED_MLP, model, optimizer, "ccoc")
@@ -410,3 +440,52 @@ def test_a_schedule_free_eval_reaches_the_model_and_train_brings_it_back(level: 
     assert (in_evaluation - in_training).abs().max() > 0.03
     optimizer.train()
     torch.testing.assert_close(model(inputs), in_training, rtol=1e-3, atol=1e-3)
+
+
+# --- torch.amp.GradScaler -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["unscaled", "not unscaled", "clipped"])
+@pytest.mark.parametrize("made", ["AdamW", "fused AdamW", "FusedAdam", "RMSprop"])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_grad_scaler_that_would_step_masters_without_gradients_says_what_to_write(
+    level: str, made: str, how: str
+) -> None:
+    model = MLP.model()
+    optimizer = {
+        "AdamW": lambda params: torch.optim.AdamW(params),
+        "fused AdamW": lambda params: torch.optim.AdamW(params, fused=True),
+        "FusedAdam": lambda params: FusedAdam(params),
+        "RMSprop": lambda params: torch.optim.RMSprop(params),
+    }[made](model.parameters())
+    attributes = dict(vars(optimizer))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(MLP.loss(model, MLP.batch())).backward()
+    if how != "not unscaled":
+        scaler.unscale_(optimizer)
+    if how == "clipped":
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    with pytest.raises(AmpStateError, match=r"torch.amp.GradScaler.*type `with amp.scale_loss\(loss, optimizer\)"):
+        scaler.step(optimizer)
+    for attribute in ("found_inf", "grad_scale"):
+        vars(optimizer).pop(attribute, None)  # which GradScaler leaves where a step raises
+    train(MLP, model, optimizer, "c")
+    assert not copy.deepcopy(vars(optimizer).get("_step_supports_amp_scaling")) or made == "fused AdamW"
+    amp.close()
+    assert vars(optimizer).keys() == attributes.keys()
+    assert vars(optimizer).get("_step_supports_amp_scaling") is attributes.get("_step_supports_amp_scaling")
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_grad_scaler_that_is_off_or_around_scale_loss_steps(level: str) -> None:
+    for scaler in (torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=1.0)):
+        model = MLP.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        before = masters(optimizer)
+        backward(scaler.scale(MLP.loss(model, MLP.batch())), optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert not torch.equal(masters(optimizer)[0], before[0])
+        amp.close()

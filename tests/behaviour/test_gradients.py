@@ -134,6 +134,7 @@ def multiply(model: nn.Module) -> None:
             param.grad.mul_(2)
 
 
+@pytest.mark.filterwarnings("ignore:Gradients of the model were written")
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @pytest.mark.parametrize("edit", [clip, zero_in_place, zero_through_data, drop, read, multiply])
 def test_editing_half_model_gradients_after_the_exit_changes_nothing(edit: Any, level: str) -> None:

@@ -384,6 +384,7 @@ def test_zero_grad_before_the_next_backward_leaves_nothing_behind(name: str, who
     assert_bitwise(gradients(optimizer), [half.float() / 65536 for half in halves.values()])
 
 
+@pytest.mark.filterwarnings("ignore:Gradients of the model were written")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_of_the_model_between_exit_and_step_changes_nothing(set_to_none: bool) -> None:
     def run(*, zeroing: bool) -> list[Tensor]:
@@ -475,6 +476,7 @@ def test_gradients_first_looked_at_in_inference_mode_can_be_edited_outside(backw
     optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:Gradients of the model were written")
 def test_a_backward_outside_of_scale_loss_changes_nothing_of_what_is_pending() -> None:
     def run(*, outside: bool) -> list[Tensor]:
         model, optimizer = pending()
@@ -759,6 +761,7 @@ def test_a_scale_set_by_the_user_after_the_exit_does_not_touch_pending_gradients
 # --- gradients that are not torch's usual ones ----------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Gradients of the model were written")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gradients_that_are_views_of_a_bucket_keep_the_values_of_the_exit(name: str) -> None:
     """As DistributedDataParallel(gradient_as_bucket_view=True) leaves them; the bucket is written again later."""

@@ -130,8 +130,10 @@ class SteppedOptimizer:
         self._on_window_left_open = on_window_left_open
         self._stepping = False
         self._is_wrapped = False
-        # What tells whether somebody wrote the model's own gradients since the last exit; None once that was said.
-        self._model_gradients: walk.GradientStamps | None = b""
+        # What tells whether somebody wrote the model's own gradients since the last exit; looked at in the first steps
+        # only, since whoever clips them does so from the beginning.
+        self._model_gradients: walk.GradientStamps = b""
+        self._looks_at_gradients = 64
         self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
         self._ghost_has_stand_ins: bool | None = None
         self._empty: Optimizer | None = None
@@ -180,7 +182,7 @@ class SteppedOptimizer:
         self.in_backward = False
         self.backward_seen = True
         self.window = None
-        if self.masters is not None and self._model_gradients is not None:
+        if self.masters is not None and self._looks_at_gradients > 0:
             self._model_gradients = walk.gradient_stamps(self.masters.params)
         self._hook_last()
         return checked
@@ -361,7 +363,7 @@ class SteppedOptimizer:
         if self.masters is not None:
             if hasattr(optimizer, "found_inf"):
                 self.refuse_foreign_scaler()
-            if self._model_gradients and self.backward_seen:
+            if self._looks_at_gradients > 0 and self.backward_seen:
                 self._warn_of_written_gradients(self.masters)
         backward_seen, self.backward_seen = self.backward_seen, False
         casts_off = nullcontext() if casts_off is None else casts_off
@@ -567,12 +569,13 @@ class SteppedOptimizer:
 
     def _warn_of_written_gradients(self, masters: MasterWeights) -> None:
         """Of an edit of the model's own gradients since `scale_loss`, as torch's clip_grad_norm_ makes of them."""
-        before = self._model_gradients
-        if before is None or walk.gradient_stamps(masters.params) == before:
+        self._looks_at_gradients -= 1
+        before, self._model_gradients = self._model_gradients, b""
+        if not before or walk.gradient_stamps(masters.params) == before:
             return
         if not walk.any_gradient_written(masters.params, before):
             return  # replaced or dropped, by zero_grad() say
-        self._model_gradients = None
+        self._looks_at_gradients = 0
         warnings.warn(
             "Gradients of the model were written (clipped, edited, or reached by another backward) between "
             f"amp.scale_loss and {type(self.optimizer).__name__}.step(), which steps those of its FP32 masters: it has "

@@ -7,6 +7,7 @@ parameters that were written, on every rank alike, so that masters of all ranks 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,33 +42,35 @@ _AFTER: Any = torch._C._after_ADInplaceOrView_keyset
 
 
 class Watch:
-    """Moves versions for as long as it lives."""
-
-    def __init__(self) -> None:
-        self._library = torch.library.Library("c10d", "IMPL")
-        for name in WRITING:
-            if hasattr(torch.ops.c10d, name):
-                kernel = _kernel(getattr(torch.ops.c10d, name).default, name == "broadcast_")
-                self._library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+    """Versions are moved for as long as one lives."""
 
 
-_WATCHES: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
+_WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+# Registered once and left, since torch frees a kernel that another thread may be in. Without a watch they do nothing.
+_KERNELS: list[torch.library.Library] = []
+_REGISTERING = threading.Lock()
 
 
-def watch() -> Watch | None:
-    """The one watch of the process, to be held; None where torch has no collectives."""
-    if not torch.distributed.is_available():
-        return None
-    found = _WATCHES.get("c10d")
-    if found is None:
-        found = _WATCHES["c10d"] = Watch()
-    return found
+def watch() -> Watch:
+    """Have collectives move versions until what is returned is dropped."""
+    with _REGISTERING:
+        if not _KERNELS and torch.distributed.is_available():
+            library = torch.library.Library("c10d", "IMPL")
+            for name in WRITING:
+                if hasattr(torch.ops.c10d, name):
+                    kernel = _kernel(getattr(torch.ops.c10d, name).default, name == "broadcast_")
+                    library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+            _KERNELS.append(library)
+    result = Watch()
+    _WATCHES.add(result)
+    return result
 
 
 def _kernel(operator: Any, is_broadcast: bool) -> Callable[..., Any]:
     def kernel(keyset: Any, written: Any, *args: Any, **kwargs: Any) -> Any:
         result = operator.redispatch(keyset & _AFTER, written, *args, **kwargs)
-        for tensor in _tensors(written):
+        for tensor in _tensors(written) if _WATCHES else ():
             if isinstance(tensor, nn.Parameter):
                 if not tensor.is_inference():
                     torch.autograd.graph.increment_version(tensor)

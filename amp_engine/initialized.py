@@ -116,7 +116,7 @@ class Initialized:
         for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
             with suppress(ValueError):  # as another thread did so
                 self._cast_models.remove(gone)
-        self._collectives = watch()
+        self._collectives = self._collectives or watch()
         self._follow_masters()
 
     def look_after(self, optimizer: Optimizer, stepped: SteppedOptimizer) -> None:

@@ -256,7 +256,7 @@ class Engine:
                 yield loss.float()
                 return
             scaler.to(loss.device)
-            snapshot = _open_snapshot(stepped, loss_id) or scaler.snapshot()
+            snapshot = self._open_snapshot(stepped, scaler, loss_id) or scaler.snapshot()
             entered: list[SteppedOptimizer] = []
             try:
                 for one in stepped:
@@ -665,6 +665,32 @@ class Engine:
         assert window is not None
         self._close_windows([stepped], window.scaler, window.loss_id, window.snapshot, window.loss)
 
+    def _open_snapshot(
+        self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int
+    ) -> ScaleSnapshot | None:
+        """The scale of gradients that `delay_unscale` left scaled, which this loss is to be added to.
+
+        A loss has one scale. Gradients that were left with another one are unscaled now, as a step would do.
+        Raises AmpStateError, before anything is changed, for gradients of another loss_id.
+        """
+        if any(one.in_backward for one in stepped):
+            return None  # refused where it is entered
+        left = [(one, one.window) for one in stepped if one.window is not None and one.window.is_left_open]
+        # Who declared gradients scaled without a word by what meant loss_id 0, as it was then.
+        left = [(one, window) for one, window in left if window.is_claimed or window.scaler is scaler]
+        for _, window in left:
+            if window.loss_id != loss_id:
+                raise AmpStateError(
+                    f"loss_id={loss_id}, but this optimizer has gradients of loss_id={window.loss_id} that "
+                    f"delay_unscale left scaled.  Type loss_id={window.loss_id} here, or leave out delay_unscale where "
+                    "it changes."
+                )
+        snapshot = left[0][1].snapshot if left else None
+        for one, window in left:
+            if snapshot is not None and not window.snapshot.equals(snapshot):
+                self._close_left_open(one)
+        return snapshot
+
     def _is_scaled(self) -> bool:
         """Whether a backward may decide that a step is skipped, or gradients be scaled."""
         return self._skip_on_overflow or not all(scaler.is_identity for scaler in self.scalers)
@@ -712,15 +738,3 @@ def _as_list(optimizers: Any) -> list[Any]:
     if isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable):
         return [optimizers]
     return list(optimizers)
-
-
-def _open_snapshot(stepped: Sequence[SteppedOptimizer], loss_id: int) -> ScaleSnapshot | None:
-    """The scale of a window that `delay_unscale` left open: its gradients must all have one scale."""
-    windows = [one.window for one in stepped if one.window is not None and one.window.is_claimed]
-    for window in windows:
-        if window.loss_id != loss_id:
-            raise AmpStateError(
-                f"loss_id={loss_id}, but this optimizer has gradients of loss_id={window.loss_id} that delay_unscale "
-                f"left scaled.  Type loss_id={window.loss_id} here, or leave out delay_unscale where it changes."
-            )
-    return windows[0].snapshot if windows else None

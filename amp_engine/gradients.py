@@ -158,9 +158,13 @@ class GradientWindow:
                 p.grad = None
 
     def claim(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot) -> None:
-        """Say what the losses of this window are scaled by, unless it is known."""
+        """Say which scaler is to hear of an overflow and, unless it is known, what the losses are scaled by.
+
+        The scaler may be another one than in an earlier body of this window: `initialize` makes new ones.
+        """
+        self.scaler, self.loss_id = scaler, loss_id
         if not self.is_claimed:
-            self.scaler, self.loss_id, self.snapshot = scaler, loss_id, snapshot
+            self.snapshot = snapshot
             self.is_claimed = True
 
     def leave_open(self, loss: Tensor) -> None:

@@ -18,12 +18,35 @@ DEFAULT_MAX_LOSS_SCALE = 2.0**24
 
 
 class ScaleSnapshot:
-    """The scale of one backward, out of reach of later updates: float32 tensors of shape []."""
+    """The scale of one backward, out of reach of later updates: float32 tensors of shape [].
 
-    def __init__(self, scale: Tensor, is_identity: bool) -> None:
-        self.scale = scale
-        self.is_identity = is_identity
+    Args:
+        current: the scaler's own, which is copied.
+        static: its number, if it is static.
+    """
+
+    def __init__(self, current: Tensor, static: float | None) -> None:
+        self.scale = current.clone()
+        self._static = static
+        self._taken_from, self._version = current, _version(current)
         self._inv_scale: Tensor | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the scale is 1, and known to be without asking the device."""
+        return self._static == 1.0
+
+    def is_still(self, current: Tensor) -> bool:
+        """Whether `current`, the scaler's own, was not written since. No host sync."""
+        return current is self._taken_from and _version(current) == self._version >= 0
+
+    def equals(self, other: ScaleSnapshot) -> bool:
+        """Whether both are known to be the same scale. No host sync: two updates may have led back to it unseen."""
+        if self._static is not None:
+            return self._static == other._static
+        return self is other or (
+            self._taken_from is other._taken_from and self._version == other._version and self._version >= 0
+        )
 
     @property
     def inv_scale(self) -> Tensor:
@@ -97,7 +120,7 @@ class LossScaler:
 
     def snapshot(self) -> ScaleSnapshot:
         """The scale for one backward, as a copy. No host sync."""
-        return ScaleSnapshot(self.scale.clone(), self.is_identity)
+        return ScaleSnapshot(self.scale, self._static_scale)
 
     def record_(self, nonfinite: Tensor) -> None:
         """Remember that a gradient was not finite: OR of `nonfinite` (bool, any shape, any device)."""
@@ -108,11 +131,13 @@ class LossScaler:
         """Adjust the scale after one backward and forget the overflow. No host sync.
 
         Args:
-            closed: the snapshot of this backward, which learns its own inverse on the way.
+            closed: the snapshot of this backward, which learns its own inverse on the way, unless the scale has
+                moved since: by another backward, a checkpoint, or a write.
 
         Returns:
             float32 tensor of shape [], != 0 if this backward overflowed.
         """
+        settles = closed is not None and closed.is_still(self.scale)
         found_inf = torch.empty_like(self.found_inf)
         inv_scale = torch.empty_like(self.scale)
         kernels.update_scale_(
@@ -128,7 +153,7 @@ class LossScaler:
             inv_scale_used=inv_scale,
             found_inf_used=found_inf,
         )
-        if closed is not None:
+        if closed is not None and settles:
             closed.settle(inv_scale)
         self._last_found_inf = found_inf
         return found_inf
@@ -272,6 +297,10 @@ class LossScaler:
         self._loss_scale = max(scale, self._min_loss_scale) if dynamic else scale  # apex's could sink to 0
         self._unskipped = state["_unskipped"]
         self._has_overflow = state["_has_overflow"]
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # an inference tensor keeps none
 
 
 def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_engine import amp
+from amp_engine.errors import AmpStateError
 from amp_engine.optimizers import FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -340,6 +341,148 @@ def test_an_overflow_in_a_delayed_backward_skips_the_step_of_its_window(level: s
     assert_bitwise(masters(optimizer), before)
     train(MLP, model, optimizer, "c", first=2)
     assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+def overflow_elsewhere() -> None:
+    backward(F.mse_loss(OTHER[0](MLP.batch(9)[0]), MLP.batch(9)[1]), OTHER[1], overflow=True)
+
+
+def grow_elsewhere() -> None:
+    amp._amp_state.loss_scalers[0]._unskipped = 1999
+    backward(F.mse_loss(OTHER[0](MLP.batch(9)[0]), MLP.batch(9)[1]), OTHER[1])
+
+
+def load_a_scale() -> None:
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}})
+
+
+def write_a_scale() -> None:
+    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+
+
+def initialize_again() -> None:
+    model = MLP.model()
+    options = amp._amp_state.opt_properties
+    scale = 16.0 if options.loss_scale == "dynamic" else 2.0
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), options.opt_level, verbosity=0, loss_scale=scale)
+
+
+OTHER: list[Any] = []
+MOVES = [overflow_elsewhere, grow_elsewhere, load_a_scale, write_a_scale, initialize_again]
+
+
+def started_beside_another(level: str, **keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    models = [MLP.model(), MLP.model()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0, **keywords)
+    OTHER[:] = models[1], optimizers[1]
+    return models[0], optimizers[0]
+
+
+def sum_of_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, *indices: int) -> list[Tensor]:
+    optimizer.zero_grad()
+    for index in indices:
+        backward(MLP.loss(model, MLP.batch(index)), optimizer)
+    return gradients(optimizer)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("end", ["exit", "step"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_window_is_unscaled_by_its_own_scale_when_the_scale_moves_while_it_is_open(
+    level: str, end: str, move: Any
+) -> None:
+    model, optimizer = started_beside_another(level)
+    expected = sum_of_gradients(model, optimizer, *((0, 1) if end == "exit" else (0,)))
+    optimizer.zero_grad()
+    backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
+    move()
+    before = masters(optimizer)
+    if end == "exit":
+        backward(MLP.loss(model, MLP.batch(1)), optimizer)
+        assert_close(gradients(optimizer), expected, 1e-2)
+    optimizer.step()
+    assert_close([b - a for a, b in zip(masters(optimizer), before, strict=True)], [0.1 * g for g in expected], 1e-2)
+
+
+@pytest.mark.parametrize("move", [move for move in MOVES if move is not initialize_again])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loss_is_unscaled_by_its_own_scale_when_the_scale_moves_inside_of_the_body(
+    level: str, delayed: bool, move: Any
+) -> None:
+    model, optimizer = started_beside_another(level)
+    expected = sum_of_gradients(model, optimizer, 0, 1)
+    optimizer.zero_grad()
+    for index, delay in enumerate((delayed, False)):
+        with amp.scale_loss(MLP.loss(model, MLP.batch(index)), optimizer, delay_unscale=delay) as scaled_loss:
+            move()
+            scaled_loss.backward()
+    assert_close(gradients(optimizer), expected, 1e-2)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_an_overflow_is_told_to_the_scaler_that_came_while_the_window_was_open(level: str) -> None:
+    model, optimizer = started_beside_another(level, loss_scale="dynamic")
+    before = masters(optimizer)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
+    other = MLP.model()
+    amp.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), level, verbosity=0, loss_scale="dynamic")
+    backward(MLP.loss(model, MLP.batch(1)), optimizer, overflow=True)
+    optimizer.step()
+    assert_bitwise(masters(optimizer), before)
+    assert scaler_numbers() == (32768.0, 0)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("end", ["exit", "step"])
+@pytest.mark.parametrize("move", [load_a_scale, write_a_scale])
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_open_windows_of_different_scales_get_one_loss(
+    level: str, move: Any, end: str, order: tuple[int, int]
+) -> None:
+    model, optimizer = started_beside_another(level, loss_scale=65536.0 if level in ("O1", "O2") else 32.0)
+    pairs = [(model, optimizer), (OTHER[0], OTHER[1])]
+    expected = [sum_of_gradients(m, o, 0, 1) for m, o in pairs]
+    for _, o in pairs:
+        o.zero_grad()
+    backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
+    move()
+    backward(MLP.loss(OTHER[0], MLP.batch(0)), OTHER[1], delay_unscale=True)
+    both = [pairs[i][1] for i in order]
+    backward(sum(MLP.loss(m, MLP.batch(1)) for m, _ in pairs), both, delay_unscale=end == "step")
+    before = [masters(o) for _, o in pairs]
+    tolerance = 0.1 if level in ("O4", "O5") else 1e-2
+    for (_, o), was, wanted in zip(pairs, before, expected, strict=True):
+        if end == "exit":
+            assert_close(gradients(o), wanted, tolerance)
+        o.step()
+        moved = [b.float() - a.float() for a, b in zip(masters(o), was, strict=True)]
+        assert_close(moved, [0.1 * g.float() for g in wanted], 0.1 if level == "O3" else tolerance)
+
+
+def test_an_overflow_in_a_window_that_is_unscaled_for_another_skips_its_own_step() -> None:
+    model, optimizer = started_beside_another("O2")
+    before = [masters(optimizer), masters(OTHER[1])]
+    backward(MLP.loss(OTHER[0], MLP.batch(0)), OTHER[1], delay_unscale=True)
+    write_a_scale()
+    backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True, overflow=True)
+    backward(MLP.loss(OTHER[0], MLP.batch(1)), [OTHER[1], optimizer])
+    optimizer.step()
+    OTHER[1].step()
+    assert_bitwise(masters(optimizer), before[0])
+    assert not torch.equal(masters(OTHER[1])[0], before[1][0])
+
+
+def test_a_loss_id_that_is_refused_leaves_windows_of_different_scales_open() -> None:
+    model, optimizer = started_beside_another("O2", num_losses=2)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
+    write_a_scale()
+    backward(MLP.loss(OTHER[0], MLP.batch(0)), OTHER[1], delay_unscale=True)
+    scaled = [[p.grad.clone() for p in m.parameters()] for m in (model, OTHER[0])]
+    with pytest.raises(AmpStateError, match="loss_id=1"):
+        backward(MLP.loss(model, MLP.batch(1)), [optimizer, OTHER[1]], loss_id=1)
+    assert_bitwise([[p.grad.clone() for p in m.parameters()] for m in (model, OTHER[0])], scaled)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -223,7 +223,7 @@ class GradientWindow:
             grads, walks = _without(others, grads, walks)
         totals: dict[int, Tensor] = {}  # of masters, by row
         if self._masters is not None and walk.any_gradient(self._masters.weights):
-            found = ((row, m.gradient()) for row, m in enumerate(roster.masters) if m is not None)
+            found = ((row, m.total()) for row, m in enumerate(roster.masters) if m is not None)
             totals = {row: total for row, total in found if total is not None}
         first = not self._earlier and not totals
 
@@ -309,7 +309,7 @@ class GradientWindow:
                     _accumulate([(self._roster().weights[row], _times(g, inv_scale, torch.float32))])
 
     def _close_others(self, arrived: list[tuple[nn.Parameter, Master | None]], check: bool) -> Checked:
-        """Sparse gradients, and types that the kernels do not walk, by PyTorch's own operations."""
+        """Sparse gradients, negative views, and types that the kernels do not walk, by PyTorch's own operations."""
         nonfinite = []
         for param, master in arrived:
             grad = _grad(param)
@@ -429,8 +429,10 @@ def _version(grad: Tensor | None) -> int:
 def _grad(param: nn.Parameter) -> Tensor:
     grad = param.grad
     assert grad is not None
+    if not grad.is_sparse:
+        return walk.written_out(grad)
     # One entry an index, so that values that overflow together are seen to.
-    return grad.coalesce() if grad.is_sparse else grad
+    return grad.coalesce()
 
 
 def _values(grad: Tensor) -> Tensor:
@@ -465,5 +467,6 @@ def _own_memory(grad: Tensor) -> Tensor:
     # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
     if grad.is_sparse:
         return grad
+    grad = walk.written_out(grad)
     shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
     return grad.clone() if shared else grad

@@ -72,6 +72,14 @@ class Master:
         """The master's float32 gradient if it has one by now; what is kept is left alone."""
         return GRAD.__get__(self.weight)
 
+    def total(self) -> Tensor | None:
+        """The same, to be added to by the kernels."""
+        grad = self.gradient()
+        if grad is not None and kernels.is_lazy(grad):
+            grad = grad.clone()
+            GRAD.__set__(self.weight, grad)
+        return grad
+
     def is_kept(self) -> bool:
         """Whether a low-precision gradient stands for its own."""
         return self._shared.kept is not None and self.row is not None and bool(self._shared.kept.held[self.row])
@@ -516,7 +524,7 @@ class MasterWeights:
             value_f32 = exact_f32.to(torch.float32, copy=True)  # another optimizer's master has this memory
         else:
             value_f32 = exact_f32.float()
-        master = Master(param, value_f32)
+        master = Master(param, walk.written_out(value_f32))
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
         self._take_state(master)

@@ -35,6 +35,17 @@ inline Type type_of(at::Tensor const& t) {
                                        : t.scalar_type() == at::kHalf ? Type::float16 : Type::bfloat16;
 }
 
+// Whether the elements are not those in memory: of a negative or conjugate view, or zeros that have no memory.
+inline bool is_lazy(at::Tensor const& t) {
+  constexpr auto lazy = c10::DispatchKeySet(c10::DispatchKey::Conjugate) |
+                        c10::DispatchKeySet(c10::DispatchKey::Negative) |
+                        c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  return t.unsafeGetTensorImpl()->key_set().has_any(lazy);
+}
+
+inline char const* const kLazyRefused =
+    ", whose elements are not those in its memory (a negative view, or zeros without memory).  Pass a .clone() of it.";
+
 inline void check_length(Named const& list, size_t n, char const* of) {
   TORCH_CHECK_VALUE(list.tensors.size() == n, list.op, ": ", list.name, " has ", list.tensors.size(),
                     " entries, but ", of, " has ", n, ".  All lists of one call are of one length.");
@@ -53,6 +64,7 @@ inline void check_tensors(Named const& list, at::Device device, bool low_precisi
                       device, ".");
     TORCH_CHECK_VALUE(t.is_non_overlapping_and_dense(), list.at(i), " is ", text(t),
                       ", which has gaps or overlaps.  Pass .contiguous() tensors.");
+    TORCH_CHECK_VALUE(!is_lazy(t), list.at(i), " is ", text(t), kLazyRefused);
   });
 }
 
@@ -100,6 +112,7 @@ inline void check_scalar(char const* op, char const* name, std::optional<at::Ten
                          at::Device device) {
   TORCH_CHECK_VALUE(!t || (t->numel() == 1 && t->scalar_type() == type && t->device() == device), op, ": ", name, " is ",
                     t ? text(*t) : "", ", but must be one ", toString(type), " on ", device, ".");
+  TORCH_CHECK_VALUE(!t || !is_lazy(*t), op, ": ", name, " is ", t ? text(*t) : "", kLazyRefused);
 }
 
 inline void check_vector(char const* op, char const* name, std::optional<at::Tensor> const& t, int64_t n,
@@ -108,6 +121,7 @@ inline void check_vector(char const* op, char const* name, std::optional<at::Ten
                            t->device() == device),
                     op, ": ", name, " is ", t ? text(*t) : "", ", but must be a contiguous ", toString(type),
                     " tensor of shape [", n, "] on ", device, ".");
+  TORCH_CHECK_VALUE(!t || !is_lazy(*t), op, ": ", name, " is ", t ? text(*t) : "", kLazyRefused);
 }
 
 }  // namespace amp_engine

@@ -255,7 +255,7 @@ StepTable::~StepTable() = default;
 
 bool StepTable::is_current() const {
   auto const same = [](std::optional<at::Tensor> const& t, void const* address, Type type) {
-    return t ? t->const_data_ptr() == address && type_of(*t) == type : address == nullptr;
+    return t ? t->const_data_ptr() == address && type_of(*t) == type && !is_lazy(*t) : address == nullptr;
   };
   for (size_t t = 0; t < rows_.size(); ++t) {
     for (OptionalTensors const* list : {&weights_, &copies_, &state1_, &state2_}) {

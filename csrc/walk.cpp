@@ -13,7 +13,7 @@ namespace {
 Walk walk_of(at::Tensor const& grad, at::Tensor const& param) {
   auto const type = grad.scalar_type();
   if (grad.layout() != at::kStrided || (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) ||
-      grad.unsafeGetTensorImpl()->is_python_dispatch() || !grad.is_non_overlapping_and_dense() ||
+      grad.unsafeGetTensorImpl()->is_python_dispatch() || is_lazy(grad) || !grad.is_non_overlapping_and_dense() ||
       !same_layout(grad, param)) {
     return Walk::other;
   }

@@ -24,7 +24,8 @@ enum class Walk : char { none, own, shared, other };
 
 struct Gradients {
   // The gradient of each parameter, and how it can be taken: `own` memory, memory `shared` with other tensors, or not
-  // at all (`other`: sparse, of another type, a subclass with a dispatch of its own, in another order than its parameter).
+  // at all (`other`: sparse, of another type, a subclass with a dispatch of its own, in another order than its parameter,
+  // a view that negates its memory).
   OptionalTensors tensors;
   std::string walks;
   // Where those are that can be taken: each device once.

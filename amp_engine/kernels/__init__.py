@@ -22,6 +22,7 @@ from amp_engine.kernels.table import StepTable as StepTable
 from amp_engine.kernels.table import has_native as has_native
 from amp_engine.kernels.walk import FLOATS as FLOATS
 from amp_engine.kernels.walk import is_dense as is_dense
+from amp_engine.kernels.walk import is_lazy as is_lazy
 from amp_engine.kernels.walk import same_layout as same_layout
 from amp_engine.kernels.walk import stamps as stamps
 
@@ -39,6 +40,7 @@ __all__ = [
     "check",
     "has_native",
     "is_dense",
+    "is_lazy",
     "l2norm",
     "lamb_",
     "nonfinite",

@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from amp_engine.errors import AmpValueError
-from amp_engine.kernels.walk import FLOATS, is_dense, same_layout
+from amp_engine.kernels.walk import FLOATS, is_dense, is_lazy, same_layout
 
 TensorList = Sequence[Tensor | None]
+
+_LAZY_REFUSED = (
+    ", whose elements are not those in its memory (a negative view, or zeros without memory).  Pass a .clone() of it."
+)
 
 
 def check_lists(
@@ -73,6 +77,8 @@ def check_scalars(
             scalar.numel() != 1 or scalar.dtype != dtype or (device is not None and scalar.device != device)
         ):
             raise AmpValueError(f"{op}: {name} is {_text(scalar)}, but must be one {_type_name(dtype)}{where}.")
+        if scalar is not None and is_lazy(scalar):
+            raise AmpValueError(f"{op}: {name} is {_text(scalar)}{_LAZY_REFUSED}")
 
 
 def check_vector(op: str, name: str, vector: Tensor | None, n: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -84,6 +90,8 @@ def check_vector(op: str, name: str, vector: Tensor | None, n: int, dtype: torch
             f"{op}: {name} is {_text(vector)}, but must be a contiguous {_type_name(dtype)} tensor of shape [{n}] on "
             f"{device}."
         )
+    if vector is not None and is_lazy(vector):
+        raise AmpValueError(f"{op}: {name} is {_text(vector)}{_LAZY_REFUSED}")
 
 
 def _check_tensor(place: str, tensor: Tensor, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
@@ -96,6 +104,8 @@ def _check_tensor(place: str, tensor: Tensor, device: torch.device, dtypes: Sequ
         raise AmpValueError(f"{place} is {_text(tensor)}, but the first tensor of the call is on {device}.")
     if not is_dense(tensor):
         raise AmpValueError(f"{place} is {_text(tensor)}, which has gaps or overlaps.  Pass .contiguous() tensors.")
+    if is_lazy(tensor):
+        raise AmpValueError(f"{place} is {_text(tensor)}{_LAZY_REFUSED}")
 
 
 def _type_name(kind: torch.dtype | torch.layout) -> str:

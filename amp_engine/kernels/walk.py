@@ -182,6 +182,16 @@ def is_dense(t: Tensor) -> bool:
     return t.layout is torch.strided and (t.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(t)))
 
 
+def is_lazy(t: Tensor) -> bool:
+    """Whether the elements are not those in memory: of a negative or conjugate view, or zeros that have no memory."""
+    return t.is_neg() or t.is_conj() or t._is_zerotensor()
+
+
+def written_out(t: Tensor) -> Tensor:
+    """`t`, or if it is lazy a copy that lies in memory as it is."""
+    return t.clone() if is_lazy(t) else t
+
+
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether `a` and `b` are of one shape and one order in memory."""
     if a.shape != b.shape:
@@ -193,7 +203,7 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 def _walk_of(grad: Tensor, param: Tensor) -> int:
     walked = type(grad) is Tensor and grad.dtype in FLOATS and is_dense(grad) and same_layout(grad, param)
-    if not walked:
+    if not walked or is_lazy(grad):
         return OTHER
     shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
     return SHARED if shared else OWN

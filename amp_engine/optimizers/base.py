@@ -174,6 +174,11 @@ class FusedOptimizer(Optimizer):
                     f"{type(self).__name__} steps dense parameters; parameter {i} of shape {tuple(p.shape)} and "
                     f"strides {p.stride()} has gaps in memory.  Make it of a .contiguous() tensor."
                 )
+            if kernels.is_lazy(p):
+                raise AmpTypeError(
+                    f"{type(self).__name__} steps parameters whose elements are those in their memory; parameter {i} "
+                    f"of shape {tuple(p.shape)} is a negative view.  Make it of a .clone()."
+                )
             if g is not None and g.is_sparse:
                 raise AmpStateError(
                     f"{type(self).__name__} does not support sparse gradients; parameter {i} of shape "

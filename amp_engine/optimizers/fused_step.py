@@ -81,7 +81,7 @@ class FusedStep:
             return False
         dtypes = kernels.FLOATS if self._is_ours else (torch.float32,)
         if not walk.same_objects(weights, self._weights) and not all(
-            w.dtype in dtypes and kernels.is_dense(w) for w in weights
+            w.dtype in dtypes and kernels.is_dense(w) and not kernels.is_lazy(w) for w in weights
         ):
             return False
         return known or all(g is None or _is_plain(g) for g in gradients)
@@ -314,8 +314,11 @@ def _is_plain(grad: Tensor) -> bool:
 
 
 def laid_out_as(weight: Tensor, grad: Tensor | None) -> Tensor | None:
-    """`grad` in the memory order of `weight`, which the kernels walk. Autograd gives it so; users may not."""
-    if grad is None or grad.shape != weight.shape or kernels.same_layout(grad, weight):
+    """`grad` in the memory order of `weight`, which the kernels walk. Autograd gives it so; users may not.
+
+    What lies negated in memory, or nowhere, is written out.
+    """
+    if grad is None or grad.shape != weight.shape or (kernels.same_layout(grad, weight) and not kernels.is_lazy(grad)):
         return grad
     return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_engine import amp
 from amp_engine.errors import AmpStateError
-from amp_engine.optimizers import FusedSGD
+from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     LEVELS,
@@ -819,6 +819,86 @@ def test_a_gradient_penalty_trains(level: str) -> None:
     backward(0.1 * outputs.mean() + 0.1 * (slope.norm(dim=1) - 1).square().mean(), optimizer)
     assert all(gradient.isfinite().all() for gradient in gradients(optimizer))
     optimizer.step()
+
+
+# --- gradients that are not what lies in their memory ---------------------------------------------
+
+
+LAZY = {
+    "negative view": lambda g: torch._neg_view(-g),
+    "zeros without memory": lambda g: torch._efficientzerotensor(g.shape, dtype=g.dtype),
+}
+STEPPED = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+    "RMSprop": torch.optim.RMSprop,
+    "FusedAdam": FusedAdam,
+    "FusedLAMB": FusedLAMB,
+}
+
+
+@pytest.mark.parametrize("name", STEPPED)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [
+        *((kind, when) for kind in LAZY for when in ("in the body", "between backwards", "before the step")),
+        ("negative view", "in an open window"),  # torch accumulates nothing into zeros without memory
+    ],
+)
+def test_a_gradient_that_is_not_what_lies_in_its_memory_counts_as_what_it_is(
+    kind: str, when: str, level: str, name: str
+) -> None:
+    def run(*, lazy: bool) -> tuple[list[Tensor], list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+        optimizer = STEPPED[name](model.parameters())
+        keywords = {} if level == "O5" else {"loss_scale": 64.0}
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+
+        def replace(params: Any) -> None:
+            for param in list(params)[::2]:
+                gradient = LAZY[kind](param.grad)
+                param.grad = gradient if lazy else gradient.clone()
+
+        for delay in (True, False):
+            loss = model(torch.ones(2, 4)).square().sum()
+            with amp.scale_loss(loss, optimizer, delay_unscale=delay and when == "in an open window") as scaled_loss:
+                scaled_loss.backward()
+                if when == "in the body":
+                    replace(model.parameters())
+            if when == "in an open window" and delay:
+                replace(model.parameters())
+            if when == "before the step" or (when == "between backwards" and delay):
+                replace(amp.master_params(optimizer))
+        seen = gradients(optimizer)
+        optimizer.step()
+        values = masters(optimizer)
+        amp.close()
+        return seen, values
+
+    assert_bitwise(run(lazy=True), run(lazy=False))
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_that_is_a_negative_view_is_trained_as_what_it_is(level: str, name: str) -> None:
+    def run(*, lazy: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        weight = torch._neg_view(-model.weight.detach())
+        model.weight = nn.Parameter(weight if lazy else weight.clone())
+        optimizer = STEPPED[name](model.parameters())
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model(torch.ones(2, 4)).float().square().mean(), optimizer)
+            optimizer.step()
+        values = [master.clone() for master in masters(optimizer)]
+        amp.close()
+        return values
+
+    torch.testing.assert_close(run(lazy=True), run(lazy=False), rtol=2e-6, atol=2e-7)
 
 
 # --- what an optimizer without masters is seen to hold --------------------------------------------

@@ -65,7 +65,8 @@ LISTS_BESIDE = [(op, name) for op, (names, _) in OPERATIONS.items() for name in 
 def called(op, lists, place):
     """Calls `op`, which must refuse `place` and write nothing."""
     name, index = place
-    everything = [t for tensors in lists.values() for t in tensors if t.device.type != "meta" and not t.is_sparse]
+    everything = [t.clone() if kernels.is_lazy(t) else t for tensors in lists.values() for t in tensors]
+    everything = [t for t in everything if t.device.type != "meta" and not t.is_sparse]
     before = copies(everything)
     with pytest.raises(AmpValueError) as refusal:
         OPERATIONS[op][1](**lists)
@@ -88,6 +89,8 @@ BAD = {
     "gaps": lambda: torch.ones(4, 12)[:, ::2],
     "expanded": lambda: torch.ones(4, 1).expand(4, 6),
     "overlapping": lambda: torch.ones(20).as_strided((4, 6), (3, 1)),
+    "negative view": lambda: torch._neg_view(torch.ones(4, 6)),
+    "zeros without memory": lambda: torch._efficientzerotensor((4, 6)),
 }
 
 
@@ -167,6 +170,20 @@ def test_factors_are_one_float32_on_the_device(scalar):
         lambda: kernels.sgd_(made(2), tensors, None, torch.zeros(2), lr=0.1, found_inf=scalar),
     ):
         with pytest.raises(AmpValueError, match=r"must be one float32|must be one Float"):
+            call()
+    assert all(map(same_bits, tensors, made(2)))
+
+
+@pytest.mark.parametrize("lazy", [torch._neg_view(torch.ones(())), torch._efficientzerotensor(())])
+def test_factors_are_what_lies_in_their_memory(lazy):
+    tensors = made(2)
+    for call in (
+        lambda: kernels.unscaled(tensors, lazy),
+        lambda: kernels.axpby_(tensors, made(2), made(2), None, lazy),
+        lambda: kernels.sgd_(made(2), tensors, None, torch.zeros(2), lr=0.1, inv_scale=lazy),
+        lambda: kernels.sgd_(made(2), tensors, None, torch._neg_view(torch.zeros(2)), lr=0.1),
+    ):
+        with pytest.raises(AmpValueError, match=r"not those in its memory.*\.clone"):
             call()
     assert all(map(same_bits, tensors, made(2)))
 

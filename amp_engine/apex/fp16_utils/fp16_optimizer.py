@@ -16,6 +16,7 @@ from amp_engine.apex.fp16_utils.fp16util import clip_grad_norm
 from amp_engine.devices import HostNumber, moved
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.kernels import walk
 from amp_engine.report import Reporter
 from amp_engine.scaler import LossScaler
 
@@ -125,9 +126,10 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
                 nonfinite.append(kernels.nonfinite([grad.coalesce().values()]).any())
                 target.grad = grad.float() * inv_scale
                 continue
-            given = grad if kernels.is_dense(grad) else grad.contiguous()
+            given = walk.written_out(grad if kernels.is_dense(grad) else grad.contiguous())
             output = target.grad
-            if output is None or not kernels.is_dense(output) or not kernels.same_layout(output, given):
+            unfit = output is None or not kernels.is_dense(output) or kernels.is_lazy(output)
+            if output is None or unfit or not kernels.same_layout(output, given):
                 output = target.grad = torch.empty_like(given, dtype=torch.float32)
             by_device.setdefault(given.device, []).append((output, given))
         for device, pairs in by_device.items():

@@ -22,7 +22,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test bench clients lint format sanitize cuda-build gpu clean
+.PHONY: help demo test fuzz bench clients lint format sanitize cuda-build gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -32,6 +32,9 @@ demo: $(INSTALLED)  ## train two small models at every level; the table, build/d
 
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/$(PYTEST) $(ARGS)
+
+fuzz: $(INSTALLED)  ## hold random sequences of user actions against plain PyTorch; ARGS="--sequences 20000 --seed 0 --minutes 60"
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: $(INSTALLED)  ## time step, casts and training against their peers: step.json, dispatch.json, train.json in build/bench
 	$(BIN)/python -m tests.benchmarks.step $(ARGS)

@@ -1,0 +1,553 @@
+"""What a user may do, and how the reference changes by it.
+
+An action is a function of the world and of small numbers, which it takes modulo what there is, so that it means
+something wherever it stands: sequences can be shortened. Where it has no meaning it does nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine import amp
+from tests.fuzz.models import OPTIMIZERS
+from tests.fuzz.world import World
+
+Numbers = dict[str, Any]
+Draw = Callable[[random.Random], Numbers]
+
+
+@dataclass(frozen=True)
+class Action:
+    """`run(world, **draw(random))`, as often as `weight` says."""
+
+    run: Callable[..., None]
+    draw: Draw
+    weight: float
+
+
+ACTIONS: dict[str, Action] = {}
+
+
+def action(weight: float, **numbers: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register an action; `numbers` are drawn: of a list an item, below an int a number."""
+
+    def draw(source: random.Random) -> Numbers:
+        return {
+            name: source.randrange(among) if isinstance(among, int) else source.choice(among)
+            for name, among in numbers.items()
+        }
+
+    def register(run: Callable[..., None]) -> Callable[..., None]:
+        ACTIONS[run.__name__] = Action(run, draw, weight)
+        return run
+
+    return register
+
+
+class BodyError(Exception):
+    """Raised by an action in the body of `scale_loss`."""
+
+
+MANY = 1000
+SEED = 50
+
+
+def pick(world: World, which: int, names: list[str] | None = None) -> str:
+    names = list(world.params) if names is None else names
+    return names[which % len(names)]
+
+
+def trainable(world: World, which: int) -> str | None:
+    """A parameter that an optimizer steps."""
+    names = [name for o in range(len(world.optimizers)) for name in world.ref.names(o)]
+    return names[which % len(names)] if names else None
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def run_backward(
+    world: World,
+    optimizers: list[int],
+    seed: int,
+    loss_id: int,
+    delay: bool,
+    trouble: str,
+    parts: int,
+    inside: Callable[[], None] | None = None,
+) -> None:
+    ref = world.ref
+    loss_id %= len(ref.scalers)
+    claimed = [window.loss_id for o in optimizers if (window := ref.windows[o]) is not None]
+    if claimed:
+        loss_id = claimed[0]
+    if len(set(claimed)) > 1:
+        return
+    scales = {window.scale for o in optimizers if (window := ref.windows[o]) is not None}
+    if len(scales) > 1:
+        world.known("two scales")
+        return  # one loss cannot have two scales
+    if not delay and scales and scales != {ref.scalers[loss_id].scale}:
+        world.known("another scale")
+    ours_list, plain_list = [], []
+    for m in sorted({m for o in optimizers for m in world.owned(o)}):
+        whole = (parts >> m) % 4 != 3
+        ours, plain = world.losses(m, seed + m, whole)
+        if ours.requires_grad and plain.requires_grad:
+            ours_list.append(ours)
+            plain_list.append(plain)
+    if not ours_list:
+        return
+    ours, plain = sum(ours_list), sum(plain_list)
+    world.same(ours, plain, "loss")
+    through = ref.passes_through(optimizers, loss_id)
+    reentered = [o for o in optimizers if ref.windows[o] is not None]
+    scale = 1.0 if through else ref.enter(optimizers, loss_id)
+    marks = {o: ref.marks(o) for o in reentered}
+    if through and trouble == "early":
+        trouble = ""
+    factor = {"inf": float("inf"), "nan": float("nan")}.get(trouble, 1.0)
+    try:
+        with amp.scale_loss(
+            ours, [world.optimizers[o] for o in optimizers], loss_id=loss_id, delay_unscale=delay
+        ) as scaled:
+            world.same(scaled, plain.float() * scale, "scaled loss")
+            if trouble == "early":
+                raise BodyError
+            (scaled * factor).backward()
+            (plain.float() * scale * factor).backward()
+            if inside is not None:
+                inside()
+            if trouble == "one":
+                for params in (world.params, ref.params):
+                    for name in [n for o in optimizers for n in ref.names(o)][:1]:
+                        if params[name].grad is not None:
+                            with torch.no_grad():
+                                params[name].grad[(0,) * params[name].dim()] = float("inf")
+            if trouble == "late":
+                raise BodyError
+    except BodyError:
+        if not through:
+            ref.abandon(optimizers, marks)
+        return
+    if not through and not delay:
+        ref.exit(optimizers, loss_id)
+
+
+@action(
+    10,
+    which=MANY,
+    seed=SEED,
+    loss_id=3,
+    delay=[0, 0, 0, 1],
+    trouble=[""] * 12 + ["inf", "nan", "one", "early", "late"],
+    parts=MANY,
+)
+def backward(world: World, which: int, seed: int, loss_id: int, delay: int, trouble: str, parts: int) -> None:
+    """A backward of one optimizer's models, or of several's; perhaps with an overflow, or an error in the body."""
+    count = len(world.optimizers)
+    chosen = [o for o in range(count) if (which >> o) & 1] or [which % count]
+    run_backward(world, chosen, seed, loss_id, bool(delay), trouble, parts)
+
+
+@action(8, which=MANY)
+def step(world: World, which: int) -> None:
+    o = which % len(world.optimizers)
+    window = world.ref.windows[o]
+    if window is not None and window.scale != world.ref.scalers[window.loss_id].scale:
+        world.known("another scale")
+    if any(world.ref.entry(name).grad is None for name in world.ref.names(o) if name in world.ref.written):
+        world.known("written master without gradient")
+    world.optimizers[o].step()
+    world.ref.step(o)
+    world.dropped.discard(o)
+    if not world.ref.passes_through([o], 0):
+        world.same(amp.current_engine().step_was_skipped(world.optimizers[o]), world.ref.skipped[o], "step was skipped")
+    if o in world.inexact or o in world.ref.clipped:
+        world.rounded.add(o)
+
+
+@action(8, which=MANY, seed=SEED, set_to_none=[True, True, False])
+def iterate(world: World, which: int, seed: int, set_to_none: bool) -> None:
+    """A plain iteration, so that there is training between the rest."""
+    o = which % len(world.optimizers)
+    zero_grad(world, o, set_to_none)
+    run_backward(world, [o], seed, 0, False, "", 0)
+    step(world, o)
+
+
+@action(4, which=MANY, set_to_none=[True, True, False])
+def zero_grad(world: World, which: int, set_to_none: bool) -> None:
+    o = which % len(world.optimizers)
+    window = world.ref.windows[o]
+    if window is not None and any(world.ref.params[n].grad is None for n in window.earlier):
+        world.known("zero_grad in a window")
+    world.optimizers[o].zero_grad(set_to_none)
+    world.ref.zero_grad(o, set_to_none)
+
+
+@action(1, which=MANY, set_to_none=[True, True, False])
+def model_zero_grad(world: World, which: int, set_to_none: bool) -> None:
+    """Reaches the model's own gradients only: at O2 and O5 not the masters'."""
+    m = which % len(world.models)
+    for models in (world.models, world.ref.models):
+        models[m].zero_grad(set_to_none)
+    for o, window in enumerate(world.ref.windows):
+        for name in [n for n in world.ref.names(o) if n.startswith(f"m{m}.") and n not in world.ref.masters]:
+            if window is not None:
+                if world.ref.params[name].grad is None and name in window.earlier:
+                    world.known("zero_grad in a window")
+                window.earlier.pop(name, None)
+
+
+@action(3, which=MANY, kind=["amp", "amp", "torch", "amp inf"], max_norm=[2.0**-8, 0.25, 64.0])
+def clip(world: World, which: int, kind: str, max_norm: float) -> None:
+    """Between backward and step."""
+    o = which % len(world.optimizers)
+    ref = world.ref
+    params = [ref.entry(name) for name in ref.names(o)]
+    if ref.windows[o] is not None or not any(p.grad is not None for p in params):
+        return
+    if not all(bool(p.grad.isfinite().all()) for p in params if p.grad is not None):
+        return
+    if world.level == "O3" and kind != "torch":
+        world.known("clip at O3")
+    if len(ref.regrouped & {o}) and kind != "torch":
+        world.known("clip after a regrouping")
+    order = float("inf") if kind == "amp inf" else 2.0
+    if kind == "torch":
+        norm = torch.nn.utils.clip_grad_norm_(list(amp.master_params(world.optimizers[o])), max_norm)
+    else:
+        norm = amp.clip_grad_norm_(world.optimizers[o], max_norm, order)
+    plain = torch.nn.utils.clip_grad_norm_(params, max_norm, order)
+    world.same(norm.float(), plain.float(), "norm", 1e-2 if world.level == "O3" else 1e-5)
+    ref.clipped.add(o)
+
+
+@action(2, which=MANY, lr=[1 / 16, 1 / 8, 1 / 4])
+def set_lr(world: World, which: int, lr: float) -> None:
+    o = which % len(world.optimizers)
+    for optimizer in (world.optimizers[o], world.ref.optimizers[o]):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+
+@action(2, which=MANY, scale=[2.0**3, 2.0**8, 2.0**12])
+def set_scale(world: World, which: int, scale: float) -> None:
+    """amp.load_state_dict, or the attribute that scripts write."""
+    i = which % len(world.ref.scalers)
+    if not world.ref.scalers[i].dynamic:
+        return
+    if which % 2:
+        state = amp.state_dict()
+        state[f"loss_scaler{i}"]["loss_scale"] = scale
+        amp.load_state_dict(state)
+    else:
+        amp._amp_state.loss_scalers[i]._loss_scale = scale
+    world.ref.scalers[i].scale = scale
+
+
+# --- forwards -------------------------------------------------------------------------------------
+
+
+@action(4, which=MANY, seed=SEED, mode=["no_grad", "inference_mode", "eval", "train", "amp off"])
+def forward(world: World, which: int, seed: int, mode: str) -> None:
+    """A forward whose graph, if there is one, is dropped. In train mode batch norms move."""
+    m = which % len(world.models)
+    both = world.models[m], world.ref.models[m]
+    if mode == "inference_mode" and world.level in ("O1", "O4"):
+        world.known("inference_mode")
+    for model in both if mode in ("eval", "inference_mode") else ():
+        model.eval()
+    with ExitStack() as stack:
+        if mode == "no_grad":
+            stack.enter_context(torch.no_grad())
+        if mode == "inference_mode":
+            stack.enter_context(torch.inference_mode())
+        if mode == "amp off":
+            stack.enter_context(amp.disable_casts())
+            both[1].half, half = None, both[1].half
+        try:
+            world.outputs(m, seed)
+        finally:
+            if mode == "amp off":
+                both[1].half = half
+            for model in both:
+                model.train()
+
+
+# --- writes ---------------------------------------------------------------------------------------
+
+
+def write(tensor: Tensor, value: Tensor, how: str) -> None:
+    value = value.to(tensor.dtype)
+    if how == "no_grad":
+        with torch.no_grad():
+            tensor.copy_(value)
+    elif how == "element":
+        with torch.no_grad():
+            tensor[(0,) * tensor.dim()] = value.reshape(-1)[0]
+    elif how == "data":
+        tensor.data.copy_(value)
+    elif how == "data replaced":
+        tensor.data = value.clone()
+    elif how == "detach":
+        tensor.detach().copy_(value)
+    elif how == "numpy":
+        tensor.detach().numpy()[...] = value.numpy()
+    elif how == "dlpack":
+        torch.from_dlpack(tensor.detach()).copy_(value)
+    else:
+        raise ValueError(how)
+
+
+VERSIONED = ("no_grad", "element", "detach", "data replaced")
+HIDDEN = ("data", "numpy", "dlpack")
+
+
+def values(like: Tensor, seed: int) -> Tensor:
+    return torch.randint(-12, 13, like.shape, generator=torch.Generator().manual_seed(seed)) / 16
+
+
+@action(3, which=MANY, seed=SEED, how=[*VERSIONED])
+def write_param(world: World, which: int, seed: int, how: str) -> None:
+    """A write that autograd can see; a master takes the new value at the next scale_loss or step."""
+    name = pick(world, which)
+    if how == "data replaced" and not world.params[name].is_contiguous():
+        world.known("layout")
+    for params in (world.params, world.ref.params):
+        write(params[name], values(params[name], seed), how)
+    if name in world.ref.masters:
+        world.ref.moved.add(name)
+
+
+@action(3, which=MANY, seed=SEED, how=[*HIDDEN])
+def write_param_hidden(world: World, which: int, seed: int, how: str) -> None:
+    """A write that moves no version. Masters overwrite it, if not asked to adopt."""
+    name = pick(world, which)
+    if name in world.ref.masters:
+        return
+    if how != "data" and world.level in ("O1", "O4"):
+        world.known("hidden write")
+    for params in (world.params, world.ref.params):
+        if how == "data" or params[name].dtype != torch.bfloat16:
+            write(params[name], values(params[name], seed), how)
+
+
+@action(2, which=MANY, seed=SEED, how=["no_grad", "element", "data", "detach"])
+def write_master(world: World, which: int, seed: int, how: str) -> None:
+    """Reaches the model at the next step."""
+    name = trainable(world, which)
+    if name is None or name not in world.ref.masters or name in world.ref.added:
+        return
+    entry = world.entry(name)
+    assert entry is not None
+    for tensor in (entry, world.ref.masters[name]):
+        write(tensor, values(tensor, seed), how)
+    if name not in world.ref.moved:
+        world.ref.written.add(name)
+
+
+@action(1, which=MANY)
+def drop_gradient(world: World, which: int) -> None:
+    """`p.grad = None` of one entry: the step leaves it out."""
+    name = trainable(world, which)
+    if name is None or world.is_open():
+        return
+    entry = world.entry(name)
+    assert entry is not None
+    entry.grad = None
+    world.ref.entry(name).grad = None
+    world.dropped.add(world.owner(name))
+
+
+@action(2, which=MANY, how=["halve", "replace", "transpose", "negative", "zero", "add"])
+def edit_gradient(world: World, which: int, how: str) -> None:
+    """What users do to a gradient between backward and step."""
+    name = trainable(world, which)
+    if name is None or world.is_open():
+        return
+    if how == "negative":
+        world.known("negative bit")
+    if how == "transpose" and name in world.ref.masters:
+        world.known("gradient of another layout")
+    entry = world.entry(name)
+    assert entry is not None
+    for p in (entry, world.ref.entry(name)):
+        grad = p.grad
+        if grad is None:
+            continue
+        with torch.no_grad():
+            if how == "halve":
+                grad.mul_(0.5)
+            elif how == "replace":
+                p.grad = grad.clone() * 2
+            elif how == "transpose" and grad.dim() == 2:
+                p.grad = grad.t().contiguous().t()
+            elif how == "negative":
+                p.grad = torch._neg_view(grad.clone())
+            elif how == "zero":
+                grad.zero_()
+            elif how == "add":
+                grad.add_(p.detach(), alpha=1 / 64)
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+@action(1, which=MANY)
+def freeze(world: World, which: int) -> None:
+    """Or unfreeze."""
+    name = pick(world, which)
+    for params in (world.params, world.ref.params):
+        params[name].requires_grad_(not params[name].requires_grad)
+
+
+def regroup(world: World, o: int) -> None:
+    if o in world.dropped:
+        world.known("dropped gradient and regrouping")
+
+
+@action(1, which=MANY)
+def add_group(world: World, which: int) -> None:
+    """A parameter that no optimizer has."""
+    free = [
+        (o, name)
+        for o in range(len(world.optimizers))
+        for m in world.owned(o)
+        for name in world.params
+        if name.startswith(f"m{m}.") and world.owner(name) is None and world.params[name].requires_grad
+    ]
+    if not free or world.is_open():
+        return
+    o, name = free[which % len(free)]
+    regroup(world, o)
+    world.optimizers[o].add_param_group({"params": [world.params[name]]})
+    world.ref.optimizers[o].add_param_group({"params": [world.ref.params[name]]})
+    world.ref.groups[o].append([name])
+    world.ref.added.add(name)
+
+
+@action(1, which=MANY)
+def move_between_groups(world: World, which: int) -> None:
+    """The last of a group to the end of the next, or the first two of a group swapped."""
+    o = which % len(world.optimizers)
+    ours, plain, names = world.optimizers[o].param_groups, world.ref.optimizers[o].param_groups, world.ref.groups[o]
+    if world.is_open():
+        return
+    regroup(world, o)
+    g = which % len(names)
+    for params in (ours[g]["params"], plain[g]["params"], names[g]):
+        if len(params) > 1:
+            params[0], params[1] = params[1], params[0]
+    if len(names) > 1 and names[g]:
+        h = (g + 1) % len(names)
+        for lists in ([x["params"] for x in ours], [x["params"] for x in plain], names):
+            lists[h].append(lists[g].pop())
+
+
+@action(0.7, which=MANY)
+def remove_param(world: World, which: int) -> None:
+    """One entry leaves its group, with its state."""
+    o = which % len(world.optimizers)
+    names = world.ref.groups[o]
+    if world.is_open() or len(world.ref.names(o)) < 2:
+        return
+    regroup(world, o)
+    g = next(g for g in range(len(names)) if names[g])
+    ours, plain = world.optimizers[o].param_groups[g]["params"], world.ref.optimizers[o].param_groups[g]["params"]
+    for optimizer, params in ((world.optimizers[o], ours), (world.ref.optimizers[o], plain)):
+        optimizer.state.pop(params.pop(0), None)  # or torch's state_dict() fails
+    names[g].pop(0)
+    world.ref.regrouped.add(o)
+
+
+# --- optimizer state ------------------------------------------------------------------------------
+
+
+@action(1, which=MANY, how=["clear inner", "pop one", "clear all", "new dict", "replace", "in place"])
+def change_state(world: World, which: int, how: str) -> None:
+    """What scripts do to `optimizer.state` to reset or edit moments."""
+    o = which % len(world.optimizers)
+    if how in ("clear inner", "pop one"):
+        world.known("emptied state")
+    for optimizer in (world.optimizers[o], world.ref.optimizers[o]):
+        if how == "clear inner":
+            for state in optimizer.state.values():
+                state.clear()
+        elif how == "clear all":
+            optimizer.state.clear()
+        elif how == "new dict":
+            optimizer.state = copy.copy(optimizer.state)
+            optimizer.state.clear()
+        for state in optimizer.state.values():
+            for key in ("momentum_buffer", "exp_avg"):
+                if isinstance(state.get(key), Tensor):
+                    if how == "pop one" and key == "momentum_buffer":
+                        state.pop(key)
+                    elif how == "replace":
+                        state[key] = state[key] * 2
+                    elif how == "in place":
+                        state[key].zero_()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def pack(world: World) -> Any:
+    return {
+        "models": [copy.deepcopy(m.state_dict()) for m in world.models],
+        "optimizers": [copy.deepcopy(o.state_dict()) for o in world.optimizers],
+        "amp": copy.deepcopy(amp.state_dict()),
+    }
+
+
+@action(1)
+def save(world: World) -> None:
+    """To be loaded later. The reference saves masters for what has one."""
+    ref = world.ref
+    exact = {
+        name: (p if name in ref.moved or name not in ref.masters else ref.masters[name]).detach().float().clone()
+        for name, p in ref.params.items()
+    }
+    buffers = [[b.clone() for b in m.buffers()] for m in ref.models]
+    for m, model in enumerate(world.models):
+        for name, value in model.state_dict().items():
+            if f"m{m}.{name}" in exact:
+                world.same(value, exact[f"m{m}.{name}"], f"saved m{m}.{name}")
+    states = [copy.deepcopy(o.state_dict()) for o in ref.optimizers]
+    scalers = [(s.scale, s.unskipped) for s in ref.scalers]
+    world.saved.append((pack(world), exact, buffers, states, scalers, copy.deepcopy(ref.groups)))
+
+
+@action(1, which=MANY, what=["all", "all", "model", "optimizer", "amp"])
+def load(world: World, which: int, what: str) -> None:
+    """Into the objects that are there, in mid-training."""
+    ref = world.ref
+    if not world.saved:
+        return
+    ours, exact, buffers, states, scalers, groups = world.saved[which % len(world.saved)]
+    if what in ("all", "model"):
+        for model, state in zip(world.models, ours["models"], strict=True):
+            model.load_state_dict(state)
+        ref.load(exact, buffers)
+    if what in ("all", "optimizer") and groups == ref.groups:
+        for o, (optimizer, state) in enumerate(zip(world.optimizers, ours["optimizers"], strict=True)):
+            optimizer.load_state_dict(copy.deepcopy(state))
+            ref.scan(o)
+            ref.optimizers[o].load_state_dict(copy.deepcopy(states[o]))
+    if what in ("all", "amp"):
+        amp.load_state_dict(ours["amp"])
+        for scaler, (scale, unskipped) in zip(ref.scalers, scalers, strict=True):
+            scaler.scale, scaler.unskipped = scale, unskipped
+
+
+__all__ = ["ACTIONS", "MANY", "OPTIMIZERS", "BodyError", "nn"]

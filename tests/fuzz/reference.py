@@ -1,0 +1,221 @@
+"""Mixed precision by hand: what amp_engine promises, in plain PyTorch, one tensor at a time.
+
+Nothing here imports `amp_engine`. A parameter is known by its name, `m0.a.weight`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.plain import cast_model
+
+HALF = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
+
+
+@dataclass
+class Scaler:
+    """One loss's scale and the rule that moves it."""
+
+    scale: float
+    dynamic: bool
+    window: int
+    ceiling: float
+    unskipped: int = 0
+
+    def update(self, overflowed: bool) -> None:
+        self.unskipped = 0 if overflowed and self.dynamic else self.unskipped + 1
+        if self.dynamic and overflowed:
+            self.scale = max(self.scale / 2, 2.0**-24)
+        elif self.dynamic and self.unskipped >= self.window:
+            self.scale, self.unskipped = min(self.scale * 2, self.ceiling), 0
+
+
+@dataclass
+class Window:
+    """Gradients that are still scaled, and those of before, which they will be added to."""
+
+    scale: float
+    loss_id: int
+    earlier: dict[str, Tensor] = field(default_factory=dict)
+    zeroed: bool = False  # through the masters, whose parameters still show their gradients
+
+
+class Reference:
+    """Models, optimizers and loss scales at one level. Models come in FP32 and are copied."""
+
+    def __init__(
+        self, models: list[Any], groups: list[Any], make: list[Any], level: str, scalers: list[Scaler], adopt: bool
+    ) -> None:
+        self.level, self.scalers, self.adopt = level, scalers, adopt
+        self.by_master = level in ("O2", "O5")
+        self.dtype = HALF[level] if level in ("O2", "O3", "O5") else torch.float32
+        self.models = [cast_model(m, self.dtype, keep_batchnorm=self.by_master) for m in models]
+        for model in self.models:
+            model.half = HALF[level] if level in ("O1", "O4") else None
+        self.groups: list[list[list[str]]] = groups
+        self.optimizers = [
+            new([{"params": [self.params[n] for n in group]} for group in own])
+            for new, own in zip(make, groups, strict=True)
+        ]
+        self.masters: dict[str, nn.Parameter] = {}  # of those low-precision parameters that an optimizer has
+        self.home: dict[str, int] = {}  # their optimizers
+        self.windows: list[Window | None] = [None for _ in groups]
+        self.overflowed, self.skipped = [False for _ in groups], [False for _ in groups]
+        self.moved: set[str] = set()  # parameters that the user wrote since their masters looked last
+        self.added: set[str] = set()  # to a group, since masters were looked for
+        self.regrouped: set[int] = set()  # optimizers whose groups lost something since
+        self.written: set[str] = set()  # and masters that the user wrote since they were rounded last
+        self.clipped: set[int] = set()  # optimizers whose gradients, and what follows, are right but for rounding
+        exact = {f"m{i}.{n}": p.detach() for i, m in enumerate(models) for n, p in m.named_parameters()}
+        for o in range(len(groups)):
+            self.scan(o, exact)
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        return {f"m{i}.{name}": p for i, m in enumerate(self.models) for name, p in m.named_parameters()}
+
+    def names(self, o: int) -> list[str]:
+        return [name for group in self.groups[o] for name in group]
+
+    def entry(self, name: str) -> nn.Parameter:
+        """What the optimizer steps."""
+        return self.masters[name] if name in self.masters and name not in self.added else self.params[name]
+
+    def forward(self, m: int, x: Tensor, *args: Any) -> Tensor:
+        cast = self.level in ("O2", "O3", "O5")
+        return self.models[m](x.to(self.dtype), *args).float() if cast else self.models[m](x, *args)
+
+    @torch.no_grad()
+    def scan(self, o: int, exact: dict[str, Tensor] | None = None) -> None:
+        """Low-precision parameters of the groups that require a gradient have masters."""
+        optimizer = self.optimizers[o]
+        gone = [name for name, home in self.home.items() if home == o and name not in self.names(o)]
+        gone += [name for name in self.added if name in self.masters and not self.params[name].requires_grad]
+        for name in gone:
+            del self.masters[name], self.home[name]
+        self.added.difference_update(self.names(o))
+        self.regrouped.discard(o)
+        for name in self.names(o) if self.by_master else ():
+            param = self.params[name]
+            if name not in self.masters and param.dtype != torch.float32 and param.requires_grad:
+                self.masters[name] = nn.Parameter((exact or self.params)[name].float().clone())
+                self.home[name] = o
+                self.moved.discard(name)
+                if param in optimizer.state:
+                    optimizer.state[self.masters[name]] = optimizer.state.pop(param)
+        for group, names in zip(optimizer.param_groups, self.groups[o], strict=True):
+            group["params"] = [self.entry(name) for name in names]
+
+    @torch.no_grad()
+    def refresh(self, o: int) -> None:
+        """Masters follow parameters that the user wrote."""
+        for name in [name for name in self.names(o) if name in self.masters and name in self.moved]:
+            self.masters[name].copy_(self.params[name])
+            self.moved.discard(name)
+            self.written.discard(name)
+
+    @torch.no_grad()
+    def write_back(self, o: int) -> None:
+        for name in [name for name in self.names(o) if name in self.masters]:
+            self.params[name].copy_(self.masters[name])
+            self.written.discard(name)
+
+    def passes_through(self, optimizers: list[int], loss_id: int) -> bool:
+        scaler = self.scalers[loss_id]
+        return not (scaler.dynamic or scaler.scale != 1.0 or self.by_master or any(self.windows[o] for o in optimizers))
+
+    def enter(self, optimizers: list[int], loss_id: int) -> float:
+        """Set earlier gradients aside. Returns the scale of the loss."""
+        for o in optimizers:
+            self.scan(o)
+            self.refresh(o)
+            self.heed_zero_grad(o)
+        scale = next((w.scale for o in optimizers if (w := self.windows[o])), self.scalers[loss_id].scale)
+        for o in [o for o in optimizers if self.windows[o] is None]:
+            earlier = {name: g for name in self.names(o) if (g := self.entry(name).grad) is not None}
+            self.windows[o] = Window(scale, loss_id, earlier)
+            for name in self.names(o):
+                self.params[name].grad = self.entry(name).grad = None
+        return scale
+
+    @torch.no_grad()
+    def exit(self, optimizers: list[int], loss_id: int) -> None:
+        """Unscale, add, look for overflows, move the scale."""
+        overflowed = False
+        for o in optimizers:
+            self.heed_zero_grad(o)
+            window, self.windows[o] = self.windows[o], None
+            for name in self.names(o) if window else ():
+                param, entry, total = self.params[name], self.entry(name), window.earlier.get(name)
+                if param.grad is not None:
+                    overflowed |= not bool(param.grad.isfinite().all())
+                    grad = (param.grad.float() / window.scale).to(entry.dtype)
+                    total = grad if total is None else total + grad
+                entry.grad = total
+        self.scalers[loss_id].update(overflowed)
+        for o in optimizers:
+            self.overflowed[o] |= overflowed and self.scalers[loss_id].dynamic
+
+    def abandon(self, optimizers: list[int], reentered: dict[int, list[Any]]) -> None:
+        """Gradients as they were at the entry; what a backward added to scaled ones cannot be told apart."""
+        for o in optimizers:
+            if reentered.get(o) == self.marks(o):
+                continue
+            window, self.windows[o] = self.windows[o], None
+            for name in self.names(o):
+                self.params[name].grad = None
+                self.entry(name).grad = window.earlier.get(name) if window else None
+
+    def marks(self, o: int) -> list[Any]:
+        """Equal to those of before if no backward wrote in between."""
+        grads = [self.params[name].grad for name in self.names(o)]
+        return [None if grad is None else (id(grad), grad._version) for grad in grads]
+
+    def step(self, o: int) -> None:
+        if (window := self.windows[o]) is not None:
+            self.exit([o], window.loss_id)
+        self.skipped[o], self.overflowed[o] = self.overflowed[o], False
+        if not self.skipped[o]:
+            self.scan(o)
+            self.refresh(o)
+            self.optimizers[o].step()
+            self.write_back(o)
+        for name in [name for name in self.names(o) if name in self.masters]:
+            self.params[name].grad = self.masters[name].grad = None
+
+    def zero_grad(self, o: int, set_to_none: bool) -> None:
+        self.optimizers[o].zero_grad(set_to_none)
+        if (window := self.windows[o]) is not None:  # everything of before and of now
+            window.earlier.clear()
+            window.zeroed = True
+
+    def heed_zero_grad(self, o: int) -> None:
+        if (window := self.windows[o]) is not None and window.zeroed:
+            window.zeroed = False
+            for name in [name for name in self.names(o) if name in self.masters]:
+                self.params[name].grad = self.masters[name].grad = None
+
+    @torch.no_grad()
+    def load(self, exact: dict[str, Tensor], buffers: list[list[Tensor]]) -> None:
+        for name, value in exact.items():
+            for tensor in (self.params[name], self.entry(name)):
+                tensor.copy_(value)
+        for model, values in zip(self.models, buffers, strict=True):
+            for buffer, value in zip(model.buffers(), values, strict=True):
+                buffer.copy_(value)
+        self.moved.clear()
+        self.written.clear()
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Everything in FP32 again, with the masters' values; unscaled gradients only."""
+        for o in range(len(self.groups)):
+            self.scan(o)
+            self.refresh(o)
+        for name, p in self.params.items():
+            value, p.grad = self.entry(name).float(), None
+            p.data = value.clone()

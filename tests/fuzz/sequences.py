@@ -1,0 +1,141 @@
+"""Sequences of actions: drawn from a seed, run, shortened, written down and read again."""
+
+from __future__ import annotations
+
+import json
+import random
+import traceback
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from amp_engine import amp
+from tests.fuzz.actions import ACTIONS
+from tests.fuzz.models import MODELS, OPTIMIZERS
+from tests.fuzz.world import KnownBugError, World, quiet
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+FUSED_ALONE = ("fused sgd", "fused adam", "fused lamb", "fused novograd", "fused adagrad")
+# What goes wrong between a backward and its step is silent, so more of it is drawn there.
+BETWEEN = (
+    *("clip", "drop_gradient", "edit_gradient", "move_between_groups", "add_group", "remove_param", "freeze"),
+    *("change_state", "write_master", "write_param", "write_param_hidden", "set_scale", "zero_grad", "load", "save"),
+)
+
+
+@dataclass
+class Sequence:
+    """How it starts, and what is done then: (action, its numbers, whether gradients and state are looked at after)."""
+
+    start: dict[str, Any]
+    actions: list[tuple[str, dict[str, Any], bool]]
+
+    def __str__(self) -> str:
+        return "\n".join(json.dumps(line) for line in [self.start, *self.actions])
+
+    @classmethod
+    def parse(cls, text: str) -> Sequence:
+        start, *actions = [json.loads(line) for line in text.splitlines() if line.strip().startswith(("{", "["))]
+        return cls(start, [(name, numbers, bool(look)) for name, numbers, look in actions])
+
+
+def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> Sequence:
+    """The sequence of a seed."""
+    source = random.Random(seed)
+    level = level or source.choice([*LEVELS, "O1", "O2", "O2", "O5"])
+    models = [source.choice(["mlp", "mlp", "vector", "normed", "conv"]) for _ in range(source.choice([1, 1, 2]))]
+    kinds = [kind for kind in OPTIMIZERS if level != "O3" or kind not in FUSED_ALONE]
+    apart = len(models) == 2 and source.random() < 0.7
+    owned = [[0], [1]] if apart else [list(range(len(models)))]
+    dynamic = level in ("O1", "O2")
+    start = {
+        "level": level,
+        "models": models,
+        "channels_last": [kind == "conv" and source.random() < 0.5 for kind in models],
+        "optimizers": [[source.choice(kinds), own, source.choice(["one", "one", "two", "part"])] for own in owned],
+        "frozen": source.choice([[], [], [source.randrange(20)]]),
+        "num_losses": source.choice([1, 1, 2]),
+        "loss_scale": source.choice([None, None, 64.0] if dynamic else [None, None, None, "dynamic", 64.0]),
+        "max_loss_scale": source.choice([2.0**4, 2.0**10, 2.0**12, 2.0**24]),
+        "window": source.choice([2, 3, 2000]),
+        "adopt": False,
+    }
+    names = [name for name in ACTIONS if name not in without]
+    between = [name for name in BETWEEN if name in names]
+    chosen: list[str] = []
+    for _ in range(source.randint(4, 24)):
+        if chosen and chosen[-1] in ("backward", *between) and source.random() < 0.6:
+            chosen += [source.choice([*between, "step", "step"])]
+        else:
+            chosen += source.choices(names, [ACTIONS[name].weight for name in names])
+    looks = source.choice([0.0, 0.3, 1.0])
+    return Sequence(start, [(name, ACTIONS[name].draw(source), source.random() < looks) for name in chosen])
+
+
+# Bugs that are open: a sequence ends where it would meet one. Emptied when they are cured.
+KNOWN_BUGS: set[str] = {
+    "another scale",
+    "two scales",
+    "written master without gradient",
+    "zero_grad in a window",
+    "emptied state",
+    "inference_mode",
+    "hidden write",
+    "negative bit",
+    "layout",
+    "dropped gradient and regrouping",
+    "clip after a regrouping",
+    "clip at O3",
+    "closed after a regrouping",
+    "gradient of another layout",
+}
+
+
+def run(sequence: Sequence) -> str | None:
+    """What went wrong, and at which action; None if nothing did."""
+    torch.manual_seed(0)
+    place = "start"
+    try:
+        with quiet():
+            world = World(sequence.start, KNOWN_BUGS)
+            for name, numbers, look in sequence.actions:
+                place = name
+                ACTIONS[name].run(world, **numbers)
+                if not world.is_finite():
+                    return None  # trained to nothing, as it may at a static scale
+                world.check(look)
+            place = "end"
+            world.check(look=True)
+            world.close()
+    except KnownBugError:
+        amp.close()
+    except Exception as error:
+        amp.close()
+        where = "".join(traceback.format_exception(error)[-4:])
+        return f"{place}: {type(error).__name__}: {error}\n{where}"
+    return None
+
+
+def shrink(sequence: Sequence) -> Sequence:
+    """The same failure, of the same kind, with as few actions as deleting one by one leaves."""
+    kind = _kind(run(sequence))
+    shorter = True
+    while shorter:
+        shorter = False
+        for size in (8, 4, 2, 1):
+            i = len(sequence.actions) - size
+            while i >= 0:
+                candidate = Sequence(sequence.start, sequence.actions[:i] + sequence.actions[i + size :])
+                if _kind(run(candidate)) == kind:
+                    sequence, shorter = candidate, True
+                i -= size
+    return sequence
+
+
+def _kind(failure: str | None) -> str | None:
+    return None if failure is None else failure.split(":")[1].strip()
+
+
+__all__ = ["MODELS", "Sequence", "draw", "run", "shrink"]

@@ -1,0 +1,235 @@
+"""amp_engine beside its reference, and what must agree between the two."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import amp
+from tests.fuzz.models import OPTIMIZERS, batch, loss_of, make_model
+from tests.fuzz.reference import Reference, Scaler
+
+
+class MismatchError(AssertionError):
+    """amp_engine and the reference disagree."""
+
+
+class KnownBugError(Exception):
+    """What comes next meets a bug that is known: no more of this sequence."""
+
+
+class World:
+    """One run: models and optimizers in amp's care, and the same in the reference's.
+
+    Args:
+        start: level, models, optimizers and what else `initialize` is told; plain data.
+        skipped_bugs: those that are passed over.
+    """
+
+    def __init__(self, start: dict[str, Any], skipped_bugs: Collection[str] = ()) -> None:
+        self.start = start
+        self.skipped_bugs = skipped_bugs
+        self.models: list[Any] = [make_model(kind, seed) for seed, kind in enumerate(start["models"])]
+        self.plain: list[Any] = [make_model(kind, seed) for seed, kind in enumerate(start["models"])]
+        for model, plain, last in zip(self.models, self.plain, start["channels_last"], strict=True):
+            if last:
+                model.to(memory_format=torch.channels_last)
+                plain.to(memory_format=torch.channels_last)
+        for which in start["frozen"]:
+            for models in (self.models, self.plain):
+                params = [p for m in models for p in m.parameters()]
+                params[which % len(params)].requires_grad_(False)
+        self.kinds = [kind for kind, _, _ in start["optimizers"]]
+        self.optimizers: list[Optimizer] = []
+        self.groups: list[list[list[str]]] = []
+        for kind, owned, split in start["optimizers"]:
+            names = [f"m{i}.{name}" for i in owned for name, _ in self.models[i].named_parameters()]
+            self.groups.append({"one": [names], "two": [names[:1], names[1:]], "part": [names[:-1]]}[split])
+            self.optimizers.append(OPTIMIZERS[kind][0](self._engine_groups(self.groups[-1])))
+        self.saved: list[Any] = []
+        self.dropped: set[int | None] = set()  # optimizers of which a gradient was dropped since their step
+        self.initialize(start)
+
+    def _engine_groups(self, groups: list[list[str]]) -> list[dict[str, Any]]:
+        params = self.params
+        return [{"params": [params[name] for name in group]} for group in groups]
+
+    def initialize(self, start: dict[str, Any], states: list[Any] | None = None) -> None:
+        """Take models and optimizers in, on both sides, as they are in `plain` and `groups`."""
+        self.level = start["level"]
+        amp.initialize(
+            self.models,
+            self.optimizers,
+            opt_level=self.level,
+            num_losses=start["num_losses"],
+            loss_scale=start["loss_scale"],
+            max_loss_scale=start["max_loss_scale"],
+            adopt_data_writes=start["adopt"],
+            verbosity=0,
+        )
+        dynamic = start["loss_scale"] == "dynamic" or (start["loss_scale"] is None and self.level in ("O1", "O2"))
+        first = min(2.0**16, start["max_loss_scale"]) if dynamic else float(start["loss_scale"] or 1.0)
+        for scaler in self.engine.scalers:
+            scaler._scale_seq_len = start["window"]
+        scalers = [Scaler(first, dynamic, start["window"], start["max_loss_scale"]) for _ in self.engine.scalers]
+        self.ref = Reference(
+            self.plain, self.groups, [OPTIMIZERS[k][1] for k in self.kinds], self.level, scalers, start["adopt"]
+        )
+        self.inexact = {o for o, kind in enumerate(self.kinds) if not OPTIMIZERS[kind][2]}
+        self.rounded = set(self.inexact)  # of which optimizers weights may differ by rounding, until the next check
+
+    def known(self, bug: str) -> None:
+        """End the sequence here if `bug` is to be passed over."""
+        if bug in self.skipped_bugs:
+            raise KnownBugError
+
+    # --- what actions ask -------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Any:
+        return amp._amp_state.engine
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        return {f"m{i}.{name}": p for i, m in enumerate(self.models) for name, p in m.named_parameters()}
+
+    def entries(self, o: int) -> list[nn.Parameter]:
+        return [p for group in self.optimizers[o].param_groups for p in group["params"]]
+
+    def entry(self, name: str) -> nn.Parameter | None:
+        """What amp's optimizer steps of a parameter; None if it has none."""
+        for o in range(len(self.optimizers)):
+            for own, entry in zip(self.ref.names(o), self.entries(o), strict=True):
+                if own == name:
+                    return entry
+        return None
+
+    def owner(self, name: str) -> int | None:
+        return next((o for o in range(len(self.optimizers)) if name in self.ref.names(o)), None)
+
+    def owned(self, o: int) -> list[int]:
+        """The models of an optimizer."""
+        return self.start["optimizers"][o][1]
+
+    def is_open(self, o: int | None = None) -> bool:
+        """Whether a window of scaled gradients is open."""
+        return any(window is not None for i, window in enumerate(self.ref.windows) if o is None or i == o)
+
+    def outputs(self, m: int, seed: int, *args: Any) -> tuple[Tensor, Tensor]:
+        """A forward of both sides, compared."""
+        x = batch(self.models[m], seed)
+        ours, plain = self.models[m](x, *args), self.ref.forward(m, x, *args)
+        self.same(ours, plain, f"output of m{m}")
+        return ours, plain
+
+    def losses(self, m: int, seed: int, *args: Any) -> tuple[Tensor, Tensor]:
+        ours, plain = self.outputs(m, seed, *args)
+        return loss_of(ours, seed), loss_of(plain, seed)
+
+    # --- comparing --------------------------------------------------------------------------------
+
+    def same(self, ours: Any, plain: Any, what: str, rtol: float = 0.0, atol: float = 0.0) -> None:
+        if ours is None or plain is None:
+            if ours is not plain:
+                raise MismatchError(f"{what}: {_short(ours)}, expected {_short(plain)}")
+            return
+        if not isinstance(ours, Tensor) or not isinstance(plain, Tensor):
+            if float(ours) != float(plain):
+                raise MismatchError(f"{what}: {ours}, expected {plain}")
+            return
+        ours, plain = ours.detach(), plain.detach()
+        if ours.dtype != plain.dtype or ours.shape != plain.shape:
+            raise MismatchError(
+                f"{what}: {ours.dtype} {tuple(ours.shape)}, expected {plain.dtype} {tuple(plain.shape)}"
+            )
+        if torch.equal(ours, plain):
+            return
+        if not torch.allclose(ours.double(), plain.double(), rtol=rtol, atol=atol, equal_nan=True):
+            raise MismatchError(f"{what}: {_short(ours)}, expected {_short(plain)}")
+
+    def check(self, look: bool) -> None:
+        """Compare everything; gradients and state of optimizers, where looking changes how a step runs, if asked."""
+        with torch.no_grad():
+            self._check_weights()
+        for i, (scaler, plain) in enumerate(zip(self.engine.scalers, self.ref.scalers, strict=True)):
+            self.same(scaler.loss_scale(), plain.scale, f"scale of loss {i}")
+            self.same(int(scaler.unskipped), plain.unskipped, f"clean backwards of loss {i}")
+        for o in range(len(self.optimizers)) if look else ():
+            with torch.no_grad():
+                self._check_gradients(o)
+                self._check_state(o)
+
+    def _check_weights(self) -> None:
+        params, refs = self.params, self.ref.params
+        for o in range(len(self.optimizers)):
+            rtol, atol = (1e-5, 2e-6) if o in self.rounded else (0.0, 0.0)
+            for name, entry in zip(self.ref.names(o), self.entries(o), strict=True):
+                plain = self.ref.entry(name)
+                self.same(entry, plain, f"what optimizer {o} steps of {name}", rtol, atol)
+                if o in self.rounded and not torch.equal(entry, plain):
+                    followed = entry is not params[name] and torch.equal(refs[name], plain.to(refs[name].dtype))
+                    plain.copy_(entry)
+                    if followed:
+                        refs[name].copy_(plain)
+            self.rounded.discard(o)
+        for name, param in params.items():
+            self.same(param, refs[name], name)
+        for m, (ours, plain_model) in enumerate(zip(self.models, self.ref.models, strict=True)):
+            for (name, buffer), plain in zip(ours.named_buffers(), plain_model.buffers(), strict=True):
+                self.same(buffer, plain, f"m{m}.{name}")
+
+    def _check_gradients(self, o: int) -> None:
+        rtol = 2e-6 if o in self.ref.clipped else 0.0
+        for name, entry in zip(self.ref.names(o), self.entries(o), strict=True):
+            param, plain = self.params[name], self.ref.entry(name)
+            self.same(param.grad, self.ref.params[name].grad, f"gradient of {name}", rtol)
+            if entry is not param and not self.is_open(o):
+                self.same(entry.grad, plain.grad, f"gradient of the master of {name}", rtol)
+            if rtol and entry.grad is not None and plain.grad is not None and not self.is_open(o):
+                plain.grad.copy_(entry.grad)
+
+    def _check_state(self, o: int) -> None:
+        ours, plain = (side.state_dict()["state"] for side in (self.optimizers[o], self.ref.optimizers[o]))
+        by_formula = self.kinds[o] in ("fused lamb", "fused novograd", "fused adagrad")
+        for index, name in enumerate(self.ref.names(o)):
+            mine, theirs = ({k: v for k, v in state.get(index, {}).items() if v is not None} for state in (ours, plain))
+            if set(mine) != set(theirs) and not (by_formula and set(theirs) <= set(mine)):
+                raise MismatchError(f"state of {name}: {sorted(mine)}, expected {sorted(theirs)}")
+            for key, value in theirs.items():
+                rtol = 2e-5 if o in self.inexact or o in self.ref.clipped else 0.0
+                if isinstance(value, Tensor) and isinstance(mine[key], Tensor):
+                    self.same(mine[key].float(), value.float(), f"state {key!r} of {name}", rtol, 1e-9 if rtol else 0.0)
+                else:
+                    self.same(mine[key], value, f"state {key!r} of {name}")
+
+    def is_finite(self) -> bool:
+        """Whether there is something left to compare."""
+        return all(bool(p.isfinite().all()) for side in (self.params, self.ref.params) for p in side.values())
+
+    def close(self) -> None:
+        """Take it back, on both sides: plain models hold exact weights afterwards."""
+        if self.ref.added & set(self.ref.masters):
+            self.known("closed after a regrouping")
+        self.ref.close()
+        amp.close()
+        for name, p in self.params.items():
+            self.same(p, self.ref.params[name].float(), f"{name} after close()")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Warnings of torch and ours are not what is looked for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    amp.close()
+
+
+def _short(value: Any) -> str:
+    return " ".join(str(value.tolist() if isinstance(value, Tensor) else value).split())[:160]

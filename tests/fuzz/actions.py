@@ -7,6 +7,7 @@ something wherever it stands: sequences can be shortened. Where it has no meanin
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp_engine import amp
-from tests.fuzz.models import OPTIMIZERS
+from tests.fuzz.models import batch
 from tests.fuzz.world import World
 
 Numbers = dict[str, Any]
@@ -83,7 +84,18 @@ def run_backward(
     trouble: str,
     parts: int,
     inside: Callable[[], None] | None = None,
+    late_check: bool = False,
 ) -> None:
+    """A backward of the models of `optimizers` in a `scale_loss` over these.
+
+    Args:
+        delay: `delay_unscale`.
+        trouble: "" none; "inf", "nan" in all gradients; "one" in one gradient; "twice" two backwards in the body;
+            "early", "late" an error in the body before or after the backward.
+        parts: which models run only their first layer.
+        inside: called in the body, after the backward.
+        late_check: `delay_overflow_check`.
+    """
     ref = world.ref
     loss_id %= len(ref.scalers)
     claimed = [window.loss_id for o in optimizers if (window := ref.windows[o]) is not None]
@@ -97,35 +109,61 @@ def run_backward(
         return  # one loss cannot have two scales
     if not delay and scales and scales != {ref.scalers[loss_id].scale}:
         world.known("another scale")
-    ours_list, plain_list = [], []
+    losses = []
     for m in sorted({m for o in optimizers for m in world.owned(o)}):
-        whole = (parts >> m) % 4 != 3
-        ours, plain = world.losses(m, seed + m, whole)
+        ours, plain = world.losses(m, seed + m, (parts >> m) % 4 != 3)
         if ours.requires_grad and plain.requires_grad:
-            ours_list.append(ours)
-            plain_list.append(plain)
-    if not ours_list:
-        return
-    ours, plain = sum(ours_list), sum(plain_list)
+            losses.append((ours, plain))
+    if losses:
+        in_scale_loss(
+            world,
+            optimizers,
+            sum(ours for ours, _ in losses),
+            sum(plain for _, plain in losses),
+            loss_id,
+            delay,
+            trouble,
+            inside,
+            late_check,
+        )
+
+
+def in_scale_loss(
+    world: World,
+    optimizers: list[int],
+    ours: Any,
+    plain: Any,
+    loss_id: int,
+    delay: bool = False,
+    trouble: str = "",
+    inside: Callable[[], None] | None = None,
+    late_check: bool = False,
+) -> None:
+    """The two losses, backward. `inside` and the rest are as in `run_backward`."""
+    ref = world.ref
     world.same(ours, plain, "loss")
     through = ref.passes_through(optimizers, loss_id)
     reentered = [o for o in optimizers if ref.windows[o] is not None]
     scale = 1.0 if through else ref.enter(optimizers, loss_id)
     marks = {o: ref.marks(o) for o in reentered}
-    if through and trouble == "early":
-        trouble = ""
     factor = {"inf": float("inf"), "nan": float("nan")}.get(trouble, 1.0)
+    stepped = [world.optimizers[o] for o in optimizers]
     try:
         with amp.scale_loss(
-            ours, [world.optimizers[o] for o in optimizers], loss_id=loss_id, delay_unscale=delay
+            ours, stepped, loss_id=loss_id, delay_unscale=delay, delay_overflow_check=late_check
         ) as scaled:
-            world.same(scaled, plain.float() * scale, "scaled loss")
+            wanted = plain.float() * scale
+            world.same(scaled, wanted, "scaled loss")
             if trouble == "early":
                 raise BodyError
-            (scaled * factor).backward()
-            (plain.float() * scale * factor).backward()
+            for loss in (scaled, wanted):
+                if trouble == "twice":
+                    loss.backward(retain_graph=True)
+                (loss * factor).backward()
             if inside is not None:
                 inside()
+                if not delay and not through and scale != ref.scalers[loss_id].scale:
+                    world.known("another scale")
             if trouble == "one":
                 for params in (world.params, ref.params):
                     for name in [n for o in optimizers for n in ref.names(o)][:1]:
@@ -139,7 +177,10 @@ def run_backward(
             ref.abandon(optimizers, marks)
         return
     if not through and not delay:
-        ref.exit(optimizers, loss_id)
+        ref.exit(optimizers, loss_id, late_check)
+
+
+TROUBLE = [*[""] * 12, "inf", "nan", "one", "early", "late", "twice"]
 
 
 @action(
@@ -148,14 +189,60 @@ def run_backward(
     seed=SEED,
     loss_id=3,
     delay=[0, 0, 0, 1],
-    trouble=[""] * 12 + ["inf", "nan", "one", "early", "late"],
+    trouble=TROUBLE,
     parts=MANY,
+    late_check=[0, 0, 0, 0, 0, 1],
 )
-def backward(world: World, which: int, seed: int, loss_id: int, delay: int, trouble: str, parts: int) -> None:
+def backward(
+    world: World, which: int, seed: int, loss_id: int, delay: int, trouble: str, parts: int, late_check: int
+) -> None:
     """A backward of one optimizer's models, or of several's; perhaps with an overflow, or an error in the body."""
     count = len(world.optimizers)
     chosen = [o for o in range(count) if (which >> o) & 1] or [which % count]
-    run_backward(world, chosen, seed, loss_id, bool(delay), trouble, parts)
+    run_backward(world, chosen, seed, loss_id, bool(delay), trouble, parts, late_check=bool(late_check))
+
+
+@action(2, which=MANY, seed=SEED, loss_id=3, delay=[0, 0, 1], trouble=TROUBLE)
+def nested(world: World, which: int, seed: int, loss_id: int, delay: int, trouble: str) -> None:
+    """`scale_loss` of one optimizer in the body of another's."""
+    if len(world.optimizers) < 2:
+        return
+    a, b = which % 2, 1 - which % 2
+
+    def inner() -> None:
+        run_backward(world, [b], seed + 7, loss_id + which // 2 % 2, bool(delay), trouble, which)
+
+    run_backward(world, [a], seed, loss_id, False, "", 0, inner)
+
+
+@action(1, which=MANY, seed=SEED)
+def backward_outside(world: World, which: int, seed: int) -> None:
+    """A backward without `scale_loss`: it never reaches masters; what has none takes it as in torch."""
+    if world.is_open():
+        return
+    ours, plain = world.losses(which % len(world.models), seed)
+    for loss in (ours, plain):
+        if loss.requires_grad:
+            loss.backward()
+
+
+@action(1, which=MANY, seed=SEED)
+def hold(world: World, which: int, seed: int) -> None:
+    """A forward whose backward comes later, perhaps after steps."""
+    o = which % len(world.optimizers)
+    m = world.owned(o)[0]
+    if world.level in ("O1", "O4") and world.start["models"][m] == "mlp":
+        world.held.append((o, *world.losses(m, seed)))
+
+
+@action(1, loss_id=3)
+def backward_held(world: World, loss_id: int) -> None:
+    """That backward: of the weights that the forward ran with."""
+    if not world.held or world.is_open():
+        return
+    o, ours, plain = world.held.pop()
+    if ours.requires_grad and plain.requires_grad:
+        in_scale_loss(world, [o], ours, plain, loss_id % len(world.ref.scalers))
 
 
 @action(8, which=MANY)
@@ -323,6 +410,8 @@ def write_param(world: World, which: int, seed: int, how: str) -> None:
     name = pick(world, which)
     if how == "data replaced" and not world.params[name].is_contiguous():
         world.known("layout")
+    if how == "data replaced" and name in world.ref.moved:
+        world.known("data replaced twice")
     for params in (world.params, world.ref.params):
         write(params[name], values(params[name], seed), how)
     if name in world.ref.masters:
@@ -333,7 +422,7 @@ def write_param(world: World, which: int, seed: int, how: str) -> None:
 def write_param_hidden(world: World, which: int, seed: int, how: str) -> None:
     """A write that moves no version. Masters overwrite it, if not asked to adopt."""
     name = pick(world, which)
-    if name in world.ref.masters:
+    if name in world.ref.masters and not world.ref.adopt:
         return
     if how != "data" and world.level in ("O1", "O4"):
         world.known("hidden write")
@@ -352,6 +441,8 @@ def write_master(world: World, which: int, seed: int, how: str) -> None:
     assert entry is not None
     for tensor in (entry, world.ref.masters[name]):
         write(tensor, values(tensor, seed), how)
+    if world.ref.adopt:
+        world.known("written master under adopt_data_writes")
     if name not in world.ref.moved:
         world.ref.written.add(name)
 
@@ -514,6 +605,8 @@ def pack(world: World) -> Any:
 def save(world: World) -> None:
     """To be loaded later. The reference saves masters for what has one."""
     ref = world.ref
+    if ref.regrouped:
+        return
     exact = {
         name: (p if name in ref.moved or name not in ref.masters else ref.masters[name]).detach().float().clone()
         for name, p in ref.params.items()
@@ -550,4 +643,122 @@ def load(world: World, which: int, what: str) -> None:
             scaler.scale, scaler.unskipped = scale, unskipped
 
 
-__all__ = ["ACTIONS", "MANY", "OPTIMIZERS", "BodyError", "nn"]
+@action(0.7, which=MANY, how=["close", "drop"])
+def resume(world: World, which: int, how: str) -> None:
+    """Into fresh objects, as a new process would; the old ones closed, or dropped as they are."""
+    ref = world.ref
+    if world.is_open() or ref.added or ref.regrouped or any(not ref.params[name].requires_grad for name in ref.masters):
+        return
+    packed = copy.deepcopy(pack(world))
+    if how == "close":
+        amp.close()
+    world.renew()
+    for model, state in zip(world.models, packed["models"], strict=True):
+        model.load_state_dict(state)
+    for optimizer, state in zip(world.optimizers, packed["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+    amp.load_state_dict(packed["amp"])
+    ref.resume()
+    world.held.clear()
+    world.dropped.clear()
+
+
+@action(0.7, level=["O0", "O1", "O2", "O3", "O4", "O5"], loss_scale=[None, None, None, 64.0, "dynamic"])
+def reopen(world: World, level: str, loss_scale: float | str | None) -> None:
+    """Close, and initialize the same objects, at this level or another."""
+    if world.is_open() or (level == "O3" and any(kind.startswith("fused") for kind in world.kinds)):
+        return
+    if not all(p.requires_grad for p in world.params.values()):
+        return
+    for optimizer in (*world.optimizers, *world.ref.optimizers):
+        optimizer.zero_grad(True)
+    for model in world.models:
+        model.zero_grad()
+    world.close()
+    states = [copy.deepcopy(o.state_dict()) for o in world.ref.optimizers]
+    world.plain = world.ref.models
+    world.initialize({**world.start, "level": level, "loss_scale": loss_scale})
+    for optimizer, state in zip(world.ref.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    world.saved.clear()
+    world.held.clear()
+    world.dropped.clear()
+
+
+@action(0.5, level=["O0", "O1", "O2", "O4", "O5"], keep=[0, 1])
+def start_anew(world: World, level: str, keep: int) -> None:
+    """Another model at another level without close(), as in a notebook: what was there before does not count."""
+    casts = world.level in ("O1", "O4")
+    if casts and level not in ("O1", "O4"):
+        world.known("casts outlive their model")
+        keep = 0
+    old = World.__new__(World)
+    old.__dict__.update(world.__dict__)
+    bugs = world.skipped_bugs
+    world.__dict__.clear()
+    start = {**old.start, "level": level}
+    attic = [*old.attic, old] if keep else []
+    del old
+    gc.collect()
+    world.__init__(start, bugs)  # type: ignore[misc]
+    world.attic = attic
+
+
+@action(1, which=MANY, seed=SEED)
+def copy_model(world: World, which: int, seed: int) -> None:
+    """A deepcopy runs its own weights, and what is done to it leaves the model alone."""
+    m = which % len(world.models)
+    if any(p.grad is not None and not p.is_leaf for p in world.models[m].parameters()):
+        return
+    twin, plain = copy.deepcopy(world.models[m]), copy.deepcopy(world.ref.models[m])
+    x = batch(twin, seed)
+    cast = world.level in ("O2", "O3", "O5")
+    expected = plain(x.to(world.ref.dtype)).float() if cast else plain(x)
+    world.same(twin(x), expected, f"output of a copy of m{m}")
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.fill_(1.0)
+    twin(x)
+    world.outputs(m, seed, True)
+    with torch.no_grad():  # batch norms moved in one of the two more often: as the reference's
+        for ours, theirs in zip(world.models[m].buffers(), world.ref.models[m].buffers(), strict=True):
+            world.same(ours, theirs, f"buffers of m{m} beside its copy")
+
+
+@action(0.7, which=MANY, last=[0, 1])
+def layout(world: World, which: int, last: int) -> None:
+    """`model.to(memory_format=...)` in mid-training."""
+    m = which % len(world.models)
+    world.known("layout")
+    for models in (world.models, world.ref.models):
+        models[m].to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    for name in world.ref.masters:
+        if name.startswith(f"m{m}."):
+            world.ref.moved.add(name)
+
+
+@action(1, which=MANY, how=["zero", "none", "halve"])
+def edit_model_gradient(world: World, which: int, how: str) -> None:
+    """Of the model's own gradients after `scale_loss`: where there is a master it has no effect."""
+    name = pick(world, which)
+    if world.is_open():
+        return
+    if name not in world.ref.masters and how == "none":
+        world.dropped.add(world.owner(name))
+    for params in (world.params, world.ref.params):
+        p = params[name]
+        if p.grad is None:
+            continue
+        with torch.no_grad():
+            if how == "zero":
+                p.grad.zero_()
+            elif how == "halve":
+                p.grad.mul_(0.5)
+            else:
+                p.grad = None
+
+
+@action(0.3)
+def collect(world: World) -> None:
+    """A collection of garbage."""
+    gc.collect()

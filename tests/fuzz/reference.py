@@ -25,6 +25,7 @@ class Scaler:
     window: int
     ceiling: float
     unskipped: int = 0
+    overflowed: bool = False  # in a backward that was not checked yet
 
     def update(self, overflowed: bool) -> None:
         self.unskipped = 0 if overflowed and self.dynamic else self.unskipped + 1
@@ -48,9 +49,16 @@ class Reference:
     """Models, optimizers and loss scales at one level. Models come in FP32 and are copied."""
 
     def __init__(
-        self, models: list[Any], groups: list[Any], make: list[Any], level: str, scalers: list[Scaler], adopt: bool
+        self,
+        models: list[Any],
+        groups: Any,
+        make: list[Any],
+        level: str,
+        scalers: list[Scaler],
+        adopt: bool,
+        skips: bool,
     ) -> None:
-        self.level, self.scalers, self.adopt = level, scalers, adopt
+        self.level, self.scalers, self.adopt, self.skips = level, scalers, adopt, skips
         self.by_master = level in ("O2", "O5")
         self.dtype = HALF[level] if level in ("O2", "O3", "O5") else torch.float32
         self.models = [cast_model(m, self.dtype, keep_batchnorm=self.by_master) for m in models]
@@ -126,7 +134,8 @@ class Reference:
 
     def passes_through(self, optimizers: list[int], loss_id: int) -> bool:
         scaler = self.scalers[loss_id]
-        return not (scaler.dynamic or scaler.scale != 1.0 or self.by_master or any(self.windows[o] for o in optimizers))
+        works = scaler.dynamic or scaler.scale != 1.0 or self.by_master or self.skips
+        return not works and all(self.windows[o] is None for o in optimizers)
 
     def enter(self, optimizers: list[int], loss_id: int) -> float:
         """Set earlier gradients aside. Returns the scale of the loss."""
@@ -143,9 +152,10 @@ class Reference:
         return scale
 
     @torch.no_grad()
-    def exit(self, optimizers: list[int], loss_id: int) -> None:
+    def exit(self, optimizers: list[int], loss_id: int, late_check: bool = False) -> None:
         """Unscale, add, look for overflows, move the scale."""
-        overflowed = False
+        scaler = self.scalers[loss_id]
+        overflowed = scaler.overflowed
         for o in optimizers:
             self.heed_zero_grad(o)
             window, self.windows[o] = self.windows[o], None
@@ -156,9 +166,11 @@ class Reference:
                     grad = (param.grad.float() / window.scale).to(entry.dtype)
                     total = grad if total is None else total + grad
                 entry.grad = total
-        self.scalers[loss_id].update(overflowed)
-        for o in optimizers:
-            self.overflowed[o] |= overflowed and self.scalers[loss_id].dynamic
+        scaler.overflowed = overflowed and late_check
+        if not late_check:
+            scaler.update(overflowed)
+            for o in optimizers:
+                self.overflowed[o] |= overflowed and (scaler.dynamic or self.skips)
 
     def abandon(self, optimizers: list[int], reentered: dict[int, list[Any]]) -> None:
         """Gradients as they were at the entry; what a backward added to scaled ones cannot be told apart."""
@@ -182,9 +194,14 @@ class Reference:
         if not self.skipped[o]:
             self.scan(o)
             self.refresh(o)
+            for name in self.names(o) if self.adopt else ():
+                if name in self.masters and name not in self.written:
+                    master, param = self.masters[name], self.params[name]
+                    differs = param != master.to(param.dtype)
+                    master.data = torch.where(differs, param.float(), master).detach()
             self.optimizers[o].step()
             self.write_back(o)
-        for name in [name for name in self.names(o) if name in self.masters]:
+        for name in [name for name, home in self.home.items() if home == o]:
             self.params[name].grad = self.masters[name].grad = None
 
     def zero_grad(self, o: int, set_to_none: bool) -> None:
@@ -210,6 +227,18 @@ class Reference:
         self.moved.clear()
         self.written.clear()
 
+    def resume(self) -> None:
+        """From a checkpoint of now, without gradients."""
+        for o in range(len(self.groups)):
+            self.scan(o)
+            self.refresh(o)
+            self.write_back(o)
+            self.overflowed[o] = self.skipped[o] = False
+        for p in (*self.params.values(), *self.masters.values()):
+            p.grad = None
+        for scaler in self.scalers:
+            scaler.overflowed = False
+
     @torch.no_grad()
     def close(self) -> None:
         """Everything in FP32 again, with the masters' values; unscaled gradients only."""
@@ -219,3 +248,5 @@ class Reference:
         for name, p in self.params.items():
             value, p.grad = self.entry(name).float(), None
             p.data = value.clone()
+        for buffer in (buffer for model in self.models for buffer in model.buffers()):
+            buffer.data = buffer.float() if buffer.is_floating_point() else buffer

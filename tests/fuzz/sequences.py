@@ -22,6 +22,7 @@ FUSED_ALONE = ("fused sgd", "fused adam", "fused lamb", "fused novograd", "fused
 BETWEEN = (
     *("clip", "drop_gradient", "edit_gradient", "move_between_groups", "add_group", "remove_param", "freeze"),
     *("change_state", "write_master", "write_param", "write_param_hidden", "set_scale", "zero_grad", "load", "save"),
+    *("edit_model_gradient", "copy_model", "collect", "backward_outside", "set_lr"),
 )
 
 
@@ -60,7 +61,8 @@ def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> 
         "loss_scale": source.choice([None, None, 64.0] if dynamic else [None, None, None, "dynamic", 64.0]),
         "max_loss_scale": source.choice([2.0**4, 2.0**10, 2.0**12, 2.0**24]),
         "window": source.choice([2, 3, 2000]),
-        "adopt": False,
+        "adopt": level in ("O2", "O5") and source.random() < 0.2,
+        "skips": source.random() < 0.2,
     }
     names = [name for name in ACTIONS if name not in without]
     between = [name for name in BETWEEN if name in names]
@@ -85,6 +87,9 @@ KNOWN_BUGS: set[str] = {
     "hidden write",
     "negative bit",
     "layout",
+    "written master under adopt_data_writes",
+    "casts outlive their model",
+    "data replaced twice",
     "dropped gradient and regrouping",
     "clip after a regrouping",
     "clip at O3",

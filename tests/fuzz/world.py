@@ -35,34 +35,62 @@ class World:
     def __init__(self, start: dict[str, Any], skipped_bugs: Collection[str] = ()) -> None:
         self.start = start
         self.skipped_bugs = skipped_bugs
-        self.models: list[Any] = [make_model(kind, seed) for seed, kind in enumerate(start["models"])]
-        self.plain: list[Any] = [make_model(kind, seed) for seed, kind in enumerate(start["models"])]
-        for model, plain, last in zip(self.models, self.plain, start["channels_last"], strict=True):
-            if last:
-                model.to(memory_format=torch.channels_last)
-                plain.to(memory_format=torch.channels_last)
-        for which in start["frozen"]:
-            for models in (self.models, self.plain):
-                params = [p for m in models for p in m.parameters()]
-                params[which % len(params)].requires_grad_(False)
+        self.models, self.plain = self._make_models(0), self._make_models(0)
         self.kinds = [kind for kind, _, _ in start["optimizers"]]
-        self.optimizers: list[Optimizer] = []
         self.groups: list[list[list[str]]] = []
-        for kind, owned, split in start["optimizers"]:
+        for _, owned, split in start["optimizers"]:
             names = [f"m{i}.{name}" for i in owned for name, _ in self.models[i].named_parameters()]
             self.groups.append({"one": [names], "two": [names[:1], names[1:]], "part": [names[:-1]]}[split])
-            self.optimizers.append(OPTIMIZERS[kind][0](self._engine_groups(self.groups[-1])))
+        self.optimizers = self._make_optimizers()
         self.saved: list[Any] = []
+        self.held: list[Any] = []  # losses without their backward yet
+        self.attic: list[Any] = []  # what nobody closed
         self.dropped: set[int | None] = set()  # optimizers of which a gradient was dropped since their step
         self.initialize(start)
+
+    def _make_models(self, seed: int) -> list[Any]:
+        models: list[Any] = [make_model(kind, seed + i) for i, kind in enumerate(self.start["models"])]
+        for model, last in zip(models, self.start["channels_last"], strict=True):
+            if last:
+                model.to(memory_format=torch.channels_last)
+        params = [p for model in models for p in model.parameters()]
+        for which in self.start["frozen"]:
+            params[which % len(params)].requires_grad_(False)
+        return models
+
+    def _make_optimizers(self) -> list[Optimizer]:
+        return [
+            OPTIMIZERS[kind][0](self._engine_groups(groups))
+            for kind, groups in zip(self.kinds, self.groups, strict=True)
+        ]
+
+    def renew(self) -> None:
+        """Fresh models and optimizers in amp's care, with the groups of now."""
+        grads = {name: p.requires_grad for name, p in self.params.items()}
+        self.models = self._make_models(100)
+        for name, p in self.params.items():
+            p.requires_grad_(grads[name])
+        self.optimizers = self._make_optimizers()
+        self._initialize_engine()
 
     def _engine_groups(self, groups: list[list[str]]) -> list[dict[str, Any]]:
         params = self.params
         return [{"params": [params[name] for name in group]} for group in groups]
 
-    def initialize(self, start: dict[str, Any], states: list[Any] | None = None) -> None:
+    def initialize(self, start: dict[str, Any]) -> None:
         """Take models and optimizers in, on both sides, as they are in `plain` and `groups`."""
-        self.level = start["level"]
+        self.start, self.level = start, start["level"]
+        self._initialize_engine()
+        dynamic = start["loss_scale"] == "dynamic" or (start["loss_scale"] is None and self.level in ("O1", "O2"))
+        first = min(2.0**16, start["max_loss_scale"]) if dynamic else float(start["loss_scale"] or 1.0)
+        scalers = [Scaler(first, dynamic, start["window"], start["max_loss_scale"]) for _ in self.engine.scalers]
+        make = [OPTIMIZERS[kind][1] for kind in self.kinds]
+        self.ref = Reference(self.plain, self.groups, make, self.level, scalers, start["adopt"], start["skips"])
+        self.inexact = {o for o, kind in enumerate(self.kinds) if not OPTIMIZERS[kind][2]}
+        self.rounded = set(self.inexact)  # of which optimizers weights may differ by rounding, until the next check
+
+    def _initialize_engine(self) -> None:
+        start = self.start
         amp.initialize(
             self.models,
             self.optimizers,
@@ -71,18 +99,11 @@ class World:
             loss_scale=start["loss_scale"],
             max_loss_scale=start["max_loss_scale"],
             adopt_data_writes=start["adopt"],
+            skip_on_overflow=start["skips"],
             verbosity=0,
         )
-        dynamic = start["loss_scale"] == "dynamic" or (start["loss_scale"] is None and self.level in ("O1", "O2"))
-        first = min(2.0**16, start["max_loss_scale"]) if dynamic else float(start["loss_scale"] or 1.0)
         for scaler in self.engine.scalers:
             scaler._scale_seq_len = start["window"]
-        scalers = [Scaler(first, dynamic, start["window"], start["max_loss_scale"]) for _ in self.engine.scalers]
-        self.ref = Reference(
-            self.plain, self.groups, [OPTIMIZERS[k][1] for k in self.kinds], self.level, scalers, start["adopt"]
-        )
-        self.inexact = {o for o, kind in enumerate(self.kinds) if not OPTIMIZERS[kind][2]}
-        self.rounded = set(self.inexact)  # of which optimizers weights may differ by rounding, until the next check
 
     def known(self, bug: str) -> None:
         """End the sequence here if `bug` is to be passed over."""

@@ -1,6 +1,7 @@
 # Each command works from a bare clone: it makes .venv, installs into it, and runs.
 #   PYTHON=python3.12 make test         another interpreter for .venv
 #   make test ARGS="-k resume"          arguments for pytest, for the demo, or names of clients
+#   make stress ROUNDS=2000             how often; under the sanitizers: make sanitize TESTS=tests/stress/threads.py ROUNDS=200
 #   make test WORKERS=8                 how many test files are run side by side; each takes about a core and 1 GB
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #   make gpu PYTHON=python3             no .venv: that Python's packages as they are, without a network
@@ -22,7 +23,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test fuzz bench clients lint format sanitize cuda-build gpu clean
+.PHONY: help demo test fuzz stress bench clients lint format sanitize cuda-build gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -35,6 +36,11 @@ test: $(INSTALLED)  ## run the tests
 
 fuzz: $(INSTALLED)  ## hold random sequences of user actions against plain PyTorch; ARGS="--sequences 20000 --seed 0 --minutes 60"
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+# By name, since `make test` is not to find them.
+STRESS := tests/stress/threads.py tests/stress/forks.py
+stress: $(INSTALLED)  ## run what only luck finds, in threads and forks, ROUNDS=2000 times
+	$(BIN)/python -m pytest -o faulthandler_timeout=0 $(STRESS) $(ARGS)
 
 bench: $(INSTALLED)  ## time step, casts and training against their peers: step.json, dispatch.json, train.json in build/bench
 	$(BIN)/python -m tests.benchmarks.step $(ARGS)
@@ -59,11 +65,11 @@ COPY = mkdir -p build/$@ && cd build/$@ && rm -rf $(TREE) && cp -a $(addprefix .
 FLAGS := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fno-wrapv
 RUNTIMES = $(foreach library,libasan.so libubsan.so libstdc++.so,$(shell $${CXX:-c++} -print-file-name=$(library)))
 
-sanitize: $(INSTALLED)  ## run the tests of the C++ code with AddressSanitizer and UndefinedBehaviorSanitizer
+SANITIZED := tests/kernels $(addprefix tests/casting/test_,by_dtype.py safety.py weight_copies.py) tests/test_build.py::test_what_is_forced_is_loaded
+sanitize: $(INSTALLED)  ## run the tests of the C++ code with AddressSanitizer and UndefinedBehaviorSanitizer, or TESTS=tests/stress/threads.py
 	$(COPY) && AMP_ENGINE_BUILD=cpu CFLAGS="$(FLAGS)" LDFLAGS="$(FLAGS)" ../../$(BIN)/python setup.py --quiet build_ext --inplace
 	cd build/$@ && AMP_ENGINE_BUILD=cpu LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		PYTHONMALLOC=malloc ../../$(BIN)/$(PYTEST) tests/kernels \
-		$(addprefix tests/casting/test_,by_dtype.py safety.py weight_copies.py) tests/test_build.py::test_what_is_forced_is_loaded $(ARGS)
+		PYTHONMALLOC=malloc ../../$(BIN)/$(PYTEST) $(or $(TESTS),$(SANITIZED)) $(ARGS)
 
 cuda-build:  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on that torch; needs no GPU
 	.venv-cuda/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv-cuda

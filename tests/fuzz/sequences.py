@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from amp_engine import amp
+from amp_engine import Engine, amp
+from amp_engine.errors import AmpStateError
 from tests.fuzz.actions import ACTIONS
 from tests.fuzz.models import MODELS, OPTIMIZERS
 from tests.fuzz.world import KnownBugError, World, quiet
@@ -19,11 +20,13 @@ from tests.fuzz.world import KnownBugError, World, quiet
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 FUSED_ALONE = ("fused sgd", "fused adam", "fused lamb", "fused novograd", "fused adagrad")
 # What goes wrong between a backward and its step is silent, so more of it is drawn there.
-BETWEEN = (
-    *("clip", "drop_gradient", "edit_gradient", "move_between_groups", "add_group", "remove_param", "freeze"),
-    *("change_state", "write_master", "write_param", "write_param_hidden", "set_scale", "zero_grad", "load", "save"),
-    *("edit_model_gradient", "copy_model", "collect", "backward_outside", "set_lr"),
-)
+BETWEEN = {
+    **dict.fromkeys(("clip", "drop_gradient", "edit_gradient", "move_between_groups", "zero_grad"), 3),
+    **dict.fromkeys(("add_group", "remove_param", "freeze", "change_state", "write_master", "write_param"), 1),
+    **dict.fromkeys(("write_param_hidden", "set_scale", "load", "save", "edit_model_gradient", "copy_model"), 1),
+    **dict.fromkeys(("collect", "backward_outside", "set_lr", "forward"), 0.5),
+    "step": 6,
+}
 
 
 @dataclass
@@ -68,11 +71,12 @@ def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> 
     between = [name for name in BETWEEN if name in names]
     chosen: list[str] = []
     for _ in range(source.randint(4, 24)):
-        if chosen and chosen[-1] in ("backward", *between) and source.random() < 0.6:
-            chosen += [source.choice([*between, "step", "step"])]
+        is_between = bool(chosen) and chosen[-1] != "step" and chosen[-1] in ("backward", *between)
+        if is_between and source.random() < 0.7:
+            chosen += source.choices(between, [BETWEEN[name] for name in between])
         else:
             chosen += source.choices(names, [ACTIONS[name].weight for name in names])
-    looks = source.choice([0.0, 0.3, 1.0])
+    looks = source.choice([0.0, 0.15, 0.5, 1.0])
     return Sequence(start, [(name, ACTIONS[name].draw(source), source.random() < looks) for name in chosen])
 
 
@@ -115,12 +119,21 @@ def run(sequence: Sequence) -> str | None:
             world.check(look=True)
             world.close()
     except KnownBugError:
-        amp.close()
+        _let_go()
     except Exception as error:
-        amp.close()
+        _let_go()
         where = "".join(traceback.format_exception(error)[-4:])
         return f"{place}: {type(error).__name__}: {error}\n{where}"
     return None
+
+
+def _let_go() -> None:
+    """Undo amp, whatever it was in the midst of."""
+    try:
+        amp.close()
+    except AmpStateError:  # a `scale_loss` that was never left
+        amp._amp_state.engine.remove_casts()
+        amp._amp_state.engine = Engine()
 
 
 def shrink(sequence: Sequence) -> Sequence:

@@ -90,7 +90,8 @@ def run_backward(
 
     Args:
         delay: `delay_unscale`.
-        trouble: "" none; "inf", "nan" in all gradients; "one" in one gradient; "twice" two backwards in the body;
+        trouble: "" none; "inf", "nan" in all gradients; "one" in one gradient; "strided", "negative" a
+            gradient with gaps, or with its bit for negation; "twice" two backwards in the body;
             "early", "late" an error in the body before or after the backward.
         parts: which models run only their first layer.
         inside: called in the body, after the backward.
@@ -164,12 +165,14 @@ def in_scale_loss(
                 inside()
                 if not delay and not through and scale != ref.scalers[loss_id].scale:
                     world.known("another scale")
-            if trouble == "one":
+            if trouble in ("one", "strided", "negative"):
+                if trouble == "negative":
+                    world.known("negative bit")
+                if trouble == "strided" and ref.by_master:
+                    world.known("gradient of another layout")
                 for params in (world.params, ref.params):
                     for name in [n for o in optimizers for n in ref.names(o)][:1]:
-                        if params[name].grad is not None:
-                            with torch.no_grad():
-                                params[name].grad[(0,) * params[name].dim()] = float("inf")
+                        spoil(params[name], trouble)
             if trouble == "late":
                 raise BodyError
     except BodyError:
@@ -180,7 +183,19 @@ def in_scale_loss(
         ref.exit(optimizers, loss_id, late_check)
 
 
-TROUBLE = [*[""] * 12, "inf", "nan", "one", "early", "late", "twice"]
+TROUBLE = [*[""] * 12, "inf", "nan", "one", "early", "late", "twice", "strided", "negative"]
+
+
+def spoil(param: Tensor, how: str) -> None:
+    """An overflow in one element, or a gradient that is laid out or marked as few are."""
+    grad = param.grad
+    if grad is not None and how == "one":
+        with torch.no_grad():
+            grad[(0,) * grad.dim()] = float("inf")
+    elif grad is not None and how == "strided":
+        param.grad = torch.stack([grad, grad], -1)[..., 0]
+    elif grad is not None:
+        param.grad = torch._neg_view(grad.clone())
 
 
 @action(
@@ -390,13 +405,15 @@ def write(tensor: Tensor, value: Tensor, how: str) -> None:
         tensor.detach().copy_(value)
     elif how == "numpy":
         tensor.detach().numpy()[...] = value.numpy()
+    elif how == "view":
+        tensor.detach()[:1].copy_(value[:1])
     elif how == "dlpack":
         torch.from_dlpack(tensor.detach()).copy_(value)
     else:
         raise ValueError(how)
 
 
-VERSIONED = ("no_grad", "element", "detach", "data replaced")
+VERSIONED = ("no_grad", "element", "detach", "view", "state dict", "data replaced")
 HIDDEN = ("data", "numpy", "dlpack")
 
 
@@ -412,6 +429,14 @@ def write_param(world: World, which: int, seed: int, how: str) -> None:
         world.known("layout")
     if how == "data replaced" and name in world.ref.moved:
         world.known("data replaced twice")
+    if how == "state dict":
+        if world.params[name].dtype != torch.float32:
+            return  # its values are copies then
+        m, own = name[1:].split(".", 1)
+        for models in (world.models, world.ref.models):
+            entry = models[int(m)].state_dict()[own]
+            entry.copy_(values(entry, seed))
+        return
     for params in (world.params, world.ref.params):
         write(params[name], values(params[name], seed), how)
     if name in world.ref.masters:
@@ -498,6 +523,8 @@ def edit_gradient(world: World, which: int, how: str) -> None:
 def freeze(world: World, which: int) -> None:
     """Or unfreeze."""
     name = pick(world, which)
+    if name in world.ref.added:
+        return
     for params in (world.params, world.ref.params):
         params[name].requires_grad_(not params[name].requires_grad)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amp_engine import amp
+from tests.fuzz import lifecycle
 from tests.fuzz.models import batch
 from tests.fuzz.world import World
 
@@ -658,7 +659,7 @@ def load(world: World, which: int, what: str) -> None:
     if what in ("all", "model"):
         for model, state in zip(world.models, ours["models"], strict=True):
             model.load_state_dict(state)
-        ref.load(exact, buffers)
+        lifecycle.load(ref, exact, buffers)
     if what in ("all", "optimizer") and groups == ref.groups:
         for o, (optimizer, state) in enumerate(zip(world.optimizers, ours["optimizers"], strict=True)):
             optimizer.load_state_dict(copy.deepcopy(state))
@@ -685,7 +686,7 @@ def resume(world: World, which: int, how: str) -> None:
     for optimizer, state in zip(world.optimizers, packed["optimizers"], strict=True):
         optimizer.load_state_dict(state)
     amp.load_state_dict(packed["amp"])
-    ref.resume()
+    lifecycle.resume(ref)
     world.held.clear()
     world.dropped.clear()
 
@@ -757,11 +758,11 @@ def layout(world: World, which: int, last: int) -> None:
     """`model.to(memory_format=...)` in mid-training."""
     m = which % len(world.models)
     world.known("layout")
+    before = {name: p.stride() for name, p in world.ref.params.items()}
     for models in (world.models, world.ref.models):
         models[m].to(memory_format=torch.channels_last if last else torch.contiguous_format)
-    for name in world.ref.masters:
-        if name.startswith(f"m{m}."):
-            world.ref.moved.add(name)
+    changed = {name for name, p in world.ref.params.items() if p.stride() != before[name]}
+    world.ref.moved.update(changed & set(world.ref.masters))
 
 
 @action(1, which=MANY, how=["zero", "none", "halve"])

@@ -5,60 +5,24 @@ Nothing here imports `amp_engine`. A parameter is known by its name, `m0.a.weigh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.fuzz.scaling import Scaler, Window
 from tests.plain import cast_model
 
 HALF = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
 
 
-@dataclass
-class Scaler:
-    """One loss's scale and the rule that moves it."""
-
-    scale: float
-    dynamic: bool
-    window: int
-    ceiling: float
-    unskipped: int = 0
-    overflowed: bool = False  # in a backward that was not checked yet
-
-    def update(self, overflowed: bool) -> None:
-        self.unskipped = 0 if overflowed and self.dynamic else self.unskipped + 1
-        if self.dynamic and overflowed:
-            self.scale = max(self.scale / 2, 2.0**-24)
-        elif self.dynamic and self.unskipped >= self.window:
-            self.scale, self.unskipped = min(self.scale * 2, self.ceiling), 0
-
-
-@dataclass
-class Window:
-    """Gradients that are still scaled, and those of before, which they will be added to."""
-
-    scale: float
-    loss_id: int
-    earlier: dict[str, Tensor] = field(default_factory=dict)
-    zeroed: bool = False  # through the masters, whose parameters still show their gradients
-
-
 class Reference:
     """Models, optimizers and loss scales at one level. Models come in FP32 and are copied."""
 
-    def __init__(
-        self,
-        models: list[Any],
-        groups: Any,
-        make: list[Any],
-        level: str,
-        scalers: list[Scaler],
-        adopt: bool,
-        skips: bool,
-    ) -> None:
-        self.level, self.scalers, self.adopt, self.skips = level, scalers, adopt, skips
+    def __init__(self, models: list[Any], groups: Any, make: list[Any], scalers: list[Scaler], start: Any) -> None:
+        level, self.scalers = start["level"], scalers
+        self.level = level
+        self.adopt, self.skips = start["adopt"], start["skips"]
         self.by_master = level in ("O2", "O5")
         self.dtype = HALF[level] if level in ("O2", "O3", "O5") else torch.float32
         self.models = [cast_model(m, self.dtype, keep_batchnorm=self.by_master) for m in models]
@@ -215,38 +179,3 @@ class Reference:
             window.zeroed = False
             for name in [name for name in self.names(o) if name in self.masters]:
                 self.params[name].grad = self.masters[name].grad = None
-
-    @torch.no_grad()
-    def load(self, exact: dict[str, Tensor], buffers: list[list[Tensor]]) -> None:
-        for name, value in exact.items():
-            for tensor in (self.params[name], self.entry(name)):
-                tensor.copy_(value)
-        for model, values in zip(self.models, buffers, strict=True):
-            for buffer, value in zip(model.buffers(), values, strict=True):
-                buffer.copy_(value)
-        self.moved.clear()
-        self.written.clear()
-
-    def resume(self) -> None:
-        """From a checkpoint of now, without gradients."""
-        for o in range(len(self.groups)):
-            self.scan(o)
-            self.refresh(o)
-            self.write_back(o)
-            self.overflowed[o] = self.skipped[o] = False
-        for p in (*self.params.values(), *self.masters.values()):
-            p.grad = None
-        for scaler in self.scalers:
-            scaler.overflowed = False
-
-    @torch.no_grad()
-    def close(self) -> None:
-        """Everything in FP32 again, with the masters' values; unscaled gradients only."""
-        for o in range(len(self.groups)):
-            self.scan(o)
-            self.refresh(o)
-        for name, p in self.params.items():
-            value, p.grad = self.entry(name).float(), None
-            p.data = value.clone()
-        for buffer in (buffer for model in self.models for buffer in model.buffers()):
-            buffer.data = buffer.float() if buffer.is_floating_point() else buffer

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import amp
+from tests.fuzz import lifecycle
 from tests.fuzz.models import OPTIMIZERS, batch, loss_of, make_model
-from tests.fuzz.reference import Reference, Scaler
+from tests.fuzz.reference import Reference
+from tests.fuzz.scaling import Scaler
 
 
 class MismatchError(AssertionError):
@@ -85,7 +87,7 @@ class World:
         first = min(2.0**16, start["max_loss_scale"]) if dynamic else float(start["loss_scale"] or 1.0)
         scalers = [Scaler(first, dynamic, start["window"], start["max_loss_scale"]) for _ in self.engine.scalers]
         make = [OPTIMIZERS[kind][1] for kind in self.kinds]
-        self.ref = Reference(self.plain, self.groups, make, self.level, scalers, start["adopt"], start["skips"])
+        self.ref = Reference(self.plain, self.groups, make, scalers, start)
         self.inexact = {o for o, kind in enumerate(self.kinds) if not OPTIMIZERS[kind][2]}
         self.rounded = set(self.inexact)  # of which optimizers weights may differ by rounding, until the next check
 
@@ -237,7 +239,7 @@ class World:
         """Take it back, on both sides: plain models hold exact weights afterwards."""
         if self.ref.added & set(self.ref.masters):
             self.known("closed after a regrouping")
-        self.ref.close()
+        lifecycle.close(self.ref)
         amp.close()
         for name, p in self.params.items():
             self.same(p, self.ref.params[name].float(), f"{name} after close()")

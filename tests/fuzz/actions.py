@@ -311,9 +311,9 @@ def model_zero_grad(world: World, which: int, set_to_none: bool) -> None:
                 window.earlier.pop(name, None)
 
 
-@action(3, which=MANY, kind=["amp", "amp", "torch", "amp inf"], max_norm=[2.0**-8, 0.25, 64.0])
-def clip(world: World, which: int, kind: str, max_norm: float) -> None:
-    """Between backward and step."""
+@action(3, which=MANY, kind=["amp", "amp", "torch", "amp inf"], max_norm=[2.0**-8, 0.25, 64.0], again=[0, 0, 1])
+def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> None:
+    """Between backward and step; perhaps once more, to half of it."""
     o = which % len(world.optimizers)
     ref = world.ref
     params = [ref.entry(name) for name in ref.names(o)]
@@ -333,6 +333,8 @@ def clip(world: World, which: int, kind: str, max_norm: float) -> None:
     plain = torch.nn.utils.clip_grad_norm_(params, max_norm, order)
     world.same(norm.float(), plain.float(), "norm", 1e-2 if world.level == "O3" else 1e-5)
     ref.clipped.add(o)
+    if again:
+        clip(world, which, "amp", max_norm / 2, 0)
 
 
 @action(2, which=MANY, lr=[1 / 16, 1 / 8, 1 / 4])

@@ -272,6 +272,7 @@ def step(world: World, which: int) -> None:
     world.optimizers[o].step()
     world.ref.step(o)
     world.dropped.discard(o)
+    world.regrouped.discard(o)
     if not world.ref.passes_through([o], 0):
         world.same(amp.current_engine().step_was_skipped(world.optimizers[o]), world.ref.skipped[o], "step was skipped")
     if o in world.inexact or o in world.ref.clipped:
@@ -483,9 +484,9 @@ def drop_gradient(world: World, which: int) -> None:
         return
     entry = world.entry(name)
     assert entry is not None
+    drop(world, name)
     entry.grad = None
     world.ref.entry(name).grad = None
-    world.dropped.add(world.owner(name))
 
 
 @action(2, which=MANY, how=["halve", "replace", "transpose", "negative", "zero", "add"])
@@ -532,7 +533,14 @@ def freeze(world: World, which: int) -> None:
         params[name].requires_grad_(not params[name].requires_grad)
 
 
+def drop(world: World, name: str) -> None:
+    world.dropped.add(world.owner(name))
+    if world.owner(name) in world.regrouped:
+        world.known("dropped gradient and regrouping")
+
+
 def regroup(world: World, o: int) -> None:
+    world.regrouped.add(o)
     if o in world.dropped:
         world.known("dropped gradient and regrouping")
 
@@ -691,6 +699,7 @@ def resume(world: World, which: int, how: str) -> None:
     lifecycle.resume(ref)
     world.held.clear()
     world.dropped.clear()
+    world.regrouped.clear()
 
 
 @action(0.7, level=["O0", "O1", "O2", "O3", "O4", "O5"], loss_scale=[None, None, None, 64.0, "dynamic"])
@@ -713,6 +722,7 @@ def reopen(world: World, level: str, loss_scale: float | str | None) -> None:
     world.saved.clear()
     world.held.clear()
     world.dropped.clear()
+    world.regrouped.clear()
 
 
 @action(0.5, level=["O0", "O1", "O2", "O4", "O5"], keep=[0, 1])
@@ -774,7 +784,7 @@ def edit_model_gradient(world: World, which: int, how: str) -> None:
     if world.is_open():
         return
     if name not in world.ref.masters and how == "none":
-        world.dropped.add(world.owner(name))
+        drop(world, name)
     for params in (world.params, world.ref.params):
         p = params[name]
         if p.grad is None:

@@ -47,7 +47,8 @@ class World:
         self.saved: list[Any] = []
         self.held: list[Any] = []  # losses without their backward yet
         self.attic: list[Any] = []  # what nobody closed
-        self.dropped: set[int | None] = set()  # optimizers of which a gradient was dropped since their step
+        self.dropped: set[int | None] = set()  # optimizers of which a gradient was dropped since their step,
+        self.regrouped: set[int | None] = set()  # and of which the groups changed
         self.initialize(start)
 
     def _make_models(self, seed: int) -> list[Any]:

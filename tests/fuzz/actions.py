@@ -106,9 +106,8 @@ def run_backward(
     if len(set(claimed)) > 1:
         return
     scales = {window.scale for o in optimizers if (window := ref.windows[o]) is not None}
-    if len(scales) > 1:
+    if len({window.writes for o in optimizers if (window := ref.windows[o]) is not None}) > 1:
         world.known("two scales")
-        return  # one loss cannot have two scales
     if not delay and scales and scales != {ref.scalers[loss_id].scale}:
         world.known("another scale")
     losses = []
@@ -358,7 +357,19 @@ def set_scale(world: World, which: int, scale: float) -> None:
         amp.load_state_dict(state)
     else:
         amp._amp_state.loss_scalers[i]._loss_scale = scale
-    world.ref.scalers[i].scale = scale
+    world.ref.scalers[i].set(scale)
+
+
+@action(1.5, which=MANY, seed=SEED, scale=[2.0**3, 2.0**8, 2.0**12], delay=[0, 1])
+def windows_apart(world: World, which: int, seed: int, scale: float, delay: int) -> None:
+    """Two optimizers whose windows open at different scales, and one loss for both: seldom drawn by itself."""
+    if len(world.optimizers) < 2 or world.is_open():
+        return
+    a, b = which % 2, 1 - which % 2
+    run_backward(world, [a], seed, 0, True, "", 0)
+    set_scale(world, which // 2 % 2 * len(world.ref.scalers), scale)
+    run_backward(world, [b], seed + 1, 0, True, "", 0)
+    run_backward(world, [0, 1], seed + 2, 0, bool(delay), "", 0)
 
 
 # --- forwards -------------------------------------------------------------------------------------
@@ -678,7 +689,8 @@ def load(world: World, which: int, what: str) -> None:
     if what in ("all", "amp"):
         amp.load_state_dict(ours["amp"])
         for scaler, (scale, unskipped) in zip(ref.scalers, scalers, strict=True):
-            scaler.scale, scaler.unskipped = scale, unskipped
+            scaler.set(scale)
+            scaler.unskipped = unskipped
 
 
 @action(0.7, which=MANY, how=["close", "drop"])

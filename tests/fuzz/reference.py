@@ -102,15 +102,21 @@ class Reference:
         return not works and all(self.windows[o] is None for o in optimizers)
 
     def enter(self, optimizers: list[int], loss_id: int) -> float:
-        """Set earlier gradients aside. Returns the scale of the loss."""
+        """Set earlier gradients aside. Returns the scale of the loss: it has one, and windows of others close."""
+        left = [(o, window.writes) for o in optimizers if (window := self.windows[o])]
+        for o in [o for o, writes in left if writes != left[0][1]]:
+            self.exit([o], loss_id)
         for o in optimizers:
             self.scan(o)
             self.refresh(o)
             self.heed_zero_grad(o)
-        scale = next((w.scale for o in optimizers if (w := self.windows[o])), self.scalers[loss_id].scale)
+        scaler = self.scalers[loss_id]
+        scale, writes = next(
+            ((w.scale, w.writes) for o in optimizers if (w := self.windows[o])), (scaler.scale, scaler.writes)
+        )
         for o in [o for o in optimizers if self.windows[o] is None]:
             earlier = {name: g for name in self.names(o) if (g := self.entry(name).grad) is not None}
-            self.windows[o] = Window(scale, loss_id, earlier)
+            self.windows[o] = Window(scale, loss_id, writes, earlier)
             for name in self.names(o):
                 self.params[name].grad = self.entry(name).grad = None
         return scale

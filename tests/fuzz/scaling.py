@@ -17,8 +17,13 @@ class Scaler:
     ceiling: float
     unskipped: int = 0
     overflowed: bool = False  # in a backward that was not checked yet
+    writes: int = 0  # of a dynamic scale, to the same value too: whoever does not ask the device cannot tell
+
+    def set(self, scale: float) -> None:
+        self.scale, self.writes = scale, self.writes + 1
 
     def update(self, overflowed: bool) -> None:
+        self.writes += self.dynamic
         self.unskipped = 0 if overflowed and self.dynamic else self.unskipped + 1
         if self.dynamic and overflowed:
             self.scale = max(self.scale / 2, 2.0**-24)
@@ -32,5 +37,6 @@ class Window:
 
     scale: float
     loss_id: int
+    writes: int  # what the scaler had seen when it opened
     earlier: dict[str, Tensor] = field(default_factory=dict)
     zeroed: bool = False  # through the masters, whose parameters still show their gradients

@@ -65,7 +65,15 @@ c10::StorageImpl& storage_of(at::Tensor const& weight) {
 }
 
 // Nobody else has the memory, who may have kept a pointer into it.
-bool is_sole(at::Tensor const& weight) { return weight.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1; }
+bool is_sole(at::Tensor const& weight) {
+  size_t const users = weight.unsafeGetTensorImpl()->unsafe_storage().use_count();
+#if __has_include(<c10/core/StorageMaterializer.h>)
+  // Once there was a Python object of the storage, as torch.save makes it, both keep each other.
+  return users == 1 || (users == 2 && storage_of(weight).pyobj_slot()->has_unique_reference());
+#else
+  return users == 1;
+#endif
+}
 
 // From now on, if nobody else has the memory: not numpy's, of a file, or of other processes.
 bool watch(at::Tensor const& weight) {

@@ -137,7 +137,9 @@ class Kept:
     def rearranged(self, rows: Sequence[int | None]) -> Kept:
         """What is kept, in other rows: of each the present one, or None. This keeps nothing afterwards."""
         held = bytes(0 if row is None else self.held[row] for row in rows)
-        result = Kept([None if row is None else self.grads[row] for row in rows], held, self.unscaling)
+        grads = [self.grads[row] if row is not None and h else None for row, h in zip(rows, held, strict=True)]
+        result = Kept(grads, held, self.unscaling)
+        result.is_whole = self.is_whole
         self.drop()
         return result
 

@@ -370,17 +370,15 @@ class SteppedOptimizer:
         # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
         plain = len(args) == 1 and not kwargs and not hasattr(optimizer, "found_inf")
         fused = fused_step_of(optimizer) if plain else None
-        flags: list[Tensor] = []
         # A wrapper goes on after this step by what it finds, so the host decides.
-        is_open = not self._is_wrapped and any(not v.overflow.is_known() for v in self.verdicts)
-        if is_open and fused is not None and self._takes(fused):
-            flags = self._leave_to_device()
-        elif self._skip():
+        may_leave = fused is not None and not self._is_wrapped
+        is_open = may_leave and any(not v.overflow.is_known() for v in self.verdicts)
+        if not is_open and self._skip():
             forget_roster(optimizer)
-            return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
-        if not backward_seen:
-            self._warn_of_unseen_gradients()
-        self._step(optimizer, args, kwargs, casts_off, fused, flags)
+        else:
+            if not backward_seen:
+                self._warn_of_unseen_gradients()
+            self._step(optimizer, args, kwargs, casts_off, fused, is_open)
         return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
 
     def _skip(self) -> bool:
@@ -424,10 +422,6 @@ class SteppedOptimizer:
         if skipping:
             self._on_skip(self, skipping)
 
-    def _takes(self, fused: FusedStep) -> bool:
-        rows = self._rows()
-        return fused.takes(rows.weights, rows.gradients, rows.known)
-
     def _step(
         self,
         optimizer: Optimizer,
@@ -435,8 +429,9 @@ class SteppedOptimizer:
         kwargs: dict[str, Any],
         casts_off: AbstractContextManager[None],
         fused: FusedStep | None,
-        flags: list[Tensor],
+        is_open: bool,
     ) -> None:
+        """Step, unless `is_open`, whether to skip, turns out as a skip."""
         self._stepping = True
         try:
             with casts_off:
@@ -444,8 +439,11 @@ class SteppedOptimizer:
                     self.masters.scan()
                     self.masters.refresh(self._adopt_data_writes)
                 rows = self._rows()
+                # Who steps is known only now, after new groups: kernels read the flags on the device, others cannot.
                 if fused is not None and fused.takes(rows.weights, rows.gradients, rows.known):
-                    self._step_fused(fused, rows, flags)
+                    self._step_fused(fused, rows, self._leave_to_device() if is_open else [])
+                elif is_open and self._skip():
+                    return
                 else:
                     self._step_unfused(optimizer, args, kwargs)
             if self.masters is not None and self._is_wrapped:

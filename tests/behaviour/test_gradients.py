@@ -364,7 +364,13 @@ def initialize_again() -> None:
     model = MLP.model()
     options = amp._amp_state.opt_properties
     scale = 16.0 if options.loss_scale == "dynamic" else 2.0
-    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), options.opt_level, verbosity=0, loss_scale=scale)
+    amp.initialize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        opt_level=options.opt_level,
+        verbosity=0,
+        loss_scale=scale,
+    )
 
 
 OTHER: list[Any] = []
@@ -427,7 +433,8 @@ def test_an_overflow_is_told_to_the_scaler_that_came_while_the_window_was_open(l
     before = masters(optimizer)
     backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
     other = MLP.model()
-    amp.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), level, verbosity=0, loss_scale="dynamic")
+    optimizer_of_other = torch.optim.SGD(other.parameters(), lr=0.1)
+    amp.initialize(other, optimizer_of_other, opt_level=level, verbosity=0, loss_scale="dynamic")
     backward(MLP.loss(model, MLP.batch(1)), optimizer, overflow=True)
     optimizer.step()
     assert_bitwise(masters(optimizer), before)

@@ -904,6 +904,43 @@ def test_gradients_stay_with_their_parameters_when_the_groups_change_before_the_
     assert changed == [list(dict(task.model().named_parameters()))[-1]]
 
 
+def reversed_(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def swapped_groups(optimizer: Optimizer) -> None:
+    params = optimizer.param_groups[0]["params"]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    moved = optimizer.param_groups[1]["params"]
+    moved.append(params.pop(0))
+
+
+def with_a_new_group(optimizer: Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.half))]})
+
+
+def without_the_last(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+@pytest.mark.parametrize("regroup", [reversed_, swapped_groups, with_a_new_group, without_the_last])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "FusedAdam", "FusedLAMB", "RMSprop"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_dropped_gradient_stays_dropped_when_the_groups_change_before_the_step(
+    row: int, name: str, level: str, regroup: Edit
+) -> None:
+    model, optimizer = pending(level, OPTIMIZERS[name])
+    both = list(amp.master_params(optimizer))[:2]
+    dropped, other = both[row], both[1 - row]
+    before = [dropped.detach().clone(), other.detach().clone()]
+    dropped.grad = None
+    regroup(optimizer)
+    optimizer.step()
+    assert_bitwise(dropped.detach(), before[0])
+    assert not torch.equal(other.detach(), before[1])
+
+
 def test_a_gradient_given_to_a_master_that_had_none_is_clipped_with_the_others() -> None:
     model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1135,6 +1135,41 @@ def test_an_optimizer_that_the_kernels_do_not_know_waits_for_the_flag() -> None:
     assert_bitwise(optimizer_values(optimizer), before)
 
 
+def float64_group(optimizer: Optimizer) -> None:
+    extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    extra.grad = torch.ones_like(extra)
+    optimizer.add_param_group({"params": [extra]})
+
+
+def group_with_gaps(optimizer: Optimizer) -> None:
+    extra = nn.Parameter(torch.ones(3, 4)[:, ::2])
+    extra.grad = torch.ones_like(extra)
+    optimizer.add_param_group({"params": [extra]})
+
+
+@pytest.mark.usefixtures("arrival")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("outcome", "oc")
+@pytest.mark.parametrize("regroup", [float64_group, group_with_gaps])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_a_step_that_the_kernels_cannot_take_any_more_heeds_the_flag(
+    name: str, regroup: Callable[[Optimizer], None], outcome: str, level: str
+) -> None:
+    model, optimizer = started(getattr(torch.optim, name), level)
+    train(NORMED_MLP, model, optimizer, "c")
+    optimizer.zero_grad()
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer, overflow=outcome == "o")
+    regroup(optimizer)
+    before = masters(optimizer)
+    optimizer.step()
+    assert was_skipped(optimizer) == (outcome == "o")
+    assert all(master.isfinite().all() for master in masters(optimizer))
+    changed = [not torch.equal(now, was) for now, was in zip(masters(optimizer), before, strict=True)]
+    assert any(changed) == (outcome == "c")
+    train(NORMED_MLP, model, optimizer, "c", first=2)
+    assert not was_skipped(optimizer)
+
+
 @native_only
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("clipping", [False, True])

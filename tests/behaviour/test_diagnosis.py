@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from amp_engine import amp
-from tests.support import backward, scaler_numbers
+from tests.models import MLP
+from tests.support import LEVELS, backward, scaler_numbers, train
 
 OVERFLOW = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to"
 
@@ -115,4 +116,38 @@ def test_the_scale_never_reaches_zero_and_training_recovers(level: str) -> None:
     amp._amp_state.loss_scalers[0]._loss_scale = 1024.0
     step(model, optimizer, ill=False)
     assert not torch.equal(model.sound.weight, before)
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("level", "scale", "is_reported"),
+    [("O0", 1.0, False), ("O3", 1.0, False), ("O4", 1.0, False), ("O1", 1.0, False)]
+    + [(level, 128.0, True) for level in LEVELS]
+    + [("O2", 1.0, True), ("O5", 1.0, True)],
+)
+def test_the_first_overflow_of_a_static_scale_is_printed_where_gradients_are_looked_at(
+    level: str, scale: float, is_reported: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=scale)
+    capsys.readouterr()
+    train(MLP, model, optimizer, "oo")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "overflow" in line]
+    assert len(lines) == int(is_reported)
+    assert not any(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("level", LEVELS)
+def test_skip_on_overflow_looks_and_skips_at_every_level(
+    level: str, scale: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, skip_on_overflow=True)
+    capsys.readouterr()
+    train(MLP, model, optimizer, "coo")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "overflow" in line]
+    assert len(lines) == 2
     assert all(param.isfinite().all() for param in model.parameters())

@@ -41,6 +41,16 @@ def test_gradients_come_with_how_and_where_they_can_be_taken() -> None:
     assert walk.gradients(walk.params(params[3:])).devices == []
 
 
+@pytest.mark.parametrize("lazy", [torch._neg_view(torch.ones(4)), torch._efficientzerotensor((4,))])
+def test_gradients_that_are_not_what_lies_in_their_memory_are_not_taken(lazy: Tensor) -> None:
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    params[0].grad, params[1].grad = lazy, torch.ones(4)
+    assert list(walk.gradients(walk.params(params)).walks) == [walk.OTHER, walk.OWN]
+    assert not walk.is_lazy(walk.written_out(lazy))
+    assert torch.equal(walk.written_out(lazy), lazy.clone())
+    assert walk.written_out(params[1]) is params[1]
+
+
 @pytest.mark.parametrize("n", [0, 1, 8, 9, 16, 17, 24, 25, 40])  # native loops ask for what is 8, 16 and 24 ahead
 @pytest.mark.parametrize("listed", [walk.params, list])
 def test_lists_of_any_length_are_walked_to_their_end(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amp_engine.kernels import walk
 from amp_engine.master_weights import announce_broadcast, written_memory
 
 # Each writes its first argument: a tensor, a list of them, or a list of lists.
@@ -48,39 +49,33 @@ class Watch:
 _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 # Registered once and left, since torch frees a kernel that another thread may be in. Without a watch they do nothing.
-_KERNELS: list[torch.library.Library] = []
+_REGISTERED: list[object] = []
 _REGISTERING = threading.Lock()
 
 
 def watch() -> Watch:
     """Have collectives move versions until what is returned is dropped."""
     with _REGISTERING:
-        if not _KERNELS and torch.distributed.is_available():
-            library = torch.library.Library("c10d", "IMPL")
-            for name in WRITING:
-                if hasattr(torch.ops.c10d, name):
-                    kernel = _kernel(getattr(torch.ops.c10d, name).default, name == "broadcast_")
-                    library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
-            _KERNELS.append(library)
+        if not _REGISTERED and torch.distributed.is_available():
+            names = [name for name in WRITING if hasattr(torch.ops.c10d, name)]
+            _REGISTERED.append(walk.watch_collectives(names, _written) or _register(names))
     result = Watch()
     _WATCHES.add(result)
     return result
 
 
+def _register(names: Sequence[str]) -> torch.library.Library:
+    library = torch.library.Library("c10d", "IMPL")
+    for name in names:
+        kernel = _kernel(getattr(torch.ops.c10d, name).default, name == "broadcast_")
+        library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+    return library
+
+
 def _kernel(operator: Any, is_broadcast: bool) -> Callable[..., Any]:
     def kernel(keyset: Any, written: Any, *args: Any, **kwargs: Any) -> Any:
         result = operator.redispatch(keyset & _AFTER, written, *args, **kwargs)
-        for tensor in _tensors(written) if _WATCHES else ():
-            if isinstance(tensor, nn.Parameter):
-                if not tensor.is_inference():
-                    torch.autograd.graph.increment_version(tensor)
-            # Not subclasses: a fake tensor of a compiler has no memory, a distributed one not its own.
-            elif type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_floating_point():
-                params = written_memory(tensor)
-                if params:
-                    torch.autograd.graph.increment_version(params)
-                elif is_broadcast:
-                    announce_broadcast(tensor.numel())
+        _written(_tensors(written), is_broadcast)
         return result
 
     return kernel
@@ -92,3 +87,18 @@ def _tensors(written: Any) -> Iterator[Tensor]:
     else:
         for part in written:
             yield from _tensors(part)
+
+
+def _written(tensors: Iterable[Tensor], is_broadcast: bool) -> None:
+    """Move the versions of parameters that have memory where `tensors` have it."""
+    for tensor in tensors if _WATCHES else ():
+        if isinstance(tensor, nn.Parameter):
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        # Not subclasses: a fake tensor of a compiler has no memory, a distributed one not its own.
+        elif type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_floating_point():
+            params = written_memory(tensor)
+            if params:
+                torch.autograd.graph.increment_version(params)
+            elif is_broadcast:
+                announce_broadcast(tensor.numel())

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <variant>
 
+#include "collectives.h"
 #include "ops.h"
 #include "patch/function.h"
 #include "walk.h"
@@ -245,6 +246,9 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "drop_gradients", [](ParamsOrList const& tensors) { drop_gradients(in(tensors)); },
       "tensor.grad = None for each.");
+
+  m.def("watch_collectives", &watch_collectives, py::arg("names"), py::arg("listener"),
+        "Calls listener(tensors, is_broadcast) after each of these operators of c10d, from now on.");
 
   py::class_<ListOperation>(m, "ListOperation", "check and scale over one list, again and again.")
       .def(py::init<>())

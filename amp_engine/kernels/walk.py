@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -175,6 +175,14 @@ def drop_gradients(tensors: Sequence[Tensor]) -> None:
         return
     for t in tensors:
         _GRAD.__set__(t, None)
+
+
+def watch_collectives(names: Sequence[str], listener: Callable[[list[Tensor], bool], None]) -> bool:
+    """Have `listener(tensors, is_broadcast)` called with what operators of c10d write. Returns whether it is native."""
+    register = getattr(_native.module, "watch_collectives", None)
+    if register is not None:
+        register(list(names), listener)
+    return register is not None
 
 
 def is_dense(t: Tensor) -> bool:

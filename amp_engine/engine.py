@@ -543,6 +543,7 @@ class Engine:
             self.remove_casts()
         if patcher.newest() is not None:
             gc.collect()  # of a model that is in a cycle and not in use
+        patcher.abandon_switches()
         newest = patcher.newest()
         if newest is not None:
             newest.note_use()

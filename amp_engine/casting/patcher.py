@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 import torch.fx
 import torch.nn.functional
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import rnn
 from torch.optim import optimizer as optimizers
 
@@ -78,6 +78,13 @@ class InstallableCasts(wrappers.Casts, Protocol):
     @property
     def is_wanted(self) -> bool:
         """Whether somebody is there who will remove them."""
+
+    @property
+    def modules(self) -> list[nn.Module] | None:
+        """Those whose end is theirs and that are still there; None if they last until they are removed."""
+
+    def abandon(self) -> None:
+        """End them, now or when no other thread is in the way."""
 
 
 class Patches:
@@ -209,6 +216,13 @@ def remove_abandoned() -> None:
                 return
             if _abandoned:
                 _take_out(_abandoned.popleft())
+
+
+def abandon_switches() -> None:
+    """Remove casts, of any engine, whose models were gone before anything was cast."""
+    for casts in list(_stack):
+        if casts.modules == []:
+            casts.abandon()
 
 
 def newest() -> InstallableCasts | None:

@@ -215,6 +215,17 @@ def test_a_model_that_is_gone_before_anything_was_cast_was_a_switch(level: str) 
     assert not is_cast()
 
 
+def test_a_switch_of_one_engine_ends_with_an_initialize_of_another(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    amp.initialize(MLP.model(), opt_level=level, verbosity=0)
+    assert is_cast()
+    with Engine() as engine:
+        engine.initialize(MLP.model(), opt_level="O0")
+        assert not is_cast()
+    assert "Warning" not in capsys.readouterr().out
+
+
 def test_casts_without_a_model_last_until_close(level: str) -> None:
     amp.initialize([], [fresh()[1]], opt_level=level, verbosity=0)
     assert is_cast()

@@ -308,14 +308,19 @@ def test_casts_may_be_removed_by_two_threads() -> None:
     assert torch.mm is MM
 
 
-def test_one_engine_takes_models_in_from_two_threads_that_have_both_passed_its_checks(
+def test_one_engine_takes_models_in_from_two_threads_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
-    engine, barrier, initialization = amp.current_engine(), threading.Barrier(2), report.initialization
+    engine, initialization, second_came = amp.current_engine(), report.initialization, threading.Event()
+    came: list[int] = []
 
-    def both_are_here(*args: Any) -> list[str]:
-        barrier.wait(WAIT)
+    def past_the_checks(*args: Any) -> Any:
+        came.append(threading.get_ident())
+        if len(came) == 2:
+            second_came.set()
+        elif second_came.wait(0.2):  # which would have checked before this one is taken in
+            raise AssertionError(came)
         return initialization(*args)
 
     def run() -> nn.Module:
@@ -323,7 +328,7 @@ def test_one_engine_takes_models_in_from_two_threads_that_have_both_passed_its_c
         engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", verbosity=0)
         return model
 
-    monkeypatch.setattr(report, "initialization", both_are_here)
+    monkeypatch.setattr(report, "initialization", past_the_checks)
     models = in_threads(run, run)
     assert all(model(X).dtype == torch.bfloat16 for model in models)
     amp.close()

@@ -290,9 +290,6 @@ def iterate(world: World, which: int, seed: int, set_to_none: bool) -> None:
 @action(4, which=MANY, set_to_none=[True, True, False])
 def zero_grad(world: World, which: int, set_to_none: bool) -> None:
     o = which % len(world.optimizers)
-    window = world.ref.windows[o]
-    if window is not None and any(world.ref.params[n].grad is None for n in window.earlier):
-        world.known("zero_grad in a window")
     world.optimizers[o].zero_grad(set_to_none)
     world.ref.zero_grad(o, set_to_none)
 
@@ -304,11 +301,9 @@ def model_zero_grad(world: World, which: int, set_to_none: bool) -> None:
     for models in (world.models, world.ref.models):
         models[m].zero_grad(set_to_none)
     for o, window in enumerate(world.ref.windows):
-        for name in [n for n in world.ref.names(o) if n.startswith(f"m{m}.") and n not in world.ref.masters]:
-            if window is not None:
-                if world.ref.params[name].grad is None and name in window.earlier:
-                    world.known("zero_grad in a window")
-                window.earlier.pop(name, None)
+        names = [n for n in world.ref.names(o) if n.startswith(f"m{m}.") and n not in world.ref.masters]
+        if window is not None:
+            window.zero(names, world.ref.params, world.ref.masters, set_to_none)
 
 
 @action(3, which=MANY, kind=["amp", "amp", "torch", "amp inf"], max_norm=[2.0**-8, 0.25, 64.0], again=[0, 0, 1])

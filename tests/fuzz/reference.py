@@ -177,7 +177,7 @@ class Reference:
     def zero_grad(self, o: int, set_to_none: bool) -> None:
         self.optimizers[o].zero_grad(set_to_none)
         if (window := self.windows[o]) is not None:  # everything of before and of now
-            window.earlier.clear()
+            window.zero(self.names(o), self.params, self.masters, set_to_none)
             window.zeroed = True
 
     def heed_zero_grad(self, o: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -40,3 +42,11 @@ class Window:
     writes: int  # what the scaler had seen when it opened
     earlier: dict[str, Tensor] = field(default_factory=dict)
     zeroed: bool = False  # through the masters, whose parameters still show their gradients
+
+    def zero(self, names: list[str], params: Any, masters: Any, set_to_none: bool) -> None:
+        """Earlier gradients, too. A parameter without a master that is untouched in the window shows its own."""
+        for name in [name for name in names if name in self.earlier]:
+            if not set_to_none and name not in masters and params[name].grad is None:
+                self.earlier[name] = torch.zeros_like(self.earlier[name])
+            else:
+                del self.earlier[name]

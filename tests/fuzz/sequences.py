@@ -82,23 +82,12 @@ def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> 
 
 # Bugs that are open: a sequence ends where it would meet one. Emptied when they are cured.
 KNOWN_BUGS: set[str] = {
-    "another scale",
-    "two scales",
     "written master without gradient",
-    "zero_grad in a window",
     "emptied state",
-    "inference_mode",
-    "hidden write",
-    "negative bit",
     "layout",
     "written master under adopt_data_writes",
-    "casts outlive their model",
     "data replaced twice",
     "dropped gradient and regrouping",
-    "clip after a regrouping",
-    "clip at O3",
-    "closed after a regrouping",
-    "gradient of another layout",
 }
 
 

@@ -316,10 +316,8 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
         return
     if not all(bool(p.grad.isfinite().all()) for p in params if p.grad is not None):
         return
-    if world.level == "O3" and kind != "torch":
-        world.known("clip at O3")
-    if len(ref.regrouped & {o}) and kind != "torch":
-        world.known("clip after a regrouping")
+    if any(p.grad.is_neg() for p in params if p.grad is not None):
+        return  # torch's clip_grad_norm_ raises
     order = float("inf") if kind == "amp inf" else 2.0
     if kind == "torch":
         norm = torch.nn.utils.clip_grad_norm_(list(amp.master_params(world.optimizers[o])), max_norm)

@@ -20,9 +20,8 @@ class Reference:
     """Models, optimizers and loss scales at one level. Models come in FP32 and are copied."""
 
     def __init__(self, models: list[Any], groups: Any, make: list[Any], scalers: list[Scaler], start: Any) -> None:
-        level, self.scalers = start["level"], scalers
-        self.level = level
-        self.adopt, self.skips = start["adopt"], start["skips"]
+        level, self.adopt, self.skips = start["level"], start["adopt"], start["skips"]
+        self.level, self.scalers = level, scalers
         self.by_master = level in ("O2", "O5")
         self.dtype = HALF[level] if level in ("O2", "O3", "O5") else torch.float32
         self.models = [cast_model(m, self.dtype, keep_batchnorm=self.by_master) for m in models]

@@ -318,6 +318,9 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
         return
     if any(p.grad.is_neg() for p in params if p.grad is not None):
         return  # torch's clip_grad_norm_ raises
+    if kind != "torch":  # ours looks for parameters first
+        ref.scan(o)
+        params = [ref.entry(name) for name in ref.names(o)]
     order = float("inf") if kind == "amp inf" else 2.0
     if kind == "torch":
         norm = torch.nn.utils.clip_grad_norm_(list(amp.master_params(world.optimizers[o])), max_norm)

@@ -4,9 +4,11 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
-#include <unordered_map>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ahead.h"
@@ -91,21 +93,77 @@ inline void check_same_layout(Named const& list, Named const& reference) {
   });
 }
 
-// Refuses that one memory is written twice, or written and read as something else.
-class Written {
+// Refuses that memory is written twice, or written and read as something else. Tensors are dense, so that each is one
+// range of addresses.
+class Memory {
  public:
-  void add(Named const& list) {
-    for (size_t i = 0; i < list.tensors.size(); ++i) {
-      if (list.tensors[i] && list.tensors[i]->numel() > 0) {
-        auto const [at, is_new] = by_address_.emplace(list.tensors[i]->const_data_ptr(), list.at(i));
-        TORCH_CHECK_VALUE(is_new, list.at(i), " has the same memory as ", at->second,
-                          ".  Each tensor that is written may be there once.");
+  // What is written. Copy-on-write memory becomes its own here.
+  void written(Named const& list) {
+    for_each(list.tensors, [](size_t, at::Tensor const& t) { t.mutable_data_ptr(); });
+    add(list, true, [](size_t, at::Tensor const&) { return false; });
+  }
+
+  // What is read, after all that is written. An element that is written in the place where it is read, as `outputs[i]` of the same index, is fine.
+  void read(Named const& list, OptionalTensors const& outputs) {
+    add(list, false, [&](size_t i, at::Tensor const& t) {
+      auto const& output = outputs[i];
+      return output && output->const_data_ptr() == t.const_data_ptr() && output->scalar_type() == t.scalar_type();
+    });
+  }
+
+  void check() {
+    auto const by_address = [](Range const& a, Range const& b) { return a.begin < b.begin; };
+    if (!std::is_sorted(ranges_.begin(), ranges_.end(), by_address)) {
+      std::sort(ranges_.begin(), ranges_.end(), by_address);
+    }
+    Range const* furthest[2] = {nullptr, nullptr};  // the ones that end last of what is read, and of what is written
+    for (Range const& range : ranges_) {
+      for (bool const is_written : {true, false}) {
+        Range const* const other = furthest[is_written];
+        if ((is_written || range.is_written) && other && other->end > range.begin) {
+          refuse(range, *other);
+        }
+      }
+      Range const*& last = furthest[range.is_written];
+      if (!last || range.end > last->end) {
+        last = &range;
       }
     }
   }
 
  private:
-  std::unordered_map<void const*, std::string> by_address_;
+  struct Range {
+    char const *begin, *end;
+    uint32_t list, index;
+    bool is_written;
+  };
+
+  template <class Skips>
+  void add(Named const& list, bool is_written, Skips const& skips) {
+    lists_.push_back({list.op, list.name});
+    ranges_.reserve(ranges_.size() + list.tensors.size());
+    for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
+      if (t.numel() > 0 && !skips(i, t)) {
+        auto const* const begin = static_cast<char const*>(t.const_data_ptr());
+        ranges_.push_back({begin, begin + t.nbytes(), uint32_t(lists_.size() - 1), uint32_t(i), is_written});
+      }
+    });
+  }
+
+  [[noreturn]] void refuse(Range a, Range b) const {
+    if (std::tie(a.list, a.index) < std::tie(b.list, b.index)) {
+      std::swap(a, b);
+    }
+    auto const at = [&](Range const& range) {
+      return std::string(lists_[range.list].second) + "[" + std::to_string(range.index) + "]";
+    };
+    char const* const how = a.begin == b.begin && a.end == b.end ? " has the same memory as " : " shares memory with ";
+    C10_THROW_ERROR(ValueError, lists_[a.list].first + (": " + at(a)) + how + at(b) +
+                                    ".  Each tensor that is written may be there once, and overlaps no other one.");
+  }
+
+  std::vector<std::pair<char const*, char const*>> lists_;  // operation and name
+  std::vector<Range> ranges_;
 };
 
 inline void check_scalar(char const* op, char const* name, std::optional<at::Tensor> const& t, at::ScalarType type,

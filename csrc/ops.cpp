@@ -97,13 +97,21 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, OptionalTen
     check_length(out_list, xs.size(), "xs");
     check_tensors(out_list, device);
     check_same_layout(out_list, x_list);
-    Written().add(out_list);
   }
   if (ys) {
     Named const y_list{op, "ys", *ys};
     check_length(y_list, xs.size(), "xs");
     check_tensors(y_list, device);
     check_same_layout(y_list, x_list);
+  }
+  if (outs) {
+    Memory memory;
+    memory.written({op, "outputs", *outs});
+    memory.read(x_list, *outs);
+    if (ys) {
+      memory.read({op, "ys", *ys}, *outs);
+    }
+    memory.check();
   }
   check_scalar(op, "a", a, at::kFloat, device);
   check_scalar(op, "b", b, at::kFloat, device);
@@ -212,14 +220,11 @@ StepTable::StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies,
   for (Named const* list : {&copy_list, &list1, &list2}) {
     check_same_layout(*list, weight_list);
   }
-  Written all;
-  for (Named const* list : {&weight_list, &copy_list, &list1, &list2}) {
-    all.add(*list);
-  }
   check_vector(op, "steps", steps_, int64_t(n), at::kFloat, device);
   check_vector(op, "norms", norms_, int64_t(n), at::kFloat, device);
   TORCH_CHECK_VALUE(kind != Kind::novograd || norms_, op, ": novograd keeps norms; pass a float32 tensor of shape [", n,
                     "].");
+  check_memory(op, nullptr);
 
   std::vector<int64_t> numels(n);
   for (size_t t = 0; t < n; ++t) {
@@ -253,9 +258,28 @@ StepTable::StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies,
 
 StepTable::~StepTable() = default;
 
+void StepTable::check_memory(char const* op, OptionalTensors const* gradients) const {
+  OptionalTensors const counts{steps_}, norms{norms_};
+  Memory memory;
+  memory.written({op, "weights", weights_});
+  memory.written({op, "copies", copies_});
+  memory.written({op, "state1", state1_});
+  memory.written({op, "state2", state2_});
+  memory.written({op, "steps", counts});
+  memory.written({op, "norms", norms});
+  if (gradients) {
+    memory.read({op, "gradients", *gradients}, weights_);
+  }
+  memory.check();
+}
+
 bool StepTable::is_current() const {
   auto const same = [](std::optional<at::Tensor> const& t, void const* address, Type type) {
     return t ? t->const_data_ptr() == address && type_of(*t) == type && !is_lazy(*t) : address == nullptr;
+  };
+  // A weight that was transposed where it lies has its address.
+  auto const laid_out_alike = [](std::optional<at::Tensor> const& a, std::optional<at::Tensor> const& b) {
+    return !a || !b || same_layout(*a, *b);
   };
   for (size_t t = 0; t < rows_.size(); ++t) {
     for (OptionalTensors const* list : {&weights_, &copies_, &state1_, &state2_}) {
@@ -264,7 +288,8 @@ bool StepTable::is_current() const {
     Row const& row = rows_[t];
     if (!same(weights_[t], row.weight, row.weight_type) || !same(state1_[t], row.state1, Type::float32) ||
         !same(state2_[t], row.state2, Type::float32) || !same(copies_[t], row.copy, row.copy_type) ||
-        (weights_[t] && weights_[t]->numel() != row.numel)) {
+        (weights_[t] && weights_[t]->numel() != row.numel) || !laid_out_alike(weights_[t], state1_[t]) ||
+        !laid_out_alike(weights_[t], copies_[t])) {
       return false;
     }
   }
@@ -301,6 +326,10 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
     TORCH_CHECK_VALUE(weights_[t].has_value(), op, ": gradients[", t, "] is given, but weights[", t, "] is None.");
     TORCH_CHECK_VALUE((!needs_state1 || state1_[t]) && (!needs_state2 || state2_[t]), op, ": weights[", t,
                       "] has a gradient, but no optimizer state.");
+  }
+  if (!was_stepped_) {
+    check_memory(op, &gradients);
+    was_stepped_ = true;
   }
   bool const needs_sums = kind_ == Kind::novograd || kind_ == Kind::lamb;
   if (needs_sums && !(sum_squares && largest)) {

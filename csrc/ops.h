@@ -121,6 +121,9 @@ class StepTable {
   size_t size() const { return rows_.size(); }
 
  private:
+  // Refuses tensors that overlap. Gradients are looked at in the first step of a table only: it takes a sort.
+  void check_memory(char const* op, OptionalTensors const* gradients) const;
+
   Kind kind_;
   OptionalTensors weights_, copies_, state1_, state2_;
   at::Tensor steps_;
@@ -133,7 +136,7 @@ class StepTable {
   std::vector<float*> lamb_steps_;
   ListOperation sums_;
   std::shared_ptr<DeviceTables> device_;
-  bool is_stepping_ = false;
+  bool is_stepping_ = false, was_stepped_ = false;
 };
 
 }  // namespace amp_engine

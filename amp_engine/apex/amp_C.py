@@ -30,7 +30,7 @@ from torch import Tensor
 from amp_engine import kernels
 from amp_engine.apex import float64_steps
 from amp_engine.errors import AmpValueError
-from amp_engine.kernels.refusals import check_lists
+from amp_engine.kernels.refusals import check_apart, check_lists
 from amp_engine.policy import LOWEST_SCALE
 
 TensorList = Sequence[Tensor]
@@ -753,14 +753,7 @@ def _refusals_by_place(op: str, lists: TensorLists, written: Sequence[int] = ())
 
 def _check_once(op: str, grads: TensorList) -> None:
     """Raise AmpValueError for gradients that share memory, before they are written."""
-    places: dict[int, int] = {}
-    for j, grad in enumerate(grads):
-        first = places.setdefault(grad.data_ptr(), j) if grad.numel() else j
-        if first != j:
-            raise AmpValueError(
-                f"{op}: tensor_lists[0][{j}] has the same memory as tensor_lists[0][{first}].  Each gradient is "
-                "written, so it may be there once."
-            )
+    check_apart(op, {"tensor_lists[0]": grads}, {})
 
 
 def _check_float64(op: str, lists: TensorLists) -> None:

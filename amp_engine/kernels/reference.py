@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels.hyperparameters import Hyperparameters
-from amp_engine.kernels.refusals import TensorList, check_lists, check_scalars, check_vector
+from amp_engine.kernels.refusals import TensorList, check_apart, check_lists, check_scalars, check_vector
 
 
 class Checks(NamedTuple):
@@ -250,7 +250,7 @@ class StepTable:
             raise AmpValueError(f"StepTable: kind is {kind!r}, but must be adam, sgd, adagrad, novograd or lamb.")
         lists = {"weights": weights, "copies": copies, "state1": state1, "state2": state2}
         device, n = steps.device, len(weights)
-        check_lists("StepTable", lists, tuple(lists), float32=("state1", "state2"), device=device)
+        check_lists("StepTable", lists, float32=("state1", "state2"), device=device)
         if len(groups) != n:
             raise AmpValueError(f"StepTable: groups has {len(groups)} entries, but weights has {n}.")
         check_vector("StepTable", "steps", steps, n, torch.float32, device)
@@ -262,6 +262,10 @@ class StepTable:
         self._state1, self._state2 = list(state1), list(state2)
         self._groups = list(groups)
         self._steps, self._norms = steps, norms
+        written: dict[str, TensorList] = {**lists, "steps": [steps], "norms": [norms]}
+        check_apart("StepTable", written, {})
+        self._written = written
+        self._was_stepped = False
         self._built_on = self._memory()
 
     def is_current(self) -> bool:
@@ -350,10 +354,13 @@ class StepTable:
                 (needs_state1 and self._state1[i] is None) or (needs_state2 and self._state2[i] is None)
             ):
                 raise AmpValueError(f"{op}: weights[{i}] has a gradient, but no optimizer state.")
+        if not self._was_stepped:
+            check_apart(op, self._written, {"grads": grads}, self._weights)
+            self._was_stepped = True
 
-    def _memory(self) -> list[tuple[int, torch.dtype] | None]:
+    def _memory(self) -> list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]] | None]:
         return [
-            None if t is None else (t.data_ptr(), t.dtype)
+            None if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride())
             for tensors in (self._weights, self._copies, self._state1, self._state2)
             for t in tensors
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def check_lists(
     Args:
         op: what messages call the operation.
         lists: by name; entries of one index must have one shape and one order in memory. None takes no part.
-        written: names of lists that are written, none of whose tensors may be there twice.
+        written: names of lists that are written, see `check_apart`.
         float32: names of lists that may hold nothing else.
         device: where the tensors must be; None: where the first one is.
     """
@@ -54,17 +55,48 @@ def check_lists(
                     f"{op}: {name}[{i}] is {_text(tensor)}, but {first_name}[{i}] is {_text(leader)}.  "
                     "Shapes and strides must be equal."
                 )
-    by_address: dict[int, str] = {}
-    for name in written:
-        for i, tensor in enumerate(lists[name]):
-            # A meta tensor has no memory.
-            if tensor is not None and tensor.numel() and tensor.device.type != "meta":
-                there = by_address.setdefault(tensor.data_ptr(), f"{name}[{i}]")
-                if there != f"{name}[{i}]":
-                    raise AmpValueError(
-                        f"{op}: {name}[{i}] has the same memory as {there}.  "
-                        "Each tensor that is written may be there once."
-                    )
+    if written:
+        are_written = {name: tensors for name, tensors in lists.items() if name in written}
+        are_read = {name: tensors for name, tensors in lists.items() if name not in written}
+        check_apart(op, are_written, are_read, lists[written[0]])
+
+
+def check_apart(
+    op: str, written: Mapping[str, TensorList], read: Mapping[str, TensorList], outputs: TensorList = ()
+) -> None:
+    """Raise AmpValueError for memory that is written twice, or written and read as something else.
+
+    Args:
+        op: what messages call the operation.
+        written, read: lists by name, of dense tensors; None takes no part.
+        outputs: what is written under the index of what is read, which may be the same tensor.
+    """
+    ranges = [
+        _Range(tensor, rank, i, name, True)
+        for rank, (name, tensors) in enumerate(written.items())
+        for i, tensor in enumerate(tensors)
+        if _has_memory(tensor)
+    ]
+    ranges += [
+        _Range(tensor, rank, i, name, False)
+        for rank, (name, tensors) in enumerate(read.items(), start=len(written))
+        for i, tensor in enumerate(tensors)
+        if _has_memory(tensor) and not (i < len(outputs) and _is_same(tensor, outputs[i]))
+    ]
+    furthest: dict[bool, _Range] = {}  # the ones that end last of what is read, and of what is written
+    for one in sorted(ranges, key=lambda r: r.begin):
+        for is_written in (True, False):
+            other = furthest.get(is_written)
+            if (is_written or one.is_written) and other is not None and other.end > one.begin:
+                first, second = sorted((one, other), key=lambda r: (r.rank, r.index))
+                is_same = (first.begin, first.end) == (second.begin, second.end)
+                how = "has the same memory as" if is_same else "shares memory with"
+                raise AmpValueError(
+                    f"{op}: {second.name}[{second.index}] {how} {first.name}[{first.index}].  Each tensor that is "
+                    "written may be there once, and overlaps no other one."
+                )
+        if one.is_written not in furthest or one.end > furthest[one.is_written].end:
+            furthest[one.is_written] = one
 
 
 def check_scalars(
@@ -92,6 +124,25 @@ def check_vector(op: str, name: str, vector: Tensor | None, n: int, dtype: torch
         )
     if vector is not None and is_lazy(vector):
         raise AmpValueError(f"{op}: {name} is {_text(vector)}{_LAZY_REFUSED}")
+
+
+class _Range:
+    """The addresses of a dense tensor, and where it was found."""
+
+    __slots__ = ("begin", "end", "index", "is_written", "name", "rank")
+
+    def __init__(self, tensor: Tensor, rank: int, index: int, name: str, is_written: bool) -> None:
+        self.begin = tensor.data_ptr()
+        self.end = self.begin + tensor.numel() * tensor.element_size()
+        self.rank, self.index, self.name, self.is_written = rank, index, name, is_written
+
+
+def _has_memory(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    return tensor is not None and tensor.numel() > 0 and tensor.device.type != "meta"
+
+
+def _is_same(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
 
 
 def _check_tensor(place: str, tensor: Tensor, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:

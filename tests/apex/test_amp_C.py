@@ -600,6 +600,14 @@ def test_a_gradient_that_is_written_twice_is_refused(name):
     assert_refused(name, flag(), lists, r"tensor_lists\[0\]\[1\] has the same memory as tensor_lists\[0\]\[0\]")
 
 
+@pytest.mark.parametrize("name", ["multi_tensor_adam_capturable", "multi_tensor_lamb", "multi_tensor_lamb_mp"])
+def test_gradients_that_overlap_partly_are_refused(name):
+    lists = [[torch.ones(4), torch.ones(4)] for _ in range(4)]
+    memory = torch.ones(6)
+    lists[0] = [memory[:4], memory[2:]]
+    assert_refused(name, flag(), lists, r"tensor_lists\[0\]\[1\] shares memory with tensor_lists\[0\]\[0\]")
+
+
 @pytest.mark.parametrize("name", ["multi_tensor_adam", "multi_tensor_novograd", "multi_tensor_adagrad"])
 def test_float64_lists_of_other_shapes_or_types_are_refused(name):
     lists = [[t.double() for t in tensors] for tensors in lists_for(name)]

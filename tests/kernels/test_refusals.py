@@ -155,6 +155,95 @@ def test_one_memory_written_twice(op, first, second):
     assert "same memory" in called(op, lists, (second, 2))
 
 
+READ = [
+    ("scale_", "outputs", "inputs"),
+    ("cast_copy_", "outputs", "inputs"),
+    ("axpby_", "outputs", "xs"),
+    ("axpby_", "outputs", "ys"),
+    ("sgd_", "params", "grads"),
+    ("sgd_", "copies", "grads"),
+    ("adam_", "exp_avgs", "grads"),
+    ("adam_", "exp_avg_sqs", "grads"),
+]
+
+
+def beside_each_other(distance, dtypes=(torch.float32, torch.float32)):
+    """Two tensors of shape [4, 6]; the second begins so many bytes after the first."""
+    memory = torch.ones(300, dtype=torch.uint8)
+    spans = [(100, dtypes[0]), (100 + distance, dtypes[1])]
+    return [memory[at : at + 24 * dtype.itemsize].view(dtype).view(4, 6).fill_(1) for at, dtype in spans]
+
+
+@pytest.mark.parametrize("distance", [-92, -4, 4, 48, 92])
+@pytest.mark.parametrize(("op", "first", "second"), WRITTEN + READ)
+def test_memory_that_overlaps_partly(op, first, second, distance):
+    lists = lists_of(op)
+    lists[first][0], lists[second][2] = beside_each_other(distance)
+    message = called(op, lists, (second, 2))
+    assert "shares memory with" in message
+    assert "[0]" in message
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize(("op", "first", "second"), READ)
+def test_memory_that_is_written_and_read_elsewhere(op, first, second, place):
+    """Of another index, or of the same but shifted, which is no work in place."""
+    lists = lists_of(op)
+    lists[first][0], lists[second][place] = beside_each_other(0 if place else 40)
+    called(op, lists, (second, place))
+
+
+@pytest.mark.parametrize(
+    ("op", "first", "second"), [one for one in READ if one[0] in ("scale_", "cast_copy_", "axpby_")]
+)
+def test_memory_that_is_read_as_one_type_and_written_as_another(op, first, second):
+    lists = lists_of(op)
+    lists[first][1], lists[second][1] = beside_each_other(0, (torch.float16, torch.float32))
+    called(op, lists, (second, 1))
+
+
+@pytest.mark.parametrize(("op", "first", "second"), WRITTEN + READ)
+def test_tensors_that_touch_are_walked(op, first, second):
+    for distance in (-96, 96):
+        lists = lists_of(op)
+        lists[first][0], lists[second][2] = beside_each_other(distance)
+        OPERATIONS[op][1](**lists)
+
+
+@pytest.mark.parametrize(
+    ("op", "first", "second"), [one for one in READ if one[0] in ("scale_", "cast_copy_", "axpby_")]
+)
+def test_work_in_place_and_what_is_read_twice_are_walked(op, first, second):
+    lists = lists_of(op)
+    lists[second] = lists[first]
+    OPERATIONS[op][1](**lists)
+    lists = lists_of(op)
+    lists[second] = [lists[second][0]] * 3
+    OPERATIONS[op][1](**lists)
+
+
+@pytest.mark.parametrize("counts", ["params", "exp_avgs", "grads"])
+def test_counts_in_the_memory_of_something_else(counts):
+    lists = lists_of("adam_")
+    steps = torch.zeros(30)[3:27].view(4, 6)
+    lists[counts][1] = steps
+    before = copies([t for tensors in lists.values() for t in tensors])
+    with pytest.raises(AmpValueError, match="memory"):
+        kernels.adam_(
+            lists["grads"],
+            lists["params"],
+            lists["exp_avgs"],
+            lists["exp_avg_sqs"],
+            steps.view(24)[6:9],
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.99,
+            eps=1e-8,
+            weight_decay=0.0,
+        )
+    assert all(map(same_bits, [t for tensors in lists.values() for t in tensors], before))
+
+
 @pytest.mark.parametrize(
     "scalar", [torch.ones(2), torch.tensor(1), torch.tensor(1.0).double(), torch.ones((), device="meta")]
 )

@@ -84,9 +84,14 @@ def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
         for master in masters_of(param):
             value, master.incoming = master.incoming, None
             # Not so if torch refused the value (its shape, say) and will raise, or a module made it another.
-            if value is not None and value.shape == param.shape and torch.equal(value.to(param), param):
+            if value is not None and value.shape == param.shape and _same_values(value.to(param), param):
                 master.weight.detach().copy_(value)
                 master.mark_in_sync()
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one type have the same values; a NaN is one. Waits for the device."""
+    return bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 
 def pack_scalers(

@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from amp_engine import kernels
 from amp_engine.dtypes import is_low_precision
-from amp_engine.errors import AmpStateError
+from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.kernels import walk
 from amp_engine.lazy_gradients import GRAD, Kept, MasterParameter, own
 
@@ -51,7 +51,10 @@ class Shared:
 
 
 class Master:
-    """One low-precision parameter of a model and its float32 master, of equal shape and strides."""
+    """One low-precision parameter of a model and its float32 master, of equal shape and strides.
+
+    Where the parameter has gaps in memory, the master has none.
+    """
 
     def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
         self.param = param
@@ -116,6 +119,10 @@ class Master:
         shared.params = walk.with_stamps(shared.params, self._place, walk.stamps([self.param]))
         shared.weights = walk.with_stamps(shared.weights, self._place, walk.stamps([self.weight]))
 
+    def stamps(self) -> tuple[walk.Stamps, walk.Stamps]:
+        """The stamps of parameter and weight as they are."""
+        return walk.stamps([self.param]), walk.stamps([self.weight])
+
     def marked_as(self) -> tuple[walk.Stamps, walk.Stamps]:
         """The stamps of parameter and weight when they last agreed."""
         shared = self._shared
@@ -133,10 +140,10 @@ class Master:
         value_f32 = None if self.is_doubted else exact_value(self.param)
         if value_f32 is None:
             value_f32 = self.param.detach()
-        if self.weight.device == value_f32.device and self.weight.shape == value_f32.shape:
+        if self.weight.device == self.param.device and _is_laid_out_as(self.param, self.weight):
             self.weight.copy_(value_f32)
         else:
-            self.weight.data = value_f32.to(torch.float32, copy=True)
+            self.weight.data = _laid_out_as(self.param, value_f32.to(self.param.device, torch.float32, copy=True))
         self.mark_in_sync()
 
     @torch.no_grad()
@@ -423,33 +430,55 @@ class MasterWeights:
 
         The first time with `adopt_data_writes` in any case: apex made masters only at the first backward, so scripts
         initialize weights, or broadcast them, through `param.data` until then.
+
+        Args:
+            adopt_data_writes: compare values as well, but those of masters that somebody wrote meanwhile.
         """
         is_first, self._is_fresh = self._is_fresh, False
         if is_first:
             _FRESH.discard(self)
-        if is_first:
             for master in self.in_groups:
                 if master.is_moved():
                     master.is_doubted = False  # a script's own values, as it saved masters of an earlier run
                 elif master.in_sync() and not master.is_doubted:
                     master.adopt()
+                    master.mark_in_sync()
         if is_first or self._shared.params != walk.stamps(self.params):
             for master in self.in_groups:
                 master.refresh()
         if adopt_data_writes and not is_first:
-            for master in self.in_groups:
-                master.adopt()
+            marks = [master.marked_as()[1] if master.is_moved() else None for master in self.in_groups]
+            for master, mark in zip(self.in_groups, marks, strict=True):
+                if mark is None:
+                    master.adopt()
+            now = [m.stamps()[1] if mark is None else mark for m, mark in zip(self.in_groups, marks, strict=True)]
+            self._shared.weights = walk.joined(now)
+
+    def follow(self, adopt_data_writes: bool = False) -> None:
+        """Before a step: what somebody wrote into one of the two goes into the other; into the master, if into both.
+
+        A step whose gradients leave a master out, or that is skipped, writes nothing of it into the model.
+        """
+        if self._shared.weights != walk.stamps(self.weights):
+            written = [master for master in self.in_groups if master.is_moved() and master.in_sync()]
+            _write_back(written)
+            for master in written:
+                master.is_doubted = False
+            ids = set(map(id, written))
+            marks = [m.stamps() if id(m) in ids else m.marked_as() for m in self.in_groups]
+            self._shared.params = walk.joined([of_param for of_param, _ in marks])
+            self._shared.weights = walk.joined([of_weight for _, of_weight in marks])
+        self.refresh(adopt_data_writes)
 
     def write_back(self) -> None:
         """Round every master into its parameter. Moves the parameters' versions, as any optimizer does."""
-        kernels.cast_copy_([m.param for m in self.in_groups], [m.weight for m in self.in_groups])
+        _write_back(self.in_groups)
         self.mark_in_sync()
 
     def mark_in_sync(self) -> None:
         """Declare that masters and parameters agree."""
         self._shared.params = walk.stamps(self.params)
-        if self.written_outside:
-            self._shared.weights = walk.stamps(self.weights)
+        self._shared.weights = walk.stamps(self.weights)
 
     @property
     def kept(self) -> Kept | None:
@@ -524,7 +553,7 @@ class MasterWeights:
             value_f32 = exact_f32.to(torch.float32, copy=True)  # another optimizer's master has this memory
         else:
             value_f32 = exact_f32.float()
-        master = Master(param, walk.written_out(value_f32))
+        master = Master(param, _laid_out_as(param, walk.written_out(value_f32)))
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
         self._take_state(master)
@@ -534,6 +563,31 @@ class MasterWeights:
         optimizer = self._optimizer()
         assert optimizer is not None, "called from a hook of the optimizer or with it in hand"
         return optimizer
+
+
+@torch.no_grad()
+def _write_back(masters: Sequence[Master]) -> None:
+    try:
+        kernels.cast_copy_([m.param for m in masters], [m.weight for m in masters])
+    except AmpValueError:  # gaps in memory, another order there, several devices: nothing was written
+        for master in masters:
+            master.param.copy_(master.weight)
+
+
+def _is_laid_out_as(param: Tensor, value: Tensor) -> bool:
+    """Whether `value` is dense, and in the order in memory of `param` unless that has gaps."""
+    return (
+        kernels.is_dense(value)
+        and value.shape == param.shape
+        and (not kernels.is_dense(param) or kernels.same_layout(value, param))
+    )
+
+
+def _laid_out_as(param: Tensor, value_f32: Tensor) -> Tensor:
+    """`value_f32`, or a copy in the order in memory of `param`; in one without gaps where that has some."""
+    if _is_laid_out_as(param, value_f32):
+        return value_f32
+    return torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(value_f32)
 
 
 def _widened(state: Any) -> Any:

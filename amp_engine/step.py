@@ -24,7 +24,7 @@ from amp_engine.gradients import NO_LOSS, Checked, GradientWindow, PassOne
 from amp_engine.kernels import walk
 from amp_engine.lazy_gradients import MasterParameter, Unscaling, clip_factor
 from amp_engine.master_weights import MasterWeights, forget_roster, roster_of
-from amp_engine.optimizers.fused_step import FusedStep, fused_step_of, release_fused_step
+from amp_engine.optimizers.fused_step import FusedStep, Plan, fused_step_of, release_fused_step
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
@@ -366,19 +366,27 @@ class SteppedOptimizer:
             if self._looks_at_gradients > 0 and self.backward_seen:
                 self._warn_of_written_gradients(self.masters)
         backward_seen, self.backward_seen = self.backward_seen, False
-        casts_off = nullcontext() if casts_off is None else casts_off
         # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
         plain = len(args) == 1 and not kwargs and not hasattr(optimizer, "found_inf")
         fused = fused_step_of(optimizer) if plain else None
-        # A wrapper goes on after this step by what it finds, so the host decides.
-        may_leave = fused is not None and not self._is_wrapped
-        is_open = may_leave and any(not v.overflow.is_known() for v in self.verdicts)
-        if not is_open and self._skip():
-            forget_roster(optimizer)
-        else:
+        with nullcontext() if casts_off is None else casts_off:
+            if self.masters is not None:
+                self.masters.scan()
+                self.masters.follow(self._adopt_data_writes)
+            # A wrapper goes on after this step by what it finds, so the host decides.
+            is_open = not self._is_wrapped and any(not v.overflow.is_known() for v in self.verdicts)
+            planned = self._plan(fused) if fused is not None and is_open else None
+            flags: list[Tensor] = []
+            if planned is not None:
+                flags = self._leave_to_device()
+            elif self._skip():
+                forget_roster(optimizer)
+                return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
+            elif fused is not None:
+                planned = self._plan(fused)
             if not backward_seen:
                 self._warn_of_unseen_gradients()
-            self._step(optimizer, args, kwargs, casts_off, fused, is_open)
+            self._step(optimizer, args, kwargs, planned, flags)
         return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
 
     def _skip(self) -> bool:
@@ -422,30 +430,26 @@ class SteppedOptimizer:
         if skipping:
             self._on_skip(self, skipping)
 
+    def _plan(self, fused: FusedStep) -> tuple[FusedStep, Plan, Rows] | None:
+        """What the kernels are to do, or None if the class's own step has to."""
+        rows = self._rows()
+        plan = fused.plan(rows.weights, rows.gradients, rows.copies, rows.known)
+        return None if plan is None else (fused, plan, rows)
+
     def _step(
         self,
         optimizer: Optimizer,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        casts_off: AbstractContextManager[None],
-        fused: FusedStep | None,
-        is_open: bool,
+        planned: tuple[FusedStep, Plan, Rows] | None,
+        flags: list[Tensor],
     ) -> None:
-        """Step, unless `is_open`, whether to skip, turns out as a skip."""
         self._stepping = True
         try:
-            with casts_off:
-                if self.masters is not None:
-                    self.masters.scan()
-                    self.masters.refresh(self._adopt_data_writes)
-                rows = self._rows()
-                # Who steps is known only now, after new groups: kernels read the flags on the device, others cannot.
-                if fused is not None and fused.takes(rows.weights, rows.gradients, rows.known):
-                    self._step_fused(fused, rows, self._leave_to_device() if is_open else [])
-                elif is_open and self._skip():
-                    return
-                else:
-                    self._step_unfused(optimizer, args, kwargs)
+            if planned is not None:
+                self._step_fused(*planned, flags)
+            else:
+                self._step_unfused(optimizer, args, kwargs)
             if self.masters is not None and self._is_wrapped:
                 walk.drop_gradients(self.masters.params)
                 self._left_gradients = True
@@ -456,7 +460,7 @@ class SteppedOptimizer:
             self._pass_one = None
             forget_roster(optimizer)
 
-    def _step_fused(self, fused: FusedStep, rows: Rows, flags: list[Tensor]) -> None:
+    def _step_fused(self, fused: FusedStep, plan: Plan, rows: Rows, flags: list[Tensor]) -> None:
         """Pass 2: unscale, clip, step and write the model's weights in one go; nothing if one of `flags` is != 0."""
         found_inf = None
         for flag in flags:
@@ -466,9 +470,8 @@ class SteppedOptimizer:
         whole = one is not None and not one.plain and one.holds(self.optimizer, self.masters)
         weight_copies = None if self.masters is not None else self._weight_copies()
         fused.step(
-            rows.weights,
-            rows.gradients,
-            rows.copies if weight_copies is None else weight_copies.copies(rows.weights),
+            plan,
+            None if weight_copies is None else weight_copies.copies(rows.weights),
             rows.scaled,
             inv_scale=None if unscaling is None else unscaling.inv_scale,
             found_inf=found_inf,

@@ -139,14 +139,10 @@ bool same_objects(py::object const& a, py::object const& b) {
   return PySequence_Fast_GET_SIZE(y.ptr()) == n && std::equal(first, first + n, PySequence_Fast_ITEMS(y.ptr()));
 }
 
-// Whether dicts[i][name] is objects[i], the very object (None: no such entry), for every dictionary that is not empty.
+// Whether dicts[i][name] is objects[i], the very object, for all i. None: no such entry, or None.
 bool same_entries(py::list const& dicts, py::str const& name, py::list const& objects) {
   for (size_t i = 0; i < dicts.size(); ++i) {
-    PyObject* const dict = dicts[i].ptr();
-    if (PyDict_GET_SIZE(dict) == 0) {
-      continue;
-    }
-    PyObject* const found = PyDict_GetItemWithError(dict, name.ptr());
+    PyObject* const found = PyDict_GetItemWithError(dicts[i].ptr(), name.ptr());
     if ((found ? found : Py_None) != objects[i].ptr()) {
       return false;
     }
@@ -242,7 +238,7 @@ PYBIND11_MODULE(_C, m) {
       "any_gradient", [](ParamsOrList const& tensors) { return any_gradient(in(tensors)); },
       "Whether one of the tensors has a gradient.");
   m.def("same_objects", &same_objects, "Whether two sequences have the very same objects.");
-  m.def("same_entries", &same_entries, "Whether each dictionary has its object under a name, where it has anything.");
+  m.def("same_entries", &same_entries, "Whether each dictionary has its object under a name.");
   m.def(
       "drop_gradients", [](ParamsOrList const& tensors) { drop_gradients(in(tensors)); },
       "tensor.grad = None for each.");

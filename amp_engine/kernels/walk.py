@@ -161,11 +161,11 @@ def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
 
 
 def same_entries(dicts: list[dict[str, Any]], name: str, objects: Sequence[object]) -> bool:
-    """Whether `dicts[i].get(name) is objects[i]` for every dictionary that is not empty."""
+    """Whether `dicts[i].get(name) is objects[i]` for every i."""
     if _native.module is not None:
         same: bool = _native.module.same_entries(dicts, name, objects)
         return same
-    return all(d.get(name) is o for d, o in zip(dicts, objects, strict=True) if d)
+    return all(d.get(name) is o for d, o in zip(dicts, objects, strict=True))
 
 
 def drop_gradients(tensors: Sequence[Tensor]) -> None:

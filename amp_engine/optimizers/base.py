@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_engine import kernels
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.kernels import walk
-from amp_engine.optimizers.fused_step import NORM, FusedStep, fused_step_of, laid_out_as
+from amp_engine.optimizers.fused_step import NORM, FusedStep, Plan, fused_step_of
 from amp_engine.optimizers.rules import Rule
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
@@ -78,15 +78,11 @@ class FusedOptimizer(Optimizer):
         known = walk.OTHER not in walks and not walk.asks_for_gradients(weights)
         if not known:
             gradients = [p.grad for p in weights]
-        if not fused.takes(weights, gradients, known):
-            self._refuse(weights, gradients)
-        masters = self._own_masters(weights, gradients)
-        if masters is None:
-            self._step_unscaling(fused, weights, gradients, None, None)
+        plan = None if self._keeps_masters else fused.plan(weights, gradients, known=known)
+        if plan is not None:
+            self._step_unscaling(fused, plan)
         else:
-            copies = [None if m is w else w for m, w in zip(masters, weights, strict=True)]
-            self._step_unscaling(fused, weights, gradients, copies, masters)
-            self._wrote(weights)
+            self._step_beside(fused, weights, gradients)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -109,38 +105,55 @@ class FusedOptimizer(Optimizer):
                 elif value.is_floating_point():
                     self.state[p][name] = value.to(device=p.device, dtype=torch.float32, copy=True)
 
-    def _step_unscaling(
-        self,
-        fused: FusedStep,
-        params: list[Tensor],
-        gradients: Sequence[Tensor | None],
-        copies: list[Tensor | None] | None,
-        masters: list[Tensor] | None,
-    ) -> None:
+    def _step_beside(self, fused: FusedStep, params: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Step masters, and dense copies of parameters that have gaps in memory, and write them into the parameters."""
+        self._check(params, gradients)
+        weights = self._own_masters(params, gradients) if self._keeps_masters else list(params)
+        copies = [None if w is p else p for w, p in zip(weights, params, strict=True)]
+        gaps = [i for i, p in enumerate(params) if not kernels.is_dense(p)]
+        for i in gaps:
+            copies[i] = None
+            if weights[i] is params[i]:
+                weights[i] = params[i].detach().contiguous()
+        plan = fused.plan(params, gradients, copies, weights=weights)
+        if plan is None:
+            reason = fused.obstacle(Plan(params, weights, gradients, copies, False))
+            raise AmpStateError(
+                f"{type(self).__name__} cannot step: {reason}.  Type optimizer.state.clear() to start anew, or load "
+                "the state again."
+            )
+        self._step_unscaling(fused, plan)
+        for i in gaps:
+            if gradients[i] is not None:
+                params[i].copy_(weights[i])
+        if self._keeps_masters:
+            self._wrote(params, weights)
+
+    def _step_unscaling(self, fused: FusedStep, plan: Plan) -> None:
         """`fused.step` with what torch.amp.GradScaler has set, if it drives this step."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         inv_scale = None
         if isinstance(grad_scale, Tensor):
             inv_scale = grad_scale.reshape(()).double().reciprocal().float()
-            if isinstance(gradients, list):  # and not a native list of what is known to be laid out so
-                gradients = [laid_out_as(p, g) for p, g in zip(params, gradients, strict=True)]
         fused.step(
-            params,
-            gradients,
-            copies,
-            [inv_scale is not None] * len(params),
-            weights=masters,
+            plan,
+            scaled=[inv_scale is not None] * len(plan.params),
             inv_scale=inv_scale,
             # The int 0 where no parameter has a gradient.
             found_inf=found_inf.reshape(()) if isinstance(found_inf, Tensor) else None,
         )
 
-    def _own_masters(self, weights: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor] | None:
-        """The float32 weights to step instead of half ones, for optimizers that keep their own."""
-        return None
+    @property
+    def _keeps_masters(self) -> bool:
+        """Whether float32 weights are stepped in place of half parameters, for optimizers that keep their own."""
+        return False
 
-    def _wrote(self, weights: list[Tensor]) -> None:
-        """Half weights were written from their own masters."""
+    def _own_masters(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """What is stepped, where masters are kept."""
+        return list(params)
+
+    def _wrote(self, params: list[Tensor], weights: list[Tensor]) -> None:
+        """Half parameters were written from their own masters."""
 
     def _with_defaults(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """`state_dict` with this class's settings where another class saved none, and counts where torch has them."""
@@ -167,12 +180,13 @@ class FusedOptimizer(Optimizer):
                 if index in state:
                     state[index].setdefault(NORM, (singles if p.dtype == torch.float32 else halves).pop(0).float())
 
-    def _refuse(self, weights: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        for i, (p, g) in enumerate(zip(weights, gradients, strict=True)):
-            if not kernels.is_dense(p):
+    def _check(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Raise for what cannot be stepped, before anything is written."""
+        for i, (p, g) in enumerate(zip(params, gradients, strict=True)):
+            if any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride(), strict=True)):
                 raise AmpTypeError(
-                    f"{type(self).__name__} steps dense parameters; parameter {i} of shape {tuple(p.shape)} and "
-                    f"strides {p.stride()} has gaps in memory.  Make it of a .contiguous() tensor."
+                    f"{type(self).__name__} steps parameters whose elements have a place each; parameter {i} of shape "
+                    f"{tuple(p.shape)} and strides {p.stride()} is expanded.  Make it of a .contiguous() tensor."
                 )
             if kernels.is_lazy(p):
                 raise AmpTypeError(
@@ -184,14 +198,11 @@ class FusedOptimizer(Optimizer):
                     f"{type(self).__name__} does not support sparse gradients; parameter {i} of shape "
                     f"{tuple(p.shape)} has one.  Use torch.optim.SparseAdam for it."
                 )
-            if g is not None and (p.dtype not in _FLOATS or g.dtype not in _FLOATS):
+            if p.dtype not in kernels.FLOATS or (g is not None and g.dtype not in kernels.FLOATS):
                 raise AmpTypeError(
-                    f"{type(self).__name__} steps float32, float16 and bfloat16; parameter {i} is {p.dtype} with a "
-                    f"{g.dtype} gradient.  Use the optimizer of torch.optim for it."
+                    f"{type(self).__name__} steps float32, float16 and bfloat16; parameter {i} is {p.dtype} with "
+                    f"{'no' if g is None else f'a {g.dtype}'} gradient.  Use the optimizer of torch.optim for it."
                 )
-        raise AmpTypeError(
-            f"{type(self).__name__} cannot step these parameters: {[type(g).__name__ for g in gradients]}."
-        )
 
 
 class MasterKeepingOptimizer(FusedOptimizer):
@@ -204,35 +215,52 @@ class MasterKeepingOptimizer(FusedOptimizer):
     master_weights: bool
 
     def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
-        self._stamps = WeakIdKeyDictionary()  # of half parameters, as of their last step
+        # Of half parameters and their masters, as of their last step.
+        self._stamps: WeakIdKeyDictionary = WeakIdKeyDictionary()
         super().__init__(params, defaults, set_grad_none)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._stamps = WeakIdKeyDictionary()
 
-    def _own_masters(self, weights: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor] | None:
-        if not self.master_weights:
-            return None
-        return [p if p.dtype == torch.float32 else self._master(p, g) for p, g in zip(weights, gradients, strict=True)]
+    @property
+    def _keeps_masters(self) -> bool:
+        return self.master_weights
+
+    def _own_masters(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        return [p if p.dtype == torch.float32 else self._master(p, g) for p, g in zip(params, gradients, strict=True)]
 
     def _master(self, p: Tensor, grad: Tensor | None) -> Tensor:
         state: dict[str, Any] = self.state[p] if grad is not None else self.state.get(p, {})
-        if "master_param" not in state:
+        master: Tensor | None = state.get("master_param")
+        if master is None:
             if grad is None:
                 return p
-            state["master_param"] = p.detach().float()
-        master: Tensor = state["master_param"]
-        if p in self._stamps and self._stamps[p] != kernels.stamps([p]):
+            master = state["master_param"] = p.detach().float()
+        if master.dtype != torch.float32 or not kernels.is_dense(master) or not _one_order(master, p):
+            master = state["master_param"] = _float32_like(p, master)
+        of_param, of_master = self._stamps.get(p, (None, None))
+        if of_param is not None and of_param != kernels.stamps([p]):
             master.copy_(torch.where(p == master.to(p.dtype), master, p.float()))
+        elif of_master is not None and of_master != kernels.stamps([master]):
+            p.copy_(master)  # somebody wrote the master, and this step may have no gradient for it
         return master
 
-    def _wrote(self, weights: list[Tensor]) -> None:
-        for p in weights:
-            self._stamps[p] = kernels.stamps([p])
+    def _wrote(self, params: list[Tensor], weights: list[Tensor]) -> None:
+        for p, w in zip(params, weights, strict=True):
+            self._stamps[p] = kernels.stamps([p]), kernels.stamps([w])
 
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+def _one_order(master: Tensor, param: Tensor) -> bool:
+    """Whether a master can be walked beside its parameter, or has to be by itself, which has gaps in memory."""
+    return master.shape != param.shape or not kernels.is_dense(param) or kernels.same_layout(master, param)
+
+
+def _float32_like(param: Tensor, value: Tensor) -> Tensor:
+    """A copy of `value` in the order in memory of `param`, which may have gaps."""
+    if value.shape != param.shape:
+        return value.detach().float().contiguous()  # is refused later, in words
+    return torch.empty_like(param, dtype=torch.float32).copy_(value.detach())
 
 
 def check_not_negative(**values: float | Tensor) -> None:

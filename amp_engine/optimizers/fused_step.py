@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from torch.optim import Optimizer
 
 from amp_engine import kernels
 from amp_engine.devices import moved
+from amp_engine.errors import AmpValueError
 from amp_engine.kernels import walk
+from amp_engine.kernels.refusals import check_apart
 from amp_engine.optimizers.rules import TORCH_RULES, Rule
 
 NORM = "exp_avg_sq"  # where NovoGrad keeps the one norm of a tensor
@@ -44,6 +47,24 @@ def release_fused_step(optimizer: Optimizer) -> None:
         fused.release()
 
 
+class Plan(NamedTuple):
+    """A step that the kernels can do, until something is written.
+
+    Attributes:
+        params: n, the entries of the optimizer's groups in order.
+        weights: n, what is stepped; `params` themselves unless the optimizer keeps masters of its own.
+        gradients: n; float16, bfloat16 or float32, of the weights' shapes, or None.
+        copies: n low-precision parameters that the new weights are rounded into, or None.
+        is_current: whether the tables of the last step serve this one, but for other copies.
+    """
+
+    params: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    copies: Sequence[Tensor | None]
+    is_current: bool
+
+
 class FusedStep:
     """Steps every tensor of one optimizer in one pass.
 
@@ -63,37 +84,46 @@ class FusedStep:
         self._inner: list[dict[str, Any]] = []
         self._stateless: list[int] = []  # rows that have had no gradient yet
         self._needs_state1: list[bool] = []
+        self._moments = [rule.state1] if rule.state2 is None else [rule.state1, rule.state2]
         self._is_ours = rule not in TORCH_RULES.values()
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
 
-    def takes(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], known: bool = False) -> bool:
-        """Whether the kernels compute what the optimizer asks for, of these tensors. No host sync.
-
-        Args:
-            weights: n, what would be stepped.
-            gradients: n; or None.
-            known: whether all gradients are known to be dense, of the kernels' types, and laid out as their weights.
-        """
-        optimizer = self._live_optimizer()
-        if not self._is_ours and not kernels.has_native(weights[0].device if weights else torch.device("cpu")):
-            return False
-        if not all(self.rule.supports(group) for group in optimizer.param_groups):
-            return False
-        dtypes = kernels.FLOATS if self._is_ours else (torch.float32,)
-        if not walk.same_objects(weights, self._weights) and not all(
-            w.dtype in dtypes and kernels.is_dense(w) and not kernels.is_lazy(w) for w in weights
-        ):
-            return False
-        return known or all(g is None or _is_plain(g) for g in gradients)
-
-    def step(
+    def plan(
         self,
         params: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         copies: Sequence[Tensor | None] | None = None,
-        scaled: Sequence[bool] | None = None,
+        known: bool = False,
         *,
         weights: Sequence[Tensor] | None = None,
+    ) -> Plan | None:
+        """What `step` is to do, or None if the kernels do not compute it of these tensors. Changes nothing.
+
+        No host sync.
+
+        Args:
+            params, gradients, copies, weights: see `Plan`.
+            known: whether all gradients are known to be dense, of the kernels' types, and laid out as their weights.
+        """
+        optimizer = self._live_optimizer()
+        weights = params if weights is None else weights
+        copies = [None] * len(weights) if copies is None else copies
+        if not self._is_ours and not kernels.has_native(weights[0].device if weights else torch.device("cpu")):
+            return None
+        if not all(self.rule.supports(group) for group in optimizer.param_groups):
+            return None
+        if not known and not all(g is None or _is_plain(g) for g in gradients):
+            return None
+        is_current = self._is_current(weights, gradients)
+        plan = Plan(params, weights, gradients, copies, is_current)
+        return plan if is_current or self.obstacle(plan) is None else None
+
+    def step(
+        self,
+        plan: Plan,
+        copies: Sequence[Tensor | None] | None = None,
+        scaled: Sequence[bool] | None = None,
+        *,
         inv_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         norm: Tensor | None = None,
@@ -103,23 +133,22 @@ class FusedStep:
         """One step of every weight that has a gradient; of none where `found_inf != 0`. No host sync.
 
         Args:
-            params: n, the entries of the optimizer's groups in order.
-            gradients: n; float16, bfloat16 or float32, of the weights' shapes, or None.
-            copies: n low-precision parameters that the new weights are rounded into, or None.
-            weights: n, what is stepped; `params` themselves unless the optimizer keeps masters of its own.
+            plan: nothing was written since.
+            copies: in place of the plan's.
             scaled: n; which gradients are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
             inv_scale, found_inf, norm: float32, shape [].
             max_norm: infinity: not clipped.
             checks: what `kernels.check` found for exactly these gradients.
         """
         optimizer = self._live_optimizer()
-        weights = params if weights is None else weights
-        copies = [None] * len(weights) if copies is None else copies
+        weights, gradients = plan.weights, plan.gradients
+        copies = plan.copies if copies is None else copies
         scaled = [False] * len(weights) if scaled is None else scaled
-        if isinstance(gradients, list):  # and not a native list of what is known to be laid out so
-            gradients = [g if s else laid_out_as(w, g) for w, g, s in zip(weights, gradients, scaled, strict=True)]
-        if not self._is_current(weights, copies, gradients):
-            self._build(params, weights, copies, gradients)
+        is_current = plan.is_current and walk.same_objects(copies, self._copies)
+        if isinstance(gradients, list) or not is_current:  # and not a native list of what is laid out as the table
+            gradients = [laid_out_as(w, g) for w, g in zip(weights, gradients, strict=True)]
+        if not is_current:
+            self._build(plan.params, weights, copies, gradients)
         groups = [self.rule.hyperparameters(group) for group in optimizer.param_groups]
         for table in self._tables:
             device, rows = table.device, table.rows
@@ -164,12 +193,75 @@ class FusedStep:
                 state[name] = {**inner, key: None}
         return {**state_dict, "state": state}
 
-    def _is_current(
-        self, weights: Sequence[Tensor], copies: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
-    ) -> bool:
+    def obstacle(self, plan: Plan) -> str | None:
+        """Why no table can be built of these tensors and the optimizer's state as they are; None if it can."""
+        optimizer = self._live_optimizer()
+        dtypes = kernels.FLOATS if self._is_ours else (torch.float32,)
+        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        rows = zip(plan.params, plan.weights, plan.gradients, plan.copies, groups, strict=True)
+        for i, (p, w, g, c, group) in enumerate(rows):
+            if w.dtype not in dtypes or not kernels.is_dense(w) or kernels.is_lazy(w):
+                return f"parameter {i} is of another type, or has gaps in memory"
+            if g is not None and (g.shape != w.shape or g.device != w.device):
+                return (
+                    f"parameter {i} of shape {tuple(w.shape)} on {w.device} has a gradient of another shape or device"
+                )
+            if c is not None and not (c.dtype in kernels.FLOATS and kernels.is_dense(c) and kernels.same_layout(c, w)):
+                return f"the copy of parameter {i} is of another type or another order in memory"
+            state = optimizer.state.get(p) or {}
+            reason = self._misfit(state, w) or (self._torn(state, group) if g is not None else None)
+            if reason is not None:
+                return f"parameter {i} of shape {tuple(w.shape)} {reason}"
+        if self._is_ours:
+            return None  # the table refuses what overlaps, in its own words
+        moments = {name: [state.get(name) for state in self._states(plan.params)] for name in self._moments}
+        try:
+            check_apart("step", {"weights": plan.weights, "copies": plan.copies, **moments}, {})
+        except AmpValueError as e:
+            return str(e)
+        return None
+
+    def _states(self, params: Sequence[Tensor]) -> list[dict[str, Any]]:
+        state = self._live_optimizer().state
+        return [state.get(p) or {} for p in params]
+
+    def _misfit(self, state: dict[str, Any], weight: Tensor) -> str | None:
+        """What of a tensor's state the kernels could not go on with, were it laid out anew.
+
+        torch's SGD steps buffers of any type, and keeps them so; its Adam fails halfway on other types than the weight's.
+        """
+        for name in self._moments:
+            value = state.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, Tensor) or value.layout is not torch.strided or value.shape != weight.shape:
+                return f"has a {name} that is no dense tensor of that shape"
+            if value.device != weight.device:
+                return f"is on {weight.device}, and its {name} on {value.device}"
+            is_widened = self._is_ours or self.rule.keeps_step
+            if not value.is_floating_point() or not (is_widened or value.dtype == torch.float32):
+                return f"has a {name} of {value.dtype}"
+        for name in ["step"] * self.rule.keeps_step + [NORM] * self.rule.keeps_norm:
+            value = state.get(name)
+            if value is not None and not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
+                return f"has a {name} that is no number"
+        return None
+
+    def _torn(self, state: dict[str, Any], group: dict[str, Any]) -> str | None:
+        """What is missing where the rest is there, on which torch's own steps raise; all of it is started anew."""
+        rule = self.rule
+        moments = ([rule.state1] if rule.needs_state1(group) else []) + ([rule.state2] if rule.state2 else [])
+        moments += [NORM] * rule.keeps_norm
+        whole = moments + ["step"] * rule.keeps_step
+        missing = [name for name in whole if state.get(name) is None]
+        found = [name for name in moments if name not in missing]
+        if not self._is_ours and rule.keeps_step and state:  # torch asks for all, whatever is there
+            found = list(state)
+        return f"has {' and '.join(found)}, but no {' and no '.join(missing)}" if found and missing else None
+
+    def _is_current(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
         return (
             walk.same_objects(weights, self._weights)
-            and walk.same_objects(copies, self._copies)
             and walk.same_objects(list(self._live_optimizer().state.values()), self._inner)
             and all(table.is_current(self.rule) for table in self._tables)
             and all(gradients[i] is None for i in self._stateless)
@@ -186,11 +278,13 @@ class FusedStep:
         optimizer = self._live_optimizer()
         group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         known = {id(view): count for table in self._tables for view, count in table.by_state()}
-        start = [self._start(optimizer.state.get(p) or {}, known) for p in params]
+        start = [self._start(state, known) for state in self._states(params)]
         self._needs_state1 = [self.rule.needs_state1(group) for group in optimizer.param_groups]
         for p, w, g, i in zip(params, weights, gradients, group_of, strict=True):
             if g is not None and self._lacks_state(optimizer.state.get(p) or {}, self._needs_state1[i]):
                 self._fill_state(optimizer.state[p], w, optimizer.param_groups[i])
+            if p in optimizer.state:
+                self._lay_out(optimizer.state[p], w)
         self._stateless = [
             row
             for row, (p, i) in enumerate(zip(params, group_of, strict=True))
@@ -208,7 +302,7 @@ class FusedStep:
                 weights=[weights[i] for i in rows],
                 copies=[copies[i] for i in rows],
                 groups=[group_of[i] for i in rows],
-                inner=[optimizer.state.get(params[i]) or {} for i in rows],
+                inner=[optimizer.state.get(params[i], {}) for i in rows],
                 start=[start[i] for i in rows],
             )
             for device, rows in by_device.items()
@@ -219,29 +313,39 @@ class FusedStep:
     def _start(self, state: dict[str, Any], known: dict[int, float]) -> float:
         """How many steps this tensor has had; for SGD, which does not count them, 0 or more."""
         if self.rule.keeps_step:
-            step = state.get("step", 0.0)
-            return known[id(step)] if id(step) in known else float(step)
+            step = state.get("step")
+            return known[id(step)] if id(step) in known else 0.0 if step is None else float(step)
         buffer = state.get(self.rule.state1)
         return 0.0 if buffer is None else known.get(id(buffer), 1.0)
 
     def _fill_state(self, state: dict[str, Any], weight: Tensor, group: dict[str, Any]) -> None:
         """As torch's classes do at a tensor's first gradient."""
         rule = self.rule
-        if rule.keeps_step:
-            state.setdefault("step", torch.tensor(0.0, device="cpu"))
+        if rule.keeps_step and state.get("step") is None:
+            state["step"] = torch.tensor(0.0, device="cpu")
         names = [rule.state1] if rule.needs_state1(group) else []
         for name in names + ([] if rule.state2 is None else [rule.state2]):
             if state.get(name) is None:
                 state[name] = torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
-        if rule.keeps_norm:
-            state.setdefault(NORM, torch.zeros((), device="cpu"))
+        if rule.keeps_norm and state.get(NORM) is None:
+            state[NORM] = torch.zeros((), device="cpu")
+
+    def _lay_out(self, state: dict[str, Any], weight: Tensor) -> None:
+        """Have the moments in float32, in the weight's order in memory: a checkpoint's may have another one."""
+        for name in self._moments:
+            value = state.get(name)
+            if value is not None and not (
+                value.dtype == torch.float32 and kernels.is_dense(value) and kernels.same_layout(value, weight)
+            ):
+                state[name] = torch.empty_like(weight, dtype=torch.float32).copy_(value.detach())
 
     def _lacks_state(self, state: dict[str, Any], needs_state1: bool) -> bool:
         rule = self.rule
         return (
             (needs_state1 and state.get(rule.state1) is None)
             or (rule.state2 is not None and state.get(rule.state2) is None)
-            or (rule.keeps_step and "step" not in state)
+            or (rule.keeps_step and state.get("step") is None)
+            or (rule.keeps_norm and state.get(NORM) is None)
         )
 
     def _live_optimizer(self) -> Optimizer:
@@ -274,18 +378,12 @@ class _Table:
         self.state2: list[Tensor | None] = [state.get(rule.state2) if rule.state2 else None for state in inner]
         self._counts: list[Tensor | None] = self.state1
         if rule.keeps_step:
-            self._counts = [*self.steps.unbind()]
-            for state, count in zip(inner, self._counts, strict=True):
-                if "step" in state:
-                    state["step"] = count
+            self._counts = _put(inner, "step", self.steps)
         norms = None
         self._norms: list[Tensor | None] = [None] * len(inner)
         if rule.keeps_norm:
-            norms = torch.tensor([float(state.get(NORM, 0.0)) for state in inner], dtype=torch.float32, device=device)
-            self._norms = [*norms.unbind()]
-            for state, norm in zip(inner, self._norms, strict=True):
-                if NORM in state:
-                    state[NORM] = norm
+            norms = torch.tensor([float(state.get(NORM) or 0.0) for state in inner], dtype=torch.float32, device=device)
+            self._norms = _put(inner, NORM, norms)
         self.native = kernels.StepTable(rule.kind, weights, copies, self.state1, self.state2, groups, self.steps, norms)
 
     def is_current(self, rule: Rule) -> bool:
@@ -302,6 +400,18 @@ class _Table:
         """The tensor of the optimizer's state that tells a count, and the count. Waits for the device."""
         pairs = zip(self._counts, self.steps.tolist(), strict=True)
         return [(tensor, count) for tensor, count in pairs if tensor is not None]
+
+
+def _put(inner: list[dict[str, Any]], name: str, numbers: Tensor) -> list[Tensor | None]:
+    """Replace each number that state has under `name` by the view of its place in `numbers`: n views, or None."""
+    views: list[Tensor | None] = []
+    for state, view in zip(inner, numbers.unbind(), strict=True):
+        if state.get(name) is None:
+            views.append(None)
+        else:
+            state[name] = view
+            views.append(view)
+    return views
 
 
 def _to_torch_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -388,6 +388,70 @@ def drop_one_state(optimizer: Optimizer) -> None:
     del optimizer.state[group_params(optimizer)[1]]
 
 
+def empty_states(optimizer: Optimizer) -> None:
+    for state in states(optimizer):
+        state.clear()
+
+
+def empty_one_state(optimizer: Optimizer) -> None:
+    states(optimizer)[1].clear()
+
+
+def empty_one_state_and_drop_another(optimizer: Optimizer) -> None:
+    empty_one_state(optimizer)
+    del optimizer.state[group_params(optimizer)[2]]
+
+
+def drop_every_state(optimizer: Optimizer) -> None:
+    for param in group_params(optimizer):
+        optimizer.state.pop(param)
+
+
+def new_state(optimizer: Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def new_inner_dicts(optimizer: Optimizer) -> None:
+    for param in group_params(optimizer):
+        optimizer.state[param] = {}
+
+
+def copied_inner_dicts(optimizer: Optimizer) -> None:
+    for param in group_params(optimizer):
+        optimizer.state[param] = dict(optimizer.state[param])
+
+
+def swapped_inner_dicts(optimizer: Optimizer) -> None:
+    """Of two parameters of one shape: 1 is the first bias of NormedMlp's second group, 2 the batch norm's."""
+    alike = [p for p in group_params(optimizer) if p.shape == (16,)]
+    first, second = (optimizer.state[p] for p in alike[:2])
+    optimizer.state[alike[0]], optimizer.state[alike[1]] = second, first
+
+
+def pop_buffers(optimizer: Optimizer) -> None:
+    for state in states(optimizer):
+        state.pop("momentum_buffer")
+
+
+def forget_buffers(optimizer: Optimizer) -> None:
+    for state in states(optimizer):
+        state["momentum_buffer"] = None
+
+
+def forget_one_buffer(optimizer: Optimizer) -> None:
+    states(optimizer)[1]["momentum_buffer"] = None
+
+
+def zero_steps(optimizer: Optimizer) -> None:
+    for state in states(optimizer):
+        state["step"].zero_()
+
+
+def number_steps(optimizer: Optimizer) -> None:
+    for state in states(optimizer):
+        state["step"] = state["step"] + 3
+
+
 def write_steps(optimizer: Optimizer) -> None:
     for state in states(optimizer):
         state["step"].fill_(20.0)
@@ -445,8 +509,19 @@ def new_group_dict(optimizer: Optimizer) -> None:
     optimizer.param_groups[0] = dict(optimizer.param_groups[0], lr=2e-3)
 
 
-ANY_CHANGES = [
+EMPTYING = [
     clear_state,
+    empty_states,
+    empty_one_state,
+    empty_one_state_and_drop_another,
+    drop_every_state,
+    new_state,
+    new_inner_dicts,
+]
+ANY_CHANGES = [
+    *EMPTYING,
+    copied_inner_dicts,
+    swapped_inner_dicts,
     drop_one_state,
     zero_state,
     replace_state,
@@ -474,9 +549,16 @@ CHANGES = [
             write_steps,
             replace_steps,
             write_one_step,
+            zero_steps,
+            number_steps,
             change_group("betas", (0.5, 0.7)),
             change_group("eps", 1e-2),
         )
+    ),
+    *(
+        (name, change)
+        for name in ("SGD momentum", "FusedSGD")
+        for change in (pop_buffers, forget_buffers, forget_one_buffer)
     ),
     *(
         (name, change)
@@ -501,9 +583,46 @@ def test_a_change_between_steps_counts_as_in_the_bare_optimizer(name: str, chang
     pair.check()
 
 
+@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, change) for name in ("Adam", "AdamW", "SGD momentum") for change in EMPTYING),
+        *(("SGD momentum", change) for change in (pop_buffers, forget_buffers)),
+    ],
+)
+def test_emptied_state_starts_anew_at_every_level_as_in_the_bare_optimizer(name: str, change: Any, level: str) -> None:
+    pair = Lockstep(name, level)
+    pair.step(2)
+    for optimizer in pair.both:
+        change(optimizer)
+    pair.assert_same_state_dict(pair.optimizer.state_dict(), pair.bare.state_dict())
+    pair.step(2)
+    pair.check()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])
+def test_state_that_lacks_an_entry_is_an_error_as_in_the_bare_optimizer(name: str, key: str, level: str) -> None:
+    """torch starts anew where there is nothing, and raises where there is something else."""
+    pair = Lockstep(name, level)
+    pair.step(2)
+    pair.exit()
+    before = optimizer_values(pair.optimizer)
+    del before["state"][1][key]
+    for optimizer in pair.both:
+        del states(optimizer)[1][key]
+        with pytest.raises(KeyError, match=key):
+            optimizer.step()
+    assert_bitwise(optimizer_values(pair.optimizer), before)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedLAMB"])
 @pytest.mark.parametrize(
-    "change", [clear_state, replace_state, edited_state_dict, change_group("lr", 1e-3)], ids=lambda c: c.__name__
+    "change",
+    [clear_state, empty_states, replace_state, edited_state_dict, change_group("lr", 1e-3)],
+    ids=lambda c: c.__name__,
 )
 def test_a_change_between_exit_and_step_counts_as_in_the_bare_optimizer(name: str, change: Any) -> None:
     pair = Lockstep(name)

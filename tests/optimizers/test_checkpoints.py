@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -265,13 +266,58 @@ def test_state_written_by_the_user_is_what_the_next_step_reads(name: str) -> Non
             assert_bitwise(optimizer.state[param][key], other.state[twin][key])
 
 
+def _clear(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def _empty(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state.clear()
+
+
+def _pop(optimizer: Any) -> None:
+    for param in group_params(optimizer):
+        optimizer.state.pop(param)
+
+
+def _replace(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def _replace_each(optimizer: Any) -> None:
+    for param in group_params(optimizer):
+        optimizer.state[param] = {}
+
+
+def _forget_each(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        for key in state:
+            state[key] = None
+
+
 @EVERY
-def test_state_thrown_away_starts_anew(name: str) -> None:
-    params = parameters([(5,)])
+@pytest.mark.parametrize("throw_away", [_clear, _empty, _pop, _replace, _replace_each, _forget_each])
+def test_state_thrown_away_starts_anew(name: str, throw_away: Any) -> None:
+    params = parameters([(5,), (2, 3)])
     optimizer = made(name, params)
     run(optimizer, range(3))
-    optimizer.state.clear()
+    throw_away(optimizer)
     others = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    fresh = made(name, others)
     run(optimizer, range(3, 5))
-    run(made(name, others), range(3, 5))
+    run(fresh, range(3, 5))
     assert_bitwise(params, others)
+    assert_bitwise(optimizer.state_dict()["state"], fresh.state_dict()["state"])
+
+
+@pytest.mark.parametrize("missing", ["exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
+def test_state_that_lacks_an_entry_is_refused_and_nothing_is_stepped(name: str, missing: str) -> None:
+    params = parameters([(5,), (2, 3)])
+    optimizer = made(name, params)
+    run(optimizer, range(2))
+    del optimizer.state[params[1]][missing]
+    before = frozen(params), frozen(dict(optimizer.state.items())[params[0]])
+    with pytest.raises(RuntimeError, match=rf"{name} cannot step: parameter 1 (?s:.*)has .*, but no {missing}"):
+        run(optimizer, [2])
+    assert_bitwise((params, optimizer.state[params[0]]), before)

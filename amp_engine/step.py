@@ -433,7 +433,8 @@ class SteppedOptimizer:
     def _plan(self, fused: FusedStep) -> tuple[FusedStep, Plan, Rows] | None:
         """What the kernels are to do, or None if the class's own step has to."""
         rows = self._rows()
-        plan = fused.plan(rows.weights, rows.gradients, rows.copies, rows.known)
+        copies = None if self.masters is None else rows.copies
+        plan = fused.plan(rows.weights, rows.gradients, copies, rows.known)
         return None if plan is None else (fused, plan, rows)
 
     def _step(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.optim.optimizer import required
+
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels import Hyperparameters
 from amp_engine.optimizers.base import FusedOptimizer, Params, check_not_negative
@@ -27,7 +29,7 @@ class FusedSGD(FusedOptimizer):
 
     Args:
         params: parameters or groups.
-        lr: learning rate, required.
+        lr: learning rate, required here or in each group.
         momentum: 0 keeps no buffer.
         dampening: of the gradient that enters the buffer; not of the first.
         weight_decay: added to the gradient times the weight.
@@ -52,7 +54,7 @@ class FusedSGD(FusedOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | None = None,
+        lr: float = required,  # type: ignore[assignment]
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -62,8 +64,10 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         if lr is None:
-            raise AmpValueError("FusedSGD needs a learning rate.  Type for example FusedSGD(params, lr=0.1).")
-        check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
+            raise AmpValueError("FusedSGD needs a learning rate, lr=None is none.  Type for example lr=0.1.")
+        if lr is not required:
+            check_not_negative(lr=lr)
+        check_not_negative(momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise AmpValueError(
                 f"Nesterov momentum requires a momentum and zero dampening, not momentum={momentum!r}, "

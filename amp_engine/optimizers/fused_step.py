@@ -102,12 +102,12 @@ class FusedStep:
         No host sync.
 
         Args:
-            params, gradients, copies, weights: see `Plan`.
+            params, gradients, weights: see `Plan`.
+            copies: see `Plan`; None: there are none, or `step` is given them.
             known: whether all gradients are known to be dense, of the kernels' types, and laid out as their weights.
         """
         optimizer = self._live_optimizer()
         weights = params if weights is None else weights
-        copies = [None] * len(weights) if copies is None else copies
         if not self._is_ours and not kernels.has_native(weights[0].device if weights else torch.device("cpu")):
             return None
         if not all(self.rule.supports(group) for group in optimizer.param_groups):
@@ -115,7 +115,8 @@ class FusedStep:
         if not known and not all(g is None or _is_plain(g) for g in gradients):
             return None
         is_current = self._is_current(weights, gradients)
-        plan = Plan(params, weights, gradients, copies, is_current)
+        is_current = is_current and (copies is None or walk.same_objects(copies, self._copies))
+        plan = Plan(params, weights, gradients, [None] * len(weights) if copies is None else copies, is_current)
         return plan if is_current or self.obstacle(plan) is None else None
 
     def step(
@@ -228,7 +229,7 @@ class FusedStep:
     def _misfit(self, state: dict[str, Any], weight: Tensor) -> str | None:
         """What of a tensor's state the kernels could not go on with, were it laid out anew.
 
-        torch's SGD steps buffers of any type, and keeps them so; its Adam fails halfway on other types than the weight's.
+        torch's SGD steps buffers of any type, and keeps them so; its Adam fails halfway on other types.
         """
         for name in self._moments:
             value = state.get(name)

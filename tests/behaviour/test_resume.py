@@ -227,3 +227,15 @@ def test_a_checkpoint_of_a_master_level_is_one_of_plain_fp32(level: str) -> None
     assert_bitwise([param.detach() for param in plain.parameters()], exact)
     NORMED_MLP.loss(plain, NORMED_MLP.batch()).backward()
     plain_optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_nan_in_a_checkpoint_leaves_the_other_elements_of_its_master_exact(level: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    saved = {"0.weight": torch.full((2, 3), 0.1), "0.bias": torch.tensor([0.1, float("inf")])}
+    saved["0.weight"][0, 1] = float("nan")
+    model.load_state_dict(saved)
+    for value, master in zip(saved.values(), amp.master_params(optimizer), strict=True):
+        assert torch.equal(value.view(torch.int32), master.detach().view(torch.int32))

@@ -906,6 +906,90 @@ def test_a_master_written_by_the_user_is_what_the_step_starts_from(how: str) -> 
     pair.check()
 
 
+def written(optimizer: Optimizer, row: int, how: str) -> None:
+    param = group_params(optimizer)[row]
+    if how == "in place":
+        with torch.no_grad():
+            param.fill_(0.5)
+    elif how == "data":
+        param.data.fill_(0.5)
+    elif how == "copy":
+        with torch.no_grad():
+            param.copy_(torch.full_like(param, 0.5))
+    else:
+        param.data = torch.full_like(param, 0.5)
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("how", ["in place", "data", "copy", "storage"])
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "FusedAdam", "FusedLAMB", "RMSprop"])
+def test_a_master_written_by_the_user_reaches_the_model_without_a_gradient(
+    name: str, how: str, level: str, adopt: bool
+) -> None:
+    pair = Lockstep(name, level, adopt_data_writes=adopt)
+    pair.step(2)
+    half = pair.model[0].weight
+    half.requires_grad_(False)
+    next(iter(pair.bare_params.values())).grad = None
+    for optimizer in pair.both:
+        written(optimizer, 0, how)
+    pair.step()
+    assert half.eq(0.5).all()
+    pair.check()
+    half.requires_grad_(True)
+    pair.step(2)
+    pair.check()
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "FusedAdam", "RMSprop"])
+def test_a_master_written_by_the_user_is_kept_where_the_step_is_skipped(name: str, level: str, adopt: bool) -> None:
+    model, optimizer = started(VARIANTS[name], level, loss_scale="dynamic", adopt_data_writes=adopt)
+    train(NORMED_MLP, model, optimizer, "c")
+    written(optimizer, 0, "in place")
+    train(NORMED_MLP, model, optimizer, "o", first=1)
+    assert was_skipped(optimizer)
+    assert group_params(optimizer)[0].eq(0.5).all()
+    assert model[0].weight.eq(0.5).all()
+    assert model.state_dict()["0.weight"].eq(0.5).all()
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_master_written_by_the_user_is_in_the_checkpoint_and_in_the_model_after_close(level: str) -> None:
+    model, optimizer = started(VARIANTS["AdamW"], level)
+    train(NORMED_MLP, model, optimizer, "c")
+    with torch.no_grad():
+        group_params(optimizer)[0].fill_(0.1)
+    assert model.state_dict()["0.weight"].eq(0.1).all()
+    amp.close()
+    assert model[0].weight.eq(0.1).all()
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+def test_of_a_master_and_a_parameter_both_written_the_parameter_counts(adopt: bool) -> None:
+    model, optimizer = started(VARIANTS["SGD"], adopt_data_writes=adopt)
+    train(NORMED_MLP, model, optimizer, "c")
+    written(optimizer, 0, "in place")
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    optimizer.step()
+    assert group_params(optimizer)[0].eq(0.25).all()
+    assert model[0].weight.eq(0.25).all()
+
+
+def test_data_writes_are_adopted_beside_a_master_that_was_written() -> None:
+    model, optimizer = started(VARIANTS["SGD"], adopt_data_writes=True)
+    train(NORMED_MLP, model, optimizer, "c")
+    written(optimizer, 0, "in place")
+    model[3].weight.data.fill_(0.25)
+    optimizer.step()
+    assert model[0].weight.eq(0.5).all()
+    assert model[3].weight.eq(0.25).all()
+    assert group_params(optimizer)[1].eq(0.25).all()
+
+
 def test_weights_loaded_between_exit_and_step_are_what_the_step_starts_from() -> None:
     pair = Lockstep("SGD momentum")
     pair.step()

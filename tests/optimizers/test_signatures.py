@@ -124,6 +124,24 @@ def test_sgd_without_a_learning_rate_is_refused(given: dict[str, Any]) -> None:
         optimizers.FusedSGD(one(), **given)
 
 
+def test_sgd_takes_its_learning_rates_from_groups_that_have_one_each() -> None:
+    params, others = (parameters([(3,), (2, 2)]) for _ in range(2))
+    ours = optimizers.FusedSGD([{"params": params[:1], "lr": 0.25}, {"params": params[1:], "lr": 0.5}])
+    theirs = torch.optim.SGD([{"params": others[:1], "lr": 0.25}, {"params": others[1:], "lr": 0.5}])
+    for these, optimizer in ((params, ours), (others, theirs)):
+        give(these, gradients(these, 0))
+        optimizer.step()
+    assert_bitwise(params, others)
+    assert [group["lr"] for group in ours.param_groups] == [0.25, 0.5]
+    with pytest.raises(ValueError, match="didn't specify a value of required optimization parameter lr"):
+        ours.add_param_group({"params": one()})
+
+
+def test_a_group_without_a_required_learning_rate_is_refused_as_by_torch() -> None:
+    with pytest.raises(ValueError, match="didn't specify a value of required optimization parameter lr"):
+        optimizers.FusedSGD([{"params": one(), "lr": 0.25}, {"params": one()}])
+
+
 @pytest.mark.parametrize("given", [{"momentum": 0}, {"momentum": 0.9, "dampening": 0.5}])
 def test_nesterov_needs_momentum_without_dampening(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"(?i)nesterov(?s:.*)momentum"):

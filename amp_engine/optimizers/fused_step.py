@@ -215,7 +215,10 @@ class FusedStep:
                 return f"parameter {i} of shape {tuple(w.shape)} {reason}"
         if self._is_ours:
             return None  # the table refuses what overlaps, in its own words
-        moments = {name: [state.get(name) for state in self._states(plan.params)] for name in self._moments}
+        both = list(zip(self._states(plan.params), plan.weights, strict=True))
+        moments = {  # what is laid out anew gets memory of its own
+            name: [value if _fits(value := state.get(name), w) else None for state, w in both] for name in self._moments
+        }
         try:
             check_apart("step", {"weights": plan.weights, "copies": plan.copies, **moments}, {})
         except AmpValueError as e:
@@ -335,9 +338,7 @@ class FusedStep:
         """Have the moments in float32, in the weight's order in memory: a checkpoint's may have another one."""
         for name in self._moments:
             value = state.get(name)
-            if value is not None and not (
-                value.dtype == torch.float32 and kernels.is_dense(value) and kernels.same_layout(value, weight)
-            ):
+            if value is not None and not _fits(value, weight):
                 state[name] = torch.empty_like(weight, dtype=torch.float32).copy_(value.detach())
 
     def _lacks_state(self, state: dict[str, Any], needs_state1: bool) -> bool:
@@ -422,6 +423,16 @@ def _to_torch_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
 
 def _is_plain(grad: Tensor) -> bool:
     return type(grad) in (Tensor, nn.Parameter) and grad.layout is torch.strided and grad.dtype in kernels.FLOATS
+
+
+def _fits(value: Tensor | None, weight: Tensor) -> bool:
+    """Whether a moment is float32, in the order in memory of its weight."""
+    return (
+        value is not None
+        and value.dtype == torch.float32
+        and kernels.is_dense(value)
+        and kernels.same_layout(value, weight)
+    )
 
 
 def laid_out_as(weight: Tensor, grad: Tensor | None) -> Tensor | None:

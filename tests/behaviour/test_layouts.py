@@ -182,6 +182,27 @@ def test_state_in_another_order_or_type_is_gone_on_with(name: str, level: str, h
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", TORCHS)
+def test_an_expanded_moment_is_taken_for_no_more_memory_than_it_has(name: str) -> None:
+    """A moment that lies right before another one, were each of its elements in a place of its own."""
+    if not kernels.has_native(torch.device("cpu")):
+        pytest.skip("torch's own step fails on these")
+    params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizer = MAKES[name](params)
+    amp.initialize(nn.ParameterList(params), optimizer, opt_level="O1", verbosity=0)
+    for p in params:
+        p.grad = torch.ones(8)
+    optimizer.step()
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+    memory = torch.ones(10)
+    optimizer.state[params[0]][key] = memory[:1].expand(8)
+    optimizer.state[params[1]][key] = memory[2:]
+    for p in params:
+        p.grad = torch.ones(8)
+    optimizer.step()
+    assert_bitwise(params[0].detach(), params[1].detach())
+
+
 @pytest.mark.parametrize("name", [name for name in MAKES if name not in TORCHS])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1, 1)])
 def test_tensors_of_no_or_one_element_are_laid_out(name: str, shape: tuple[int, ...]) -> None:

@@ -21,6 +21,7 @@ from amp_engine.devices import HostNumber, moved
 from amp_engine.dtypes import LOW_PRECISION, parse_dtype
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
 from amp_engine.initialized import Initialized, master_params
+from amp_engine.kernels import is_lazy
 from amp_engine.master_weights import MasterWeights
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.overflow import OverflowWatch
@@ -302,9 +303,11 @@ class Engine:
         stepped = self._initialized.get(inner_of(optimizer))
         norm = None if stepped is None else stepped.grad_norm(float(norm_type))
         if stepped is None or norm is None:
-            return torch.nn.utils.clip_grad_norm_(
-                list(master_params(optimizer)), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-            )
+            params = list(master_params(optimizer))
+            for p in params:
+                if (grad := p.grad) is not None and is_lazy(grad):
+                    p.grad = grad.clone()  # torch writes no list of these
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise AmpStateError(
                 f"The norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be clipped.  Leave "

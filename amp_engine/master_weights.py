@@ -68,6 +68,8 @@ class Master:
         self.incoming: Tensor | None = None
         # Whether a broadcast may have been copied into `param.data`, unseen, since the two agreed.
         self.is_doubted = False
+        # Held, or what replaces it (`param.data = x`) could be given its address, by which the stamp knows it.
+        self._memory = param.untyped_storage()
         _PLACES.clear()
         _MASTERS[param] = [weakref.ref(m) for m in masters_of(param)] + [weakref.ref(self)]
 
@@ -107,14 +109,15 @@ class Master:
         """Whether nobody but us moved the parameter since it was last stamped."""
         return walk.stamps_of(self._shared.params, self._place) == walk.stamps([self.param])
 
-    def is_moved(self) -> bool:
-        """Whether the weight moved since it was last stamped."""
+    def was_written(self) -> bool:
+        """Whether somebody but us wrote the master since the two last agreed."""
         return walk.stamps_of(self._shared.weights, self._place) != walk.stamps([self.weight])
 
     def mark_in_sync(self) -> None:
         """Declare that master and parameter agree."""
         shared = self._shared
         self.is_doubted = False
+        self._memory = self.param.untyped_storage()
         _PLACES.clear()  # the parameter may have moved
         shared.params = walk.with_stamps(shared.params, self._place, walk.stamps([self.param]))
         shared.weights = walk.with_stamps(shared.weights, self._place, walk.stamps([self.weight]))
@@ -149,7 +152,7 @@ class Master:
     @torch.no_grad()
     def write_back_if_moved(self) -> None:
         """Round the master into the parameter if somebody wrote the master, and nobody the parameter."""
-        if self.is_moved() and self.in_sync():
+        if self.was_written() and self.in_sync():
             self.param.copy_(self.weight)
             self.mark_in_sync()
 
@@ -438,7 +441,7 @@ class MasterWeights:
         if is_first:
             _FRESH.discard(self)
             for master in self.in_groups:
-                if master.is_moved():
+                if master.was_written():
                     master.is_doubted = False  # a script's own values, as it saved masters of an earlier run
                 elif master.in_sync() and not master.is_doubted:
                     master.adopt()
@@ -447,7 +450,7 @@ class MasterWeights:
             for master in self.in_groups:
                 master.refresh()
         if adopt_data_writes and not is_first:
-            marks = [master.marked_as()[1] if master.is_moved() else None for master in self.in_groups]
+            marks = [master.marked_as()[1] if master.was_written() else None for master in self.in_groups]
             for master, mark in zip(self.in_groups, marks, strict=True):
                 if mark is None:
                     master.adopt()
@@ -460,7 +463,7 @@ class MasterWeights:
         A step whose gradients leave a master out, or that is skipped, writes nothing of it into the model.
         """
         if self._shared.weights != walk.stamps(self.weights):
-            written = [master for master in self.in_groups if master.is_moved() and master.in_sync()]
+            written = [master for master in self.in_groups if master.was_written() and master.in_sync()]
             _write_back(written)
             for master in written:
                 master.is_doubted = False

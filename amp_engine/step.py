@@ -278,11 +278,11 @@ class SteppedOptimizer:
 
         None if something else than that backward is in the gradients by now, or for another norm than 2 and infinity.
         """
+        if self.masters is not None:
+            self.masters.scan()  # parameters may have come, or left the groups, since
         one = self._pass_one
         if one is None or one.unscaling.norm is not None or norm_type not in (2.0, math.inf):
             return None
-        if self.masters is not None:
-            self.masters.scan()  # parameters may have left the groups since
         if not one.holds(self.optimizer, self.masters):
             return None
         if norm_type == math.inf:

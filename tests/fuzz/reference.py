@@ -40,6 +40,7 @@ class Reference:
         self.added: set[str] = set()  # to a group, since masters were looked for
         self.regrouped: set[int] = set()  # optimizers whose groups lost something since
         self.written: set[str] = set()  # and masters that the user wrote since they were rounded last
+        self.fresh: set[int] = set(range(len(groups)))  # optimizers whose masters have not looked yet
         self.clipped: set[int] = set()  # optimizers whose gradients, and what follows, are right but for rounding
         exact = {f"m{i}.{n}": p.detach() for i, m in enumerate(models) for n, p in m.named_parameters()}
         for o in range(len(groups)):
@@ -83,15 +84,24 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, o: int) -> None:
-        """Masters follow parameters that the user wrote."""
+        """Masters follow parameters that the user wrote; the first time also what was written unseen."""
+        if o in self.fresh:
+            self.fresh.discard(o)
+            self.take_over(o)
         for name in [name for name in self.names(o) if name in self.masters and name in self.moved]:
             self.masters[name].copy_(self.params[name])
             self.moved.discard(name)
             self.written.discard(name)
 
     @torch.no_grad()
-    def write_back(self, o: int) -> None:
-        for name in [name for name in self.names(o) if name in self.masters]:
+    def take_over(self, o: int) -> None:
+        for name in [name for name in self.names(o) if name in self.masters and name not in self.written]:
+            master, param = self.masters[name], self.params[name]
+            master.data = torch.where(param != master.to(param.dtype), param.float(), master).detach()
+
+    @torch.no_grad()
+    def write_back(self, o: int, only: set[str] | None = None) -> None:
+        for name in [name for name in self.names(o) if name in self.masters and (only is None or name in only)]:
             self.params[name].copy_(self.masters[name])
             self.written.discard(name)
 
@@ -160,14 +170,12 @@ class Reference:
         if (window := self.windows[o]) is not None:
             self.exit([o], window.loss_id)
         self.skipped[o], self.overflowed[o] = self.overflowed[o], False
+        self.scan(o)
+        self.write_back(o, self.written - self.moved)
+        self.refresh(o)
+        if self.adopt:
+            self.take_over(o)
         if not self.skipped[o]:
-            self.scan(o)
-            self.refresh(o)
-            for name in self.names(o) if self.adopt else ():
-                if name in self.masters and name not in self.written:
-                    master, param = self.masters[name], self.params[name]
-                    differs = param != master.to(param.dtype)
-                    master.data = torch.where(differs, param.float(), master).detach()
             self.optimizers[o].step()
             self.write_back(o)
         for name in [name for name, home in self.home.items() if home == o]:
@@ -176,7 +184,7 @@ class Reference:
     def zero_grad(self, o: int, set_to_none: bool) -> None:
         self.optimizers[o].zero_grad(set_to_none)
         if (window := self.windows[o]) is not None:  # everything of before and of now
-            window.zero(self.names(o), self.params, self.masters, set_to_none)
+            window.zero(self.names(o), self.params, set_to_none)
             window.zeroed = True
 
     def heed_zero_grad(self, o: int) -> None:

@@ -43,10 +43,10 @@ class Window:
     earlier: dict[str, Tensor] = field(default_factory=dict)
     zeroed: bool = False  # through the masters, whose parameters still show their gradients
 
-    def zero(self, names: list[str], params: Any, masters: Any, set_to_none: bool) -> None:
-        """Earlier gradients, too. A parameter without a master that is untouched in the window shows its own."""
+    def zero(self, names: list[str], params: Any, set_to_none: bool) -> None:
+        """Earlier gradients, too. What is untouched in the window shows its own."""
         for name in [name for name in names if name in self.earlier]:
-            if not set_to_none and name not in masters and params[name].grad is None:
+            if not set_to_none and params[name].grad is None:
                 self.earlier[name] = torch.zeros_like(self.earlier[name])
             else:
                 del self.earlier[name]

@@ -81,14 +81,7 @@ def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> 
 
 
 # Bugs that are open: a sequence ends where it would meet one. Emptied when they are cured.
-KNOWN_BUGS: set[str] = {
-    "written master without gradient",
-    "emptied state",
-    "layout",
-    "written master under adopt_data_writes",
-    "data replaced twice",
-    "dropped gradient and regrouping",
-}
+KNOWN_BUGS: set[str] = set()
 
 
 def run(sequence: Sequence) -> str | None:

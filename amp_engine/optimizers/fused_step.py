@@ -84,6 +84,7 @@ class FusedStep:
         self._inner: list[dict[str, Any]] = []
         self._stateless: list[int] = []  # rows that have had no gradient yet
         self._needs_state1: list[bool] = []
+        self._group_sizes: list[int] = []
         self._moments = [rule.state1] if rule.state2 is None else [rule.state1, rule.state2]
         self._is_ours = rule not in TORCH_RULES.values()
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
@@ -270,6 +271,7 @@ class FusedStep:
             and all(table.is_current(self.rule) for table in self._tables)
             and all(gradients[i] is None for i in self._stateless)
             and [self.rule.needs_state1(group) for group in self._live_optimizer().param_groups] == self._needs_state1
+            and [len(group["params"]) for group in self._live_optimizer().param_groups] == self._group_sizes
         )
 
     def _build(
@@ -284,6 +286,7 @@ class FusedStep:
         known = {id(view): count for table in self._tables for view, count in table.by_state()}
         start = [self._start(state, known) for state in self._states(params)]
         self._needs_state1 = [self.rule.needs_state1(group) for group in optimizer.param_groups]
+        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         for p, w, g, i in zip(params, weights, gradients, group_of, strict=True):
             if g is not None and self._lacks_state(optimizer.state.get(p) or {}, self._needs_state1[i]):
                 self._fill_state(optimizer.state[p], w, optimizer.param_groups[i])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from amp_engine import Engine
 from tests.optimizers.formulas import FORMULAS, Formula
 from tests.optimizers.support import (
     CLASSES,
@@ -31,7 +32,7 @@ from tests.optimizers.support import (
     parameters,
     run,
 )
-from tests.support import assert_bitwise, frozen, optimizer_values
+from tests.support import assert_bitwise, frozen, group_params, optimizer_values
 
 EVERY = pytest.mark.parametrize("name", CLASSES)
 SECOND = {"FusedSGD": {"momentum": 0.5, "nesterov": True}, "FusedAdagrad": {"eps": 0.1, "adagrad_w_mode": True}}
@@ -40,6 +41,7 @@ TORCHS: dict[str, Callable[..., Optimizer]] = {
     "FusedAdam": torch.optim.AdamW,
     "FusedAdagrad": torch.optim.Adagrad,
 }
+TORCHS_OF = {"FusedSGD": [torch.optim.SGD], "FusedAdam": [torch.optim.AdamW, torch.optim.Adam]}
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -71,6 +73,28 @@ def test_a_group_added_after_construction_is_stepped(name: str, when: int) -> No
             optimizer.add_param_group({"params": params[2:], "lr": 0.007})
         grads = [grad if row < 2 or index >= when else None for row, grad in enumerate(gradients(params, index))]
         assert_follows(optimizer, truth, grads, f"step {index}", params)
+
+
+@EVERY
+def test_a_parameter_that_moves_to_the_next_group_is_stepped_by_its_settings(name: str) -> None:
+    """All parameters of an optimizer, one after another, are the same as before."""
+    for kind in [CLASSES[name], *TORCHS_OF.get(name, [])]:
+        moved, there = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        optimizer = kind([{"params": [nn.Parameter(torch.ones(3)), moved]}, {"params": [there], "lr": 0.25}], lr=1.0)
+        with Engine() as engine:
+            engine.initialize(nn.Linear(1, 1), optimizer, opt_level="O0", loss_scale=2.0, verbosity=0)
+            for _ in range(2):
+                with torch.no_grad():
+                    moved.fill_(1.0)
+                    there.fill_(1.0)
+                for p in group_params(optimizer):
+                    p.grad = torch.full_like(p, 0.5)
+                optimizer.step()
+                first, second = (group["params"] for group in optimizer.param_groups)
+                if moved in set(first):
+                    assert not torch.equal(moved, there)
+                    second.insert(0, first.pop())
+            assert torch.equal(moved, there)
 
 
 @EVERY

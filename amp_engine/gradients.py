@@ -299,14 +299,17 @@ class GradientWindow:
         added = [(row, total, g) for row, total in totals.items() if (g := grads[row]) is not None]
         for device in devices if added else ():
             inv_scale = moved(self.snapshot.inv_scale, device)
-            both = [(row, total, g) for row, total, g in added if g.device == device]
-            alike = [(total, g) for _, total, g in both if kernels.is_dense(total) and kernels.same_layout(total, g)]
+            alike: list[tuple[int, Tensor, Tensor]] = []
+            others: list[tuple[int, Tensor, Tensor]] = []
+            for row, total, g in added:
+                if g.device == device:
+                    fits = kernels.is_dense(total) and kernels.same_layout(total, g)
+                    (alike if fits else others).append((row, total, g))
             if alike:
-                sums, grads_here = zip(*alike, strict=True)
+                _, sums, grads_here = zip(*alike, strict=True)
                 kernels.axpby_(sums, grads_here, sums, inv_scale, None)
-            for row, total, g in both if len(alike) < len(both) else ():
-                if not (kernels.is_dense(total) and kernels.same_layout(total, g)):  # a user's own
-                    _accumulate([(self._roster().weights[row], _times(g, inv_scale, torch.float32))])
+            for row, _, g in others:  # a user's own
+                _accumulate([(self._roster().weights[row], _times(g, inv_scale, torch.float32))])
 
     def _close_others(self, arrived: list[tuple[nn.Parameter, Master | None]], check: bool) -> Checked:
         """Sparse gradients, negative views, and types that the kernels do not walk, by PyTorch's own operations."""

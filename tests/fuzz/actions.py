@@ -316,14 +316,15 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
         return
     if not all(bool(p.grad.isfinite().all()) for p in params if p.grad is not None):
         return
-    if any(p.grad.is_neg() for p in params if p.grad is not None):
+    theirs = list(amp.master_params(world.optimizers[o])) if kind == "torch" else []
+    if any(p.grad.is_neg() for p in (*params, *theirs) if p.grad is not None):
         return  # torch's clip_grad_norm_ raises
     if kind != "torch":  # ours looks for parameters first
         ref.scan(o)
         params = [ref.entry(name) for name in ref.names(o)]
     order = float("inf") if kind == "amp inf" else 2.0
     if kind == "torch":
-        norm = torch.nn.utils.clip_grad_norm_(list(amp.master_params(world.optimizers[o])), max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     else:
         norm = amp.clip_grad_norm_(world.optimizers[o], max_norm, order)
     plain = torch.nn.utils.clip_grad_norm_(params, max_norm, order)

@@ -3,6 +3,10 @@
 c10d's operators write their first argument and move no version, as no operator does whose schema does not say that it
 writes. While an engine is at work, a kernel of ours does, under the dispatch key that is there for it: of the
 parameters that were written, on every rank alike, so that masters of all ranks take the same values.
+
+The same kernel asks for the memory of what it is given before it passes it on. Backends do that in threads of their
+own, and torch takes care of no two threads that ask at once for memory that is copied on write, as that of a weight
+with a copy in half may be (casting/cache.py): "refcount >= 0 INTERNAL ASSERT FAILED".
 """
 
 from __future__ import annotations
@@ -38,8 +42,11 @@ WRITING = (
     "reduce_scatter_tensor_coalesced_",
     "scatter_",
 )
+# And this one reads it.
+READING = ("send",)
 
-_AFTER: Any = torch._C._after_ADInplaceOrView_keyset
+_C: Any = torch._C
+_AFTER = _C._after_ADInplaceOrView_keyset
 
 
 class Watch:
@@ -57,35 +64,39 @@ def watch() -> Watch:
     """Have collectives move versions until what is returned is dropped."""
     with _REGISTERING:
         if not _REGISTERED and torch.distributed.is_available():
-            names = [name for name in WRITING if hasattr(torch.ops.c10d, name)]
-            _REGISTERED.append(walk.watch_collectives(names, _written) or _register(names))
+            writing, reading = ([n for n in names if hasattr(torch.ops.c10d, n)] for names in (WRITING, READING))
+            _REGISTERED.append(walk.watch_collectives(writing, reading, _written) or _register(writing, reading))
     result = Watch()
     _WATCHES.add(result)
     return result
 
 
-def _register(names: Sequence[str]) -> torch.library.Library:
+def _register(writing: Sequence[str], reading: Sequence[str]) -> torch.library.Library:
     library = torch.library.Library("c10d", "IMPL")
-    for name in names:
-        kernel = _kernel(getattr(torch.ops.c10d, name).default, name == "broadcast_")
+    for name in (*writing, *reading):
+        kernel = _kernel(getattr(torch.ops.c10d, name).default, name in writing, name == "broadcast_")
         library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
     return library
 
 
-def _kernel(operator: Any, is_broadcast: bool) -> Callable[..., Any]:
-    def kernel(keyset: Any, written: Any, *args: Any, **kwargs: Any) -> Any:
-        result = operator.redispatch(keyset & _AFTER, written, *args, **kwargs)
-        _written(_tensors(written), is_broadcast)
+def _kernel(operator: Any, writes: bool, is_broadcast: bool) -> Callable[..., Any]:
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for tensor in _tensors([*args, *kwargs.values()]):
+            if tensor.layout is torch.strided and _C._is_cow_tensor(tensor):
+                tensor.data_ptr()
+        result = operator.redispatch(keyset & _AFTER, *args, **kwargs)
+        if writes:
+            _written(_tensors(args[0]), is_broadcast)
         return result
 
     return kernel
 
 
-def _tensors(written: Any) -> Iterator[Tensor]:
-    if isinstance(written, Tensor):
-        yield written
-    else:
-        for part in written:
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
             yield from _tensors(part)
 
 

@@ -243,8 +243,8 @@ PYBIND11_MODULE(_C, m) {
       "drop_gradients", [](ParamsOrList const& tensors) { drop_gradients(in(tensors)); },
       "tensor.grad = None for each.");
 
-  m.def("watch_collectives", &watch_collectives, py::arg("names"), py::arg("listener"),
-        "Calls listener(tensors, is_broadcast) after each of these operators of c10d, from now on.");
+  m.def("watch_collectives", &watch_collectives, py::arg("writing"), py::arg("reading"), py::arg("listener"),
+        "Calls listener(tensors, is_broadcast) after each of the writing operators of c10d, from now on.");
 
   py::class_<ListOperation>(m, "ListOperation", "check and scale over one list, again and again.")
       .def(py::init<>())

@@ -1,6 +1,9 @@
 #include "collectives.h"
 
+#include <c10/core/impl/COW.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace py = pybind11;
 
@@ -19,23 +22,55 @@ void collect(c10::IValue const& value, std::vector<at::Tensor>& tensors) {
   }
 }
 
+// Whoever asks for its memory to write changes the storage itself, which two threads must not do at once.
+bool is_to_be_asked_for(c10::StorageImpl const& storage) {
+#if __has_include(<c10/core/StorageMaterializer.h>)
+  return storage.has_materializer();
+#else
+  return c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
+#endif
+}
+
+void ask_for_memory(at::Tensor const& tensor) {
+  if (tensor.defined() && tensor.has_storage()) {
+    c10::StorageImpl& storage = *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    if (is_to_be_asked_for(storage)) {
+      storage.mutable_data();
+    }
+  }
+}
+
+template <bool writes>
 void kernel(c10::OperatorHandle const& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  size_t const first = stack->size() - op.schema().arguments().size();
   std::vector<at::Tensor> tensors;
-  collect((*stack)[stack->size() - op.schema().arguments().size()], tensors);
+  collect((*stack)[first], tensors);
+  size_t const written = tensors.size();
+  for (size_t i = first + 1; i < stack->size(); ++i) {
+    collect((*stack)[i], tensors);
+  }
+  std::for_each(tensors.begin(), tensors.end(), ask_for_memory);
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
-  py::gil_scoped_acquire const gil;
-  py::reinterpret_borrow<py::object>(on_write)(std::move(tensors), op.schema().name() == "c10d::broadcast_");
+  if (writes) {
+    tensors.resize(written);
+    py::gil_scoped_acquire const gil;
+    py::reinterpret_borrow<py::object>(on_write)(std::move(tensors), op.schema().name() == "c10d::broadcast_");
+  }
 }
 
 }  // namespace
 
-void watch_collectives(std::vector<std::string> const& names, py::object listener) {
+void watch_collectives(std::vector<std::string> const& writing, std::vector<std::string> const& reading,
+                       py::object listener) {
   TORCH_CHECK_VALUE(on_write == nullptr, "watch_collectives: called before.");
   on_write = listener.release().ptr();
   auto* const library =
       new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::ADInplaceOrView, __FILE__, __LINE__);
-  for (std::string const& name : names) {
-    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  for (std::string const& name : writing) {
+    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel<true>>());
+  }
+  for (std::string const& name : reading) {
+    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel<false>>());
   }
 }
 

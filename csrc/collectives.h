@@ -9,8 +9,10 @@
 
 namespace amp_engine {
 
-// Calls `listener(tensors, is_broadcast)` after each of these operators of c10d, from now on, with what it writes: its first
-// argument. Never taken back: torch frees a kernel that another thread may be in.
-void watch_collectives(std::vector<std::string> const& names, pybind11::object listener);
+// Calls `listener(tensors, is_broadcast)` after each of the operators of c10d that write, from now on, with what it writes:
+// its first argument. These, and those that read, find memory that has been asked for. Never taken back: torch frees a
+// kernel that another thread may be in.
+void watch_collectives(std::vector<std::string> const& writing, std::vector<std::string> const& reading,
+                       pybind11::object listener);
 
 }  // namespace amp_engine

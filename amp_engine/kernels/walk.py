@@ -177,11 +177,16 @@ def drop_gradients(tensors: Sequence[Tensor]) -> None:
         _GRAD.__set__(t, None)
 
 
-def watch_collectives(names: Sequence[str], listener: Callable[[list[Tensor], bool], None]) -> bool:
-    """Have `listener(tensors, is_broadcast)` called with what operators of c10d write. Returns whether it is native."""
+def watch_collectives(
+    writing: Sequence[str], reading: Sequence[str], listener: Callable[[list[Tensor], bool], None]
+) -> bool:
+    """Have operators of c10d find memory that was asked for, and tell what they write. Whether it is native.
+
+    listener(tensors, is_broadcast): called after each of the `writing` ones.
+    """
     register = getattr(_native.module, "watch_collectives", None)
     if register is not None:
-        register(list(names), listener)
+        register(list(writing), list(reading), listener)
     return register is not None
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import amp_engine.optimizers
@@ -26,6 +25,7 @@ from amp_engine.apex import parallel
 from amp_engine.apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm
 from amp_engine.apex.parallel.distributed import flat_dist_call
 from tests.models import CNN, MLP, NORMED_MLP
+from tests.ranks import on_ranks
 from tests.support import LEVELS, assert_bitwise, backward, frozen, masters, scaler_numbers, train
 
 RANKS = 2
@@ -38,11 +38,9 @@ def on_two_ranks(run: Callable[[int], Any]) -> Callable[[int], Any]:
     return run
 
 
-def run_scenarios(rank: int, folder: str) -> None:
-    """One of the processes: writes what each scenario returned, or raised."""
-    torch.set_num_threads(1)
+def run_scenarios(rank: int) -> dict[str, Any]:
+    """One of the processes: what each scenario returned, or raised."""
     warnings.simplefilter("error")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     results: dict[str, Any] = {}
     for name, run in SCENARIOS.items():
         torch.manual_seed(rank)
@@ -50,17 +48,13 @@ def run_scenarios(rank: int, folder: str) -> None:
             results[name] = frozen(run(rank))
         finally:
             amp.close()
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks() -> list[dict[str, Any]]:
     """What the scenarios returned on each rank."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_scenarios, (str(folder),), RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return on_ranks(run_scenarios, RANKS)
 
 
 def half_of(rank: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

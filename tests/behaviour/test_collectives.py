@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 from amp_engine import amp
 from amp_engine.apex.parallel.distributed import flat_dist_call
 from tests.models import MLP, NORMED_MLP
+from tests.ranks import on_ranks
 from tests.support import FUNCTION_LEVELS, LEVELS, MASTER_LEVELS, assert_bitwise, frozen, masters, train
 
 RANKS = 2
@@ -123,11 +124,9 @@ def cases() -> Iterator[tuple[str, str, str, Sync]]:
             yield level, name, "before the first step", sync
 
 
-def run_cases(rank: int, folder: str) -> None:
+def run_cases(rank: int) -> dict[Any, Any]:
     """One of the processes: what its weights and masters are after each sync, and after a step on the same batch."""
-    torch.set_num_threads(1)
     warnings.simplefilter("error")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     results: dict[Any, Any] = {}
     for level, name, when, sync in cases():
         model = NORMED_MLP.model(seed=rank)
@@ -145,16 +144,12 @@ def run_cases(rank: int, folder: str) -> None:
         train(NORMED_MLP, model, optimizer, "c", first=7)
         results[level, name, when] = weights, frozen(dict(enumerate(masters(optimizer))))
         amp.close()
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_cases, (str(folder),), RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+def ranks() -> list[dict[Any, Any]]:
+    return on_ranks(run_cases, RANKS)
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: " ".join(case[:3]))
@@ -277,6 +272,28 @@ def test_a_weight_that_a_collective_wrote_is_cast_anew(group: None, level: str) 
     dist.all_reduce(model[0].weight)
     dist.all_reduce(model[0].bias)
     assert_bitwise(model[0](inputs).float().detach(), torch.zeros(len(inputs), 16))
+
+
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_a_backend_is_given_weights_whose_memory_was_asked_for(group: None, level: str) -> None:
+    """It asks in a thread of its own, and torch takes care of no two threads that ask at once."""
+    model, optimizer = started(level)
+    train(MLP, model, optimizer, "c")
+    inputs, weight, address = MLP.batch()[0], model[0].weight, model[0].weight.data_ptr()
+    bias = model[0](inputs).float() - inputs @ weight.t()  # which leaves a copy of the weight
+    outputs = []
+
+    def allreduce(tensors: list[Tensor], *options: Any) -> Any:
+        ctypes.memset(address, 0, weight.nbytes)  # seen if the memory is known to have been asked for
+        outputs.append(model[0](inputs).float())
+        work = dist.group.WORLD._get_backend(torch.device("cpu")).allreduce(tensors, dist.AllreduceOptions())
+        return tensors, work.boxed()
+
+    with torch.library._scoped_library("c10d", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it stands in for torch's
+        library.impl("allreduce_", allreduce, "CPU")
+        dist.all_reduce(weight)
+    torch.testing.assert_close(outputs[0], bias, atol=1e-2, rtol=0)
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from amp_engine import amp
+from tests.ranks import on_ranks
 from tests.support import FUNCTION_LEVELS, backward
 
 RANKS = 2
@@ -97,11 +97,9 @@ def is_fresh(model: nn.Linear, low: torch.dtype) -> bool:
     return all(torch.equal(output, expected) for output in (*outputs, model(X)))
 
 
-def run(this_rank: int, folder: str) -> None:
+def run(this_rank: int) -> dict[Any, tuple[bool, bool]]:
     """One of the processes: writes after which collectives the weight was new, and after which it was used."""
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=this_rank, world_size=RANKS)
     results = {}
     for level in FUNCTION_LEVELS:
         for optimizer_class in (torch.optim.SGD, torch.optim.RMSprop):
@@ -127,16 +125,12 @@ def run(this_rank: int, folder: str) -> None:
                     fresh &= is_fresh(model, low)
                 results[level, optimizer_class.__name__, name] = moved, fresh
             amp.close()
-    torch.save(results, f"{folder}/{this_rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, tuple[bool, bool]]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run, (str(folder),), RANKS)
-    return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(RANKS)]
+def ranks() -> list[dict[Any, tuple[bool, bool]]]:
+    return on_ranks(run, RANKS)
 
 
 @pytest.mark.slow

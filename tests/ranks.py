@@ -1,0 +1,38 @@
+"""A function on several processes of one group of torch.distributed, without a file: what a rank returns, or raises."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
+    """
+    What run(rank) returns on each of the ranks, which are fresh processes on one thread of torch each.
+
+    run:   a function of a module, since the processes import it by name. What it returns goes through torch.save.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
+    # Each rank waits for the others, so no process gets two.
+    with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as processes:
+        results = [processes.submit(_on_rank, run, rank, ranks, store.port) for rank in range(ranks)]
+        return [torch.load(io.BytesIO(result.result()), weights_only=False) for result in results]
+
+
+def _on_rank(run: Callable[[int], Any], rank: int, ranks: int, port: int) -> bytes:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
+    try:
+        result = run(rank)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    written = io.BytesIO()
+    torch.save(result, written)
+    return written.getvalue()

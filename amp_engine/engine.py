@@ -440,7 +440,7 @@ class Engine:
         if not isinstance(optimizer, Optimizer):
             raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
         arguments.check_optimizers([optimizer], self._initialized.optimizers, is_scaled=True)
-        stepped = self._make_stepped(optimizer, None, False, lambda stepped, verdicts: on_skip())
+        stepped = self._make_stepped(optimizer, None, lambda stepped, verdicts: on_skip())
         self._initialized.look_after(optimizer, stepped)
         return stepped
 
@@ -591,7 +591,6 @@ class Engine:
         self,
         optimizer: Optimizer,
         masters: MasterWeights | None,
-        adopt_data_writes: bool,
         on_skip: Callable[[SteppedOptimizer, Sequence[Verdict]], None] | None = None,
     ) -> SteppedOptimizer:
         return SteppedOptimizer(
@@ -600,7 +599,6 @@ class Engine:
             casts_off=self._casts_off,
             weight_copies=lambda: None if self.casts is None else self.casts.weight_copies,
             is_scaled=self._is_scaled,
-            adopt_data_writes=adopt_data_writes,
             default_scaler=lambda: self.scalers[0] if self.scalers else LossScaler(1.0),
             on_skip=on_skip or self._watch.skipped,
             on_report=self._watch.stepped_on,

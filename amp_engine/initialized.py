@@ -29,7 +29,7 @@ class Initialized:
         make_stepped: builds the SteppedOptimizer of an optimizer and its masters (or None).
     """
 
-    def __init__(self, make_stepped: Callable[[Optimizer, MasterWeights | None, bool], SteppedOptimizer]) -> None:
+    def __init__(self, make_stepped: Callable[[Optimizer, MasterWeights | None], SteppedOptimizer]) -> None:
         self._make_stepped = make_stepped
         self._cast_models: list[CastModel] = []
         # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
@@ -178,12 +178,12 @@ class Initialized:
     def _take_in(
         self, optimizer: Optimizer, policy: Policy, exact: Mapping[int, Tensor], adopt_data_writes: bool
     ) -> None:
-        masters = MasterWeights(optimizer, exact) if policy.master_weights else None
+        masters = MasterWeights(optimizer, exact, adopt_data_writes) if policy.master_weights else None
         try:
             if masters is None and policy.cast_model_type:
                 self._state_follows_cast.add(optimizer)
                 _match_state_to_parameters(optimizer)
-            self.look_after(optimizer, self._make_stepped(optimizer, masters, adopt_data_writes))
+            self.look_after(optimizer, self._make_stepped(optimizer, masters))
         except BaseException:
             if masters is not None:
                 masters.release()

@@ -68,6 +68,8 @@ class Master:
         self.incoming: Tensor | None = None
         # Whether a broadcast may have been copied into `param.data`, unseen, since the two agreed.
         self.is_doubted = False
+        # Whether the parameter's values count where nobody is known to have written it.
+        self.compares = False
         # Held, or what replaces it (`param.data = x`) could be given its address, by which the stamp knows it.
         self._memory = param.untyped_storage()
         _PLACES.clear()
@@ -162,13 +164,22 @@ class Master:
 
         Finds writes through `.data`, which move no version. One more read of parameter and master.
         """
+        self.weight.copy_(self._with_unseen_writes())
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """What the next step would go on from: of a master that is in sync. Its own memory, if nothing was adopted."""
+        adopts = self.compares and not self.was_written()
+        return self._with_unseen_writes() if adopts else self.weight.detach()
+
+    def _with_unseen_writes(self) -> Tensor:
         differs = self.param != self.weight.to(self.param.dtype)
-        self.weight.copy_(torch.where(differs, self.param.float(), self.weight))
+        return torch.where(differs, self.param.float(), self.weight).detach()
 
 
 def exact_value(param: nn.Parameter) -> Tensor | None:
-    """The float32 master behind `param`, or None if it has none that is up to date. Not a copy."""
-    return next((m.weight.detach() for m in masters_of(param) if m.in_sync()), None)
+    """The float32 value of the master behind `param`, or None if it has none that is up to date. Maybe not a copy."""
+    return next((m.value() for m in masters_of(param) if m.in_sync()), None)
 
 
 def masters_of(param: nn.Parameter) -> Iterator[Master]:
@@ -327,9 +338,11 @@ class MasterWeights:
         optimizer: its groups are edited in place: each low-precision parameter that requires a gradient is
             replaced by its master.
         exact: id of a parameter -> its float32 value from before the model was cast.
+        adopt_data_writes: whether writes through `param.data` are looked for before each step, not before the first
+            backward only.
     """
 
-    def __init__(self, optimizer: Optimizer, exact: Mapping[int, Tensor]) -> None:
+    def __init__(self, optimizer: Optimizer, exact: Mapping[int, Tensor], adopt_data_writes: bool = False) -> None:
         self._optimizer = weakref.ref(optimizer)
         # Whether the optimizer switches its parameters between training and evaluation (schedulefree and kin).
         self.written_outside = callable(getattr(optimizer, "train", None)) and callable(
@@ -344,6 +357,7 @@ class MasterWeights:
         self.roster = NO_ROSTER
         self._scanned: list[tuple[nn.Parameter, ...]] = []  # the groups' parameters, as of the last scan
         self._shared = Shared(walk.stamps([]), walk.stamps([]))
+        self._adopt_data_writes = adopt_data_writes
         self._is_fresh = True  # until masters are refreshed for the first time
         _FRESH.add(self)
         self.scan(exact)
@@ -441,6 +455,7 @@ class MasterWeights:
         if is_first:
             _FRESH.discard(self)
             for master in self.in_groups:
+                master.compares = self._adopt_data_writes
                 if master.was_written():
                     master.is_doubted = False  # a script's own values, as it saved masters of an earlier run
                 elif master.in_sync() and not master.is_doubted:
@@ -457,7 +472,7 @@ class MasterWeights:
             now = [m.stamps()[1] if mark is None else mark for m, mark in zip(self.in_groups, marks, strict=True)]
             self._shared.weights = walk.joined(now)
 
-    def follow(self, adopt_data_writes: bool = False) -> None:
+    def follow(self) -> None:
         """Before a step: what somebody wrote into one of the two goes into the other; into the master, if into both.
 
         A step whose gradients leave a master out, or that is skipped, writes nothing of it into the model.
@@ -471,7 +486,7 @@ class MasterWeights:
             marks = [m.stamps() if id(m) in ids else m.marked_as() for m in self.in_groups]
             self._shared.params = walk.joined([of_param for of_param, _ in marks])
             self._shared.weights = walk.joined([of_weight for _, of_weight in marks])
-        self.refresh(adopt_data_writes)
+        self.refresh(self._adopt_data_writes)
 
     def write_back(self) -> None:
         """Round every master into its parameter. Moves the parameters' versions, as any optimizer does."""
@@ -527,7 +542,7 @@ class MasterWeights:
             return
         with suppress(AmpStateError):  # a parameter that is there beside its master keeps what it has
             self.scan()
-        self.refresh()
+        self.refresh(self._adopt_data_writes)
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):
                 master = self.find(p)
@@ -560,6 +575,7 @@ class MasterWeights:
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
         self._take_state(master)
+        master.compares = self._is_fresh or self._adopt_data_writes
         return master
 
     def _live_optimizer(self) -> Optimizer:

@@ -85,7 +85,6 @@ class SteppedOptimizer:
         weight_copies: gives the low-precision copies of FP32 parameters that a fused step writes, too.
         is_scaled: says whether a backward may scale gradients or have a step skipped. Then `step(closure)` is
             an error, since the backward in a closure would come after the decision to skip.
-        adopt_data_writes: whether writes through `param.data` are looked for before each step.
         default_scaler: gives the scaler of gradients that nobody said the scaler of.
         on_skip: told the verdicts that made a step a skip.
         on_report: told a verdict that did not.
@@ -100,7 +99,6 @@ class SteppedOptimizer:
         casts_off: Callable[[], AbstractContextManager[None] | None],
         weight_copies: Callable[[], WeightCopies | None],
         is_scaled: Callable[[], bool],
-        adopt_data_writes: bool,
         default_scaler: Callable[[], LossScaler],
         on_skip: Callable[[SteppedOptimizer, list[Verdict]], None],
         on_report: Callable[[Verdict], None],
@@ -123,7 +121,6 @@ class SteppedOptimizer:
         self._casts_off = casts_off
         self._weight_copies = weight_copies
         self._is_scaled = is_scaled
-        self._adopt_data_writes = adopt_data_writes
         self._default_scaler = default_scaler
         self._on_skip = on_skip
         self._on_report = on_report
@@ -372,7 +369,7 @@ class SteppedOptimizer:
         with nullcontext() if casts_off is None else casts_off:
             if self.masters is not None:
                 self.masters.scan()
-                self.masters.follow(self._adopt_data_writes)
+                self.masters.follow()
             # A wrapper goes on after this step by what it finds, so the host decides.
             is_open = not self._is_wrapped and any(not v.overflow.is_known() for v in self.verdicts)
             planned = self._plan(fused) if fused is not None and is_open else None

@@ -251,6 +251,31 @@ def test_weights_that_are_initialized_through_data_after_initialize_reach_master
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_weights_that_are_initialized_through_data_after_initialize_are_saved(level: str) -> None:
+    model, _ = started(level)
+    exact = model.state_dict()["0.bias"]
+    model[0].weight.data.fill_(0.5)
+    saved = model.state_dict()
+    assert bool((saved["0.weight"] == 0.5).all())
+    assert_bitwise(saved["0.bias"], exact)
+
+
+@pytest.mark.parametrize("way", ["saved", "closed"])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_writes_through_data_that_are_adopted_are_also_saved_and_kept_by_close(level: str, way: str) -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, adopt_data_writes=True, verbosity=0)
+    train(MLP, model, optimizer, "c")
+    exact = model.state_dict()["0.weight"]
+    model[0].weight.data[1] = 0.5
+    exact[1] = 0.5
+    if way == "closed":
+        amp.close()
+    assert_bitwise(model.state_dict()["0.weight"], exact)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_masters_that_a_script_restores_before_the_first_backward_stay(level: str) -> None:
     model, optimizer = started(level)
     for master in amp.master_params(optimizer):

@@ -12,7 +12,7 @@ from tests.fuzz.reference import Reference
 def load(ref: Reference, exact: dict[str, Tensor], buffers: list[list[Tensor]]) -> None:
     """A checkpoint of the models, whose masters take the unrounded values."""
     for name, value in exact.items():
-        for tensor in (ref.params[name], ref.entry(name)):
+        for tensor in (ref.params[name], ref.masters.get(name, ref.params[name])):
             tensor.copy_(value)
     for model, values in zip(ref.models, buffers, strict=True):
         for buffer, value in zip(model.buffers(), values, strict=True):
@@ -24,22 +24,21 @@ def load(ref: Reference, exact: dict[str, Tensor], buffers: list[list[Tensor]]) 
 def resume(ref: Reference) -> None:
     """From a checkpoint of now, without gradients."""
     for o in range(len(ref.groups)):
-        ref.scan(o)
-        ref.refresh(o)
+        ref.settle(o)
         ref.write_back(o)
         ref.overflowed[o] = ref.skipped[o] = False
     for p in (*ref.params.values(), *ref.masters.values()):
         p.grad = None
     for scaler in ref.scalers:
         scaler.overflowed = False
+    ref.fresh = set(range(len(ref.groups)))
 
 
 @torch.no_grad()
 def close(ref: Reference) -> None:
     """Everything in FP32 again, with the masters' values; unscaled gradients only."""
     for o in range(len(ref.groups)):
-        ref.scan(o)
-        ref.refresh(o)
+        ref.settle(o)
     for name, p in ref.params.items():
         value, p.grad = ref.entry(name).float(), None
         p.data = value.clone()

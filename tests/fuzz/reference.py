@@ -93,6 +93,13 @@ class Reference:
             self.moved.discard(name)
             self.written.discard(name)
 
+    def settle(self, o: int) -> None:
+        """What will be stepped or saved, also by what the user wrote unseen, if that was asked for."""
+        self.scan(o)
+        self.refresh(o)
+        if self.adopt:
+            self.take_over(o)
+
     @torch.no_grad()
     def take_over(self, o: int) -> None:
         for name in [name for name in self.names(o) if name in self.masters and name not in self.written]:
@@ -172,9 +179,7 @@ class Reference:
         self.skipped[o], self.overflowed[o] = self.overflowed[o], False
         self.scan(o)
         self.write_back(o, self.written - self.moved)
-        self.refresh(o)
-        if self.adopt:
-            self.take_over(o)
+        self.settle(o)
         if not self.skipped[o]:
             self.optimizers[o].step()
             self.write_back(o)

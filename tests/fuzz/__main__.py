@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tests.fuzz.actions import ACTIONS
-from tests.fuzz.sequences import KNOWN_BUGS, Sequence, draw, run, shrink
+from tests.fuzz.sequences import Sequence, draw, run, shrink
 
 
 def main() -> int:
@@ -24,14 +24,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--level", help="this one only")
     parser.add_argument("--without", default="", help="actions to leave out: " + ", ".join(ACTIONS))
-    parser.add_argument(
-        "--meet", default="", help="known bugs not to be passed over: all, or of " + ", ".join(KNOWN_BUGS)
-    )
     parser.add_argument("--failures", type=int, default=1, help="how many to go on after")
     parser.add_argument("--replay", type=Path, help="run the lines of this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    KNOWN_BUGS.difference_update(list(KNOWN_BUGS) if options.meet == "all" else options.meet.split(","))
     if options.replay:
         failure = run(Sequence.parse(options.replay.read_text()))
         print(failure or "no mismatch")

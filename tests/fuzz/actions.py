@@ -10,11 +10,13 @@ import copy
 import gc
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from amp_engine import amp
@@ -105,11 +107,6 @@ def run_backward(
         loss_id = claimed[0]
     if len(set(claimed)) > 1:
         return
-    scales = {window.scale for o in optimizers if (window := ref.windows[o]) is not None}
-    if len({window.writes for o in optimizers if (window := ref.windows[o]) is not None}) > 1:
-        world.known("two scales")
-    if not delay and scales and scales != {ref.scalers[loss_id].scale}:
-        world.known("another scale")
     losses = []
     for m in sorted({m for o in optimizers for m in world.owned(o)}):
         ours, plain = world.losses(m, seed + m, (parts >> m) % 4 != 3)
@@ -163,13 +160,7 @@ def in_scale_loss(
                 (loss * factor).backward()
             if inside is not None:
                 inside()
-                if not delay and not through and scale != ref.scalers[loss_id].scale:
-                    world.known("another scale")
             if trouble in ("one", "strided", "negative"):
-                if trouble == "negative":
-                    world.known("negative bit")
-                if trouble == "strided" and ref.by_master:
-                    world.known("gradient of another layout")
                 for params in (world.params, ref.params):
                     for name in [n for o in optimizers for n in ref.names(o)][:1]:
                         spoil(params[name], trouble)
@@ -263,15 +254,8 @@ def backward_held(world: World, loss_id: int) -> None:
 @action(8, which=MANY)
 def step(world: World, which: int) -> None:
     o = which % len(world.optimizers)
-    window = world.ref.windows[o]
-    if window is not None and window.scale != world.ref.scalers[window.loss_id].scale:
-        world.known("another scale")
-    if any(world.ref.entry(name).grad is None for name in world.ref.names(o) if name in world.ref.written):
-        world.known("written master without gradient")
     world.optimizers[o].step()
     world.ref.step(o)
-    world.dropped.discard(o)
-    world.regrouped.discard(o)
     if not world.ref.passes_through([o], 0):
         world.same(amp.current_engine().step_was_skipped(world.optimizers[o]), world.ref.skipped[o], "step was skipped")
     if o in world.inexact or o in world.ref.clipped:
@@ -377,8 +361,6 @@ def forward(world: World, which: int, seed: int, mode: str) -> None:
     """A forward whose graph, if there is one, is dropped. In train mode batch norms move."""
     m = which % len(world.models)
     both = world.models[m], world.ref.models[m]
-    if mode == "inference_mode" and world.level in ("O1", "O4"):
-        world.known("inference_mode")
     for model in both if mode in ("eval", "inference_mode") else ():
         model.eval()
     with ExitStack() as stack:
@@ -421,11 +403,28 @@ def write(tensor: Tensor, value: Tensor, how: str) -> None:
         tensor.detach()[:1].copy_(value[:1])
     elif how == "dlpack":
         torch.from_dlpack(tensor.detach()).copy_(value)
+    elif how in COLLECTIVES:  # which stand for another rank's values
+        tensor.data.copy_(value)
+        COLLECTIVES[how](tensor)
     else:
         raise ValueError(how)
 
 
-VERSIONED = ("no_grad", "element", "detach", "view", "state dict", "data replaced")
+def in_a_group(collective: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def run(tensor: Tensor) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        collective(tensor)
+
+    return run
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": in_a_group(lambda t: dist.all_reduce(t.detach())),
+    "all_reduce of data": in_a_group(lambda t: dist.all_reduce(t.data, async_op=True).wait()),  # type: ignore[union-attr]
+    "broadcast": in_a_group(lambda t: dist.broadcast(t.detach(), 0)),
+}
+VERSIONED = ("no_grad", "element", "detach", "view", "state dict", "data replaced", *COLLECTIVES)
 HIDDEN = ("data", "numpy", "dlpack")
 
 
@@ -437,10 +436,6 @@ def values(like: Tensor, seed: int) -> Tensor:
 def write_param(world: World, which: int, seed: int, how: str) -> None:
     """A write that autograd can see; a master takes the new value at the next scale_loss or step."""
     name = pick(world, which)
-    if how == "data replaced" and not world.params[name].is_contiguous():
-        world.known("layout")
-    if how == "data replaced" and name in world.ref.moved:
-        world.known("data replaced twice")
     if how == "state dict":
         if world.params[name].dtype != torch.float32:
             return  # its values are copies then
@@ -461,11 +456,30 @@ def write_param_hidden(world: World, which: int, seed: int, how: str) -> None:
     name = pick(world, which)
     if name in world.ref.masters and not world.ref.adopt:
         return
-    if how != "data" and world.level in ("O1", "O4"):
-        world.known("hidden write")
     for params in (world.params, world.ref.params):
         if how == "data" or params[name].dtype != torch.bfloat16:
             write(params[name], values(params[name], seed), how)
+
+
+@action(1, which=MANY)
+def keep_data(world: World, which: int) -> None:
+    """A `.data` view that somebody writes through later."""
+    name = pick(world, which)
+    world.kept[name] = (world.params[name].data, world.ref.params[name].data)
+
+
+@action(2, which=MANY, seed=SEED)
+def write_kept_data(world: World, which: int, seed: int) -> None:
+    """Which no version tells, and nothing is asked of torch by."""
+    if not world.kept:
+        return
+    name = pick(world, which, list(world.kept))
+    if name in world.ref.masters and not world.ref.adopt:
+        return
+    both = list(zip(world.kept[name], (world.params[name], world.ref.params[name]), strict=True))
+    if all(torch._C._is_alias_of(view, param) for view, param in both):  # type: ignore[attr-defined]
+        for view, _ in both:
+            view.copy_(values(view, seed))
 
 
 @action(2, which=MANY, seed=SEED, how=["no_grad", "element", "data", "detach"])
@@ -478,8 +492,6 @@ def write_master(world: World, which: int, seed: int, how: str) -> None:
     assert entry is not None
     for tensor in (entry, world.ref.masters[name]):
         write(tensor, values(tensor, seed), how)
-    if world.ref.adopt:
-        world.known("written master under adopt_data_writes")
     if name not in world.ref.moved:
         world.ref.written.add(name)
 
@@ -492,7 +504,6 @@ def drop_gradient(world: World, which: int) -> None:
         return
     entry = world.entry(name)
     assert entry is not None
-    drop(world, name)
     entry.grad = None
     world.ref.entry(name).grad = None
 
@@ -503,10 +514,6 @@ def edit_gradient(world: World, which: int, how: str) -> None:
     name = trainable(world, which)
     if name is None or world.is_open():
         return
-    if how == "negative":
-        world.known("negative bit")
-    if how == "transpose" and name in world.ref.masters:
-        world.known("gradient of another layout")
     entry = world.entry(name)
     assert entry is not None
     for p in (entry, world.ref.entry(name)):
@@ -541,18 +548,6 @@ def freeze(world: World, which: int) -> None:
         params[name].requires_grad_(not params[name].requires_grad)
 
 
-def drop(world: World, name: str) -> None:
-    world.dropped.add(world.owner(name))
-    if world.owner(name) in world.regrouped:
-        world.known("dropped gradient and regrouping")
-
-
-def regroup(world: World, o: int) -> None:
-    world.regrouped.add(o)
-    if o in world.dropped:
-        world.known("dropped gradient and regrouping")
-
-
 @action(1, which=MANY)
 def add_group(world: World, which: int) -> None:
     """A parameter that no optimizer has."""
@@ -566,7 +561,6 @@ def add_group(world: World, which: int) -> None:
     if not free or world.is_open():
         return
     o, name = free[which % len(free)]
-    regroup(world, o)
     world.optimizers[o].add_param_group({"params": [world.params[name]]})
     world.ref.optimizers[o].add_param_group({"params": [world.ref.params[name]]})
     world.ref.groups[o].append([name])
@@ -580,7 +574,6 @@ def move_between_groups(world: World, which: int) -> None:
     ours, plain, names = world.optimizers[o].param_groups, world.ref.optimizers[o].param_groups, world.ref.groups[o]
     if world.is_open():
         return
-    regroup(world, o)
     g = which % len(names)
     for params in (ours[g]["params"], plain[g]["params"], names[g]):
         if len(params) > 1:
@@ -598,7 +591,6 @@ def remove_param(world: World, which: int) -> None:
     names = world.ref.groups[o]
     if world.is_open() or len(world.ref.names(o)) < 2:
         return
-    regroup(world, o)
     g = next(g for g in range(len(names)) if names[g])
     ours, plain = world.optimizers[o].param_groups[g]["params"], world.ref.optimizers[o].param_groups[g]["params"]
     for optimizer, params in ((world.optimizers[o], ours), (world.ref.optimizers[o], plain)):
@@ -614,8 +606,6 @@ def remove_param(world: World, which: int) -> None:
 def change_state(world: World, which: int, how: str) -> None:
     """What scripts do to `optimizer.state` to reset or edit moments."""
     o = which % len(world.optimizers)
-    if how in ("clear inner", "pop one"):
-        world.known("emptied state")
     for optimizer in (world.optimizers[o], world.ref.optimizers[o]):
         if how == "clear inner":
             for state in optimizer.state.values():
@@ -653,10 +643,7 @@ def save(world: World) -> None:
     ref = world.ref
     if ref.regrouped:
         return
-    exact = {
-        name: (p if name in ref.moved or name not in ref.masters else ref.masters[name]).detach().float().clone()
-        for name, p in ref.params.items()
-    }
+    exact = {name: ref.exact(name).clone() for name in ref.params}
     buffers = [[b.clone() for b in m.buffers()] for m in ref.models]
     for m, model in enumerate(world.models):
         for name, value in model.state_dict().items():
@@ -707,8 +694,6 @@ def resume(world: World, which: int, how: str) -> None:
     amp.load_state_dict(packed["amp"])
     lifecycle.resume(ref)
     world.held.clear()
-    world.dropped.clear()
-    world.regrouped.clear()
 
 
 @action(0.7, level=["O0", "O1", "O2", "O3", "O4", "O5"], loss_scale=[None, None, None, 64.0, "dynamic"])
@@ -730,26 +715,21 @@ def reopen(world: World, level: str, loss_scale: float | str | None) -> None:
         optimizer.load_state_dict(state)
     world.saved.clear()
     world.held.clear()
-    world.dropped.clear()
-    world.regrouped.clear()
 
 
 @action(0.5, level=["O0", "O1", "O2", "O4", "O5"], keep=[0, 1])
 def start_anew(world: World, level: str, keep: int) -> None:
     """Another model at another level without close(), as in a notebook: what was there before does not count."""
-    casts = world.level in ("O1", "O4")
-    if casts and level not in ("O1", "O4"):
-        world.known("casts outlive their model")
-        keep = 0
+    if world.level in ("O1", "O4") and level not in ("O1", "O4"):
+        keep = 0  # or functions would still be cast
     old = World.__new__(World)
     old.__dict__.update(world.__dict__)
-    bugs = world.skipped_bugs
     world.__dict__.clear()
     start = {**old.start, "level": level}
     attic = [*old.attic, old] if keep else []
     del old
     gc.collect()
-    world.__init__(start, bugs)  # type: ignore[misc]
+    world.__init__(start)  # type: ignore[misc]
     world.attic = attic
 
 
@@ -778,7 +758,6 @@ def copy_model(world: World, which: int, seed: int) -> None:
 def layout(world: World, which: int, last: int) -> None:
     """`model.to(memory_format=...)` in mid-training."""
     m = which % len(world.models)
-    world.known("layout")
     before = {name: p.stride() for name, p in world.ref.params.items()}
     for models in (world.models, world.ref.models):
         models[m].to(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -792,8 +771,6 @@ def edit_model_gradient(world: World, which: int, how: str) -> None:
     name = pick(world, which)
     if world.is_open():
         return
-    if name not in world.ref.masters and how == "none":
-        drop(world, name)
     for params in (world.params, world.ref.params):
         p = params[name]
         if p.grad is None:
@@ -805,6 +782,36 @@ def edit_model_gradient(world: World, which: int, how: str) -> None:
                 p.grad.mul_(0.5)
             else:
                 p.grad = None
+
+
+@action(1.5, which=MANY, seed=SEED, what=["iterate", "iterate", "backward", "step", "forward", "write"])
+def in_another_thread(world: World, which: int, seed: int, what: str) -> None:
+    """Which comes and goes, so that what torch keeps a thread is new."""
+    runs: dict[str, Callable[[], None]] = {
+        "iterate": lambda: iterate(world, which, seed, True),
+        "backward": lambda: run_backward(world, [which % len(world.optimizers)], seed, 0, False, "", 0),
+        "step": lambda: step(world, which),
+        "forward": lambda: forward(world, which, seed, "train"),
+        "write": lambda: write_param(world, which, seed, "no_grad"),
+    }
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(runs[what]).result()
+
+
+@action(1.5, which=MANY)
+def average(world: World, which: int) -> None:
+    """`amp.averaged_model` is the mean of what masters were, or weights."""
+    m = which % len(world.models)
+    o = next(o for o in range(len(world.optimizers)) if m in world.owned(o))
+    if m not in world.averages:
+        world.averages[m] = (amp.averaged_model(world.models[m], world.optimizers[o]), {})
+    averaged, plain = world.averages[m]
+    averaged.update_parameters(world.models[m])
+    count = int(averaged.n_averaged)
+    for name, value in averaged.module.named_parameters():
+        now = world.ref.exact(f"m{m}.{name}").double()
+        plain[name] = plain[name] + (now - plain[name]) / count if count > 1 else now
+        world.same(value, plain[name].float(), f"average of m{m}.{name}", 1e-5, 1e-6)
 
 
 @action(0.3)

@@ -86,8 +86,8 @@ class Reference:
     def refresh(self, o: int) -> None:
         """Masters follow parameters that the user wrote; the first time also what was written unseen."""
         if o in self.fresh:
-            self.fresh.discard(o)
             self.take_over(o)
+            self.fresh.discard(o)
         for name in [name for name in self.names(o) if name in self.masters and name in self.moved]:
             self.masters[name].copy_(self.params[name])
             self.moved.discard(name)
@@ -101,10 +101,17 @@ class Reference:
             self.take_over(o)
 
     @torch.no_grad()
+    def exact(self, name: str) -> Tensor:
+        """The FP32 value of a parameter: what a checkpoint has."""
+        param, master = self.params[name], self.masters.get(name)
+        if master is None or name in self.moved:
+            return param.float()
+        looks = name not in self.written and (self.adopt or self.home[name] in self.fresh)
+        return torch.where(param != master.to(param.dtype), param.float(), master) if looks else master.detach()
+
     def take_over(self, o: int) -> None:
         for name in [name for name in self.names(o) if name in self.masters and name not in self.written]:
-            master, param = self.masters[name], self.params[name]
-            master.data = torch.where(param != master.to(param.dtype), param.float(), master).detach()
+            self.masters[name].data = self.exact(name)
 
     @torch.no_grad()
     def write_back(self, o: int, only: set[str] | None = None) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,21 +23,15 @@ class MismatchError(AssertionError):
     """amp_engine and the reference disagree."""
 
 
-class KnownBugError(Exception):
-    """What comes next meets a bug that is known: no more of this sequence."""
-
-
 class World:
     """One run: models and optimizers in amp's care, and the same in the reference's.
 
     Args:
         start: level, models, optimizers and what else `initialize` is told; plain data.
-        skipped_bugs: those that are passed over.
     """
 
-    def __init__(self, start: dict[str, Any], skipped_bugs: Collection[str] = ()) -> None:
+    def __init__(self, start: dict[str, Any]) -> None:
         self.start = start
-        self.skipped_bugs = skipped_bugs
         self.models, self.plain = self._make_models(0), self._make_models(0)
         self.kinds = [kind for kind, _, _ in start["optimizers"]]
         self.groups: list[list[list[str]]] = []
@@ -47,8 +42,8 @@ class World:
         self.saved: list[Any] = []
         self.held: list[Any] = []  # losses without their backward yet
         self.attic: list[Any] = []  # what nobody closed
-        self.dropped: set[int | None] = set()  # optimizers of which a gradient was dropped since their step,
-        self.regrouped: set[int | None] = set()  # and of which the groups changed
+        self.kept: dict[str, tuple[Tensor, Tensor]] = {}  # `.data` of parameters
+        self.averages: dict[int, tuple[Any, dict[str, Tensor]]] = {}  # of models, and what their weights are to be
         self.initialize(start)
 
     def _make_models(self, seed: int) -> list[Any]:
@@ -71,6 +66,8 @@ class World:
         """Fresh models and optimizers in amp's care, with the groups of now."""
         grads = {name: p.requires_grad for name, p in self.params.items()}
         self.models = self._make_models(100)
+        self.kept.clear()
+        self.averages.clear()
         for name, p in self.params.items():
             p.requires_grad_(grads[name])
         self.optimizers = self._make_optimizers()
@@ -107,11 +104,6 @@ class World:
         )
         for scaler in self.engine.scalers:
             scaler._scale_seq_len = start["window"]
-
-    def known(self, bug: str) -> None:
-        """End the sequence here if `bug` is to be passed over."""
-        if bug in self.skipped_bugs:
-            raise KnownBugError
 
     # --- what actions ask -------------------------------------------------------------------------
 
@@ -243,8 +235,6 @@ class World:
 
     def close(self) -> None:
         """Take it back, on both sides: plain models hold exact weights afterwards."""
-        if self.ref.added & set(self.ref.masters):
-            self.known("closed after a regrouping")
         lifecycle.close(self.ref)
         amp.close()
         for name, p in self.params.items():
@@ -258,6 +248,8 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
     amp.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _short(value: Any) -> str:

@@ -82,7 +82,7 @@ class Unscaled(NamedTuple):
 
     def is_untouched(self) -> bool:
         """Whether each gradient is the same object with the same version."""
-        return walk.gradient_stamps(self.param_handle) == self.stamps
+        return walk.have_gradient_stamps(self.param_handle, self.stamps)
 
 
 class Seen(NamedTuple):

@@ -109,11 +109,11 @@ class Master:
 
     def in_sync(self) -> bool:
         """Whether nobody but us moved the parameter since it was last stamped."""
-        return walk.stamps_of(self._shared.params, self._place) == walk.stamps([self.param])
+        return walk.have_stamps([self.param], walk.stamps_of(self._shared.params, self._place))
 
     def was_written(self) -> bool:
         """Whether somebody but us wrote the master since the two last agreed."""
-        return walk.stamps_of(self._shared.weights, self._place) != walk.stamps([self.weight])
+        return not walk.have_stamps([self.weight], walk.stamps_of(self._shared.weights, self._place))
 
     def mark_in_sync(self) -> None:
         """Declare that master and parameter agree."""
@@ -461,7 +461,7 @@ class MasterWeights:
                 elif master.in_sync() and not master.is_doubted:
                     master.adopt()
                     master.mark_in_sync()
-        if is_first or self._shared.params != walk.stamps(self.params):
+        if is_first or not walk.have_stamps(self.params, self._shared.params):
             for master in self.in_groups:
                 master.refresh()
         if adopt_data_writes and not is_first:
@@ -477,7 +477,7 @@ class MasterWeights:
 
         A step whose gradients leave a master out, or that is skipped, writes nothing of it into the model.
         """
-        if self._shared.weights != walk.stamps(self.weights):
+        if not walk.have_stamps(self.weights, self._shared.weights):
             written = [master for master in self.in_groups if master.was_written() and master.in_sync()]
             _write_back(written)
             for master in written:

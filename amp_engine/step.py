@@ -570,7 +570,7 @@ class SteppedOptimizer:
         """Of an edit of the model's own gradients since `scale_loss`, as torch's clip_grad_norm_ makes of them."""
         self._looks_at_gradients -= 1
         before, self._model_gradients = self._model_gradients, b""
-        if not before or walk.gradient_stamps(masters.params) == before:
+        if not before or walk.have_gradient_stamps(masters.params, before):
             return
         if not walk.any_gradient_written(masters.params, before):
             return  # replaced or dropped, by zero_grad() say

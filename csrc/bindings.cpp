@@ -55,6 +55,25 @@ Tensors in(ParamsOrList const& tensors) {
   return result;
 }
 
+template <class Stamp>
+py::bytes bytes_of_stamps(ParamsOrList const& tensors) {
+  Tensors const list = in(tensors);
+  auto result = py::reinterpret_steal<py::bytes>(
+      PyBytes_FromStringAndSize(nullptr, py::ssize_t(list.size() * sizeof(Stamp))));
+  if (!result) {
+    throw py::error_already_set();
+  }
+  put_stamps<Stamp>(list, PyBytes_AS_STRING(result.ptr()));
+  return result;
+}
+
+template <class Stamp>
+bool have_bytes_of_stamps(ParamsOrList const& tensors, py::bytes const& stamps) {
+  Tensors const list = in(tensors);
+  return size_t(PyBytes_GET_SIZE(stamps.ptr())) == list.size() * sizeof(Stamp) &&
+         have_stamps<Stamp>(list, PyBytes_AS_STRING(stamps.ptr()));
+}
+
 py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }
 
 Kind kind_of(std::string const& name) {
@@ -203,9 +222,8 @@ PYBIND11_MODULE(_C, m) {
         return params;
       }))
       .def("__len__", [](Params const& self) { return self.objects.size(); });
-  m.def(
-      "stamps", [](ParamsOrList const& tensors) { return py::bytes(stamps(in(tensors))); },
-      "What tells that a tensor was written or replaced, 32 bytes each.");
+  m.def("stamps", &bytes_of_stamps<Stamp>, "What tells that a tensor was written or replaced, 32 bytes each.");
+  m.def("have_stamps", &have_bytes_of_stamps<Stamp>, "Whether these are the stamps of the tensors still.");
   m.def(
       "gradients",
       [](ParamsOrList const& params) {
@@ -225,9 +243,8 @@ PYBIND11_MODULE(_C, m) {
       "copies",
       [](TensorsOrList const& tensors, py::bytes const& walks) { return TensorList{copies(in(tensors), walks)}; },
       "A copy of each, copy-on-write where it has its own memory.");
-  m.def(
-      "gradient_stamps", [](ParamsOrList const& params) { return py::bytes(gradient_stamps(in(params))); },
-      "What tells that a gradient was replaced or written, 16 bytes each.");
+  m.def("gradient_stamps", &bytes_of_stamps<GradientStamp>, "What tells that a gradient was replaced or written, 16 bytes each.");
+  m.def("have_gradient_stamps", &have_bytes_of_stamps<GradientStamp>, "Whether these are the gradients' stamps still.");
   m.def(
       "either",
       [](py::bytes const& mask, TensorsOrList const& first, std::optional<TensorsOrList> const& second) {

@@ -28,21 +28,14 @@ at::Tensor const& grad_of(at::Tensor const& t) { return t.unsafeGetTensorImpl()-
 
 }  // namespace
 
-std::string stamps(Tensors const& tensors) {
-  struct Stamp {
-    void const* address;
-    int64_t version;
-    int type, device, index, unused;
-  };
-  static_assert(sizeof(Stamp) == 32);
-  std::string result;
-  result.reserve(tensors.size() * sizeof(Stamp));
-  for_each(tensors, [&](size_t, at::Tensor const& t) {
-    Stamp const stamp{t.const_data_ptr(),     version_or_none(t),   int(t.scalar_type()),
-                      int(t.device().type()), t.device().index(), 0};
-    result.append(reinterpret_cast<char const*>(&stamp), sizeof stamp);
-  });
-  return result;
+Stamp Stamp::of(at::Tensor const& t) {
+  at::Device const device = t.device();
+  return {t.const_data_ptr(), version_or_none(t), int(t.scalar_type()), int(device.type()), device.index(), 0};
+}
+
+GradientStamp GradientStamp::of(at::Tensor const& param) {
+  at::Tensor const& grad = grad_of(param);
+  return grad.defined() ? GradientStamp{grad.unsafeGetTensorImpl(), version_or_none(grad)} : GradientStamp{nullptr, -1};
 }
 
 Gradients gradients(Tensors const& params) {
@@ -73,22 +66,6 @@ OptionalTensors copies(OptionalTensors const& tensors, std::string const& walks)
       // Past the dispatcher, which takes longer than the clone: what has its own memory is a plain, dense tensor.
       result[i] = Walk(walks[i]) == Walk::own ? at::native::_lazy_clone(t) : t.clone();
     }
-  });
-  return result;
-}
-
-std::string gradient_stamps(Tensors const& params) {
-  struct Stamp {
-    void const* gradient;
-    int64_t version;
-  };
-  static_assert(sizeof(Stamp) == 16);
-  std::string result;
-  result.reserve(params.size() * sizeof(Stamp));
-  for_each(params, [&](size_t, at::Tensor const& param) {
-    at::Tensor const& grad = grad_of(param);
-    Stamp const stamp = grad.defined() ? Stamp{grad.unsafeGetTensorImpl(), version_or_none(grad)} : Stamp{nullptr, -1};
-    result.append(reinterpret_cast<char const*>(&stamp), sizeof stamp);
   });
   return result;
 }

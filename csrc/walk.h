@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -16,8 +17,46 @@ inline uint32_t version_of(at::Tensor const& t) {
   return t.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// What tells that a tensor was written or replaced: address, version, type, device. 32 bytes each, in order.
-std::string stamps(Tensors const& tensors);
+// What tells that a tensor was written or replaced.
+struct Stamp {
+  void const* address;
+  int64_t version;
+  int type, device, index, unused;
+
+  static Stamp of(at::Tensor const& t);
+};
+static_assert(sizeof(Stamp) == 32, "no padding, since stamps are compared byte by byte");
+
+// What tells that the gradient of a parameter was replaced or written since, for as long as it is alive.
+struct GradientStamp {
+  void const* gradient;
+  int64_t version;
+
+  static GradientStamp of(at::Tensor const& param);
+};
+static_assert(sizeof(GradientStamp) == 16);
+
+// Writes the stamps of the tensors, in order.
+template <class Stamp>
+void put_stamps(Tensors const& tensors, char* out) {
+  for_each(tensors, [&](size_t i, at::Tensor const& t) {
+    Stamp const stamp = Stamp::of(t);
+    std::memcpy(out + i * sizeof stamp, &stamp, sizeof stamp);
+  });
+}
+
+// Whether these are the stamps of the tensors still.
+template <class Stamp>
+bool have_stamps(Tensors const& tensors, char const* stamps) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    ask_ahead(tensors, i);
+    Stamp const stamp = Stamp::of(*tensors[i]);
+    if (std::memcmp(stamps + i * sizeof stamp, &stamp, sizeof stamp) != 0) {
+      return false;
+    }
+  }
+  return true;
+}
 
 // How the kernels can take a gradient.
 enum class Walk : char { none, own, shared, other };
@@ -36,10 +75,6 @@ Gradients gradients(Tensors const& params);
 // A copy of each whose walk is not `none`: copy-on-write of its own memory, at once of shared memory, which must not
 // become copy-on-write as a whole.
 OptionalTensors copies(OptionalTensors const& tensors, std::string const& walks);
-
-// What tells that a gradient was replaced or written since, for as long as it is alive: which tensor, and its version.
-// 16 bytes for each parameter, in order.
-std::string gradient_stamps(Tensors const& params);
 
 // first[i] where mask[i] != 0, else second[i], or none without a second.
 OptionalTensors either(std::string const& mask, OptionalTensors const& first, OptionalTensors const* second);

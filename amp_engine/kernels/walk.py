@@ -40,6 +40,13 @@ def stamps(tensors: Sequence[Tensor]) -> Stamps:
     return [(t.data_ptr(), -1 if t.is_inference() else t._version, t.dtype, t.device) for t in tensors]
 
 
+def have_stamps(tensors: Sequence[Tensor], before: Stamps) -> bool:
+    """Whether nobody wrote or replaced the tensors since `stamps(tensors)` gave `before`."""
+    if _native.module is not None:
+        return bool(_native.module.have_stamps(tensors, before))
+    return stamps(tensors) == before
+
+
 def stamps_of(stamps: Stamps, place: int) -> Stamps:
     """Of many stamps those of one tensor, as `stamps([tensor])` gives them."""
     n = _stride(stamps)
@@ -119,6 +126,13 @@ def gradient_stamps(params: Sequence[Tensor]) -> GradientStamps:
         found: bytes = _native.module.gradient_stamps(params)
         return found
     return [(id(g), -1 if g is None or g.is_inference() else g._version) for g in map(_GRAD.__get__, params)]
+
+
+def have_gradient_stamps(params: Sequence[Tensor], before: GradientStamps) -> bool:
+    """Whether nobody wrote or replaced the gradients since `gradient_stamps(params)` gave `before`."""
+    if _native.module is not None:
+        return bool(_native.module.have_gradient_stamps(params, before))
+    return gradient_stamps(params) == before
 
 
 def any_gradient_written(params: Sequence[Tensor], before: GradientStamps) -> bool:

@@ -758,6 +758,8 @@ def copy_model(world: World, which: int, seed: int) -> None:
 def layout(world: World, which: int, last: int) -> None:
     """`model.to(memory_format=...)` in mid-training."""
     m = which % len(world.models)
+    are_last = [last == 1 if i == m else was for i, was in enumerate(world.start["channels_last"])]
+    world.start = {**world.start, "channels_last": are_last}
     before = {name: p.stride() for name, p in world.ref.params.items()}
     for models in (world.models, world.ref.models):
         models[m].to(memory_format=torch.channels_last if last else torch.contiguous_format)

@@ -602,7 +602,7 @@ class Engine:
             default_scaler=lambda: self.scalers[0] if self.scalers else LossScaler(1.0),
             on_skip=on_skip or self._watch.skipped,
             on_report=self._watch.stepped_on,
-            on_window_left_open=self._close_left_open,
+            on_settle=self._settle,
         )
 
     def _stepped(self, optimizer: Any) -> SteppedOptimizer:
@@ -662,21 +662,51 @@ class Engine:
             for one in stepped:
                 one.add_verdict(verdict)
 
+    def _settle(self, stepped: SteppedOptimizer) -> None:
+        """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
+        for other in self._windows_into([stepped]):
+            if not other.in_backward:
+                self._close_left_open(other)
+        if stepped.window is not None:
+            self._close_left_open(stepped)
+
+    def _windows_into(self, stepped: Sequence[SteppedOptimizer]) -> list[SteppedOptimizer]:
+        """Other optimizers that have a window open, and parameters in common with one of `stepped`."""
+        others = [one for one in self._initialized.stepped if one.window is not None and one not in stepped]
+        return [one for one in others if any(map(one.shares_parameters_with, stepped))]
+
     def _close_left_open(self, stepped: SteppedOptimizer) -> None:
+        """With those that share parameters with it, whose gradients are the same ones."""
         window = stepped.window
-        assert window is not None
-        self._close_windows([stepped], window.scaler, window.loss_id, window.snapshot, window.loss)
+        if window is None:
+            return  # closed with another one
+        together = [stepped]
+        for one in together:  # which grows
+            found = [other for other in self._windows_into([one]) if other.window and other.window.is_left_open]
+            together += [other for other in found if other not in together]
+        self._close_windows(together, window.scaler, window.loss_id, window.snapshot, window.loss)
 
     def _open_snapshot(
         self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int
     ) -> ScaleSnapshot | None:
         """The scale of gradients that `delay_unscale` left scaled, which this loss is to be added to.
 
-        A loss has one scale. Gradients that were left with another one are unscaled now, as a step would do.
-        Raises AmpStateError, before anything is changed, for gradients of another loss_id.
+        A loss has one scale. Gradients that were left with another one are unscaled now, as a step would do, and so are
+        those of parameters that an optimizer shares with one that has none left.
+        Raises AmpStateError, before anything is changed, for gradients of another loss_id, and for parameters that an
+        optimizer shares with one whose `scale_loss` has not been left.
         """
         if any(one.in_backward for one in stepped):
             return None  # refused where it is entered
+        others = self._windows_into(stepped)
+        for other in others:
+            if other.in_backward:
+                raise AmpStateError(
+                    f"scale_loss() was entered for an optimizer that has parameters in common with "
+                    f"{type(other.optimizer).__name__}, inside of the body of that one's scale_loss: their gradients "
+                    "would have two scales.  Leave the first `with amp.scale_loss(...)` before the next one, or type "
+                    "amp.scale_loss(loss, [optimizer, other_optimizer]) once for both."
+                )
         left = [(one, one.window) for one in stepped if one.window is not None and one.window.is_left_open]
         # Who declared gradients scaled without a word by what meant loss_id 0, as it was then.
         left = [(one, window) for one, window in left if window.is_claimed or window.scaler is scaler]
@@ -687,6 +717,13 @@ class Engine:
                     f"delay_unscale left scaled.  Type loss_id={window.loss_id} here, or leave out delay_unscale where "
                     "it changes."
                 )
+        for other in others:
+            self._close_left_open(other)
+        unopened = [one for one in stepped if one.window is None]
+        for one, _ in left:
+            if any(map(one.shares_parameters_with, unopened)):
+                self._close_left_open(one)
+        left = [(one, window) for one, window in left if one.window is window]
         snapshot = left[0][1].snapshot if left else None
         for one, window in left:
             if snapshot is not None and not window.snapshot.equals(snapshot):

@@ -88,7 +88,7 @@ class SteppedOptimizer:
         default_scaler: gives the scaler of gradients that nobody said the scaler of.
         on_skip: told the verdicts that made a step a skip.
         on_report: told a verdict that did not.
-        on_window_left_open: asked to close the open window when a step finds one.
+        on_settle: asked to unscale what is scaled still before a step.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SteppedOptimizer:
         default_scaler: Callable[[], LossScaler],
         on_skip: Callable[[SteppedOptimizer, list[Verdict]], None],
         on_report: Callable[[Verdict], None],
-        on_window_left_open: Callable[[SteppedOptimizer], None],
+        on_settle: Callable[[SteppedOptimizer], None],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.masters = masters
@@ -124,7 +124,7 @@ class SteppedOptimizer:
         self._default_scaler = default_scaler
         self._on_skip = on_skip
         self._on_report = on_report
-        self._on_window_left_open = on_window_left_open
+        self._on_settle = on_settle
         self._stepping = False
         self._is_wrapped = False
         # What tells whether somebody wrote the model's own gradients since the last exit; looked at in the first steps
@@ -303,8 +303,12 @@ class SteppedOptimizer:
 
     def settle(self) -> None:
         """Unscale what `delay_unscale` left scaled, since a step is next. No host sync."""
-        if self.window is not None:
-            self._on_window_left_open(self)
+        self._on_settle(self)
+
+    def shares_parameters_with(self, other: SteppedOptimizer) -> bool:
+        """Whether a parameter is stepped by both."""
+        ids = {id(p) for p in roster_of(other.optimizer, other.masters).params}
+        return any(id(p) in ids for p in roster_of(self.optimizer, self.masters).params)
 
     def abandon(self) -> None:
         """The body of `scale_loss` raised."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_engine.arguments import APEX_METHODS
+from amp_engine.arguments import APEX_METHODS, check_has_groups
 from amp_engine.collectives import Watch, watch
 from amp_engine.master_weights import MasterWeights, exact_value
 from amp_engine.model import CastModel, remember
@@ -209,9 +209,11 @@ def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
 
     Between `scale_loss` and `step` their `.grad` is unscaled, so this is what to clip. The optimizer need not
     have been initialized. No host sync.
+
+    Raises AmpTypeError, when it is called, for what is no optimizer.
     """
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    check_has_groups(optimizer, "master_params", "")
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _match_state_to_parameters(optimizer: Optimizer) -> None:

@@ -567,6 +567,11 @@ def test_a_clip_of_parameters_in_place_of_the_optimizer_says_what_to_write() -> 
         amp.clip_grad_norm_(model.parameters(), 1.0)  # type: ignore[arg-type]
 
 
+def test_master_params_of_a_model_says_what_it_takes() -> None:
+    with pytest.raises(AmpTypeError, match=r"takes the optimizer, not a [A-Z]\w+.*amp\.master_params\(optimizer\)"):
+        amp.master_params(MLP.model())  # type: ignore[arg-type]
+
+
 EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
     "clip_grad_norm_ one by one": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=False),

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import casting, initialized
+from amp_engine.arguments import Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, Registration, deferred
 from amp_engine.casting import original as original
@@ -86,6 +87,52 @@ _amp_state = AmpState()
 def current_engine() -> Engine | None:
     """The engine that the functions of this module speak to, or None before `initialize`."""
     return None if _amp_state.engine.policy is None else _amp_state.engine
+
+
+@overload
+def initialize(
+    models: Models,
+    optimizers: None = None,
+    enabled: bool = ...,
+    opt_level: str = ...,
+    cast_model_type: torch.dtype | str | bool | None = ...,
+    patch_torch_functions: bool | None = ...,
+    keep_batchnorm_fp32: bool | str | None = ...,
+    master_weights: bool | None = ...,
+    loss_scale: float | str | None = ...,
+    cast_model_outputs: torch.dtype | str | None = ...,
+    num_losses: int = ...,
+    verbosity: int = ...,
+    min_loss_scale: float | None = ...,
+    max_loss_scale: float = ...,
+    *,
+    skip_on_overflow: bool = ...,
+    allow_banned: bool = ...,
+    adopt_data_writes: bool = ...,
+) -> Models: ...
+
+
+@overload
+def initialize(
+    models: Models,
+    optimizers: Optimizers,
+    enabled: bool = ...,
+    opt_level: str = ...,
+    cast_model_type: torch.dtype | str | bool | None = ...,
+    patch_torch_functions: bool | None = ...,
+    keep_batchnorm_fp32: bool | str | None = ...,
+    master_weights: bool | None = ...,
+    loss_scale: float | str | None = ...,
+    cast_model_outputs: torch.dtype | str | None = ...,
+    num_losses: int = ...,
+    verbosity: int = ...,
+    min_loss_scale: float | None = ...,
+    max_loss_scale: float = ...,
+    *,
+    skip_on_overflow: bool = ...,
+    allow_banned: bool = ...,
+    adopt_data_writes: bool = ...,
+) -> tuple[Models, Optimizers]: ...
 
 
 def initialize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,10 @@ from amp_engine.ghost import inner_optimizers
 from amp_engine.optimizers import LARC
 from amp_engine.optimizers.wrapped import inner_of, parameters_elsewhere, shares_groups, takes_hooks
 from amp_engine.policy import Policy
+
+# What `initialize` takes, and gives back: the same objects.
+Models = TypeVar("Models", bound=nn.Module | list[Any])
+Optimizers = TypeVar("Optimizers", bound=Optimizer | LARC | list[Any])
 
 # What `initialize` adds to an optimizer, beside `_amp_stash`: the names that apex added, and scripts call.
 APEX_METHODS = (

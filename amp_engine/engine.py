@@ -8,13 +8,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import arguments, casting, checkpoint, levels, report
+from amp_engine.arguments import Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, FunctionCasts, Registration, patcher
 from amp_engine.devices import HostNumber, moved
@@ -80,6 +81,54 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @overload
+    def initialize(
+        self,
+        models: Models,
+        optimizers: None = None,
+        enabled: bool = ...,
+        opt_level: str = ...,
+        cast_model_type: torch.dtype | str | bool | None = ...,
+        patch_torch_functions: bool | None = ...,
+        keep_batchnorm_fp32: bool | str | None = ...,
+        master_weights: bool | None = ...,
+        loss_scale: float | str | None = ...,
+        cast_model_outputs: torch.dtype | str | None = ...,
+        num_losses: int = ...,
+        verbosity: int = ...,
+        min_loss_scale: float | None = ...,
+        max_loss_scale: float = ...,
+        *,
+        skip_on_overflow: bool = ...,
+        allow_banned: bool = ...,
+        adopt_data_writes: bool = ...,
+        hard_override: bool = ...,
+    ) -> Models: ...
+
+    @overload
+    def initialize(
+        self,
+        models: Models,
+        optimizers: Optimizers,
+        enabled: bool = ...,
+        opt_level: str = ...,
+        cast_model_type: torch.dtype | str | bool | None = ...,
+        patch_torch_functions: bool | None = ...,
+        keep_batchnorm_fp32: bool | str | None = ...,
+        master_weights: bool | None = ...,
+        loss_scale: float | str | None = ...,
+        cast_model_outputs: torch.dtype | str | None = ...,
+        num_losses: int = ...,
+        verbosity: int = ...,
+        min_loss_scale: float | None = ...,
+        max_loss_scale: float = ...,
+        *,
+        skip_on_overflow: bool = ...,
+        allow_banned: bool = ...,
+        adopt_data_writes: bool = ...,
+        hard_override: bool = ...,
+    ) -> tuple[Models, Optimizers]: ...
 
     def initialize(
         self,

@@ -19,7 +19,7 @@ for step in range(301):
     loss = nn.functional.mse_loss(model(x), y)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
-    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm=1.0)
+    amp.clip_grad_norm_(optimizer, max_norm=1.0)
     optimizer.step()
     if step % 100 == 0:
         print(f"step {step:3}  loss {loss.item():.5f}")

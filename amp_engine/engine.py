@@ -71,6 +71,16 @@ class Engine:
         casts = self._casts
         return None if casts is None or casts.has_ended else casts
 
+    def __repr__(self) -> str:
+        if self.policy is None:
+            return "<Engine: initialize() was not called>"
+        if not self.policy.enabled:
+            return "<Engine: enabled=False>"
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._initialized.optimizers)
+        scale = "dynamic" if self.policy.loss_scale == "dynamic" else str(self.policy.loss_scale)
+        count = f"{len(self.scalers)} losses" if len(self.scalers) != 1 else "1 loss"
+        return f"<Engine at {self.policy.opt_level}: steps {optimizers or 'no optimizer'}; {count}, loss scale {scale}>"
+
     def __enter__(self) -> Engine:
         return self
 

@@ -102,6 +102,9 @@ class LossScaler:
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self._last_found_inf: Tensor | None = None  # of the last update
 
+    def __repr__(self) -> str:
+        return f"<LossScaler: {'dynamic' if self.dynamic else self._static_scale}>"  # what it is now, the device knows
+
     @property
     def is_identity(self) -> bool:
         """Whether the scale is, and stays, 1."""

@@ -12,7 +12,8 @@ import torch.distributed.device_mesh
 import torch.distributed.tensor
 from torch import nn
 
-from amp_engine import AmpIndexError, AmpStateError, AmpTypeError, Engine
+import amp_engine
+from amp_engine import AmpIndexError, AmpStateError, AmpTypeError, Engine, amp
 
 
 @pytest.fixture
@@ -533,3 +534,25 @@ def test_two_threads_initialize_models_of_their_own(level):
             backward(engine, m, optimizer)
             optimizer.step()
     assert model.weight.dtype == other.weight.dtype == torch.float32
+
+
+def test_representations_say_what_it_is(engine):
+    assert repr(engine) == "<Engine: initialize() was not called>"
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
+    assert repr(engine) == "<Engine at O2: steps SGD; 2 losses, loss scale dynamic>"
+    assert repr(engine.scalers[0]) == "<LossScaler: dynamic>"
+    with engine.explain() as explanation:
+        pass
+    assert repr(explanation) == str(explanation)
+    engine.initialize(model, enabled=False, verbosity=0)
+    assert repr(engine) == "<Engine: enabled=False>"
+
+
+def test_the_module_lists_public_names_only():
+    assert set(dir(amp)) <= set(amp_engine.__all__)
+    assert set(amp_engine.__all__) - set(dir(amp)) == {
+        *("AmpError", "AmpIndexError", "AmpStateError", "AmpTypeError", "AmpValueError", "Engine", "Policy", "amp")
+    }
+    assert all(callable(getattr(amp, name)) for name in dir(amp))

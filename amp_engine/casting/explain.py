@@ -94,6 +94,9 @@ class Explanation:
         patcher.remove_abandoned()
         return sorted(records, key=lambda r: (-r.bytes_moved, -r.calls, r.function, str(r.dtype)))
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         if not self._entered:
             return f"Nothing is explained yet.  {_USE}"

@@ -193,6 +193,7 @@ class Engine:
         """
         with patcher.changing():  # one thread at a time, here and in `close`
             self._refuse_inside_of_scale_loss("initialize")
+            casting.forget_interrupted()
             if not enabled:
                 self.reporter.verbosity = verbosity
                 self.policy, self.scalers = levels.DISABLED, []
@@ -626,6 +627,7 @@ class Engine:
         """
         with patcher.changing():
             self._refuse_inside_of_scale_loss("close")
+            casting.forget_interrupted()
             self.remove_casts()
             self._initialized.release()
             self._registrations, self._removals = [], []

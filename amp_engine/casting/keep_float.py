@@ -5,8 +5,10 @@ The hooks are module-level functions: a module pickles, deepcopies and compiles 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -24,13 +26,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class _Inside(threading.local):
-    """The kept modules whose forward this thread is in, each with its region.
+    """The kept modules whose forward this thread is in, each with its region, and torch's frame that calls it.
 
     With the module, since torch calls `leave_float` without `enter_float` where a user's hook raised before it.
+    With the frame, since torch calls no hook after a KeyboardInterrupt: who is in a module has it on the stack.
     """
 
     def __init__(self) -> None:
-        self.regions: list[tuple[nn.Module, Iterator[None]]] = []
+        self.regions: list[tuple[nn.Module, Iterator[None], FrameType | None]] = []
 
 
 _inside = _Inside()
@@ -84,20 +87,36 @@ def kept_modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
             within.update(module.modules())
 
 
-def forget_interrupted() -> None:
-    """Leave all modules: torch calls no hook after a KeyboardInterrupt."""
-    while _inside.regions:
-        next(_inside.regions.pop()[1], None)
+def forget_interrupted(compiled: bool = True) -> None:
+    """Leave the modules of this thread that an interrupt has left without us.
+
+    compiled: those too that compiled code entered, which tells no frame. None of them must be running.
+    """
+    regions = _inside.regions
+    running = set(map(id, _stack())) if regions else set()
+    while regions and (compiled if (caller := regions[-1][2]) is None else id(caller) not in running):
+        next(regions.pop()[1], None)
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def enter_float(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Forward pre-hook: casts off, inputs to float32."""
     if not patcher.is_installed():
         return None
+    caller = None
+    if not torch.compiler.is_compiling():
+        forget_interrupted(compiled=False)
+        caller = sys._getframe(1)
     args, kwargs = (cast_tensors(value, torch.float32, LOW_PRECISION) for value in (args, kwargs))
     region = _region()
     next(region)
-    _inside.regions.append((module, region))
+    _inside.regions.append((module, region, caller))
     return args, kwargs
 
 

@@ -65,9 +65,7 @@ struct Casts {
 Casts& casts = *new Casts;  // for good: Python is gone when globals are destroyed
 
 // amp_engine/casting/float_region.py: where nothing is cast in this thread.
-bool in_float_region() {
-  return !at::autocast::is_autocast_cache_enabled() && at::autocast::get_autocast_dtype(at::kCPU) == at::kFloat;
-}
+bool in_float_region() { return at::autocast::get_autocast_dtype(at::kCPU) == at::kFloat; }
 
 bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 

@@ -213,6 +213,50 @@ def test_after_a_keyboard_interrupt_the_next_iteration_casts(low: torch.dtype) -
     assert_casts_are_on(low)
 
 
+def test_after_a_keyboard_interrupt_the_next_evaluation_casts(low: torch.dtype) -> None:
+    kept = amp.keep_float(nn.Sequential(amp.keep_float(nn.Linear(4, 4))))
+    with pytest.raises(KeyboardInterrupt):
+        amp.keep_float(nn.Sequential(amp.keep_float(Raises(KeyboardInterrupt))))(X)
+    with torch.no_grad():
+        assert kept(X).dtype == torch.float32
+    assert_casts_are_on(low)
+
+
+@pytest.mark.parametrize("what", ["close", "initialize"])
+def test_a_keyboard_interrupt_leaves_nothing_behind_close_and_initialize(low: torch.dtype, what: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        amp.keep_float(Raises(KeyboardInterrupt))(X)
+    if what == "close":
+        amp.close()
+        assert not in_float_region()
+    else:
+        model = nn.Linear(4, 4)
+        amp.initialize(model, opt_level="O1" if low is torch.float16 else "O4", verbosity=0)
+        assert_casts_are_on(low)
+
+
+# Made outside, so that they know nothing of the region that they are entered in.
+AUTOCASTS = {
+    "cuda": torch.autocast("cuda", enabled=False),
+    "cuda, bfloat16": torch.autocast("cuda", dtype=torch.bfloat16, enabled=False),
+}
+
+
+@pytest.mark.parametrize("autocast", AUTOCASTS)
+def test_an_autocast_of_another_device_inside_switches_nothing_on(low: torch.dtype, autocast: str) -> None:
+    class Guarded(Products):
+        forward = AUTOCASTS[autocast](Products.forward)
+
+    torch.manual_seed(0)
+    module = Guarded()
+    with amp.disable_casts():
+        expected = Products.forward(module, X)
+    with amp.disable_casts():
+        assert_bitwise(module(X), expected)
+    assert_bitwise(amp.keep_float(module)(X), expected)
+    assert_casts_are_on(low)
+
+
 # --- on and off -----------------------------------------------------------------------------------
 
 

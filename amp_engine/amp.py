@@ -324,29 +324,6 @@ __all__ = [
     "state_dict",
 ]
 
-_PUBLIC = (
-    "averaged_model",
-    "clip_grad_norm_",
-    "close",
-    "current_engine",
-    "disable_casts",
-    "explain",
-    "float_function",
-    "half_function",
-    "init",
-    "initialize",
-    "keep_float",
-    "load_state_dict",
-    "master_params",
-    "original",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "scale_loss",
-    "state_dict",
-)
-
 
 def __dir__() -> list[str]:
-    return [*_PUBLIC]
+    return [*__all__]

@@ -728,8 +728,7 @@ class Engine:
         for other in self._windows_into([stepped]):
             if not other.in_backward:
                 self._close_left_open(other)
-        if stepped.window is not None:
-            self._close_left_open(stepped)
+        self._close_left_open(stepped)
 
     def _windows_into(self, stepped: Sequence[SteppedOptimizer]) -> list[SteppedOptimizer]:
         """Other optimizers that have a window open, and parameters in common with one of `stepped`."""
@@ -740,7 +739,7 @@ class Engine:
         """With those that share parameters with it, whose gradients are the same ones."""
         window = stepped.window
         if window is None:
-            return  # closed with another one
+            return  # there is none, or it was closed with another one
         together = [stepped]
         for one in together:  # which grows
             found = [other for other in self._windows_into([one]) if other.window and other.window.is_left_open]

@@ -243,7 +243,8 @@ PYBIND11_MODULE(_C, m) {
       "copies",
       [](TensorsOrList const& tensors, py::bytes const& walks) { return TensorList{copies(in(tensors), walks)}; },
       "A copy of each, copy-on-write where it has its own memory.");
-  m.def("gradient_stamps", &bytes_of_stamps<GradientStamp>, "What tells that a gradient was replaced or written, 16 bytes each.");
+  m.def("gradient_stamps", &bytes_of_stamps<GradientStamp>,
+        "What tells that a gradient was replaced or written, 16 bytes each.");
   m.def("have_gradient_stamps", &have_bytes_of_stamps<GradientStamp>, "Whether these are the gradients' stamps still.");
   m.def(
       "either",

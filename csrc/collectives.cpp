@@ -1,9 +1,10 @@
 #include "collectives.h"
 
-#include <c10/core/impl/COW.h>
 #include <torch/library.h>
 
 #include <algorithm>
+
+#include "storage.h"
 
 namespace py = pybind11;
 
@@ -22,21 +23,10 @@ void collect(c10::IValue const& value, std::vector<at::Tensor>& tensors) {
   }
 }
 
-// Whoever asks for its memory to write changes the storage itself, which two threads must not do at once.
-bool is_to_be_asked_for(c10::StorageImpl const& storage) {
-#if __has_include(<c10/core/StorageMaterializer.h>)
-  return storage.has_materializer();
-#else
-  return c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
-#endif
-}
-
+// Whoever asks for the memory of a watched storage changes the storage itself, which two threads must not do at once.
 void ask_for_memory(at::Tensor const& tensor) {
-  if (tensor.defined() && tensor.has_storage()) {
-    c10::StorageImpl& storage = *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    if (is_to_be_asked_for(storage)) {
-      storage.mutable_data();
-    }
+  if (tensor.defined() && tensor.has_storage() && is_watched(storage_of(tensor))) {
+    storage_of(tensor).mutable_data();
   }
 }
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "cast.h"
+#include "storage.h"
 #include "walk.h"
 
 namespace py = pybind11;
@@ -43,12 +44,8 @@ at::Tensor connect(at::Tensor const& copy, at::Tensor const& weight) {
   return alias;
 }
 
-// A storage that is watched tells whether anybody has asked for its memory to write there since. torch calls and forgets
-// a storage's materializer before it gives such a pointer to anybody: an operator, numpy, DLPack, a collective, another
-// extension, data_ptr(). Ours has nothing to do. Before torch 2.13 copy-on-write memory with one owner does as well.
-#if __has_include(<c10/core/StorageMaterializer.h>)
-void handed_out(c10::StorageImpl*) {}
-bool is_watched(c10::StorageImpl const& storage) { return storage.has_materializer(); }
+#if AMP_HAS_MATERIALIZER
+void handed_out(c10::StorageImpl*) {}  // that torch calls it is all there is to it
 bool watch(c10::StorageImpl& storage) {
   if (!storage.has_materializer()) {
     storage.set_materializer(&handed_out);
@@ -56,18 +53,13 @@ bool watch(c10::StorageImpl& storage) {
   return true;
 }
 #else
-bool is_watched(c10::StorageImpl const& storage) { return c10::impl::cow::is_cow_data_ptr(storage.data_ptr()); }
 bool watch(c10::StorageImpl& storage) { return is_watched(storage) || c10::impl::cow::lazy_clone_storage(storage); }
 #endif
-
-c10::StorageImpl& storage_of(at::Tensor const& weight) {
-  return *weight.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
 
 // Nobody else has the memory, who may have kept a pointer into it.
 bool is_sole(at::Tensor const& weight) {
   size_t const users = weight.unsafeGetTensorImpl()->unsafe_storage().use_count();
-#if __has_include(<c10/core/StorageMaterializer.h>)
+#if AMP_HAS_MATERIALIZER
   // Once there was a Python object of the storage, as torch.save makes it, both keep each other.
   return users == 1 || (users == 2 && storage_of(weight).pyobj_slot()->has_unique_reference());
 #else

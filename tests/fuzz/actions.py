@@ -444,8 +444,10 @@ def write_param(world: World, which: int, seed: int, how: str) -> None:
             entry = models[int(m)].state_dict()[own]
             entry.copy_(values(entry, seed))
         return
-    for params in (world.params, world.ref.params):
-        write(params[name], values(params[name], seed), how)
+    write(world.params[name], values(world.params[name], seed), how)
+    # The reference's tensors are strangers to amp, which would follow what a collective does with them.
+    plain = world.ref.params[name]
+    write(plain, values(plain, seed), "no_grad" if how in COLLECTIVES else how)
     if name in world.ref.masters:
         world.ref.moved.add(name)
 

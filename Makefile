@@ -54,6 +54,7 @@ lint: $(INSTALLED)  ## check format, rules and types
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/python -m ruff format .

@@ -8,10 +8,12 @@ extension as JSON, for `python -m amp_engine info`.
 import importlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -27,6 +29,12 @@ CXX += "-g1 -std=c++20 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-
 NVCC = "-O3 -std=c++20 -fmad=false -Xcompiler=-ffp-contract=off,-fvisibility=hidden"
 
 
+def index_page():
+    """README.md for a package index, where its links into the repository lead nowhere: their text, without pictures."""
+    text = re.sub(r"^!\[.*\n\n?", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 def extension(mode):
     """The extension for CPU or CUDA; for "none" an empty one."""
     if mode == "none":
@@ -40,6 +48,27 @@ def extension(mode):
         define_macros=[("AMP_WITH_CUDA", None)] if cuda else [],
         extra_compile_args={"cxx": CXX.split(), "nvcc": NVCC.split()},
     )
+
+
+def build_tag(mode, torch):
+    """What the file name of a wheel says of its kernels, such as "1cpu.torch2.13.0"; "" without kernels."""
+    if mode == "none":
+        return ""
+    kind = "cpu" if mode == "cpu" else f"cu{torch.version.cuda.replace('.', '')}"
+    return f"1{kind}.torch{torch.__version__.split('+')[0]}"
+
+
+class NamedWheel(bdist_wheel):
+    """A wheel with kernels has a build tag, one without fits every Python: neither is taken for the other.
+
+    Only a build tag can: a local version is part of the metadata, which pip asks for before anything is compiled.
+    """
+
+    def get_tag(self):
+        """Python, ABI and platform, for the file name."""
+        kernels = getattr(self.distribution, "kernels", None)  # None: not built, as for an editable install
+        self.build_number = kernels or self.build_number
+        return ("py3", "none", "any") if kernels == "" else super().get_tag()
 
 
 def build_command(torch, toolkit, modes, why):
@@ -69,6 +98,7 @@ def build_command(torch, toolkit, modes, why):
                     if mode == modes[-1]:
                         raise
                     reason = f"the build for {mode} failed, {error}: see `pip install -v .`"
+            self.distribution.kernels = build_tag(mode, torch) if torch else ""
             self.warn(f"compiled kernels: {mode}" + (f", because {reason}" if reason else ""))
 
             file = Path(self.get_ext_filename(NAME))
@@ -85,4 +115,10 @@ def build_command(torch, toolkit, modes, why):
 if __name__ == "__main__":
     found, tools = find_torch(), find_toolkit()
     chosen = plan(os.environ.get("AMP_ENGINE_BUILD", ""), *best_mode(found, find_compiler(), tools))
-    setup(ext_modules=[extension("none")], cmdclass={"build_ext": build_command(found, tools, *chosen)})
+    commands = {"build_ext": build_command(found, tools, *chosen), "bdist_wheel": NamedWheel}
+    setup(
+        ext_modules=[extension("none")],
+        cmdclass=commands,
+        long_description=index_page(),
+        long_description_content_type="text/markdown",
+    )

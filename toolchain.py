@@ -71,4 +71,7 @@ def plan(forced: str, best: str, why: str | None) -> tuple[list[str], str | None
         return list(MODES[MODES.index(best) :: -1]), why
     if MODES.index(forced) > MODES.index(best):
         raise SystemExit(f"AMP_ENGINE_BUILD={forced} is impossible: {why}")
-    return [forced], why if forced == best else f"AMP_ENGINE_BUILD was {forced}: unset it"
+    switched = f"AMP_ENGINE_BUILD was {forced}: unset it"
+    if forced == "none":
+        return [forced], f"{switched}; besides, {why}" if why and best == "none" else switched
+    return [forced], why if forced == best else switched

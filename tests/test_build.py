@@ -3,8 +3,11 @@
 import importlib.util
 import json
 import os
+import re
 import stat
+import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +97,12 @@ def test_forced_is_that_and_nothing_else(mode):
     modes, why = plan(mode, torch=fake_torch("13.0"), toolkit=TOOLKIT)
     assert modes == [mode]
     assert why == (None if mode == "cuda" else f"AMP_ENGINE_BUILD was {mode}: unset it")
+
+
+def test_switched_off_is_the_reason_also_where_nothing_could_be_built():
+    modes, why = plan("none", torch=fake_torch(), compiler=None)
+    assert modes == ["none"]
+    assert why.startswith("AMP_ENGINE_BUILD was none: unset it; besides, no C++ compiler was found")
 
 
 @pytest.mark.parametrize(
@@ -206,6 +215,28 @@ def test_a_forced_build_that_fails_is_an_error(build):
         build(["cpu"], failing=["cpu"])
 
 
+@pytest.mark.parametrize(
+    ("mode", "cuda", "tag"),
+    [("none", None, ""), ("cpu", None, "1cpu.torch2.99.0"), ("cuda", "13.0", "1cu130.torch2.99.0")],
+)
+def test_a_wheel_says_in_its_name_which_kernels_it_has(monkeypatch, mode, cuda, tag):
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    setup = load("setup")
+    torch = SimpleNamespace(__version__="2.99.0+cpu", version=SimpleNamespace(cuda=cuda))
+    assert setup.build_tag(mode, torch) == tag
+    distribution = setuptools.Distribution(
+        {"name": "x", "version": "1", "ext_modules": [setuptools.Extension(setup.NAME, [])]}
+    )
+    command = setup.NamedWheel(distribution)
+    command.finalize_options()
+    before = command.get_tag()
+    assert (before[0], command.wheel_dist_name) == (f"cp{sys.version_info[0]}{sys.version_info[1]}", "x-1")
+    distribution.kernels = tag
+    assert command.get_tag() == (before if tag else ("py3", "none", "any"))
+    assert command.wheel_dist_name == ("x-1-" + tag).rstrip("-")
+
+
 def test_the_cpu_build_has_no_cuda_source(monkeypatch):
     pytest.importorskip("setuptools")
     monkeypatch.chdir(ROOT)
@@ -236,7 +267,9 @@ def switched_on(monkeypatch):
 
 @pytest.mark.usefixtures("switched_on")
 def test_built_against_another_torch_is_named_as_such():
-    module, reason = _native.load({"mode": "cpu", "torch": "1.2.3", "reason": None})
+    with pytest.warns(RuntimeWarning, match="does not use its compiled kernels.* type: pip install") as told:
+        module, reason = _native.load({"mode": "cpu", "torch": "1.2.3", "reason": None})
+    assert len(told) == 1
     assert module is None
     assert f"against torch 1.2.3, and torch {torch.__version__} is installed" in reason
     assert reason.endswith(f"type: {_native.INSTALL}")
@@ -267,7 +300,8 @@ def test_an_extension_that_does_not_load_never_raises(monkeypatch, error, told):
         raise error
 
     monkeypatch.setattr(_native.importlib, "import_module", fail)
-    module, reason = _native.load({"mode": "cpu", "torch": torch.__version__, "reason": None})
+    with pytest.warns(RuntimeWarning) if "another version" in told else nullcontext():
+        module, reason = _native.load({"mode": "cpu", "torch": torch.__version__, "reason": None})
     assert module is None
     assert told in reason
     assert reason.endswith(f"type: {_native.INSTALL}")
@@ -278,7 +312,8 @@ def test_an_extension_that_does_not_load_never_raises(monkeypatch, error, told):
 def test_an_extension_that_loads_on_a_torch_that_is_not_its_own_is_refused(monkeypatch, record):
     extension = SimpleNamespace(build_info=lambda: {"torch": "1.2.3"})
     monkeypatch.setattr(_native.importlib, "import_module", lambda name: extension)
-    module, reason = _native.load(record)
+    with pytest.warns(RuntimeWarning, match="only speed is lost"):
+        module, reason = _native.load(record)
     assert module is None
     assert f"against torch 1.2.3, and torch {torch.__version__} is installed" in reason
 
@@ -306,3 +341,25 @@ def test_what_is_forced_is_loaded():
 
 def test_module_and_reason_exclude_each_other():
     assert (_native.module is None) == isinstance(_native.reason, str)
+
+
+def test_the_workflow_runs_each_part_of_ci():
+    parts = re.search(r"set -- (.*)", (ROOT / ".ci/run").read_text())[1].split()
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    listed = re.search(r"part: \[(.*)\]", workflow)[1].split(", ") + re.findall(r"run: \.ci/run (\w+)", workflow)
+    assert sorted(listed) == sorted(parts)
+
+
+def test_ci_refuses_a_part_that_it_does_not_know():
+    done = subprocess.run(["bash", ROOT / ".ci/run", "tests"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no part is called tests; there are lint, test, sanitize, plain, cuda" in done.stderr
+
+
+def test_a_package_index_is_given_no_link_that_leads_nowhere(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    page = load("setup").index_page()
+    assert "](docs/" not in page
+    assert "demo.png" not in page
+    assert "docs/guide.md: levels, loss scaling" in page
+    assert "pip install" in page

@@ -4,6 +4,7 @@ import importlib
 import importlib.machinery
 import json
 import os
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,19 +28,28 @@ def read_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def other_torch(built: str | None) -> str:
-    """The reason of an extension that was compiled against a torch that is not the installed one."""
-    return f"they were compiled against torch {built}, and torch {torch.__version__} is installed; type: {INSTALL}"
+def refuse_other_torch(built: str | None) -> str:
+    """The reason of an extension that was compiled against a torch that is not the installed one: also a warning.
+
+    The other reasons are silent: nothing was compiled there that could be lost, or somebody switched it off.
+    """
+    reason = f"they were compiled against torch {built}, and torch {torch.__version__} is installed; type: {INSTALL}"
+    warnings.warn(f"amp_engine does not use its compiled kernels, only speed is lost: {reason}", RuntimeWarning, 2)
+    return reason
 
 
 def load(record: dict[str, Any]) -> tuple[ModuleType | None, str | None]:
-    """The extension, or the reason why there is none and what to do. Raises nothing."""
+    """The extension, or the reason why there is none and what to do. Raises nothing.
+
+    Warns:
+        RuntimeWarning: if there is one that was compiled against another torch.
+    """
     if os.environ.get("AMP_ENGINE_BUILD") == "none":
         return None, "AMP_ENGINE_BUILD=none turns the compiled kernels off; unset it"
     if record.get("mode") == "none":
         return None, f"nothing was compiled: {record.get('reason')}; then type: {INSTALL}"
     if record and record.get("torch") != torch.__version__:
-        return None, other_torch(record.get("torch"))
+        return None, refuse_other_torch(record.get("torch"))
     try:
         extension = importlib.import_module("amp_engine._C")
         built = extension.build_info()["torch"]
@@ -47,10 +57,10 @@ def load(record: dict[str, Any]) -> tuple[ModuleType | None, str | None]:
         return None, f"nothing was compiled for this Python; type: {INSTALL}"
     except Exception as error:
         if "undefined symbol" in str(error):
-            return None, other_torch(f"another version, {error}")
+            return None, refuse_other_torch(f"another version, {error}")
         return None, f"{error}; type: {INSTALL}"
     if not torch.__version__.startswith(built):
-        return None, other_torch(built)
+        return None, refuse_other_torch(built)
     return extension, None
 
 

@@ -52,6 +52,16 @@ def test_minimal_runs_as_a_script_from_anywhere(tmp_path):
     subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, check=True, capture_output=True)
 
 
+@pytest.mark.slow
+def test_ddp_trains_and_keeps_masters_equal():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "examples/ddp.py"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, text=True)
+    losses = numbers(done.stdout.splitlines(), r"loss +([\d.]+)")
+    assert losses[-1] < losses[0] / 100
+    assert "masters of 2 ranks: equal" in done.stdout
+
+
 def test_gan_trains_three_losses_with_a_scaler_each(run_example):
     lines = run_example("gan", "--opt-level", "O1", "--steps", 3, "--batch-size", 16)
     losses = numbers(lines, r"(?:real|fake|generator) ([\d.]+)")

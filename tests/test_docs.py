@@ -1,0 +1,250 @@
+"""The documents: every block of code in them runs, what they print is what is printed, links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from amp_engine import amp
+from amp_engine.apex import finder
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code between fences."""
+
+    page: Path
+    language: str
+    heading: str
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    def run(self, names: dict[str, Any]) -> None:
+        exec(compile("\n" * self.line + self.code, self.page, "exec"), names)
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for match in FENCE.finditer(text):
+        before = text[: match.start()]
+        headings = re.findall(r"^#+ (.*)$", before, re.MULTILINE)
+        yield Block(page, match[1], headings[-1] if headings else "", before.count("\n") + 1, match[2])
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+TORCH_AMP = [block for block in BLOCKS if block.page.name == "from_torch_amp.md"]
+PYTHON = [block for block in BLOCKS if block.language == "python" and block not in TORCH_AMP]
+SHELL = [block for block in BLOCKS if block.language == "sh"]
+
+
+class Net(nn.Module):
+    """What the documents call `model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.body(x)))
+
+
+class MyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def names_of(folder: Path) -> dict[str, Any]:
+    """What the code of a document finds there: names that it uses and does not make."""
+    torch.manual_seed(0)
+    model, other = Net(), Net()
+    optimizer, other_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
+    batches = [(torch.randn(4, 8), torch.randn(4, 4)) for _ in range(4)]
+    return {
+        "__name__": "documents",
+        "amp": amp,
+        "torch": torch,
+        "F": F,
+        "dist": dist,
+        "contextlib": contextlib,
+        "get_ema_multi_avg_fn": get_ema_multi_avg_fn,
+        "my_module": SimpleNamespace(__name__="my_module", my_layer=lambda x: x, my_loss=lambda x: x),
+        "MyFunction": MyFunction,
+        "device": "cpu",
+        "model": model,
+        "optimizer": optimizer,
+        "other": other,
+        "other_optimizer": other_optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "loss_fn": nn.MSELoss(),
+        "batches": batches,
+        "x": batches[0][0],
+        "y": batches[0][1],
+        "n": 2,
+        "path": folder / "checkpoint.pt",
+    }
+
+
+def test_every_document_is_looked_at():
+    assert {page.name for page in PAGES} >= {"README.md", "guide.md", "from_torch_amp.md", "CHANGELOG.md"}
+    assert {block.language for block in BLOCKS} == {"python", "sh", "text"}, "each block says what it is"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_is_longer_than_a_window(page):
+    assert [number for number, line in enumerate(page.read_text().splitlines(), 1) if len(line) >= 160] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+# Code
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def an_apex_that_goes() -> Iterator[None]:
+    environment = dict(os.environ)
+    yield
+    finder.uninstall()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> None:
+    """What the documents load, of an earlier run."""
+    names = names_of(tmp_path)
+    model, optimizer = amp.initialize(names["model"], names["optimizer"], opt_level="O2", verbosity=0)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+    torch.save(state, names["path"])
+    amp.close()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.usefixtures("one_rank", "an_apex_that_goes", "checkpoint")
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_code_runs_and_prints_what_stands_below_it(block, tmp_path, capsys):
+    names = names_of(tmp_path)
+    if "initialize(" not in block.code:
+        level = "O2" if "master" in block.code else "O1"
+        amp.initialize(names["model"], names["optimizer"], opt_level=level, verbosity=0)
+    names["ddp"] = nn.parallel.DistributedDataParallel(names["model"])
+    following = BLOCKS[BLOCKS.index(block) + 1 :][:1]
+    block.run(names)
+    del names["ddp"]
+    if following and following[0].language == "text" and following[0].page == block.page:
+        assert following[0].code.strip() in capsys.readouterr().out
+    assert all(p.isfinite().all() for p in names["model"].parameters())
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A folder that a reader may be in: a clone, with a project of theirs."""
+    for name in ("examples", "amp_engine", "Makefile"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    script = names = None
+    (readme,) = (block for block in PYTHON if block.page.name == "README.md")
+    names = """import sys, torch
+    from torch import nn
+    torch.manual_seed(0)
+    model, loss_fn = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.randn(4, 8), torch.randn(4, 8))]
+    """
+    script = re.sub(r"^ +", "", names, flags=re.MULTILINE) + readme.code
+    for path in ("train.py", "package/train.py", "path/to/project/train.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(script)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands_run(block, clone):
+    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": binaries, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
+    for line in block.code.splitlines():
+        command = line.partition("#")[0].strip()
+        if command.startswith("make "):  # CI runs them
+            assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+        elif "pip install" not in command and command:  # an install needs a network
+            done = subprocess.run(
+                command,
+                shell=True,
+                cwd=clone,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+# torch.amp beside amp_engine
+
+
+def pairs() -> list[tuple[Block, Block]]:
+    return list(zip(TORCH_AMP[::2], TORCH_AMP[1::2], strict=True))
+
+
+def test_each_habit_is_a_pair_under_one_heading():
+    assert len(TORCH_AMP) >= 20
+    assert all(torchs.heading == ours.heading and "scale_loss" not in torchs.code for torchs, ours in pairs())
+
+
+@pytest.mark.parametrize("pair", pairs(), ids=lambda pair: pair[0].heading)
+def test_a_habit_of_torch_amp_and_ours_end_in_the_same(pair, tmp_path):
+    torchs, ours = (names_of(tmp_path) for _ in pair)
+    pair[0].run(torchs)
+    before = {name: p.clone() for name, p in ours["model"].state_dict().items()}
+    if "amp.initialize(" not in pair[1].code:
+        amp.initialize(ours["model"], ours["optimizer"], opt_level="O1", verbosity=0)
+    pair[1].run(ours)
+    after = ours["model"].state_dict()
+
+    for name, expected in torchs["model"].state_dict().items():
+        torch.testing.assert_close(after[name], expected, rtol=1e-2, atol=2e-3)
+    results = [
+        name for name, value in torchs.items() if isinstance(value, Tensor) and name in ("outputs", "norm", "scale")
+    ]
+    for name in results:
+        torch.testing.assert_close(ours[name].float(), torchs[name].float(), rtol=1e-2, atol=2e-3)
+    assert results or any(not torch.equal(before[name], after[name]) for name in after) or "checkpoint" in ours

@@ -91,7 +91,7 @@ def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
 
 def _same_values(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one type have the same values; a NaN is one. Waits for the device."""
-    return bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())
+    return torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 
 def pack_scalers(

@@ -39,8 +39,17 @@ _DATA: Any = torch._C.TensorBase.data
 
 def own(weight: MasterParameter, owner: Owner) -> None:
     """Have `weight` ask `owner`, for as long as that lives, about its gradient."""
-    key = id(weight)
-    _OWNERS[key] = weakref.ref(owner, lambda _: _OWNERS.pop(key, None))
+    ref = _OwnerRef(owner, _OwnerRef.ended)
+    ref.key = id(weight)
+    _OWNERS[ref.key] = ref
+
+
+class _OwnerRef(weakref.ref[Owner]):
+    __slots__ = ("key",)
+    key: int
+
+    def ended(self) -> None:
+        _OWNERS.pop(self.key, None)
 
 
 def _owner(key: int) -> Owner | None:

@@ -45,24 +45,48 @@ class Shared:
     """
 
     def __init__(self, params: walk.Stamps, weights: walk.Stamps, kept: Kept | None = None) -> None:
-        self.params = params
-        self.weights = weights
+        self.params = walk.replaceable(params)
+        self.weights = walk.replaceable(weights)
         self.kept = kept
+
+
+# Of a master that no scan has seen.
+_NOT_SCANNED = Shared(walk.stamps([]), walk.stamps([]))
 
 
 class Master:
     """One low-precision parameter of a model and its float32 master, of equal shape and strides.
 
     Where the parameter has gaps in memory, the master has none.
+
+    Args:
+        param: the parameter.
+        value_f32: becomes the master's memory.
+        others: masters of the parameter that other optimizers have.
     """
 
-    def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
+    # A garbage collection goes through every dictionary, and making 50,000 masters sets off many.
+    __slots__ = (
+        "__weakref__",
+        "_memory",
+        "_place",
+        "_shared",
+        "compares",
+        "incoming",
+        "is_doubted",
+        "param",
+        "row",
+        "weight",
+    )
+
+    def __init__(self, param: nn.Parameter, value_f32: Tensor, others: Sequence[Master] = ()) -> None:
         self.param = param
         self.weight = MasterParameter(value_f32, requires_grad=True)
         own(self.weight, self)
         # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
         self.weight.__dict__.update(param.__dict__)
-        self._shared, self._place = Shared(walk.stamps([param]), walk.stamps([self.weight])), 0
+        self._shared = _NOT_SCANNED
+        self._place = 0
         self.row: int | None = None  # among all that its optimizer steps, as of the last scan
         # A checkpoint's value between the hooks before and after torch copies it into `param`.
         self.incoming: Tensor | None = None
@@ -73,7 +97,7 @@ class Master:
         # Held, or what replaces it (`param.data = x`) could be given its address, by which the stamp knows it.
         self._memory = param.untyped_storage()
         _PLACES.clear()
-        _MASTERS[param] = [weakref.ref(m) for m in masters_of(param)] + [weakref.ref(self)]
+        _MASTERS[param] = [weakref.ref(master) for master in (*others, self)]
 
     def gradient(self) -> Tensor | None:
         """The master's float32 gradient if it has one by now; what is kept is left alone."""
@@ -121,16 +145,18 @@ class Master:
         self.is_doubted = False
         self._memory = self.param.untyped_storage()
         _PLACES.clear()  # the parameter may have moved
-        shared.params = walk.with_stamps(shared.params, self._place, walk.stamps([self.param]))
-        shared.weights = walk.with_stamps(shared.weights, self._place, walk.stamps([self.weight]))
+        walk.put_stamps(shared.params, self._place, walk.stamps([self.param]))
+        walk.put_stamps(shared.weights, self._place, walk.stamps([self.weight]))
 
-    def stamps(self) -> tuple[walk.Stamps, walk.Stamps]:
-        """The stamps of parameter and weight as they are."""
-        return walk.stamps([self.param]), walk.stamps([self.weight])
+    def mark_weight(self) -> None:
+        """Declare what the master holds to be what the two agreed on."""
+        walk.put_stamps(self._shared.weights, self._place, walk.stamps([self.weight]))
 
     def marked_as(self) -> tuple[walk.Stamps, walk.Stamps]:
         """The stamps of parameter and weight when they last agreed."""
         shared = self._shared
+        if shared is _NOT_SCANNED:
+            return walk.stamps([self.param]), walk.stamps([self.weight])
         return walk.stamps_of(shared.params, self._place), walk.stamps_of(shared.weights, self._place)
 
     def share(self, shared: Shared, place: int, row: int) -> None:
@@ -179,7 +205,11 @@ class Master:
 
 def exact_value(param: nn.Parameter) -> Tensor | None:
     """The float32 value of the master behind `param`, or None if it has none that is up to date. Maybe not a copy."""
-    return next((m.value() for m in masters_of(param) if m.in_sync()), None)
+    return _exact_value(masters_of(param))
+
+
+def _exact_value(masters: Iterable[Master]) -> Tensor | None:
+    return next((master.value() for master in masters if master.in_sync()), None)
 
 
 def masters_of(param: nn.Parameter) -> Iterator[Master]:
@@ -422,7 +452,7 @@ class MasterWeights:
         kept = self.kept
         if kept is not None:
             kept = kept.rearranged([None if m is None else m.row for m in self.roster.masters])
-        self._shared = Shared(walk.joined([p for p, _ in marks]), walk.joined([w for _, w in marks]), kept)
+        self._shared = Shared(walk.joined(p for p, _ in marks), walk.joined(w for _, w in marks), kept)
         rows = [row for row, master in enumerate(self.roster.masters) if master is not None]
         for place, (master, row) in enumerate(zip(self.in_groups, rows, strict=True)):
             master.share(self._shared, place, row)
@@ -465,12 +495,10 @@ class MasterWeights:
             for master in self.in_groups:
                 master.refresh()
         if adopt_data_writes and not is_first:
-            marks = [master.marked_as()[1] if master.was_written() else None for master in self.in_groups]
-            for master, mark in zip(self.in_groups, marks, strict=True):
-                if mark is None:
+            for master in self.in_groups:
+                if not master.was_written():
                     master.adopt()
-            now = [m.stamps()[1] if mark is None else mark for m, mark in zip(self.in_groups, marks, strict=True)]
-            self._shared.weights = walk.joined(now)
+                    master.mark_weight()
 
     def follow(self) -> None:
         """Before a step: what somebody wrote into one of the two goes into the other; into the master, if into both.
@@ -481,11 +509,7 @@ class MasterWeights:
             written = [master for master in self.in_groups if master.was_written() and master.in_sync()]
             _write_back(written)
             for master in written:
-                master.is_doubted = False
-            ids = set(map(id, written))
-            marks = [m.stamps() if id(m) in ids else m.marked_as() for m in self.in_groups]
-            self._shared.params = walk.joined([of_param for of_param, _ in marks])
-            self._shared.weights = walk.joined([of_weight for _, of_weight in marks])
+                master.mark_in_sync()
         self.refresh(self._adopt_data_writes)
 
     def write_back(self) -> None:
@@ -495,8 +519,8 @@ class MasterWeights:
 
     def mark_in_sync(self) -> None:
         """Declare that masters and parameters agree."""
-        self._shared.params = walk.stamps(self.params)
-        self._shared.weights = walk.stamps(self.weights)
+        self._shared.params = walk.replaceable(walk.stamps(self.params))
+        self._shared.weights = walk.replaceable(walk.stamps(self.weights))
 
     @property
     def kept(self) -> Kept | None:
@@ -564,14 +588,13 @@ class MasterWeights:
         self.roster, self._shared = NO_ROSTER, Shared(walk.stamps([]), walk.stamps([]))
 
     def _create(self, param: nn.Parameter, exact_f32: Tensor | None) -> Master:
+        others = list(masters_of(param))
         if exact_f32 is None:
-            exact_f32 = exact_value(param)
+            exact_f32 = _exact_value(others)
             value_f32 = (param if exact_f32 is None else exact_f32).detach().to(torch.float32, copy=True)
-        elif next(masters_of(param), None) is not None:
-            value_f32 = exact_f32.to(torch.float32, copy=True)  # another optimizer's master has this memory
         else:
-            value_f32 = exact_f32.float()
-        master = Master(param, _laid_out_as(param, walk.written_out(value_f32)))
+            value_f32 = exact_f32.to(torch.float32, copy=bool(others))  # another optimizer's master has this memory
+        master = Master(param, _laid_out_as(param, walk.written_out(value_f32)), others)
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
         self._take_state(master)

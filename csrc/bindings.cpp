@@ -67,11 +67,14 @@ py::bytes bytes_of_stamps(ParamsOrList const& tensors) {
   return result;
 }
 
+// `stamps`: bytes, or the bytearray of those who replace single ones.
 template <class Stamp>
-bool have_bytes_of_stamps(ParamsOrList const& tensors, py::bytes const& stamps) {
+bool have_bytes_of_stamps(ParamsOrList const& tensors, std::variant<py::bytes, py::bytearray> const& stamps) {
   Tensors const list = in(tensors);
-  return size_t(PyBytes_GET_SIZE(stamps.ptr())) == list.size() * sizeof(Stamp) &&
-         have_stamps<Stamp>(list, PyBytes_AS_STRING(stamps.ptr()));
+  bool const is_bytes = std::holds_alternative<py::bytes>(stamps);
+  PyObject* const object = is_bytes ? std::get<py::bytes>(stamps).ptr() : std::get<py::bytearray>(stamps).ptr();
+  char const* const begin = is_bytes ? PyBytes_AS_STRING(object) : PyByteArray_AS_STRING(object);
+  return size_t(Py_SIZE(object)) == list.size() * sizeof(Stamp) && have_stamps<Stamp>(list, begin);
 }
 
 py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }

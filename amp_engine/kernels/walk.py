@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ NONE, OWN, SHARED, OTHER = range(4)
 
 _GRAD: Any = torch.Tensor.grad
 
-Stamps = bytes | list[tuple[int, int, torch.dtype, torch.device]]
+Stamps = bytes | bytearray | list[tuple[int, int, torch.dtype, torch.device]]
 GradientStamps = bytes | list[tuple[int, int]]
 
 
@@ -53,21 +53,27 @@ def stamps_of(stamps: Stamps, place: int) -> Stamps:
     return stamps[n * place : n * (place + 1)]
 
 
-def joined(parts: Sequence[Stamps]) -> Stamps:
+def joined(parts: Iterable[Stamps]) -> Stamps:
     """Stamps of several tensors or lists as those of one list."""
-    if all(isinstance(part, bytes) for part in parts):
+    parts = list(parts)
+    if all(isinstance(part, (bytes, bytearray)) for part in parts):
         return b"".join(parts)  # type: ignore[arg-type]
     return [stamp for part in parts for stamp in part]  # type: ignore[misc]
 
 
-def with_stamps(stamps: Stamps, place: int, of_one: Stamps) -> Stamps:
-    """`stamps` with those of one tensor replaced by what `stamps([tensor])` gave."""
+def replaceable(stamps: Stamps) -> Stamps:
+    """A copy of `stamps` for `put_stamps`."""
+    return bytearray(stamps) if isinstance(stamps, (bytes, bytearray)) else list(stamps)
+
+
+def put_stamps(stamps: Stamps, place: int, of_one: Stamps) -> None:
+    """Replace those of one tensor by what `stamps([tensor])` gave, in what `replaceable` gave."""
     n = _stride(stamps)
-    return stamps[: n * place] + of_one + stamps[n * (place + 1) :]  # type: ignore[operator]
+    stamps[n * place : n * (place + 1)] = of_one  # type: ignore[index, assignment]
 
 
 def _stride(stamps: Stamps) -> int:
-    return 32 if isinstance(stamps, bytes) else 1
+    return 1 if isinstance(stamps, list) else 32
 
 
 class Gradients(NamedTuple):

@@ -143,3 +143,16 @@ def test_either_chooses_by_the_mask() -> None:
     assert [walk.either(bytes([0, 0, 1]), walk.either(bytes(3), a))[i] for i in range(3)] == [None] * 3
     with pytest.raises(ValueError, match="either|zip"):
         walk.either(bytes(2), a)
+
+
+def test_stamps_of_one_are_replaced_in_place():
+    params = [torch.ones(2), torch.ones(3), torch.ones(4)]
+    stamps = walk.stamps(params)
+    replaced = walk.replaceable(stamps)
+    params[1].mul_(2)
+    assert not walk.have_stamps(params, replaced)
+    walk.put_stamps(replaced, 1, walk.stamps([params[1]]))
+    assert walk.have_stamps(params, replaced)
+    assert replaced == walk.stamps(params)
+    assert replaced != stamps, "what it was made of is another object"
+    assert walk.joined(walk.stamps_of(replaced, i) for i in range(3)) == walk.stamps(params)

@@ -61,7 +61,7 @@ format: $(INSTALLED)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/python -m ruff check --fix .
 
 # Another build has a tree of its own, so that it leaves the extension of this one alone.
-TREE := $(filter-out build dist %.egg-info,$(wildcard *))
+TREE := $(filter-out build dist %.egg-info,$(wildcard * .ci .github))
 COPY = mkdir -p build/$@ && cd build/$@ && rm -rf $(TREE) && cp -a $(addprefix ../../,$(TREE)) . && rm -f amp_engine/_C.*
 FLAGS := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -fno-wrapv
 RUNTIMES = $(foreach library,libasan.so libubsan.so libstdc++.so,$(shell $${CXX:-c++} -print-file-name=$(library)))

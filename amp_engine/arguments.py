@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ghost import inner_optimizers
 from amp_engine.optimizers import LARC
 from amp_engine.optimizers.wrapped import inner_of, parameters_elsewhere, shares_groups, takes_hooks
 from amp_engine.policy import Policy
+from amp_engine.torch_private import is_wrapper_subclass
 
 # What `initialize` takes, and gives back: the same objects.
 Models = TypeVar("Models", bound=nn.Module | list[Any])
@@ -199,11 +199,14 @@ def check_cudnn() -> None:
         )
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
 def has_float16_convolution_on_cpu(models: Sequence[nn.Module], policy: Policy) -> bool:
     """Whether `policy` makes a convolution of `models` run in float16 on a CPU."""
     dtype = policy.cast_model_type or policy.patch_torch_functions_type
     return dtype is torch.float16 and any(
-        isinstance(module, nn.modules.conv._ConvNd) and module.weight.device.type == "cpu"
+        isinstance(module, _CONVOLUTIONS) and module.weight.device.type == "cpu"
         for model in models
         for module in model.modules()
     )
@@ -211,7 +214,7 @@ def has_float16_convolution_on_cpu(models: Sequence[nn.Module], policy: Policy) 
 
 def _is_sharded(param: Any) -> bool:
     """Whether `param` wraps other tensors, as a DTensor does."""
-    return is_traceable_wrapper_subclass(param)
+    return is_wrapper_subclass(param)
 
 
 def _described(value: Any) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from amp_engine.kernels import walk
 from amp_engine.master_weights import announce_broadcast, written_memory
+from amp_engine.torch_private import after_ad_inplace_or_view, is_copy_on_write
 
 # Each writes its first argument: a tensor, a list of them, or a list of lists.
 WRITING = (
@@ -44,9 +45,6 @@ WRITING = (
 )
 # And this one reads it.
 READING = ("send",)
-
-_C: Any = torch._C
-_AFTER = _C._after_ADInplaceOrView_keyset
 
 
 class Watch:
@@ -82,9 +80,9 @@ def _register(writing: Sequence[str], reading: Sequence[str]) -> torch.library.L
 def _kernel(operator: Any, writes: bool, is_broadcast: bool) -> Callable[..., Any]:
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         for tensor in _tensors([*args, *kwargs.values()]):
-            if tensor.layout is torch.strided and _C._is_cow_tensor(tensor):
+            if tensor.layout is torch.strided and is_copy_on_write(tensor):
                 tensor.data_ptr()
-        result = operator.redispatch(keyset & _AFTER, *args, **kwargs)
+        result = operator.redispatch(keyset & after_ad_inplace_or_view, *args, **kwargs)
         if writes:
             _written(_tensors(args[0]), is_broadcast)
         return result

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.devices import moved
+from amp_engine.torch_private import TensorBase
 
 
 class Owner(Protocol):
@@ -34,7 +35,7 @@ GRAD: Any = torch.Tensor.grad
 """The slot behind `.grad`, past any property."""
 
 
-_DATA: Any = torch._C.TensorBase.data
+_DATA: Any = TensorBase.data
 
 
 def own(weight: MasterParameter, owner: Owner) -> None:

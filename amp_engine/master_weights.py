@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
@@ -24,6 +23,7 @@ from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.kernels import walk
 from amp_engine.lazy_gradients import GRAD, Kept, MasterParameter, own
+from amp_engine.torch_private import disable_dynamo
 
 # Live parameter -> weak references to its masters. `state_dict` finds a master here by the identity of the
 # parameter, so that a hook needs no engine and a deepcopy, whose parameters are others, finds none.
@@ -269,7 +269,7 @@ def announce_broadcast(numel: int) -> None:
                 master.is_doubted = True
 
 
-@_disable_dynamo
+@disable_dynamo
 def follow_masters(module: nn.Module, args: Any) -> None:
     """Forward pre-hook for models whose optimizer writes masters outside of its step: schedule-free, or Lookahead."""
     for param in module.parameters():

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting.keep_float import is_kept, kept_modules
@@ -20,6 +19,7 @@ from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.dynamo import part_of_a_graph
 from amp_engine.errors import AmpStateError
 from amp_engine.master_weights import follow_masters, follow_own_masters
+from amp_engine.torch_private import BatchNormBase
 
 
 class _CastHook:
@@ -201,7 +201,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
     kept = {
         id(tensor)
         for module in model.modules()
-        if keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine
+        if keep_batchnorm_fp32 and isinstance(module, BatchNormBase) and module.affine
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     } | {id(tensor) for module, _ in kept_modules(model) for tensor in [*module.parameters(), *module.buffers()]}
     _cast_each(

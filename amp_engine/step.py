@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from amp_engine import kernels
@@ -26,6 +25,7 @@ from amp_engine.lazy_gradients import MasterParameter, Unscaling, clip_factor
 from amp_engine.master_weights import MasterWeights, forget_roster, roster_of
 from amp_engine.optimizers.fused_step import FusedStep, Plan, fused_step_of, release_fused_step
 from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.torch_private import disable_dynamo, lazy_clone
 
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
 
@@ -285,13 +285,13 @@ class SteppedOptimizer:
         if norm_type == math.inf:
             return (one.checked.checks.largest.max().double() * one.unscaling.inv_scale.double()).float()
         # The caller's to write to.
-        return torch._lazy_clone(one.norm)
+        return lazy_clone(one.norm)
 
     def clip_grads_with_norm_(self, norm: Tensor, max_norm: float) -> None:
         """Multiply the gradients by `min(1, max_norm / (norm + 1e-6))`: masters' in the step. After `grad_norm`."""
         one = self._pass_one
         assert one is not None
-        one.unscaling.clip(torch._lazy_clone(norm), max_norm)
+        one.unscaling.clip(lazy_clone(norm), max_norm)
         if one.plain:
             factor = clip_factor(norm, max_norm).float()
             grads = [g for g in one.plain.grads if g is not None]
@@ -339,7 +339,7 @@ class SteppedOptimizer:
         if self.masters is not None:
             self.masters.scan()
 
-    @_disable_dynamo
+    @disable_dynamo
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -17,6 +17,7 @@ MODULES = {
 
 # Each line may import from the lines above it, never from its own line or from below.
 LAYERS = [
+    ["torch_private"],
     ["copying", "errors", "devices", "kernels._native", "kernels.hyperparameters", "casting.locks"],
     ["dtypes", "dynamo", "ghost", "__main__"],
     ["containers", "policy", "kernels.walk"],

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from amp_engine.errors import AmpValueError
+from amp_engine.torch_private import flatten_dense_tensors, unflatten_dense_tensors
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -27,7 +27,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
                 f"flatten: tensors[{i}] is {tensor.dtype} on {tensor.device}, but tensors[0] is {tensors[0].dtype} on "
                 f"{tensors[0].device}.  Flatten each type and device by itself."
             )
-    flat: Tensor = _flatten_dense_tensors(tuple(tensors))
+    flat: Tensor = flatten_dense_tensors(tuple(tensors))
     return flat
 
 
@@ -42,5 +42,5 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
             f"unflatten: flat has shape {list(flat.shape)}, but the tensors have {wanted} elements together.  "
             "Pass what flatten made of tensors of these shapes."
         )
-    views: tuple[Tensor, ...] = _unflatten_dense_tensors(flat, tuple(tensors))
+    views: tuple[Tensor, ...] = unflatten_dense_tensors(flat, tuple(tensors))
     return views

@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp_engine.kernels import _native
-
-_C: Any = torch._C
+from amp_engine.torch_private import current_dispatch_mode, functorch_level, is_copy_on_write, lazy_clone, storage_users
 
 
 @dataclass(frozen=True)
@@ -212,10 +210,10 @@ def _watch(weight: nn.Parameter) -> bool:
     Copy-on-write memory with one owner is that: torch's word for it is gone when a writer has come. Memory of numpy, of
     a file, or of several processes is written by others than torch.
     """
-    if not _C._is_cow_tensor(weight):
+    if not is_copy_on_write(weight):
         weight.data_ptr()  # a writer, to the compiled cache, whose watch this one would meet
         try:
-            torch._lazy_clone(weight.detach())  # which is dropped at once
+            lazy_clone(weight.detach())  # which is dropped at once
         except RuntimeError:
             return False
     return _is_untouched(weight)
@@ -223,17 +221,17 @@ def _watch(weight: nn.Parameter) -> bool:
 
 def _is_untouched(weight: nn.Parameter) -> bool:
     """Whether nobody has asked for the memory of `weight` to write since `_watch`, nor before and has it still."""
-    users = _C._storage_Use_Count(weight.untyped_storage()._cdata)
-    return _C._is_cow_tensor(weight) and users == 2  # the weight, and this call
+    users = storage_users(weight.untyped_storage()._cdata)
+    return is_copy_on_write(weight) and users == 2  # the weight, and this call
 
 
 def _may_keep(weight: nn.Parameter) -> bool:
     return (
         not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         and not (weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         and not weight.is_inference()
         and weight.layout is torch.strided
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and _get_current_dispatch_mode() is None
+        and functorch_level() is None
+        and current_dispatch_mode() is None
     )

@@ -40,6 +40,7 @@ from amp_engine.casting.lists import FLOAT_BY_DTYPE, NAMESPACES, PROMOTED_BY_TOR
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
 from amp_engine.errors import AmpTypeError
 from amp_engine.kernels import _native
+from amp_engine.torch_private import TensorBase, find_jit_builtin, register_jit_builtin
 
 
 @dataclass(frozen=True)
@@ -476,9 +477,9 @@ def _patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, nam
     if not isinstance(patched, BuiltinFunctionType):
         patched.__module__, patched.__qualname__ = module, name
         patched.__prepare_scriptable__ = lambda: original
-    operator = torch.jit._builtins._find_builtin(original)
+    operator = find_jit_builtin(original)
     if operator is not None:
-        torch.jit._builtins._register_builtin(patched, operator)
+        register_jit_builtin(patched, operator)
     _originals[id(patched)] = patched, original
     return patched
 
@@ -590,7 +591,7 @@ def _watch_weights(casts: InstallableCasts) -> None:
     _patches.on_undo(forget_collections)
     gc.callbacks.append(on_collection)
 
-    descriptor: Any = torch._C.TensorBase.data
+    descriptor: Any = TensorBase.data
 
     def get_data(tensor: Tensor) -> Tensor:
         casts.cache.discard(tensor)

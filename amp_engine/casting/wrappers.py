@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from amp_engine.casting.cache import WeightCache
 from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.torch_private import TensorBase, fake_mode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -299,7 +300,7 @@ def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call |
         casts.note_use()
     if not casts.is_observed:
         return None
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if fake_mode() is not None:
         return None
     return Call(name or f"{fn.__module__}.{getattr(fn, '__qualname__', _name(fn))}", kind)
 
@@ -347,8 +348,11 @@ def _methods() -> dict[Any, Any]:
     ]
     pairs += [(f"__i{name}__", f"{name}_") for name in ("add", "sub", "mul", "div")]
     pairs += [("__radd__", "add"), ("__rmul__", "mul"), ("__truediv__", "div")]
-    base = torch._C.TensorBase
-    return {getattr(base, operator): getattr(base, method) for operator, method in pairs if hasattr(base, operator)}
+    return {
+        getattr(TensorBase, operator): getattr(TensorBase, method)
+        for operator, method in pairs
+        if hasattr(TensorBase, operator)
+    }
 
 
 _METHODS = _methods()

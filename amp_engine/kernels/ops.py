@@ -19,6 +19,7 @@ from amp_engine.kernels.hyperparameters import Hyperparameters
 from amp_engine.kernels.reference import Checks
 from amp_engine.kernels.refusals import TensorList
 from amp_engine.kernels.table import StepTable, native_call, native_for
+from amp_engine.torch_private import disabled_torch_dispatch, dispatch_modes
 
 
 def check(tensors: Sequence[Tensor]) -> Checks:
@@ -590,14 +591,14 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
 
 def _call(name: str, eager: Callable[..., Any], tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     """The operator where something traces `tensors`, else `eager`."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or any(map(_is_dispatched, tensors[:1])):
+    if torch.compiler.is_compiling() or dispatch_modes() or any(map(_is_dispatched, tensors[:1])):
         with torch.no_grad():
             return getattr(torch.ops.amp_engine, name)(*args, **kwargs)
     return eager(*args, **kwargs)
 
 
 def _is_dispatched(tensor: Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return type(tensor).__torch_dispatch__ is not disabled_torch_dispatch
 
 
 _LIBRARY = torch.library.Library("amp_engine", "DEF")  # its operators live as long as it does

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_engine.kernels import _native
+from amp_engine.torch_private import lazy_clone
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """The types that the kernels take."""
@@ -116,7 +117,7 @@ def copies(tensors: Sequence[Tensor | None], walks: bytes) -> Sequence[Tensor | 
         handle: Sequence[Tensor | None] = _native.module.copies(tensors, walks)
         return handle
     return [
-        None if t is None or how == NONE else torch._lazy_clone(t) if how == OWN else t.clone()
+        None if t is None or how == NONE else lazy_clone(t) if how == OWN else t.clone()
         for t, how in zip(tensors, walks, strict=True)
     ]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_engine.apex.apex_C import flatten, unflatten
 from amp_engine.errors import AmpStateError
+from amp_engine.torch_private import BatchNormBase
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 
@@ -151,4 +151,4 @@ def to_python_float(t: Any) -> float:
 
 
 def _is_affine_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.affine
+    return isinstance(module, BatchNormBase) and module.affine

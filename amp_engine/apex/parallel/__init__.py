@@ -4,7 +4,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_engine.apex.parallel import sync_batchnorm as sync_batchnorm
 from amp_engine.apex.parallel.distributed import DistributedDataParallel as DistributedDataParallel
@@ -15,6 +14,7 @@ from amp_engine.apex.parallel.distributed import check_process_group
 from amp_engine.apex.parallel.LARC import LARC as LARC
 from amp_engine.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm as SyncBatchNorm
 from amp_engine.errors import AmpValueError
+from amp_engine.torch_private import BatchNormBase
 
 __all__ = [
     "LARC",
@@ -44,7 +44,7 @@ def _converted(module: nn.Module, process_group: Any, channel_last: bool, done: 
     if id(module) in done:  # a module in two places stays one
         return done[id(module)]
     result = done[id(module)] = module
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNormBase):
         result = done[id(module)] = SyncBatchNorm.__new__(SyncBatchNorm)
         vars(result).update(vars(module))
         result.process_group = process_group

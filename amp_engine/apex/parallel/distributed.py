@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from amp_engine.apex import apex_C
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.master_weights import written_through_data
+from amp_engine.torch_private import leaves_of
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Reducer:
     def __init__(self, module_or_grads_list: Any) -> None:
         check_process_group("Reducer")
         self._module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
-        self._given = [] if self._module is not None else tree_leaves(module_or_grads_list)
+        self._given = [] if self._module is not None else leaves_of(module_or_grads_list)
         for leaf in self._given:
             if not isinstance(leaf, Tensor):
                 raise AmpTypeError(

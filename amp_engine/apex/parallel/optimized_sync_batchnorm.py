@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_engine.errors import AmpValueError
+from amp_engine.torch_private import BatchNormBase
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     """torch's SyncBatchNorm with apex's arguments; also on CPUs, whose ranks torch's leaves out.
 
     Not a subclass of torch's, as in apex: DistributedDataParallel refuses that one on a CPU.

@@ -1,0 +1,112 @@
+"""What amp_engine uses of torch that torch does not promise to keep, name by name.
+
+Nothing else in the package imports or calls a private name of torch, so that a new torch shows here, by
+tests/test_torch_private.py, what broke. All of them were seen to work in `SEEN_IN`. What the compiled module uses of
+C++ that is not in torch's public headers stands in csrc/storage.h. `torch._foreach_*` is documented, and not in here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._C._dynamo import eval_frame
+from torch._compile import _disable_dynamo
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+SEEN_IN = ("2.11.0", "2.13.0", "2.14.1")
+"""The versions of torch that CI runs the tests on."""
+
+_C: Any = torch._C
+
+
+class PrivateName(NamedTuple):
+    """A private name of torch.
+
+    Attributes:
+        name: where it is found; an attribute of `owner` if there is one.
+        purpose: what amp_engine needs it for.
+        owner: a class of torch, or None for a name in a module.
+    """
+
+    name: str
+    purpose: str
+    owner: type | None = None
+
+
+NAMES = (
+    PrivateName("torch._lazy_clone", "a copy that takes no memory until one of the two is written"),
+    PrivateName("torch._C._is_cow_tensor", "before 2.13: whether nobody has asked to write a weight"),
+    PrivateName("torch._C._storage_Use_Count", "whether something else has the memory of a weight"),
+    PrivateName("torch._C._after_ADInplaceOrView_keyset", "to go on with a collective below our kernel"),
+    PrivateName("torch._C._get_dispatch_mode", "whether a call is made of fake tensors,"),
+    PrivateName("torch._C._TorchDispatchModeKey", "which is a mode of this key"),
+    PrivateName("torch._C._len_torch_dispatch_stack", "whether something traces an operator of ours"),
+    PrivateName("torch._C._disabled_torch_dispatch_impl", "whether a tensor's class traces one"),
+    PrivateName("torch._C._functorch.peek_interpreter_stack", "whether a cast is made inside of vmap, grad or jvp"),
+    PrivateName("torch._C.TensorBase", "the slots behind Tensor.data and the operators, past any subclass"),
+    PrivateName("torch._C._dynamo.eval_frame", "to have Dynamo trace hooks as parts of a graph, and not alone"),
+    PrivateName("torch._compile._disable_dynamo", "torch.compiler.disable, without importing Dynamo: a second"),
+    PrivateName("torch._utils._flatten_dense_tensors", "apex_C.flatten"),
+    PrivateName("torch._utils._unflatten_dense_tensors", "apex_C.unflatten"),
+    PrivateName("torch.jit._builtins._find_builtin", "to show torch.jit.script patched functions"),
+    PrivateName("torch.jit._builtins._register_builtin", "as the operators that they are"),
+    PrivateName("torch.nn.modules.batchnorm._BatchNorm", "which modules are batch norms"),
+    PrivateName("torch.utils._python_dispatch._get_current_dispatch_mode", "whether a mode sees a cast"),
+    PrivateName("torch.utils._python_dispatch.is_traceable_wrapper_subclass", "which parameters hold others"),
+    PrivateName("torch.utils._pytree.tree_leaves", "the tensors in what a forward gave, as DDP finds them"),
+    PrivateName("_version", "whether a tensor was written", torch.Tensor),
+    PrivateName("_base", "the weight behind a view", torch.Tensor),
+    PrivateName("_is_view", "whether a gradient shares its memory", torch.Tensor),
+    PrivateName("_is_zerotensor", "whether a gradient has no memory", torch.Tensor),
+    PrivateName("_use_count", "whether only casts keep a weight alive", torch.Tensor),
+    PrivateName("_cdata", "which memory a weight has", torch.UntypedStorage),
+    PrivateName("_apply", "to cast a model as Module.to does, with a type for each tensor", nn.Module),
+    PrivateName("_parameters", "the parameters of one module, shared ones under each name", nn.Module),
+    PrivateName("_buffers", "the same of buffers", nn.Module),
+    PrivateName("_modules", "to replace modules where they are", nn.Module),
+    PrivateName("_forward_hooks", "to find our hooks on a module, and remove them", nn.Module),
+    PrivateName("_forward_hooks_always_called", "what torch notes about them elsewhere", nn.Module),
+    PrivateName("_forward_hooks_with_kwargs", "the same", nn.Module),
+    PrivateName("_forward_pre_hooks", "to find our hooks on a module, and remove them", nn.Module),
+    PrivateName("_forward_pre_hooks_with_kwargs", "what torch notes about them elsewhere", nn.Module),
+    PrivateName("_state_dict_hooks", "to find our hooks on a module, and remove them", nn.Module),
+    PrivateName("_load_state_dict_pre_hooks", "the same", nn.Module),
+    PrivateName("_load_state_dict_post_hooks", "the same", nn.Module),
+    PrivateName("_optimizer_step_pre_hooks", "to be the last hook before a step", Optimizer),
+    PrivateName("_optimizer_step_post_hooks", "to have a ghost without any", Optimizer),
+    PrivateName("_optimizer_state_dict_post_hooks", "whether a class of optimizers has hooks at all", Optimizer),
+    PrivateName("_optimizer_load_state_dict_pre_hooks", "the same", Optimizer),
+    PrivateName(
+        "torch.optim.optimizer._global_optimizer_post_hooks", "to hear of every optimizer's step, from any thread"
+    ),
+)
+
+TensorBase: Any = _C.TensorBase
+after_ad_inplace_or_view: Any = _C._after_ADInplaceOrView_keyset
+BatchNormBase = _BatchNorm
+disable_dynamo = _disable_dynamo
+disabled_torch_dispatch: Any = _C._disabled_torch_dispatch_impl
+dispatch_modes: Any = _C._len_torch_dispatch_stack
+current_dispatch_mode = _get_current_dispatch_mode
+find_jit_builtin: Any = torch.jit._builtins._find_builtin
+flatten_dense_tensors = _flatten_dense_tensors
+functorch_level: Any = _C._functorch.peek_interpreter_stack
+is_copy_on_write: Any = _C._is_cow_tensor
+is_wrapper_subclass = is_traceable_wrapper_subclass
+lazy_clone: Any = torch._lazy_clone
+leaves_of = tree_leaves
+register_jit_builtin: Any = torch.jit._builtins._register_builtin
+storage_users: Any = _C._storage_Use_Count
+unflatten_dense_tensors = _unflatten_dense_tensors
+dynamo_frames: Any = eval_frame
+
+
+def fake_mode() -> Any:
+    """The mode of fake tensors that this call is made in, or None."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE)

@@ -1,0 +1,110 @@
+"""The private names of torch that amp_engine uses: all are there, and none is used that is not listed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_engine.torch_private import NAMES, SEEN_IN, PrivateName
+
+PACKAGE = Path(__file__).parent.parent / "amp_engine"
+LISTED = PACKAGE / "torch_private.py"
+OWNERS = {
+    torch.Tensor: torch.zeros(1),
+    torch.UntypedStorage: torch.zeros(1).untyped_storage(),
+    nn.Module: nn.Module(),
+    torch.optim.Optimizer: torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1),
+}
+# Set on the objects named, as an attribute that Python code, or a test, could have as well.
+SET_BY_US = {"_warned_capturable_if_run_uncaptured", "_metadata"}
+
+
+def resolved(entry: PrivateName) -> Any:
+    """What the name stands for. Raises AttributeError."""
+    if entry.owner is not None:
+        return getattr(OWNERS[entry.owner], entry.name)
+    parts = entry.name.split(".")
+    length = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules)
+    found: Any = sys.modules[".".join(parts[:length])]
+    for part in parts[length:]:
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("entry", NAMES, ids=lambda entry: entry.name)
+def test_torch_has_it(entry):
+    try:
+        resolved(entry)
+    except AttributeError:
+        pytest.fail(f"torch {torch.__version__} has no {entry.name}, which amp_engine needs for: {entry.purpose}")
+
+
+def test_the_versions_are_those_of_ci():
+    root = PACKAGE.parent
+    texts = [(root / name).read_text() for name in (".ci/run", "Makefile")]
+    assert all(any(f"torch=={version}" in text for text in texts) for version in SEEN_IN)
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def dotted(node: ast.AST) -> str:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Private names of torch that a file imports."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.startswith("torch.") and is_private(name)}
+
+
+def called(tree: ast.AST) -> set[str]:
+    """Private names that a file looks up in modules of torch."""
+    names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    starts = ("torch.", "nn.", "F.", "dist.", "_C.")
+    return {n for n in names if n.startswith(starts) and is_private(n) and not n.startswith("torch._foreach_")}
+
+
+def attributes(tree: ast.AST) -> set[str]:
+    """Private attributes of torch's objects that a file looks at, or names in a string."""
+    private = {name for owner in OWNERS.values() for name in dir(owner) if name.startswith("_") and name[1] != "_"}
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and dotted(node.value) != "self"}
+    names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return names & private
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_else_is_used(path):
+    tree = ast.parse(path.read_text())
+    listed = {entry.name for entry in NAMES}
+    if path != LISTED:
+        assert attributes(tree) <= {entry.name for entry in NAMES if entry.owner} | SET_BY_US
+        assert imported(tree) | called(tree) == set(), "have it in torch_private.py, with what it is for"
+    else:
+        bound = {name.replace("_C.", "torch._C.", 1) if name.startswith("_C.") else name for name in called(tree)}
+        bound |= imported(tree)
+        is_part = {name for name in bound if any(other.startswith(f"{name}.") for other in bound | listed)}
+        keys = {name for name in bound if name.startswith("torch._C._TorchDispatchModeKey.")}
+        assert bound - is_part - keys <= listed
+
+
+def test_each_is_used():
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path != LISTED]
+    used = set().union(*map(attributes, trees))
+    assert {entry.name for entry in NAMES if entry.owner} <= used

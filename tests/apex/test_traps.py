@@ -1,7 +1,4 @@
-"""The traps of apex.amp, each as a test named after it: what was broken there is right here.
-
-The numbers are the sections of the behavioural specification of apex.amp that the project works from.
-"""
+"""The traps of apex.amp, each as a test named after it: what was broken there is right here."""
 
 from __future__ import annotations
 
@@ -47,16 +44,16 @@ def started(level: str, task: Any = MLP, seed: int = 0, **keywords: Any) -> tupl
     return model, optimizer
 
 
-# --- 1.2 ------------------------------------------------------------------------------------------
+# initialize
 
 
-def test_1_2_state_dict_of_a_disabled_amp_is_empty_and_loads() -> None:
+def test_state_dict_of_a_disabled_amp_is_empty_and_loads() -> None:
     started("O2", enabled=False)
     assert amp.state_dict() == collections.OrderedDict()
     amp.load_state_dict(amp.state_dict())
 
 
-# --- 1.3 containers -------------------------------------------------------------------------------
+# containers
 
 
 class Pair(NamedTuple):
@@ -94,7 +91,7 @@ WRAPPERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_1_3_an_output_container_keeps_its_type(name: str, level: str) -> None:
+def test_an_output_container_keeps_its_type(name: str, level: str) -> None:
     model = Echo(WRAPPERS[name])
     amp.initialize(model, opt_level=level, verbosity=0)
     outputs = model(torch.randn(2, 8))
@@ -107,7 +104,7 @@ def test_1_3_an_output_container_keeps_its_type(name: str, level: str) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: (i for i in range(3)), lambda: range(3), lambda: iter([1])])
-def test_1_3_generators_and_ranges_pass_through(make: Any) -> None:
+def test_generators_and_ranges_pass_through(make: Any) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -121,7 +118,7 @@ def test_1_3_generators_and_ranges_pass_through(make: Any) -> None:
     assert model(torch.randn(2, 8), make())[1] == sum(make())
 
 
-def test_1_3_a_module_given_as_an_argument_is_not_cast() -> None:
+def test_a_module_given_as_an_argument_is_not_cast() -> None:
     class Distilled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -136,11 +133,11 @@ def test_1_3_a_module_given_as_an_argument_is_not_cast() -> None:
     assert teacher.weight.dtype == torch.float32
 
 
-# --- 1.4 scale_loss -------------------------------------------------------------------------------
+# scale_loss
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_1_4_an_exception_in_the_body_leaves_nothing_hidden(level: str) -> None:
+def test_an_exception_in_the_body_leaves_nothing_hidden(level: str) -> None:
     def run(*, interrupted: bool) -> list[Tensor]:
         model, optimizer = started(level, NORMED_MLP)
         train(NORMED_MLP, model, optimizer, "c")
@@ -160,7 +157,7 @@ def test_1_4_an_exception_in_the_body_leaves_nothing_hidden(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_1_4_a_tuple_of_optimizers_is_prepared_like_a_list(level: str) -> None:
+def test_a_tuple_of_optimizers_is_prepared_like_a_list(level: str) -> None:
     def run(kind: type) -> list[Tensor]:
         models = [NORMED_MLP.model(0), NORMED_MLP.model(1)]
         optimizers = [sgd(model) for model in models]
@@ -180,7 +177,7 @@ def test_1_4_a_tuple_of_optimizers_is_prepared_like_a_list(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_1_4_a_delayed_first_backward_keeps_the_gradients_of_batch_norm(level: str) -> None:
+def test_a_delayed_first_backward_keeps_the_gradients_of_batch_norm(level: str) -> None:
     model, optimizer = started(level, NORMED_MLP)
     norm = model[1]
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch(0)), optimizer, delay_unscale=True)
@@ -191,7 +188,7 @@ def test_1_4_a_delayed_first_backward_keeps_the_gradients_of_batch_norm(level: s
     torch.testing.assert_close(norm.weight.grad, 2 * first, rtol=1e-2, atol=1e-5)
 
 
-def test_1_4_the_cast_cache_does_not_outlive_an_exception() -> None:
+def test_the_cast_cache_does_not_outlive_an_exception() -> None:
     model, optimizer = started("O1")
     loss = MLP.loss(model, MLP.batch())
     with pytest.raises(ZeroDivisionError), amp.scale_loss(loss, optimizer):
@@ -202,11 +199,11 @@ def test_1_4_the_cast_cache_does_not_outlive_an_exception() -> None:
     assert model(MLP.batch()[0]).abs().max() == 0
 
 
-# --- 1.5 masters ----------------------------------------------------------------------------------
+# masters
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_1_5_1_step_before_any_backward_is_a_step_without_gradients(level: str) -> None:
+def test_step_before_any_backward_is_a_step_without_gradients(level: str) -> None:
     _, optimizer = started(level)
     before = masters(optimizer)
     optimizer.step()
@@ -215,7 +212,7 @@ def test_1_5_1_step_before_any_backward_is_a_step_without_gradients(level: str) 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @pytest.mark.parametrize("when", ["before the first backward", "between steps"])
-def test_1_5_1_parameters_unfrozen_later_get_masters_and_unscaled_gradients(level: str, when: str) -> None:
+def test_parameters_unfrozen_later_get_masters_and_unscaled_gradients(level: str, when: str) -> None:
     model = MLP.model()
     model[0].requires_grad_(False)
     optimizer = sgd(model)
@@ -237,7 +234,7 @@ def test_1_5_1_parameters_unfrozen_later_get_masters_and_unscaled_gradients(leve
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_1_5_2_accumulation_with_scale_one_keeps_every_batch_norm_gradient(level: str) -> None:
+def test_accumulation_with_scale_one_keeps_every_batch_norm_gradient(level: str) -> None:
     model, optimizer = started(level, NORMED_MLP, loss_scale=1.0)
     norm = model[1]
     seen = []
@@ -255,7 +252,7 @@ def test_1_5_2_accumulation_with_scale_one_keeps_every_batch_norm_gradient(level
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("keywords", [{}, {"set_to_none": True}, {"set_to_none": False}], ids=str)
-def test_1_5_3_zero_grad_has_the_signature_of_torch(level: str, keywords: dict[str, bool]) -> None:
+def test_zero_grad_has_the_signature_of_torch(level: str, keywords: dict[str, bool]) -> None:
     model, optimizer = started(level, NORMED_MLP)
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch(7)), optimizer)
     optimizer.zero_grad(**keywords)
@@ -289,7 +286,7 @@ def with_tiny_state(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_1_5_4_optimizer_state_from_before_initialize_never_passes_through_half(level: str) -> None:
+def test_optimizer_state_from_before_initialize_never_passes_through_half(level: str) -> None:
     model = MLP.model()
     optimizer = with_tiny_state(model)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -300,7 +297,7 @@ def test_1_5_4_optimizer_state_from_before_initialize_never_passes_through_half(
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_1_5_4_an_optimizer_checkpoint_loaded_after_initialize_never_passes_through_half(
+def test_an_optimizer_checkpoint_loaded_after_initialize_never_passes_through_half(
     level: str,
 ) -> None:
     saved = with_tiny_state(MLP.model()).state_dict()
@@ -316,7 +313,7 @@ def test_1_5_4_an_optimizer_checkpoint_loaded_after_initialize_never_passes_thro
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @pytest.mark.parametrize("widened", [True, False], ids=["FP32 checkpoint", "half checkpoint"])
-def test_1_5_4_a_model_checkpoint_loaded_after_the_start_reaches_the_masters(level: str, widened: bool) -> None:
+def test_a_model_checkpoint_loaded_after_the_start_reaches_the_masters(level: str, widened: bool) -> None:
     model, optimizer = started(level)
     train(MLP, model, optimizer, "ccc")
     other = MLP.model(5)
@@ -334,7 +331,7 @@ def test_1_5_4_a_model_checkpoint_loaded_after_the_start_reaches_the_masters(lev
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_1_5_4_an_in_place_write_to_a_half_parameter_reaches_its_master(level: str) -> None:
+def test_an_in_place_write_to_a_half_parameter_reaches_its_master(level: str) -> None:
     model, optimizer = started(level)
     train(MLP, model, optimizer, "cc")
     with torch.no_grad():
@@ -347,7 +344,7 @@ def test_1_5_4_an_in_place_write_to_a_half_parameter_reaches_its_master(level: s
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_1_5_4_a_checkpoint_of_the_model_holds_the_exact_masters(level: str) -> None:
+def test_a_checkpoint_of_the_model_holds_the_exact_masters(level: str) -> None:
     model, optimizer = started(level, NORMED_MLP)
     train(NORMED_MLP, model, optimizer, "ccccc")
     saved = model.state_dict()
@@ -355,7 +352,7 @@ def test_1_5_4_a_checkpoint_of_the_model_holds_the_exact_masters(level: str) -> 
     assert not torch.equal(saved["0.weight"], model[0].weight.float())
 
 
-def test_1_5_4_writes_through_data_are_adopted_on_request_only() -> None:
+def test_writes_through_data_are_adopted_on_request_only() -> None:
     for adopt in (False, True):
         model, optimizer = started("O2", adopt_data_writes=adopt)
         train(MLP, model, optimizer, "cc")
@@ -365,11 +362,11 @@ def test_1_5_4_writes_through_data_are_adopted_on_request_only() -> None:
         amp.close()
 
 
-# --- 1.6 skipping ---------------------------------------------------------------------------------
+# skipping
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_1_6_a_skipped_first_step_does_not_upset_the_scheduler(level: str) -> None:
+def test_a_skipped_first_step_does_not_upset_the_scheduler(level: str) -> None:
     model, optimizer = started(level)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -379,7 +376,7 @@ def test_1_6_a_skipped_first_step_does_not_upset_the_scheduler(level: str) -> No
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_1_6_a_scheduler_can_be_made_while_a_skip_is_pending(level: str) -> None:
+def test_a_scheduler_can_be_made_while_a_skip_is_pending(level: str) -> None:
     model, optimizer = started(level)
     backward(MLP.loss(model, MLP.batch()), optimizer, overflow=True)
     before = masters(optimizer)
@@ -391,7 +388,7 @@ def test_1_6_a_scheduler_can_be_made_while_a_skip_is_pending(level: str) -> None
     assert_bitwise(masters(optimizer), before)
 
 
-def test_1_6_step_is_never_replaced() -> None:
+def test_step_is_never_replaced() -> None:
     model = MLP.model()
     optimizer = sgd(model)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -401,7 +398,7 @@ def test_1_6_step_is_never_replaced() -> None:
     assert "forward" not in vars(model)
 
 
-# --- 1.7 the scaler -------------------------------------------------------------------------------
+# the scaler
 
 
 def overflow(times: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -412,7 +409,7 @@ def overflow(times: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         optimizer.step()
 
 
-def test_1_7_the_default_floor_keeps_the_scale_from_reaching_zero() -> None:
+def test_the_default_floor_keeps_the_scale_from_reaching_zero() -> None:
     model, optimizer = started("O1")
     overflow(60, model, optimizer)
     assert scaler_numbers() == (2.0**-24, 0)
@@ -420,19 +417,19 @@ def test_1_7_the_default_floor_keeps_the_scale_from_reaching_zero() -> None:
     assert scaler_numbers() == (2.0**-24, 1)
 
 
-def test_1_7_a_floor_below_one_is_obeyed() -> None:
+def test_a_floor_below_one_is_obeyed() -> None:
     model, optimizer = started("O1", min_loss_scale=0.25)
     overflow(30, model, optimizer)
     assert scaler_numbers() == (0.25, 0)
 
 
-def test_1_7_a_floor_of_zero_is_no_way_to_a_scale_of_zero() -> None:
+def test_a_floor_of_zero_is_no_way_to_a_scale_of_zero() -> None:
     model, optimizer = started("O1", min_loss_scale=0.0)
     overflow(60, model, optimizer)
     assert scaler_numbers()[0] > 0
 
 
-def test_1_7_a_static_scale_skips_an_overflow_on_request() -> None:
+def test_a_static_scale_skips_an_overflow_on_request() -> None:
     model, optimizer = started("O2", loss_scale=128.0, skip_on_overflow=True)
     before = masters(optimizer)
     train(MLP, model, optimizer, "o")
@@ -442,16 +439,16 @@ def test_1_7_a_static_scale_skips_an_overflow_on_request() -> None:
     assert not torch.equal(masters(optimizer)[0], before[0])
 
 
-def test_1_7_a_static_scale_does_not_skip_by_default() -> None:
+def test_a_static_scale_does_not_skip_by_default() -> None:
     model, optimizer = started("O2", loss_scale=128.0)
     train(MLP, model, optimizer, "o")
     assert not masters(optimizer)[0].isfinite().all()
 
 
-# --- 1.8 checkpoints of the scaler ----------------------------------------------------------------
+# checkpoints of the scaler
 
 
-def test_1_8_scalers_are_matched_by_name_and_not_by_order() -> None:
+def test_scalers_are_matched_by_name_and_not_by_order() -> None:
     started("O2", num_losses=2)
     amp.load_state_dict(
         collections.OrderedDict(
@@ -463,14 +460,14 @@ def test_1_8_scalers_are_matched_by_name_and_not_by_order() -> None:
     assert scaler_numbers(1) == (2.0, 2)
 
 
-def test_1_8_a_static_scale_is_loaded_and_stays_static() -> None:
+def test_a_static_scale_is_loaded_and_stays_static() -> None:
     started("O2", loss_scale=128.0)
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 7}})
     assert scaler_numbers() == (64.0, 7)
     assert not amp._amp_state.loss_scalers[0].dynamic
 
 
-def test_1_8_the_checkpoint_has_apex_form_and_fills_a_given_destination() -> None:
+def test_the_checkpoint_has_apex_form_and_fills_a_given_destination() -> None:
     started("O2", num_losses=2)
     saved = amp.state_dict()
     assert isinstance(saved, collections.OrderedDict)
@@ -485,7 +482,7 @@ def test_1_8_the_checkpoint_has_apex_form_and_fills_a_given_destination() -> Non
     assert list(destination) == ["mine", "loss_scaler0", "loss_scaler1"]
 
 
-# --- 1.9 state_dict, deepcopy, pickle -------------------------------------------------------------
+# state_dict, deepcopy, pickle
 
 
 class WithExtraState(nn.Sequential):
@@ -501,7 +498,7 @@ class WithExtraState(nn.Sequential):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_1_9_extra_state_passes_through_the_checkpoint(level: str) -> None:
+def test_extra_state_passes_through_the_checkpoint(level: str) -> None:
     model = WithExtraState()
     amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
     saved = model.state_dict()
@@ -512,7 +509,7 @@ def test_1_9_extra_state_passes_through_the_checkpoint(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_1_9_a_checkpoint_is_float_at_every_level(level: str) -> None:
+def test_a_checkpoint_is_float_at_every_level(level: str) -> None:
     model, optimizer = started(level, NORMED_MLP)
     train(NORMED_MLP, model, optimizer, "c")
     saved = model.state_dict()
@@ -520,7 +517,7 @@ def test_1_9_a_checkpoint_is_float_at_every_level(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_1_9_a_checkpoint_aliases_nothing(level: str) -> None:
+def test_a_checkpoint_aliases_nothing(level: str) -> None:
     model, optimizer = started(level)
     best = model.state_dict()
     before = {name: value.clone() for name, value in best.items()}
@@ -529,7 +526,7 @@ def test_1_9_a_checkpoint_aliases_nothing(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_1_9_a_deepcopy_runs_its_own_weights(level: str) -> None:
+def test_a_deepcopy_runs_its_own_weights(level: str) -> None:
     model, _ = started(level)
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -542,7 +539,7 @@ def test_1_9_a_deepcopy_runs_its_own_weights(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_1_9_a_model_pickles(level: str) -> None:
+def test_a_model_pickles(level: str) -> None:
     model, _ = started(level)
     inputs = MLP.batch()[0]
     expected = model(inputs).detach()
@@ -551,7 +548,7 @@ def test_1_9_a_model_pickles(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_1_9_torch_save_of_a_whole_model_works(level: str) -> None:
+def test_torch_save_of_a_whole_model_works(level: str) -> None:
     model, _ = started(level)
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -562,7 +559,7 @@ def test_1_9_torch_save_of_a_whole_model_works(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_1_9_replicas_of_data_parallel_run_their_own_forward(level: str) -> None:
+def test_replicas_of_data_parallel_run_their_own_forward(level: str) -> None:
     """`DataParallel` makes replicas by `_replicate_for_data_parallel`; each must run on its own weights."""
     model, _ = started(level)
     replica = model._replicate_for_data_parallel()
@@ -579,7 +576,7 @@ def test_1_9_replicas_of_data_parallel_run_their_own_forward(level: str) -> None
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_1_9_a_pickled_optimizer_holds_plain_parameters(level: str) -> None:
+def test_a_pickled_optimizer_holds_plain_parameters(level: str) -> None:
     model, optimizer = started(level)
     train(MLP, model, optimizer, "c")
     backward(MLP.loss(model, MLP.batch(1)), optimizer)
@@ -588,10 +585,10 @@ def test_1_9_a_pickled_optimizer_holds_plain_parameters(level: str) -> None:
     assert_bitwise([param.detach() for param in group_params(twin)], masters(optimizer))
 
 
-# --- 1.10 function patching -----------------------------------------------------------------------
+# function patching
 
 
-def test_1_10_4_decorated_functions_keep_their_names() -> None:
+def test_decorated_functions_keep_their_names() -> None:
     for decorate in (amp.half_function, amp.float_function, amp.promote_function):
 
         @decorate
@@ -604,7 +601,7 @@ def test_1_10_4_decorated_functions_keep_their_names() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_1_10_4_decorated_functions_cast_at_o1_and_pass_through_elsewhere(level: str) -> None:
+def test_decorated_functions_cast_at_o1_and_pass_through_elsewhere(level: str) -> None:
     def dtypes(*tensors: Tensor) -> tuple[torch.dtype, ...]:
         return tuple(tensor.dtype for tensor in tensors)
 
@@ -632,13 +629,13 @@ def test_1_10_4_decorated_functions_cast_at_o1_and_pass_through_elsewhere(level:
         assert function(half, single) == (HALF, torch.float32)
 
 
-def test_1_10_4_a_mixed_list_passes_through() -> None:
+def test_a_mixed_list_passes_through() -> None:
     started("O1")
     mixed = [torch.ones(2, dtype=HALF), 3]
     assert amp.float_function(lambda items: items)(mixed) is mixed
 
 
-def test_1_10_5_a_weight_may_be_used_twice_in_one_iteration() -> None:
+def test_a_weight_may_be_used_twice_in_one_iteration() -> None:
     model, optimizer = started("O1")
     inputs = MLP.batch()[0]
     loss = (model(inputs).float() + model(2 * inputs).float()).square().mean()
@@ -647,7 +644,7 @@ def test_1_10_5_a_weight_may_be_used_twice_in_one_iteration() -> None:
     assert model[0].weight.grad.abs().max() > 0
 
 
-def test_1_10_5_new_weights_in_eval_give_new_results() -> None:
+def test_new_weights_in_eval_give_new_results() -> None:
     inputs = MLP.batch()[0]
     truth = MLP.model(9)(inputs)
     model, _ = started("O1")
@@ -672,7 +669,7 @@ def test_1_10_5_new_weights_in_eval_give_new_results() -> None:
     ids=["data.clamp_", "data.copy_", "data =", "init", "detach().fill_"],
 )
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_1_10_5_a_weight_written_between_two_forwards_is_seen(level: str, write: Any) -> None:
+def test_a_weight_written_between_two_forwards_is_seen(level: str, write: Any) -> None:
     model, optimizer = started(level)
     inputs = MLP.batch()[0]
     train(MLP, model, optimizer, "c")
@@ -689,7 +686,7 @@ def test_1_10_5_a_weight_written_between_two_forwards_is_seen(level: str, write:
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_1_10_5_an_eval_forward_does_not_starve_the_training_forward(level: str) -> None:
+def test_an_eval_forward_does_not_starve_the_training_forward(level: str) -> None:
     model, optimizer = started(level)
     with torch.no_grad():
         model(MLP.batch()[0])
@@ -698,7 +695,7 @@ def test_1_10_5_an_eval_forward_does_not_starve_the_training_forward(level: str)
     assert all(param.grad.abs().max() > 0 for param in model.parameters())
 
 
-def test_1_10_5_training_with_an_optimizer_that_writes_through_data_is_not_frozen() -> None:
+def test_training_with_an_optimizer_that_writes_through_data_is_not_frozen() -> None:
     class ThroughData(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
@@ -714,7 +711,7 @@ def test_1_10_5_training_with_an_optimizer_that_writes_through_data_is_not_froze
     assert losses[3] < 0.95 * losses[0]
 
 
-def test_1_10_5_a_tuple_of_parameters_is_cast_like_any_tuple() -> None:
+def test_a_tuple_of_parameters_is_cast_like_any_tuple() -> None:
     started("O1")
     lstm = nn.LSTM(4, 6)
     state = (nn.Parameter(torch.zeros(1, 2, 6)), nn.Parameter(torch.zeros(1, 2, 6)))
@@ -724,7 +721,7 @@ def test_1_10_5_a_tuple_of_parameters_is_cast_like_any_tuple() -> None:
     assert all(part.grad is not None and part.grad.dtype == torch.float32 for part in state)
 
 
-def test_1_10_6_disable_casts_survives_an_exception() -> None:
+def test_disable_casts_survives_an_exception() -> None:
     started("O1")
     inputs = torch.ones(2, 2)
 
@@ -738,7 +735,7 @@ def test_1_10_6_disable_casts_survives_an_exception() -> None:
     assert torch.mm(inputs, inputs).dtype == HALF
 
 
-def test_1_10_6_disable_casts_nests() -> None:
+def test_disable_casts_nests() -> None:
     started("O1")
     inputs = torch.ones(2, 2)
     with amp.disable_casts():
@@ -748,7 +745,7 @@ def test_1_10_6_disable_casts_nests() -> None:
     assert torch.mm(inputs, inputs).dtype == HALF
 
 
-def test_1_10_6_disable_casts_reaches_every_thread() -> None:
+def test_disable_casts_reaches_every_thread() -> None:
     import threading
 
     started("O1")
@@ -762,18 +759,18 @@ def test_1_10_6_disable_casts_reaches_every_thread() -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_1_10_6_disable_casts_without_function_casts_does_nothing(level: str) -> None:
+def test_disable_casts_without_function_casts_does_nothing(level: str) -> None:
     started(level)
     with amp.disable_casts():
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
 
 
-def test_1_10_6_disable_casts_before_initialize_does_nothing() -> None:
+def test_disable_casts_before_initialize_does_nothing() -> None:
     with amp.disable_casts():
         pass
 
 
-def test_1_10_6_disable_casts_reaches_the_casts_of_an_earlier_initialize() -> None:
+def test_disable_casts_reaches_the_casts_of_an_earlier_initialize() -> None:
     started("O1", seed=0)
     started("O1", seed=1)
     with amp.disable_casts():
@@ -782,7 +779,7 @@ def test_1_10_6_disable_casts_reaches_the_casts_of_an_earlier_initialize() -> No
 
 @pytest.mark.parametrize(("level", "half"), [("O1", torch.float16), ("O4", torch.bfloat16)])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
-def test_1_10_7_recurrent_networks_run_in_half(kind: type[nn.RNNBase], level: str, half: Any) -> None:
+def test_recurrent_networks_run_in_half(kind: type[nn.RNNBase], level: str, half: Any) -> None:
     started(level)
     network = kind(4, 6, num_layers=2, bidirectional=True)
     inputs = torch.randn(3, 2, 4, requires_grad=True)
@@ -796,13 +793,13 @@ def test_1_10_7_recurrent_networks_run_in_half(kind: type[nn.RNNBase], level: st
 
 
 @pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
-def test_1_10_7_recurrent_cells_run_in_half(kind: type[nn.RNNCellBase]) -> None:
+def test_recurrent_cells_run_in_half(kind: type[nn.RNNCellBase]) -> None:
     started("O1")
     outputs = kind(4, 6)(torch.randn(2, 4))
     assert {out.dtype for out in (outputs if isinstance(outputs, tuple) else (outputs,))} == {HALF}
 
 
-def test_1_10_7_an_lstm_whose_weights_are_not_one_buffer_runs() -> None:
+def test_an_lstm_whose_weights_are_not_one_buffer_runs() -> None:
     started("O1")
     network = parametrizations.weight_norm(nn.LSTM(4, 6), "weight_hh_l0")
     outputs, _ = network(torch.randn(3, 2, 4))
@@ -828,7 +825,7 @@ def test_1_10_7_an_lstm_whose_weights_are_not_one_buffer_runs() -> None:
     ],
 )
 @pytest.mark.parametrize("other", [torch.float16, torch.float32, torch.bfloat16])
-def test_1_10_1_double_is_never_touched_and_promotes_as_torch_does(operation: Any, other: torch.dtype) -> None:
+def test_double_is_never_touched_and_promotes_as_torch_does(operation: Any, other: torch.dtype) -> None:
     double, single = torch.rand(3, dtype=torch.float64), torch.rand(3).to(other)
     expected = operation(double, single)
     started("O1")
@@ -836,7 +833,7 @@ def test_1_10_1_double_is_never_touched_and_promotes_as_torch_does(operation: An
     assert expected.dtype == torch.float64
 
 
-def test_1_10_1_integers_are_never_touched() -> None:
+def test_integers_are_never_touched() -> None:
     started("O1")
     whole = torch.arange(4)
     assert torch.mm(whole.reshape(2, 2), whole.reshape(2, 2)).dtype == torch.int64
@@ -845,7 +842,7 @@ def test_1_10_1_integers_are_never_touched() -> None:
     assert torch.cat([whole, whole]).dtype == torch.int64
 
 
-def test_1_10_1_cat_takes_its_tensors_by_keyword() -> None:
+def test_cat_takes_its_tensors_by_keyword() -> None:
     started("O1")
     out = torch.cat(tensors=[torch.ones(2, dtype=HALF), torch.ones(2)])
     assert out.dtype == torch.float32
@@ -870,12 +867,12 @@ def test_1_10_1_cat_takes_its_tensors_by_keyword() -> None:
         ("mean", lambda h, s: h.mean(), HALF),
     ],
 )
-def test_1_10_2_gaps_are_filled_and_lists_are_kept(name: str, make: Any, expected: Any) -> None:
+def test_gaps_are_filled_and_lists_are_kept(name: str, make: Any, expected: Any) -> None:
     started("O1")
     assert make(torch.ones(2, 2, dtype=HALF), torch.ones(2, 2)).dtype == expected
 
 
-def test_1_10_2_adding_float_to_half_in_place_rebinds_and_leaves_the_original() -> None:
+def test_adding_float_to_half_in_place_rebinds_and_leaves_the_original() -> None:
     started("O1")
     original = torch.ones(2, dtype=HALF)
     total = original
@@ -884,7 +881,7 @@ def test_1_10_2_adding_float_to_half_in_place_rebinds_and_leaves_the_original() 
     assert torch.equal(original, torch.ones(2, dtype=HALF))
 
 
-def test_1_10_2_batch_norm_takes_half_inputs_beside_float_weights() -> None:
+def test_batch_norm_takes_half_inputs_beside_float_weights() -> None:
     started("O1")
     norm = nn.BatchNorm1d(4)
     outputs = norm(torch.randn(8, 4).half())
@@ -899,7 +896,7 @@ def library() -> types.ModuleType:
     return module
 
 
-def test_1_10_3_a_registered_function_is_cast_and_comes_back(library: types.ModuleType) -> None:
+def test_a_registered_function_is_cast_and_comes_back(library: types.ModuleType) -> None:
     original = library.score
     amp.register_half_function(library, "score")
     started("O1")
@@ -908,7 +905,7 @@ def test_1_10_3_a_registered_function_is_cast_and_comes_back(library: types.Modu
     assert library.score is original
 
 
-def test_1_10_3_a_user_registration_wins_over_the_list_and_both_come_back() -> None:
+def test_a_user_registration_wins_over_the_list_and_both_come_back() -> None:
     original = torch.mm
     amp.register_float_function(torch, "mm")
     started("O1")
@@ -919,7 +916,7 @@ def test_1_10_3_a_user_registration_wins_over_the_list_and_both_come_back() -> N
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == HALF
 
 
-def test_1_10_3_the_cure_for_binary_cross_entropy_cures() -> None:
+def test_the_cure_for_binary_cross_entropy_cures() -> None:
     amp.register_float_function(torch, "sigmoid")
     started("O1")
     probabilities = torch.sigmoid(torch.zeros(3, dtype=HALF))
@@ -927,7 +924,7 @@ def test_1_10_3_the_cure_for_binary_cross_entropy_cures() -> None:
     assert F.binary_cross_entropy(probabilities, torch.ones(3)).isfinite()
 
 
-def test_1_10_3_registrations_have_no_effect_without_function_casts(
+def test_registrations_have_no_effect_without_function_casts(
     library: types.ModuleType,
 ) -> None:
     amp.register_half_function(library, "score")
@@ -935,7 +932,7 @@ def test_1_10_3_registrations_have_no_effect_without_function_casts(
     assert library.score(torch.ones(2)) == torch.float32
 
 
-def test_1_10_3_two_initializes_at_o1_leave_no_patch_behind() -> None:
+def test_two_initializes_at_o1_leave_no_patch_behind() -> None:
     before = torch.mm, F.linear, torch.Tensor.__matmul__
     started("O1", seed=0)
     started("O1", seed=1)
@@ -944,7 +941,7 @@ def test_1_10_3_two_initializes_at_o1_leave_no_patch_behind() -> None:
     assert all(a is b for a, b in zip(before, (torch.mm, F.linear, torch.Tensor.__matmul__), strict=True))
 
 
-def test_1_10_7_the_parameter_of_an_unrelated_model_may_be_used_twice() -> None:
+def test_the_parameter_of_an_unrelated_model_may_be_used_twice() -> None:
     """#694: a CPU parameter was 'cast' to itself and died on its second use."""
     started("O1")
     unrelated = nn.Linear(4, 4)

@@ -5,17 +5,18 @@ This is the only module of the package that holds state of its own: `_amp_state`
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import casting, initialized
-from amp_engine.arguments import Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, Registration, deferred
 from amp_engine.casting import original as original
@@ -23,7 +24,7 @@ from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
 from amp_engine.handle import Handle, NoOpHandle
 from amp_engine.optimizers import LARC
-from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler
+from amp_engine.scaler import LossScaler
 from amp_engine.views import Properties
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,10 +40,17 @@ class AmpState:
 
     def __init__(self) -> None:
         self.engine = Engine()
-        # Turns complaints about properties that do not fit the level into printed warnings.
-        self.hard_override = False
         # apex refused models that are not FP32 unless this was set. They are welcome here either way.
         self.allow_incoming_model_not_fp32 = False
+
+    @property
+    def hard_override(self) -> bool:
+        """Whether complaints about properties that do not fit the level are printed, not raised."""
+        return self.engine.hard_override
+
+    @hard_override.setter
+    def hard_override(self, value: bool) -> None:
+        self.engine.hard_override = value
 
     @property
     def verbosity(self) -> int:
@@ -89,92 +97,16 @@ def current_engine() -> Engine | None:
     return None if _amp_state.engine.policy is None else _amp_state.engine
 
 
-@overload
-def initialize(
-    models: Models,
-    optimizers: None = None,
-    enabled: bool = ...,
-    opt_level: str = ...,
-    cast_model_type: torch.dtype | str | bool | None = ...,
-    patch_torch_functions: bool | None = ...,
-    keep_batchnorm_fp32: bool | str | None = ...,
-    master_weights: bool | None = ...,
-    loss_scale: float | str | None = ...,
-    cast_model_outputs: torch.dtype | str | None = ...,
-    num_losses: int = ...,
-    verbosity: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-    *,
-    skip_on_overflow: bool = ...,
-    allow_banned: bool = ...,
-    adopt_data_writes: bool = ...,
-) -> Models: ...
+if TYPE_CHECKING:
+    initialize = _amp_state.engine.initialize
+else:
 
+    @functools.wraps(Engine.initialize, assigned=("__doc__", "__annotations__"))
+    def initialize(*args, **keywords):
+        return _amp_state.engine.initialize(*args, **keywords)
 
-@overload
-def initialize(
-    models: Models,
-    optimizers: Optimizers,
-    enabled: bool = ...,
-    opt_level: str = ...,
-    cast_model_type: torch.dtype | str | bool | None = ...,
-    patch_torch_functions: bool | None = ...,
-    keep_batchnorm_fp32: bool | str | None = ...,
-    master_weights: bool | None = ...,
-    loss_scale: float | str | None = ...,
-    cast_model_outputs: torch.dtype | str | None = ...,
-    num_losses: int = ...,
-    verbosity: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-    *,
-    skip_on_overflow: bool = ...,
-    allow_banned: bool = ...,
-    adopt_data_writes: bool = ...,
-) -> tuple[Models, Optimizers]: ...
-
-
-def initialize(
-    models: Any,
-    optimizers: Any = None,
-    enabled: bool = True,
-    opt_level: str = "O1",
-    cast_model_type: torch.dtype | str | bool | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | str | None = None,
-    num_losses: int = 1,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
-    *,
-    skip_on_overflow: bool = False,
-    allow_banned: bool = False,
-    adopt_data_writes: bool = False,
-) -> Any:
-    return _amp_state.engine.initialize(
-        models,
-        optimizers,
-        enabled=enabled,
-        opt_level=opt_level,
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        num_losses=num_losses,
-        verbosity=verbosity,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
-        skip_on_overflow=skip_on_overflow,
-        allow_banned=allow_banned,
-        adopt_data_writes=adopt_data_writes,
-        hard_override=_amp_state.hard_override,
-    )
+    # As editors and help() show it.
+    initialize.__signature__ = inspect.signature(_amp_state.engine.initialize)
 
 
 def scale_loss(
@@ -233,7 +165,6 @@ def close() -> None:
     _amp_state.engine.close()
 
 
-initialize.__doc__ = Engine.initialize.__doc__
 scale_loss.__doc__ = Engine.scale_loss.__doc__
 master_params.__doc__ = initialized.master_params.__doc__
 clip_grad_norm_.__doc__ = Engine.clip_grad_norm_.__doc__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,25 @@ from amp_engine.torch_private import is_wrapper_subclass
 # What `initialize` takes, and gives back: the same objects.
 Models = TypeVar("Models", bound=nn.Module | list[Any])
 Optimizers = TypeVar("Optimizers", bound=Optimizer | LARC | list[Any])
+
+
+class InitializeOptions(TypedDict, total=False):
+    """What `initialize` takes after `opt_level`, for type checkers; its docstring says what each means."""
+
+    cast_model_type: torch.dtype | str | bool | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | str | None
+    master_weights: bool | None
+    loss_scale: float | str | None
+    cast_model_outputs: torch.dtype | str | None
+    num_losses: int
+    verbosity: int
+    min_loss_scale: float | None
+    max_loss_scale: float
+    skip_on_overflow: bool
+    allow_banned: bool
+    adopt_data_writes: bool
+
 
 # What `initialize` adds to an optimizer, beside `_amp_stash`: the names that apex added, and scripts call.
 APEX_METHODS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from amp_engine.errors import AmpTypeError
 
@@ -38,3 +39,8 @@ def parse_dtype(value: object, argument: str, allow_float64: bool = False) -> to
         f"{argument}={value!r} is no type that a model can be trained in.  Allowed are torch.float16, "
         f"torch.bfloat16 and torch.float32.  Type for example {argument}=torch.float16."
     )
+
+
+def followed(master: Tensor, param: Tensor) -> Tensor:
+    """`master` where it still rounds to what `param` has, else `param`: float32, of the same shape. No host sync."""
+    return torch.where(param == master.to(param.dtype), master, param.float())

@@ -8,14 +8,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import arguments, casting, checkpoint, levels, report
-from amp_engine.arguments import Models, Optimizers
+from amp_engine.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, FunctionCasts, Registration, patcher
 from amp_engine.devices import HostNumber, moved
@@ -29,6 +29,9 @@ from amp_engine.overflow import OverflowWatch
 from amp_engine.policy import Policy, require
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, ScaleSnapshot, check_bounds
 from amp_engine.step import SteppedOptimizer, Verdict
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -55,6 +58,7 @@ class Engine:
         self.reporter = report.Reporter()
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
+        self.hard_override = False  # whether `initialize` prints what does not fit a level, in place of raising it
         self._skip_on_overflow = False
         self._registrations: list[Registration] = []
         self._removals: list[tuple[Any, str]] = []
@@ -99,21 +103,7 @@ class Engine:
         optimizers: None = None,
         enabled: bool = ...,
         opt_level: str = ...,
-        cast_model_type: torch.dtype | str | bool | None = ...,
-        patch_torch_functions: bool | None = ...,
-        keep_batchnorm_fp32: bool | str | None = ...,
-        master_weights: bool | None = ...,
-        loss_scale: float | str | None = ...,
-        cast_model_outputs: torch.dtype | str | None = ...,
-        num_losses: int = ...,
-        verbosity: int = ...,
-        min_loss_scale: float | None = ...,
-        max_loss_scale: float = ...,
-        *,
-        skip_on_overflow: bool = ...,
-        allow_banned: bool = ...,
-        adopt_data_writes: bool = ...,
-        hard_override: bool = ...,
+        **options: Unpack[InitializeOptions],
     ) -> Models: ...
 
     @overload
@@ -123,21 +113,7 @@ class Engine:
         optimizers: Optimizers,
         enabled: bool = ...,
         opt_level: str = ...,
-        cast_model_type: torch.dtype | str | bool | None = ...,
-        patch_torch_functions: bool | None = ...,
-        keep_batchnorm_fp32: bool | str | None = ...,
-        master_weights: bool | None = ...,
-        loss_scale: float | str | None = ...,
-        cast_model_outputs: torch.dtype | str | None = ...,
-        num_losses: int = ...,
-        verbosity: int = ...,
-        min_loss_scale: float | None = ...,
-        max_loss_scale: float = ...,
-        *,
-        skip_on_overflow: bool = ...,
-        allow_banned: bool = ...,
-        adopt_data_writes: bool = ...,
-        hard_override: bool = ...,
+        **options: Unpack[InitializeOptions],
     ) -> tuple[Models, Optimizers]: ...
 
     def initialize(
@@ -160,7 +136,6 @@ class Engine:
         skip_on_overflow: bool = False,
         allow_banned: bool = False,
         adopt_data_writes: bool = False,
-        hard_override: bool = False,
     ) -> Any:
         """Prepare models and optimizers for training at `opt_level`. They are changed in place and returned.
 
@@ -184,7 +159,6 @@ class Engine:
             allow_banned: run `binary_cross_entropy` in FP32 under O1 instead of refusing it.
             adopt_data_writes: look for writes through `param.data` before each step (one read of
                 parameters and masters more) and take them over into the masters.
-            hard_override: print what does not fit the level instead of raising it.
 
         Returns:
             As apex: the model or list of models; with `optimizers` given a pair, an empty list included.
@@ -209,7 +183,7 @@ class Engine:
                 master_weights=master_weights,
                 loss_scale=loss_scale,
             )
-            if hard_override:
+            if self.hard_override:
                 for complaint in policy.complaints():
                     print(f"Warning:  {complaint}")  # at any verbosity: it stands for an error
             else:

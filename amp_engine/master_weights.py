@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from amp_engine import kernels
-from amp_engine.dtypes import is_low_precision
+from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.kernels import walk
 from amp_engine.lazy_gradients import GRAD, Kept, MasterParameter, own
@@ -190,17 +190,13 @@ class Master:
 
         Finds writes through `.data`, which move no version. One more read of parameter and master.
         """
-        self.weight.copy_(self._with_unseen_writes())
+        self.weight.copy_(followed(self.weight, self.param))
 
     @torch.no_grad()
     def value(self) -> Tensor:
         """What the next step would go on from: of a master that is in sync. Its own memory, if nothing was adopted."""
         adopts = self.compares and not self.was_written()
-        return self._with_unseen_writes() if adopts else self.weight.detach()
-
-    def _with_unseen_writes(self) -> Tensor:
-        differs = self.param != self.weight.to(self.param.dtype)
-        return torch.where(differs, self.param.float(), self.weight).detach()
+        return followed(self.weight.detach(), self.param.detach()) if adopts else self.weight.detach()
 
 
 def exact_value(param: nn.Parameter) -> Tensor | None:

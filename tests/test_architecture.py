@@ -156,12 +156,26 @@ def test_only_amp_holds_an_engine():
 
 
 def test_nothing_but_torch_is_imported():
-    allowed = set(sys.stdlib_module_names) | {"torch", "amp_engine"}
+    # typing_extensions is for type checkers alone, which bring it.
+    allowed = set(sys.stdlib_module_names) | {"torch", "amp_engine", "typing_extensions"}
     for path in MODULES.values():
         for node in ast.walk(tree(path)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert {n.split(".")[0] for n in names} <= allowed, path
+
+
+def test_what_type_checkers_bring_is_imported_by_them_alone():
+    for path in MODULES.values():
+        imports = [n for n in ast.walk(tree(path)) if getattr(n, "module", None) == "typing_extensions"]
+        guarded = [
+            n
+            for block in ast.walk(tree(path))
+            if isinstance(block, ast.If)
+            for n in block.body
+            if "TYPE_CHECKING" in ast.unparse(block.test)
+        ]
+        assert len(imports) == sum(getattr(n, "module", None) == "typing_extensions" for n in guarded), path
 
 
 def test_importing_patches_nothing():

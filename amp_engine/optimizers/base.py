@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine import kernels
+from amp_engine.dtypes import followed
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.kernels import walk
 from amp_engine.optimizers.fused_step import NORM, FusedStep, Plan, fused_step_of
@@ -241,7 +242,7 @@ class MasterKeepingOptimizer(FusedOptimizer):
             master = state["master_param"] = _float32_like(p, master)
         of_param, of_master = self._stamps.get(p, (None, None))
         if of_param is not None and of_param != kernels.stamps([p]):
-            master.copy_(torch.where(p == master.to(p.dtype), master, p.float()))
+            master.copy_(followed(master, p))
         elif of_master is not None and of_master != kernels.stamps([master]):
             p.copy_(master)  # somebody wrote the master, and this step may have no gradient for it
         return master

@@ -11,6 +11,7 @@ from torch import nn
 
 import amp_engine
 from amp_engine import amp
+from amp_engine.arguments import InitializeOptions
 from tests.models import CNN, MLP, NORMED_MLP, TASKS
 from tests.support import (
     CAST_LEVELS,
@@ -589,3 +590,11 @@ def test_init_disabled_patches_nothing() -> None:
     amp.init(enabled=False)
     inputs = torch.ones(2, 2)
     assert torch.mm(inputs, inputs).dtype == torch.float32
+
+
+def test_type_checkers_are_told_of_every_option():
+    parameters = list(inspect.signature(amp.initialize).parameters)
+    assert parameters[:4] == ["models", "optimizers", "enabled", "opt_level"]
+    assert parameters[4:] == list(InitializeOptions.__annotations__)
+    assert amp.initialize.__module__ == "amp_engine.amp"
+    assert "opt_level" in amp.initialize.__doc__

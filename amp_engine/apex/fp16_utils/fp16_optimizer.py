@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from amp_engine import kernels
 from amp_engine.apex.fp16_utils.fp16util import clip_grad_norm
 from amp_engine.devices import HostNumber, moved
-from amp_engine.dtypes import is_low_precision
+from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.kernels import walk
 from amp_engine.report import Reporter
@@ -327,7 +327,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         params = self._half_params()
         if kernels.stamps(params) != self._stamps:
             for param, master in self._pairs():
-                master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+                master.copy_(followed(master, param))
             self._stamps = kernels.stamps(params)
 
     def _half_params(self) -> list[nn.Parameter]:

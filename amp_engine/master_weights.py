@@ -403,7 +403,7 @@ class MasterWeights:
     def _take_state(self, master: Master) -> None:
         """Have what is kept by parameter kept by master."""
         for state in self._states():
-            if master.param in state:
+            if state and master.param in state:
                 state[master.weight] = _widened(state.pop(master.param))
 
     def _states(self) -> Iterator[dict[Any, Any]]:
@@ -435,6 +435,7 @@ class MasterWeights:
                 )
         if unmastered:
             self._replace(groups, {id(p): p for p in unmastered}, exact or {})
+        are_new = not self.in_groups
         found = (self.find(p) for group in groups for p in group["params"])
         self.in_groups = [master for master in found if master is not None]
         if len(self.in_groups) < len(self._by_weight):
@@ -444,11 +445,14 @@ class MasterWeights:
         self.weights = walk.params([m.weight for m in self.in_groups])
         self._scanned = [tuple(group["params"]) for group in groups]
         self.roster = _roster(groups, self.find)
-        marks = [master.marked_as() for master in self.in_groups]
         kept = self.kept
         if kept is not None:
             kept = kept.rearranged([None if m is None else m.row for m in self.roster.masters])
-        self._shared = Shared(walk.joined(p for p, _ in marks), walk.joined(w for _, w in marks), kept)
+        if are_new:
+            self._shared = Shared(walk.stamps(self.params), walk.stamps(self.weights), kept)
+        else:
+            marks = [master.marked_as() for master in self.in_groups]
+            self._shared = Shared(walk.joined(p for p, _ in marks), walk.joined(w for _, w in marks), kept)
         rows = [row for row, master in enumerate(self.roster.masters) if master is not None]
         for place, (master, row) in enumerate(zip(self.in_groups, rows, strict=True)):
             master.share(self._shared, place, row)

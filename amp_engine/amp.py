@@ -20,12 +20,12 @@ from amp_engine import casting, initialized
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, Registration, deferred
 from amp_engine.casting import original as original
+from amp_engine.compat.handle import Handle, NoOpHandle
+from amp_engine.compat.views import Properties
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
-from amp_engine.handle import Handle, NoOpHandle
 from amp_engine.optimizers import LARC
 from amp_engine.scaler import LossScaler
-from amp_engine.views import Properties
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)

@@ -12,9 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.ghost import inner_optimizers
 from amp_engine.optimizers import LARC
-from amp_engine.optimizers.wrapped import inner_of, parameters_elsewhere, shares_groups, takes_hooks
+from amp_engine.optimizers.wrapped import inner_of, inner_optimizers, parameters_elsewhere, shares_groups, takes_hooks
 from amp_engine.policy import Policy
 from amp_engine.torch_private import is_wrapper_subclass
 

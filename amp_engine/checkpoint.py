@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError, AmpTypeError
-from amp_engine.master_weights import exact_value, masters_of
 from amp_engine.scaler import LossScaler
+from amp_engine.stepping.master import exact_value, masters_of
 
 SCHEMA_VERSION = 1
 _SCALER_KEY = "loss_scaler"

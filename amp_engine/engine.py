@@ -23,12 +23,14 @@ from amp_engine.dtypes import LOW_PRECISION, parse_dtype
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
 from amp_engine.initialized import Initialized, master_params
 from amp_engine.kernels import is_lazy
-from amp_engine.master_weights import MasterWeights
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.overflow import OverflowWatch
 from amp_engine.policy import Policy, require
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, ScaleSnapshot, check_bounds
-from amp_engine.step import SteppedOptimizer, Verdict
+from amp_engine.stepping.backward import Verdict
+from amp_engine.stepping.master_weights import MasterWeights
+from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -474,13 +476,13 @@ class Engine:
         if not isinstance(optimizer, Optimizer):
             raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
         arguments.check_optimizers([optimizer], self._initialized.optimizers, is_scaled=True)
-        stepped = self._make_stepped(optimizer, None, lambda stepped, verdicts: on_skip())
+        stepped = self._make_stepped(optimizer, None, lambda skips, verdicts: on_skip())
         self._initialized.look_after(optimizer, stepped)
         return stepped
 
     def step_was_skipped(self, optimizer: Optimizer | LARC) -> bool:
         """Whether the last `optimizer.step()` was skipped. Waits for the device if that decided."""
-        return self._stepped(optimizer).skipped
+        return self._stepped(optimizer).verdicts.skipped
 
     def register(self, registration: Registration) -> None:
         """Cast one more function wherever O1 or O4 is on, until `close`."""
@@ -626,7 +628,7 @@ class Engine:
         self,
         optimizer: Optimizer,
         masters: MasterWeights | None,
-        on_skip: Callable[[SteppedOptimizer, Sequence[Verdict]], None] | None = None,
+        on_skip: Callable[[int, Sequence[Verdict]], None] | None = None,
     ) -> SteppedOptimizer:
         return SteppedOptimizer(
             optimizer,
@@ -635,8 +637,7 @@ class Engine:
             weight_copies=lambda: None if self.casts is None else self.casts.weight_copies,
             is_scaled=self._is_scaled,
             default_scaler=lambda: self.scalers[0] if self.scalers else LossScaler(1.0),
-            on_skip=on_skip or self._watch.skipped,
-            on_report=self._watch.stepped_on,
+            verdicts=Verdicts(on_skip or self._watch.skipped, self._watch.stepped_on),
             on_settle=self._settle,
         )
 
@@ -695,7 +696,7 @@ class Engine:
                 loss_id, scaler, found_inf, HostNumber(found_inf), HostNumber(scaler.scale), skips, checked, loss
             )
             for one in stepped:
-                one.add_verdict(verdict)
+                one.verdicts.add(verdict)
 
     def _settle(self, stepped: SteppedOptimizer) -> None:
         """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""

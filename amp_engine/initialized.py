@@ -15,12 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.arguments import APEX_METHODS, check_has_groups
 from amp_engine.collectives import Watch, watch
-from amp_engine.master_weights import MasterWeights, exact_value
+from amp_engine.compat.views import RefusesGradScaler, Stash
 from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC
 from amp_engine.policy import Policy
-from amp_engine.step import SteppedOptimizer
-from amp_engine.views import RefusesGradScaler, Stash
+from amp_engine.stepping.master import exact_value
+from amp_engine.stepping.master_weights import MasterWeights
+from amp_engine.stepping.stepped import SteppedOptimizer
 
 
 @contextmanager

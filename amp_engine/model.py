@@ -18,7 +18,7 @@ from amp_engine.copying import warn_of_low_precision_average
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.dynamo import part_of_a_graph
 from amp_engine.errors import AmpStateError
-from amp_engine.master_weights import follow_masters, follow_own_masters
+from amp_engine.stepping.master import follow_masters, follow_own_masters
 from amp_engine.torch_private import BatchNormBase
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from amp_engine.report import OverflowDiagnosis, Reporter, overflow_message, static_overflow_message
-from amp_engine.step import SteppedOptimizer, Verdict
+from amp_engine.stepping.backward import Verdict
 
 SKIPS_BEFORE_DIAGNOSIS = 8
 
@@ -33,13 +33,13 @@ class OverflowWatch:
         """Whether the overflow of this static scaler was reported, so that looking for it is of no more use."""
         return loss_id in self._static_reported
 
-    def skipped(self, stepped: SteppedOptimizer, verdicts: Sequence[Verdict]) -> None:
+    def skipped(self, skips_in_a_row: int, verdicts: Sequence[Verdict]) -> None:
         """A step was skipped because of `verdicts`, which are not empty."""
         for loss_id, v in {v.loss_id: v for v in verdicts}.items():
             scale = v.adjusted.read() if v.scaler.dynamic else v.scaler.loss_scale()
             self._reporter.say(overflow_message(loss_id, scale, v.scaler.dynamic))
-        if stepped.skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS:
-            self._reporter.say(str(self.diagnose(stepped.skips_in_a_row, verdicts[-1])))
+        if skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS:
+            self._reporter.say(str(self.diagnose(skips_in_a_row, verdicts[-1])))
 
     def stepped_on(self, verdict: Verdict) -> None:
         """A static scaler overflowed and the step was taken."""

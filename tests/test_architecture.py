@@ -19,7 +19,7 @@ MODULES = {
 LAYERS = [
     ["torch_private"],
     ["copying", "errors", "devices", "kernels._native", "kernels.hyperparameters", "casting.locks"],
-    ["dtypes", "dynamo", "ghost", "__main__"],
+    ["dtypes", "dynamo", "stepping", "compat", "__main__"],
     ["containers", "policy", "kernels.walk"],
     ["kernels.refusals", "levels"],
     ["kernels.reference"],
@@ -33,8 +33,10 @@ LAYERS = [
     ["optimizers.fused_novograd", "optimizers.fused_sgd", "optimizers.larc"],
     ["optimizers.fused_mixed_precision_lamb", "optimizers.wrapped"],
     ["optimizers"],
-    ["lazy_gradients"],
-    ["report", "scaler", "master_weights", "arguments"],
+    ["stepping.lazy_gradients", "stepping.ghost"],
+    ["report", "scaler", "arguments", "stepping.master"],
+    ["stepping.roster"],
+    ["stepping.master_weights"],
     ["casting.lists", "casting.cache", "casting.float_region"],
     ["casting.wrappers"],
     ["casting.recurrent"],
@@ -43,9 +45,10 @@ LAYERS = [
     ["casting.function_casts"],
     ["casting.explain"],
     ["casting"],
-    ["checkpoint", "collectives", "gradients"],
-    ["model", "step"],
-    ["averages", "overflow", "views", "handle"],
+    ["checkpoint", "collectives", "stepping.backward", "stepping.rows", "stepping.strays"],
+    ["model", "stepping.verdicts", "stepping.window"],
+    ["stepping.stepped"],
+    ["averages", "overflow", "compat.views", "compat.handle"],
     ["initialized"],
     ["engine"],
     ["amp"],
@@ -106,9 +109,9 @@ def test_what_child_processes_load_first_imports_nothing_of_ours():
         assert {root.split(".")[0] for root in roots} <= set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("name", ["scaler", "master_weights", "casting"])
+@pytest.mark.parametrize("name", ["scaler", "stepping.master", "casting"])
 def test_scaler_masters_and_casting_do_not_know_each_other(name):
-    others = {"scaler", "master_weights", "casting"} - {name}
+    others = {"scaler", "stepping.master", "casting"} - {name}
     for module, path in MODULES.items():
         if module.removeprefix("amp_engine.").startswith(name):
             imports = Imports()

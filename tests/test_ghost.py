@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_engine.ghost import ghost
+from amp_engine.stepping.ghost import ghost
 
 
 class Counts(torch.optim.SGD):

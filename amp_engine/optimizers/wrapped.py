@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from amp_engine.ghost import inner_optimizers
 from amp_engine.optimizers.larc import LARC
 
 # Where torch.optim.Optimizer keeps the hooks that are used here. A class that never calls its __init__ lacks some, and
@@ -17,6 +16,11 @@ _HOOKS = (
     "_optimizer_state_dict_post_hooks",
     "_optimizer_load_state_dict_pre_hooks",
 )
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Attributes of `optimizer` that are optimizers themselves (Lookahead, SAM and kin)."""
+    return {name: v for name, v in vars(optimizer).items() if isinstance(v, Optimizer)}
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:

@@ -10,10 +10,10 @@ from torch import nn
 
 from amp_engine.arguments import APEX_METHODS
 from amp_engine.errors import AmpStateError
-from amp_engine.master_weights import Master
 from amp_engine.policy import Policy
 from amp_engine.scaler import LossScaler
-from amp_engine.step import SteppedOptimizer
+from amp_engine.stepping.master import Master
+from amp_engine.stepping.stepped import SteppedOptimizer
 
 
 class PolicyHolder(Protocol):
@@ -186,13 +186,13 @@ class Stash:
 
         True is for those who replace `step` by a skip of their own, and False for that skip.
         """
-        return self._stepped.skips_next
+        return self._stepped.verdicts.skips_next
 
     @already_patched.setter
     def already_patched(self, value: bool) -> None:
         if value:
-            self._stepped.caller_skips = True
-        elif self._stepped.caller_skips:
+            self._stepped.verdicts.caller_skips = True
+        elif self._stepped.verdicts.caller_skips:
             self._stepped.skipped_by_caller()
 
     @property

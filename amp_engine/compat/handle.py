@@ -13,7 +13,8 @@ from amp_engine.casting import FunctionCasts
 from amp_engine.devices import HostNumber, moved
 from amp_engine.errors import AmpIndexError, AmpStateError
 from amp_engine.scaler import LossScaler
-from amp_engine.step import CLOSURE_REFUSED, SteppedOptimizer, Verdict
+from amp_engine.stepping.backward import Verdict
+from amp_engine.stepping.stepped import CLOSURE_REFUSED, SteppedOptimizer
 
 if TYPE_CHECKING:
     from amp_engine.engine import Engine
@@ -175,7 +176,7 @@ class OptimWrapper:
             casts.cache.lapse()
         self._losses += 1
         found_inf = scaler.update_(snapshot)
-        stepped.add_verdict(
+        stepped.verdicts.add(
             Verdict(
                 index,
                 scaler,

@@ -3,65 +3,33 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import kernels
-from amp_engine.devices import HostNumber, moved
+from amp_engine.devices import moved
 from amp_engine.errors import AmpStateError
-from amp_engine.ghost import ghost
-from amp_engine.gradients import NO_LOSS, Checked, GradientWindow, PassOne
 from amp_engine.kernels import walk
-from amp_engine.lazy_gradients import MasterParameter, Unscaling, clip_factor
-from amp_engine.master_weights import MasterWeights, forget_roster, roster_of
 from amp_engine.optimizers.fused_step import FusedStep, Plan, fused_step_of, release_fused_step
 from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.stepping import strays
+from amp_engine.stepping.backward import NO_LOSS, Checked, PassOne
+from amp_engine.stepping.ghost import Ghosts, unhooked_step
+from amp_engine.stepping.lazy_gradients import MasterParameter, clip_factor
+from amp_engine.stepping.master_weights import MasterWeights
+from amp_engine.stepping.roster import forget_roster, roster_of
+from amp_engine.stepping.rows import Rows, rows_of
+from amp_engine.stepping.verdicts import Verdicts
+from amp_engine.stepping.window import GradientWindow
 from amp_engine.torch_private import disable_dynamo, lazy_clone
 
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
-
-
-@dataclass
-class Verdict:
-    """What one backward decided for every optimizer of its `scale_loss`."""
-
-    loss_id: int
-    scaler: LossScaler
-    found_inf: Tensor  # float32, shape []: != 0 is an overflow
-    overflow: HostNumber  # the same on its way to the host
-    adjusted: HostNumber  # and the scale after it
-    skips: bool  # whether an overflow skips the step, or is only reported
-    checked: list[Checked]
-    loss: Tensor
-
-
-class Rows(NamedTuple):
-    """What an optimizer steps, one row for each parameter in the order of its groups.
-
-    Attributes:
-        weights: masters, or the parameters themselves.
-        gradients: low-precision and scaled where they were kept, else as `.grad` has them.
-        copies: the model's parameters behind masters.
-        scaled: which gradients are still scaled,
-        unscaling: and what by.
-        known: whether all gradients are known to be dense, of the kernels' types, and laid out as their weights.
-    """
-
-    weights: Sequence[Tensor]
-    gradients: Sequence[Tensor | None]
-    copies: Sequence[Tensor | None]
-    scaled: list[bool]
-    unscaling: Unscaling | None
-    known: bool
 
 
 class WeightCopies(Protocol):
@@ -86,8 +54,7 @@ class SteppedOptimizer:
         is_scaled: says whether a backward may scale gradients or have a step skipped. Then `step(closure)` is
             an error, since the backward in a closure would come after the decision to skip.
         default_scaler: gives the scaler of gradients that nobody said the scaler of.
-        on_skip: told the verdicts that made a step a skip.
-        on_report: told a verdict that did not.
+        verdicts: what decides whether a step is skipped.
         on_settle: asked to unscale what is scaled still before a step.
     """
 
@@ -100,8 +67,7 @@ class SteppedOptimizer:
         weight_copies: Callable[[], WeightCopies | None],
         is_scaled: Callable[[], bool],
         default_scaler: Callable[[], LossScaler],
-        on_skip: Callable[[SteppedOptimizer, list[Verdict]], None],
-        on_report: Callable[[Verdict], None],
+        verdicts: Verdicts,
         on_settle: Callable[[SteppedOptimizer], None],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -110,30 +76,19 @@ class SteppedOptimizer:
         self.in_backward = False
         self.backward_seen = False  # since the last step
         self.adopts_next = False  # whether the next backward looks for writes through `param.data`
-        self.caller_skips = False  # whether somebody's own `scale_loss` took it on itself to skip the next step
-        self.verdicts: list[Verdict] = []
-        # Of steps that the device decided: what the host has not been told yet, oldest first.
-        self._undecided: deque[list[Verdict]] = deque()
-        self._skipped = False
-        self.skips_in_a_row = 0
+        self.verdicts = verdicts
         self._pass_one: PassOne | None = None
         self._list_check = kernels.ListCheck()
         self._casts_off = casts_off
         self._weight_copies = weight_copies
         self._is_scaled = is_scaled
         self._default_scaler = default_scaler
-        self._on_skip = on_skip
-        self._on_report = on_report
         self._on_settle = on_settle
         self._stepping = False
         self._is_wrapped = False
-        # What tells whether somebody wrote the model's own gradients since the last exit; looked at in the first steps
-        # only, since whoever clips them does so from the beginning.
-        self._model_gradients: walk.GradientStamps = b""
-        self._looks_at_gradients = 64
+        self._written_gradients = strays.WrittenGradients()
         self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
-        self._ghost_has_stand_ins: bool | None = None
-        self._empty: Optimizer | None = None
+        self._ghosts = Ghosts()
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
 
@@ -143,12 +98,6 @@ class SteppedOptimizer:
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the last step was skipped. Waits for the device if that decided."""
-        self._hear_of_steps(wait=True)
-        return self._skipped
 
     def wrapped_by(self, wrapper: Optimizer) -> None:
         """Leave gradients after a step, and expect masters to be written, as `wrapper`, which calls `step`, may do."""
@@ -179,8 +128,8 @@ class SteppedOptimizer:
         self.in_backward = False
         self.backward_seen = True
         self.window = None
-        if self.masters is not None and self._looks_at_gradients > 0:
-            self._model_gradients = walk.gradient_stamps(self.masters.params)
+        if self.masters is not None:
+            self._written_gradients.note(self.masters)
         self._hook_last()
         return checked
 
@@ -221,25 +170,17 @@ class SteppedOptimizer:
             self.window.forget()
             self.window = None
 
-    @property
-    def skips_next(self) -> bool:
-        """Whether the next step will be skipped, by us or by the caller. Waits for the device if that decided."""
-        return self.caller_skips or any(v.skips and v.overflow.read() != 0 for v in self.verdicts)
-
     def skipped_by_caller(self) -> None:
         """The step was skipped without us, and all that was decided about it is past."""
-        self._hear_of_steps(wait=True)
-        self.caller_skips = self.backward_seen = False
-        self.verdicts = []
+        self.verdicts.skipped_by_caller()
+        self.backward_seen = False
         self._pass_one = None
         forget_roster(self.optimizer)
-        self._skipped = True
-        self.skips_in_a_row += 1
         if self.masters is not None:
             self.masters.drop_gradients()
 
     def _open_window(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot, is_claimed: bool = True) -> None:
-        self._hear_of_steps(wait=False)
+        self.verdicts.hear(wait=False)
         self._pass_one = None
         self._drop_left_gradients()
         self.look_for_parameters()
@@ -264,11 +205,6 @@ class SteppedOptimizer:
                 self.optimizer, self.masters, scaler, 0, scaler.snapshot(), is_claimed=False, is_entered=False
             )
         return self.window
-
-    def add_verdict(self, verdict: Verdict) -> None:
-        """Keep a verdict for the next step, and no more than that needs, however many backwards it takes."""
-        self.verdicts = [v for v in self.verdicts if not (v.overflow.is_known() and v.overflow.read() == 0)]
-        self.verdicts.append(verdict)
 
     def grad_norm(self, norm_type: float) -> Tensor | None:
         """Norm of all unscaled gradients, as the last backward's check took it: float32, shape []. No host sync.
@@ -323,11 +259,11 @@ class SteppedOptimizer:
         if self.window is not None:
             self.window.discard()
             self.window = None
-        self._hear_of_steps(wait=True)
+        self.verdicts.hear(wait=True)
         self._drop_left_gradients()
         release_fused_step(self.optimizer)
         forget_roster(self.optimizer)
-        if any(v.skips and v.overflow.read() != 0 for v in self.verdicts):
+        if self.verdicts.overflowed():
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None  # not finite, and nobody is left to skip the step
@@ -346,7 +282,7 @@ class SteppedOptimizer:
         if self._stepping:  # a subclass called super().step()
             return None
         casts_off = self._casts_off()
-        pending = self.verdicts or self.window is not None
+        pending = self.verdicts.pending or self.window is not None
         if self.masters is None and casts_off is None and not pending and not self._is_scaled():
             return None  # nothing to add to torch's own step
         if _closure(args, kwargs) is not None:
@@ -360,46 +296,47 @@ class SteppedOptimizer:
         left = self.masters if self._left_gradients and not self.backward_seen else None
         if left is not None and walk.any_gradient(left.params):
             self._drop_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
-        self._hear_of_steps(wait=False)
+        self.verdicts.hear(wait=False)
         if self.masters is not None:
             if hasattr(optimizer, "found_inf"):
                 self.refuse_foreign_scaler()
-            if self._looks_at_gradients > 0 and self.backward_seen:
-                self._warn_of_written_gradients(self.masters)
+            if self.backward_seen:
+                self._written_gradients.warn(optimizer, self.masters)
         backward_seen, self.backward_seen = self.backward_seen, False
         # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
         plain = len(args) == 1 and not kwargs and not hasattr(optimizer, "found_inf")
-        fused = fused_step_of(optimizer) if plain else None
+        known = fused_step_of(optimizer)
+        fused = known if plain else None
         with nullcontext() if casts_off is None else casts_off:
             if self.masters is not None:
                 self.masters.scan()
                 self.masters.follow()
             # A wrapper goes on after this step by what it finds, so the host decides.
-            is_open = not self._is_wrapped and any(not v.overflow.is_known() for v in self.verdicts)
+            is_open = not self._is_wrapped and not self.verdicts.are_known()
             planned = self._plan(fused) if fused is not None and is_open else None
             flags: list[Tensor] = []
             if planned is not None:
-                flags = self._leave_to_device()
-            elif self._skip():
-                forget_roster(optimizer)
-                return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
+                flags = self.verdicts.leave_to_device()
+            elif self.verdicts.decide():
+                self._skip()
+                return (
+                    self._ghosts.of(optimizer, args, kwargs, known is not None),
+                    *args[1:],
+                ), kwargs
             elif fused is not None:
                 planned = self._plan(fused)
-            if not backward_seen:
-                self._warn_of_unseen_gradients()
+            if not backward_seen and self.masters is not None:
+                strays.warn_of_unseen_gradients(optimizer, self.masters)
             self._step(optimizer, args, kwargs, planned, flags)
-        return (self._ghost(optimizer, args, kwargs), *args[1:]), kwargs
+        return (self._ghosts.of(optimizer, args, kwargs, known is not None), *args[1:]), kwargs
 
-    def _skip(self) -> bool:
-        """Whether a backward since the last step overflowed. Waits for the device if one was checked."""
-        self._hear_of_steps(wait=True)
-        verdicts, self.verdicts = self.verdicts, []
-        self._conclude(verdicts)
-        if self._skipped and self.masters is not None:
+    def _skip(self) -> None:
+        """Do nothing but drop what the step would have."""
+        if self.masters is not None:
             self.masters.drop_gradients()
-        if self._skipped and self._is_wrapped:
+        if self._is_wrapped:
             walk.drop_gradients(roster_of(self.optimizer, self.masters).plain)  # nothing for a wrapper to go by
-        return self._skipped
+        forget_roster(self.optimizer)
 
     def _drop_left_gradients(self) -> None:
         """Drop the gradients of the last step that a wrapper was to see."""
@@ -407,33 +344,9 @@ class SteppedOptimizer:
             self.masters.drop_own_gradients()
         self._left_gradients = False
 
-    def _leave_to_device(self) -> list[Tensor]:
-        """The flags that the next step reads itself; the host is told when they have arrived."""
-        flags = [v.found_inf for v in self.verdicts if v.skips]
-        self._undecided.append([v for v in self.verdicts if not v.overflow.is_captured])
-        self.verdicts = []
-        return flags
-
-    def _hear_of_steps(self, wait: bool) -> None:
-        """Report steps that the device decided, as far as the host knows of them by now."""
-        while self._undecided and (wait or all(v.overflow.is_known() for v in self._undecided[0])):
-            self._conclude(self._undecided.popleft())
-
-    def _conclude(self, verdicts: Sequence[Verdict]) -> None:
-        """Say, and remember, what `verdicts` meant for their step."""
-        overflowed = [v for v in verdicts if v.overflow.read() != 0]
-        skipping = [v for v in overflowed if v.skips]
-        for verdict in overflowed:
-            if not verdict.skips:
-                self._on_report(verdict)
-        self._skipped = bool(skipping)
-        self.skips_in_a_row = self.skips_in_a_row + 1 if skipping else 0
-        if skipping:
-            self._on_skip(self, skipping)
-
     def _plan(self, fused: FusedStep) -> tuple[FusedStep, Plan, Rows] | None:
         """What the kernels are to do, or None if the class's own step has to."""
-        rows = self._rows()
+        rows = rows_of(self.optimizer, self.masters)
         copies = None if self.masters is None else rows.copies
         plan = fused.plan(rows.weights, rows.gradients, copies, rows.known)
         return None if plan is None else (fused, plan, rows)
@@ -492,100 +405,16 @@ class SteppedOptimizer:
             self.masters.materialize()
         try:
             with _foreach_as_by_default(optimizer):
-                _unhooked_step(optimizer)(optimizer, *args[1:], **kwargs)
+                unhooked_step(optimizer)(optimizer, *args[1:], **kwargs)
         finally:
             # Also after an exception: a parameter never disagrees with its master.
             if self.masters is not None:
                 self.masters.write_back()
 
-    def _rows(self) -> Rows:
-        roster = roster_of(self.optimizer, self.masters)
-        written = self.masters is not None and walk.any_gradient(self.masters.weights)
-        if written and self.masters is not None:
-            for master in self.masters.in_groups:
-                if master.gradient() is not None:
-                    master.materialize()  # autograd wrote into the master itself, beside what is kept
-        kept = None if self.masters is None else self.masters.kept
-        if kept is not None and kept.is_whole and not written and not roster.plain:
-            return Rows(roster.weights, kept.grads, roster.copies, [True] * len(kept.grads), kept.unscaling, True)
-        held = bytes(len(roster.weights)) if kept is None else bytes(kept.held)
-        gradients: Sequence[Tensor | None]
-        if roster.asks:
-            gradients, known = [None if h else w.grad for h, w in zip(held, roster.weights, strict=True)], False
-        else:
-            gradients, walks, _ = walk.gradients(roster.weight_handle)
-            known = walk.OTHER not in walks
-        if kept is not None:
-            gradients = walk.either(held, kept.grads, gradients)
-        return Rows(
-            roster.weights,
-            gradients if known else list(gradients),  # FusedStep looks at those of a list one by one
-            roster.copies,
-            [h != 0 for h in held],
-            None if kept is None else kept.unscaling,
-            known,
-        )
-
-    def _ghost(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """A ghost that this class can step; which kind is found out once."""
-        if fused_step_of(optimizer) is not None:  # a class that we know: it steps its groups, and there are none
-            if self._empty is None:
-                self._empty = ghost(optimizer)
-                self._empty.param_groups = []
-            return self._empty
-        if self._ghost_has_stand_ins is not None:
-            return ghost(optimizer, self._ghost_has_stand_ins)
-        failures = []
-        for stand_ins in (False, True):
-            try:
-                _unhooked_step(optimizer)(ghost(optimizer, stand_ins), *args[1:], **kwargs)
-            except Exception as e:  # whatever a class raises when it finds nothing to step
-                failures.append(e)
-            else:
-                self._ghost_has_stand_ins = stand_ins
-                return ghost(optimizer, stand_ins)
-        raise AmpStateError(
-            f"{type(optimizer).__name__} cannot be stepped under amp: its step() fails when there is nothing to step "
-            f"({failures[-1]!r}), so no step of it can be skipped.  Use opt_level='O0' or 'O3' without loss scaling."
-        ) from failures[-1]
-
-    def _warn_of_unseen_gradients(self) -> None:
-        """Of a backward outside of `scale_loss`, whose gradients never reach the masters."""
-        masters = [] if self.masters is None else self.masters.in_groups
-        if any(m.param.grad is not None and not m.is_kept() and m.gradient() is None for m in masters):
-            warnings.warn(
-                f"{type(self.optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
-                "which never reach the FP32 masters that it steps.  Type `with amp.scale_loss(loss, optimizer) as "
-                "scaled_loss: scaled_loss.backward()`, at a scale of 1 too.",
-                stacklevel=2,
-            )
-
     def refuse_foreign_scaler(self) -> None:
         """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
-        if self.masters is not None and not self.backward_seen and walk.any_gradient(self.masters.params):
-            raise AmpStateError(
-                f"torch.amp.GradScaler is to step {type(self.optimizer).__name__}, which steps FP32 masters, and the "
-                "gradients of a backward() outside of amp.scale_loss never reach them.  Leave the GradScaler out, "
-                "and type `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, then "
-                "optimizer.step(): scale_loss scales, unscales and skips."
-            )
-
-    def _warn_of_written_gradients(self, masters: MasterWeights) -> None:
-        """Of an edit of the model's own gradients since `scale_loss`, as torch's clip_grad_norm_ makes of them."""
-        self._looks_at_gradients -= 1
-        before, self._model_gradients = self._model_gradients, b""
-        if not before or walk.have_gradient_stamps(masters.params, before):
-            return
-        if not walk.any_gradient_written(masters.params, before):
-            return  # replaced or dropped, by zero_grad() say
-        self._looks_at_gradients = 0
-        warnings.warn(
-            "Gradients of the model were written (clipped, edited, or reached by another backward) between "
-            f"amp.scale_loss and {type(self.optimizer).__name__}.step(), which steps those of its FP32 masters: it has "
-            "no effect.  To clip type amp.clip_grad_norm_(optimizer, max_norm); for anything else write to `.grad` "
-            "of what amp.master_params(optimizer) gives.  This is said once.",
-            stacklevel=2,
-        )
+        if self.masters is not None and not self.backward_seen:
+            strays.refuse_foreign_scaler(self.optimizer, self.masters)
 
     def _hook_last(self) -> None:
         # The hook does the step itself, so hooks that the user has registered by now (clipping, logging) go first.
@@ -620,11 +449,3 @@ def _foreach_as_by_default(optimizer: Optimizer) -> Iterator[None]:
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     return closure if callable(closure) else None
-
-
-def _unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The class's own `step`, without the wrapper in which torch runs the hooks."""
-    step: Any = type(optimizer).step
-    while hasattr(step, "hooked"):
-        step = step.__wrapped__
-    return step

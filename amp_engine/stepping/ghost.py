@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-
-def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Attributes of `optimizer` that are optimizers themselves (Lookahead, SAM and kin)."""
-    return {name: v for name, v in vars(optimizer).items() if isinstance(v, Optimizer)}
+from amp_engine.errors import AmpStateError
 
 
 def ghost(optimizer: Optimizer, stand_ins: bool = False) -> Optimizer:
@@ -76,3 +74,53 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # a lock, a process group: whatever has no copy is shared
         return value
+
+
+class Ghosts:
+    """Those of one optimizer. Which kind its class can step is found out once."""
+
+    def __init__(self) -> None:
+        self._have_stand_ins: bool | None = None
+        self._empty: Optimizer | None = None
+
+    def of(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], steps_its_groups: bool
+    ) -> Optimizer:
+        """A ghost for `step(*args[1:], **kwargs)`.
+
+        Args:
+            optimizer: what `step` was called on.
+            args: with it in the first place.
+            kwargs: of the same call.
+            steps_its_groups: whether the class is known to do nothing but step its groups.
+
+        Raises AmpStateError for a class that can step nothing of either kind.
+        """
+        if steps_its_groups:
+            if self._empty is None:
+                self._empty = ghost(optimizer)
+                self._empty.param_groups = []
+            return self._empty
+        if self._have_stand_ins is not None:
+            return ghost(optimizer, self._have_stand_ins)
+        failures = []
+        for stand_ins in (False, True):
+            try:
+                unhooked_step(optimizer)(ghost(optimizer, stand_ins), *args[1:], **kwargs)
+            except Exception as e:  # whatever a class raises when it finds nothing to step
+                failures.append(e)
+            else:
+                self._have_stand_ins = stand_ins
+                return ghost(optimizer, stand_ins)
+        raise AmpStateError(
+            f"{type(optimizer).__name__} cannot be stepped under amp: its step() fails when there is nothing to step "
+            f"({failures[-1]!r}), so no step of it can be skipped.  Use opt_level='O0' or 'O3' without loss scaling."
+        ) from failures[-1]
+
+
+def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The class's own `step`, without the wrapper in which torch runs the hooks."""
+    step: Any = type(optimizer).step
+    while hasattr(step, "hooked"):
+        step = step.__wrapped__
+    return step

@@ -1,0 +1,1 @@
+"""One optimizer: its masters, the gradients around a backward, and the step."""

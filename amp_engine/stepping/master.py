@@ -1,0 +1,286 @@
+"""A low-precision parameter and its float32 master, and where to find the masters of a parameter.
+
+Which of the two is newer is told by a stamp of each, taken whenever we write one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+
+from amp_engine import kernels
+from amp_engine.dtypes import followed
+from amp_engine.kernels import walk
+from amp_engine.stepping.lazy_gradients import GRAD, Kept, MasterParameter, own
+from amp_engine.torch_private import disable_dynamo
+
+# Live parameter -> weak references to its masters. `state_dict` finds a master here by the identity of the
+# parameter, so that a hook needs no engine and a deepcopy, whose parameters are others, finds none.
+_MASTERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+# Where the memory of parameters with masters begins and ends, in order; empty until somebody asks after one has moved.
+_PLACES: list[tuple[int, int, TensorWeakRef]] = []
+
+
+class Shared:
+    """What many masters have in one place.
+
+    Attributes:
+        params, weights: their stamps as they were when each two agreed.
+        kept: the low-precision gradients that stand for theirs, if some do.
+    """
+
+    def __init__(self, params: walk.Stamps, weights: walk.Stamps, kept: Kept | None = None) -> None:
+        self.params = walk.replaceable(params)
+        self.weights = walk.replaceable(weights)
+        self.kept = kept
+
+
+# Of a master that no scan has seen.
+_NOT_SCANNED = Shared(walk.stamps([]), walk.stamps([]))
+
+
+class Master:
+    """One low-precision parameter of a model and its float32 master, of equal shape and strides.
+
+    Where the parameter has gaps in memory, the master has none.
+
+    Args:
+        param: the parameter.
+        value_f32: becomes the master's memory.
+        others: masters of the parameter that other optimizers have.
+    """
+
+    # A garbage collection goes through every dictionary, and making 50,000 masters sets off many.
+    __slots__ = (
+        "__weakref__",
+        "_memory",
+        "_place",
+        "_shared",
+        "compares",
+        "incoming",
+        "is_doubted",
+        "param",
+        "row",
+        "weight",
+    )
+
+    def __init__(self, param: nn.Parameter, value_f32: Tensor, others: Sequence[Master] = ()) -> None:
+        self.param = param
+        self.weight = MasterParameter(value_f32, requires_grad=True)
+        own(self.weight, self)
+        # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
+        self.weight.__dict__.update(param.__dict__)
+        self._shared = _NOT_SCANNED
+        self._place = 0
+        self.row: int | None = None  # among all that its optimizer steps, as of the last scan
+        # A checkpoint's value between the hooks before and after torch copies it into `param`.
+        self.incoming: Tensor | None = None
+        # Whether a broadcast may have been copied into `param.data`, unseen, since the two agreed.
+        self.is_doubted = False
+        # Whether the parameter's values count where nobody is known to have written it.
+        self.compares = False
+        # Held, or what replaces it (`param.data = x`) could be given its address, by which the stamp knows it.
+        self._memory = param.untyped_storage()
+        _PLACES.clear()
+        _MASTERS[param] = [weakref.ref(master) for master in (*others, self)]
+
+    def gradient(self) -> Tensor | None:
+        """The master's float32 gradient if it has one by now; what is kept is left alone."""
+        return GRAD.__get__(self.weight)
+
+    def total(self) -> Tensor | None:
+        """The same, to be added to by the kernels."""
+        grad = self.gradient()
+        if grad is not None and kernels.is_lazy(grad):
+            grad = grad.clone()
+            GRAD.__set__(self.weight, grad)
+        return grad
+
+    def is_kept(self) -> bool:
+        """Whether a low-precision gradient stands for its own."""
+        return self._shared.kept is not None and self.row is not None and bool(self._shared.kept.held[self.row])
+
+    def forget_kept(self) -> None:
+        """Drop the kept gradient, if there is one."""
+        if self._shared.kept is not None and self.row is not None:
+            self._shared.kept.take(self.row)
+
+    def materialize(self) -> None:
+        """Make the float32 gradient from the kept one, if there is one, and add it to what autograd wrote meanwhile."""
+        kept = self._shared.kept
+        grad = None if kept is None or self.row is None else kept.take(self.row)
+        if kept is None or grad is None:
+            return
+        # Whoever looks first may be in inference mode; the gradient is for those who come later, too.
+        with torch.no_grad(), torch.inference_mode(False):
+            unscaled, written = kept.unscaling.unscaled(grad), self.gradient()
+            GRAD.__set__(self.weight, unscaled if written is None else unscaled.add_(written))
+
+    def in_sync(self) -> bool:
+        """Whether nobody but us moved the parameter since it was last stamped."""
+        return walk.have_stamps([self.param], walk.stamps_of(self._shared.params, self._place))
+
+    def was_written(self) -> bool:
+        """Whether somebody but us wrote the master since the two last agreed."""
+        return not walk.have_stamps([self.weight], walk.stamps_of(self._shared.weights, self._place))
+
+    def mark_in_sync(self) -> None:
+        """Declare that master and parameter agree."""
+        shared = self._shared
+        self.is_doubted = False
+        self._memory = self.param.untyped_storage()
+        _PLACES.clear()  # the parameter may have moved
+        walk.put_stamps(shared.params, self._place, walk.stamps([self.param]))
+        walk.put_stamps(shared.weights, self._place, walk.stamps([self.weight]))
+
+    def mark_weight(self) -> None:
+        """Declare what the master holds to be what the two agreed on."""
+        walk.put_stamps(self._shared.weights, self._place, walk.stamps([self.weight]))
+
+    def marked_as(self) -> tuple[walk.Stamps, walk.Stamps]:
+        """The stamps of parameter and weight when they last agreed."""
+        shared = self._shared
+        if shared is _NOT_SCANNED:
+            return walk.stamps([self.param]), walk.stamps([self.weight])
+        return walk.stamps_of(shared.params, self._place), walk.stamps_of(shared.weights, self._place)
+
+    def share(self, shared: Shared, place: int, row: int) -> None:
+        """Keep the stamps, and the gradient, in `shared`, which has them already, from now on."""
+        self._shared, self._place, self.row = shared, place, row
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the parameter's value if somebody moved it. Exact if another master of it is in sync."""
+        if self.in_sync() and not self.is_doubted:
+            return
+        value_f32 = None if self.is_doubted else exact_value(self.param)
+        if value_f32 is None:
+            value_f32 = self.param.detach()
+        if self.weight.device == self.param.device and is_laid_out_as(self.param, self.weight):
+            self.weight.copy_(value_f32)
+        else:
+            self.weight.data = laid_out_as(self.param, value_f32.to(self.param.device, torch.float32, copy=True))
+        self.mark_in_sync()
+
+    @torch.no_grad()
+    def write_back_if_moved(self) -> None:
+        """Round the master into the parameter if somebody wrote the master, and nobody the parameter."""
+        if self.was_written() and self.in_sync():
+            self.param.copy_(self.weight)
+            self.mark_in_sync()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take those elements of the parameter that differ from the rounded master.
+
+        Finds writes through `.data`, which move no version. One more read of parameter and master.
+        """
+        self.weight.copy_(followed(self.weight, self.param))
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """What the next step would go on from: of a master that is in sync. Its own memory, if nothing was adopted."""
+        adopts = self.compares and not self.was_written()
+        return followed(self.weight.detach(), self.param.detach()) if adopts else self.weight.detach()
+
+
+def exact_value(param: nn.Parameter) -> Tensor | None:
+    """The float32 value of the master behind `param`, or None if it has none that is up to date. Maybe not a copy."""
+    return exact_value_of(masters_of(param))
+
+
+def exact_value_of(masters: Iterable[Master]) -> Tensor | None:
+    """The same of a parameter with these masters."""
+    return next((master.value() for master in masters if master.in_sync()), None)
+
+
+def masters_of(param: nn.Parameter) -> Iterator[Master]:
+    """Every live master of `param`: one for each optimizer that owns it."""
+    for ref in _MASTERS.get(param, ()):
+        master = ref()
+        if master is not None:
+            yield master
+
+
+def written_through_data(tensors: Iterable[Tensor]) -> None:
+    """Have masters follow what was written into their parameters behind autograd's back, as `p.data` of `tensors`."""
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(written_memory(tensor))
+
+
+def written_memory(tensor: Tensor) -> list[Tensor]:
+    """The parameters with masters that have memory where `tensor` has it, and those masters."""
+    if not _PLACES:
+        for param in list(_MASTERS):
+            for t in (param, *(master.weight for master in masters_of(param))):
+                if t.numel() > 0:
+                    _PLACES.append((t.data_ptr(), t.data_ptr() + _extent(t), TensorWeakRef(t)))
+        _PLACES.sort(key=itemgetter(0))
+    begin = tensor.data_ptr()
+    end = begin + _extent(tensor)
+    found = []
+    # Parameters do not overlap, but those that are one another's memory, whose places begin together.
+    place = bisect_left(_PLACES, begin, key=itemgetter(1))
+    while place < len(_PLACES) and _PLACES[place][0] < end:
+        low, high, ref = _PLACES[place]
+        param = ref()
+        if param is not None and low < end and begin < high:
+            found.append(param)
+        place += 1
+    return found
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+@disable_dynamo
+def follow_masters(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook for models whose optimizer writes masters outside of its step: schedule-free, or Lookahead."""
+    for param in module.parameters():
+        for master in masters_of(param):
+            master.write_back_if_moved()
+
+
+def follow_own_masters(module: nn.Module, args: Any) -> None:
+    """The same for the parameters of `module` itself. In a graph nothing: the hook of the model went before it."""
+    if torch.compiler.is_compiling():
+        return
+    for param in module._parameters.values():
+        if param is not None:
+            for master in masters_of(param):
+                master.write_back_if_moved()
+
+
+def forget_master(master: Master) -> None:
+    """Its parameter is float32 again."""
+    _MASTERS[master.param].remove(weakref.ref(master))
+    _PLACES.clear()
+
+
+def is_laid_out_as(param: Tensor, value: Tensor) -> bool:
+    """Whether `value` is dense, and in the order in memory of `param` unless that has gaps."""
+    return (
+        kernels.is_dense(value)
+        and value.shape == param.shape
+        and (not kernels.is_dense(param) or kernels.same_layout(value, param))
+    )
+
+
+def laid_out_as(param: Tensor, value_f32: Tensor) -> Tensor:
+    """`value_f32`, or a copy in the order in memory of `param`; in one without gaps where that has some."""
+    if is_laid_out_as(param, value_f32):
+        return value_f32
+    return torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(value_f32)

@@ -1,0 +1,68 @@
+"""Gradients of the model that never reach the masters, and what is said of them."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch.optim import Optimizer
+
+from amp_engine.errors import AmpStateError
+from amp_engine.kernels import walk
+from amp_engine.stepping.master_weights import MasterWeights
+
+
+class WrittenGradients:
+    """Tells, in the first steps, whether somebody wrote the model's own gradients since the last backward.
+
+    Whoever clips them does so from the beginning.
+    """
+
+    def __init__(self) -> None:
+        self._stamps: walk.GradientStamps = b""
+        self._looks = 64
+
+    def note(self, masters: MasterWeights) -> None:
+        """After a backward: remember gradients as they are."""
+        if self._looks > 0:
+            self._stamps = walk.gradient_stamps(masters.params)
+
+    def warn(self, optimizer: Optimizer, masters: MasterWeights) -> None:
+        """Before the step: of an edit since then, as torch's clip_grad_norm_ makes of them."""
+        if self._looks == 0:
+            return
+        self._looks -= 1
+        before, self._stamps = self._stamps, b""
+        if not before or walk.have_gradient_stamps(masters.params, before):
+            return
+        if not walk.any_gradient_written(masters.params, before):
+            return  # replaced or dropped, by zero_grad() say
+        self._looks = 0
+        warnings.warn(
+            "Gradients of the model were written (clipped, edited, or reached by another backward) between "
+            f"amp.scale_loss and {type(optimizer).__name__}.step(), which steps those of its FP32 masters: it has "
+            "no effect.  To clip type amp.clip_grad_norm_(optimizer, max_norm); for anything else write to `.grad` "
+            "of what amp.master_params(optimizer) gives.  This is said once.",
+            stacklevel=2,
+        )
+
+
+def warn_of_unseen_gradients(optimizer: Optimizer, masters: MasterWeights) -> None:
+    """Of a backward outside of `scale_loss`, whose gradients never reach the masters."""
+    if any(m.param.grad is not None and not m.is_kept() and m.gradient() is None for m in masters.in_groups):
+        warnings.warn(
+            f"{type(optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
+            "which never reach the FP32 masters that it steps.  Type `with amp.scale_loss(loss, optimizer) as "
+            "scaled_loss: scaled_loss.backward()`, at a scale of 1 too.",
+            stacklevel=2,
+        )
+
+
+def refuse_foreign_scaler(optimizer: Optimizer, masters: MasterWeights) -> None:
+    """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
+    if walk.any_gradient(masters.params):
+        raise AmpStateError(
+            f"torch.amp.GradScaler is to step {type(optimizer).__name__}, which steps FP32 masters, and the "
+            "gradients of a backward() outside of amp.scale_loss never reach them.  Leave the GradScaler out, "
+            "and type `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, then "
+            "optimizer.step(): scale_loss scales, unscales and skips."
+        )

@@ -194,17 +194,17 @@ def promote_function(fn: F) -> F:
 
 def register_half_function(module: Any, name: str) -> None:
     """Under O1, run `module.name` in half (O4: bfloat16). Raises ValueError if there is no such function."""
-    _amp_state.engine.register(Registration("half", module, name))
+    _amp_state.engine.function_casts.register(Registration("half", module, name))
 
 
 def register_float_function(module: Any, name: str) -> None:
     """Under O1, run `module.name` in float32. Raises ValueError if there is no such function."""
-    _amp_state.engine.register(Registration("float", module, name))
+    _amp_state.engine.function_casts.register(Registration("float", module, name))
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """Under O1, run `module.name` in the widest type of its arguments. Raises ValueError if it does not exist."""
-    _amp_state.engine.register(Registration("promote", module, name))
+    _amp_state.engine.function_casts.register(Registration("promote", module, name))
 
 
 def init(
@@ -221,7 +221,7 @@ def init(
     del loss_scale
     if not enabled:
         return NoOpHandle()
-    _amp_state.engine.install_casts(
+    _amp_state.engine.function_casts.install(
         torch.float16, enable_caching=enable_caching, allow_banned=allow_banned, verbose=verbose
     )
     return Handle(_amp_state.engine)

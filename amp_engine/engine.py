@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -17,7 +15,7 @@ from torch.optim import Optimizer
 from amp_engine import arguments, casting, checkpoint, levels, report
 from amp_engine.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
-from amp_engine.casting import Explanation, FunctionCasts, Registration, patcher
+from amp_engine.casting import EngineCasts, Explanation, FunctionCasts, patcher
 from amp_engine.devices import HostNumber, moved
 from amp_engine.dtypes import LOW_PRECISION, parse_dtype
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
@@ -56,26 +54,20 @@ class Engine:
     def __init__(self) -> None:
         self.policy: Policy | None = None  # None before initialize and after close
         self.scalers: list[LossScaler] = []
-        self._casts: FunctionCasts | None = None
         self.reporter = report.Reporter()
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
         self.hard_override = False  # whether `initialize` prints what does not fit a level, in place of raising it
         self._skip_on_overflow = False
-        self._registrations: list[Registration] = []
-        self._removals: list[tuple[Any, str]] = []
-        self._cast_options: dict[str, Any] = {}
-        self._explanations: list[Explanation] = []
         self._said_float16_convolution = False
-        self._said_casts_ended = False
+        self.function_casts = EngineCasts(self.reporter.say)
         self._initialized = Initialized(self._make_stepped)
         self._watch = OverflowWatch(self.reporter, self._initialized.parameter_names)
 
     @property
     def casts(self) -> FunctionCasts | None:
         """The function casts, from `initialize` at O1 or O4 to the end of the last of its modules, or `close`."""
-        casts = self._casts
-        return None if casts is None or casts.has_ended else casts
+        return self.function_casts.casts
 
     def __repr__(self) -> str:
         if self.policy is None:
@@ -173,7 +165,7 @@ class Engine:
             if not enabled:
                 self.reporter.verbosity = verbosity
                 self.policy, self.scalers = levels.DISABLED, []
-                self._end_casts_of(models, "enabled=False")
+                self.function_casts.end_of(models, "enabled=False")
                 return models if optimizers is None else (models, optimizers)
 
             arguments.check_cudnn()
@@ -196,7 +188,7 @@ class Engine:
             num_losses = arguments.check_num_losses(num_losses)
             check_bounds(min_loss_scale, max_loss_scale)
             if policy.patch_torch_functions:
-                casting.from_environment(os.environ, self._registrations)
+                self.function_casts.check_environment()
             model_list = arguments.as_models(models)
             optimizer_list = arguments.as_optimizers(optimizers)
             arguments.check_models(model_list, policy)
@@ -221,9 +213,8 @@ class Engine:
                 for _ in range(num_losses)
             ]
             self._watch.reset()
-            self._said_casts_ended = False
             if policy.patch_torch_functions:
-                self.install_casts(
+                self.function_casts.install(
                     policy.patch_torch_functions_type or torch.float16,
                     allow_banned=allow_banned,
                     verbose=verbosity == 2,
@@ -231,7 +222,7 @@ class Engine:
                     models=model_list,
                 )
             else:
-                self._end_casts_of(model_list, str(policy.opt_level))
+                self.function_casts.end_of(model_list, str(policy.opt_level))
             if not self._said_float16_convolution and arguments.has_float16_convolution_on_cpu(model_list, policy):
                 self._said_float16_convolution = True
                 self.reporter.say(report.FLOAT16_CONV_ON_CPU, rank0=True)
@@ -280,12 +271,7 @@ class Engine:
                 "called on."
             )
         casting.forget_interrupted()
-        if self.policy.patch_torch_functions and self._casts is not None and self._casts.has_ended:
-            if not self._said_casts_ended:
-                self.reporter.say(report.casts_ended(self._casts.origin), rank0=True)
-            self._said_casts_ended = True
-        elif self._casts is not None and not self._casts.were_used:
-            self._casts.note_use()
+        self.function_casts.note_use(bool(self.policy.patch_torch_functions))
         stepped = list(dict.fromkeys(map(self._stepped, _as_list(optimizers))))
         scaler = self._scaler(loss_id)
         try:
@@ -310,8 +296,7 @@ class Engine:
             else:
                 self._close_windows(stepped, scaler, loss_id, snapshot, loss.detach(), delay_overflow_check)
         finally:
-            if self.casts is not None:
-                self.casts.cache.lapse()
+            self.function_casts.lapse()
 
     def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
         """The parameters that `optimizer` steps, as the function `amp.master_params`."""
@@ -411,7 +396,7 @@ class Engine:
 
     def disable_casts(self) -> AbstractContextManager[None]:
         """A context in which no function is cast, in any thread. Nests; does nothing without O1 or O4."""
-        return nullcontext() if self.casts is None else self.casts.disabled()
+        return self.function_casts.disabled()
 
     def keep_float(self, module: M, keep: bool = True) -> M:
         """As the function `amp.keep_float`; raises AmpStateError for a part of a model that was cast already."""
@@ -431,7 +416,7 @@ class Engine:
         `explanation.records`. `str(explanation)` is a table of them. Nests. Casts made by code that
         torch.compile compiled are not seen. Python runs at each call, so do not time it. No host sync.
         """
-        return Explanation(self._explained, self._why_nothing_is_cast)
+        return Explanation(self.function_casts.observed, self._why_nothing_is_cast)
 
     def set_policy(self, policy: Policy) -> None:
         """Change the policy after `initialize`, as a write to `_amp_state.opt_properties` does.
@@ -449,7 +434,7 @@ class Engine:
                     f"and amp.initialize(..., {name}={after[name]!r})."
                 )
         if before["patch_torch_functions"] and not policy.patch_torch_functions:
-            self.remove_casts()
+            self.function_casts.remove()
         self.policy = policy
 
     def replace_scalers(self, scalers: Sequence[LossScaler]) -> None:
@@ -484,117 +469,6 @@ class Engine:
         """Whether the last `optimizer.step()` was skipped. Waits for the device if that decided."""
         return self._stepped(optimizer).verdicts.skipped
 
-    def register(self, registration: Registration) -> None:
-        """Cast one more function wherever O1 or O4 is on, until `close`."""
-        casting.check_patchable(registration.module, registration.name)
-        self._change_lists([*self._registrations, registration], self._removals)
-
-    def unregister(self, module: Any, name: str) -> None:
-        """Run `module.name` without casts, registered or listed as it may be, until `close` or `register`."""
-        casting.check_patchable(module, name)
-        removal = (module, name)
-        registrations = [registration for registration in self._registrations if not _names(removal, registration)]
-        self._change_lists(registrations, [*self._removals, removal])
-
-    @property
-    def registrations(self) -> list[Registration]:
-        """What was registered since the last `close`; the first one of a function counts."""
-        return list(self._registrations)
-
-    @property
-    def removals(self) -> list[tuple[Any, str]]:
-        """Owner and name of what was taken off the lists since the last `close`; a registration wins over it."""
-        return list(self._removals)
-
-    def _change_lists(self, registrations: list[Registration], removals: list[tuple[Any, str]]) -> None:
-        before = self._registrations, self._removals
-        self._registrations, self._removals = registrations, removals
-        with patcher.changing():
-            modules = None if self.casts is None else self.casts.modules
-            if self.casts is not None:
-                try:
-                    self._install_casts(self._cast_options, modules)
-                except BaseException:
-                    self._registrations, self._removals = before
-                    raise
-
-    def install_casts(
-        self,
-        dtype: torch.dtype,
-        *,
-        enable_caching: bool = True,
-        allow_banned: bool = False,
-        verbose: bool = False,
-        origin: str = "amp.init()",
-        models: Sequence[nn.Module] = (),
-    ) -> FunctionCasts:
-        """Cast listed functions to `dtype` from now on, process-wide; replaces this engine's earlier casts.
-
-        They end with the last module of `models` and of those that the earlier casts were for; without any `models`
-        they last until `close`.
-
-        Raises AmpValueError, with everything as it was, for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE.
-        """
-        options = {
-            "dtype": dtype,
-            "enable_caching": enable_caching,
-            "allow_banned": allow_banned,
-            "verbose": verbose,
-            "origin": origin,
-        }
-        new = _modules_of(models)
-        with patcher.changing():  # or the casts of an `initialize` in another thread would stay for ever
-            before = self.casts
-            earlier = [] if before is None else before.modules
-            lasts = earlier is None or not models
-            casts = self._install_casts(options, None if earlier is None or lasts else [*earlier, *new])
-        if before is not None and before.dtype != dtype:
-            ids = {id(module) for module in new}
-            if earlier is None or any(id(module) not in ids for module in earlier):
-                self.reporter.say(report.casts_replaced(before.origin, origin, dtype), rank0=True)
-        return casts
-
-    def _install_casts(self, options: dict[str, Any], modules: Sequence[nn.Module] | None) -> FunctionCasts:
-        overrides = casting.from_environment(os.environ, self._registrations)
-        removals = [r for r in self._removals if not any(_names(r, added) for added in overrides.registrations)]
-        casts = FunctionCasts(
-            **options,
-            registrations=overrides.registrations,
-            removals=(*overrides.removals, *removals),
-            emit=self.reporter.say,
-        )
-        casts.belong_to(self, modules)
-        if self.casts is not None and self.casts.were_used:
-            casts.note_use()
-        for explanation in self._explanations:
-            casts.observe(explanation)
-        casts.install()
-        # From here on a fork finds the new ones wanted, and those before no more.
-        before, self._casts, self._cast_options = self._casts, casts, options
-        if before is not None:
-            before.remove()
-        return casts
-
-    def _end_casts_of(self, models: Any, level: str) -> None:
-        """Of models that are at a level without function casts now. Says so if functions go on being cast."""
-        casts = self.casts
-        if casts is not None and casts.let_go(_modules_of(models)):
-            self.remove_casts()
-        if patcher.newest() is not None:
-            gc.collect()  # of a model that is in a cycle and not in use
-        patcher.abandon_switches()
-        newest = patcher.newest()
-        if newest is not None:
-            newest.note_use()
-            self.reporter.say(report.still_casting(level, newest.origin, newest.dtype), rank0=True)
-
-    def remove_casts(self) -> None:
-        """Give torch its functions back."""
-        with patcher.changing():
-            casts, self._casts = self._casts, None
-            if casts is not None:
-                casts.remove()
-
     def close(self) -> None:
         """Take everything back; the engine can be used again.
 
@@ -604,9 +478,9 @@ class Engine:
         with patcher.changing():
             self._refuse_inside_of_scale_loss("close")
             casting.forget_interrupted()
-            self.remove_casts()
+            self.function_casts.remove()
             self._initialized.release()
-            self._registrations, self._removals = [], []
+            self.function_casts.forget()
             self.policy, self.scalers = None, []
 
     def _initialized_policy(self, call: str) -> Policy:
@@ -633,8 +507,7 @@ class Engine:
         return SteppedOptimizer(
             optimizer,
             masters,
-            casts_off=self._casts_off,
-            weight_copies=lambda: None if self.casts is None else self.casts.weight_copies,
+            casts=self.function_casts,
             is_scaled=self._is_scaled,
             default_scaler=lambda: self.scalers[0] if self.scalers else LossScaler(1.0),
             verdicts=Verdicts(on_skip or self._watch.skipped, self._watch.stepped_on),
@@ -769,18 +642,6 @@ class Engine:
         """Whether a backward may decide that a step is skipped, or gradients be scaled."""
         return self._skip_on_overflow or not all(scaler.is_identity for scaler in self.scalers)
 
-    @contextmanager
-    def _explained(self, explanation: Explanation) -> Iterator[None]:
-        self._explanations.append(explanation)
-        if self.casts is not None:
-            self.casts.observe(explanation)
-        try:
-            yield
-        finally:
-            self._explanations.remove(explanation)
-            if self.casts is not None:
-                self.casts.unobserve(explanation)
-
     def _why_nothing_is_cast(self) -> str | None:
         if self.casts is not None:
             return None
@@ -789,23 +650,11 @@ class Engine:
         if not self.policy.enabled:
             return "amp.initialize(enabled=False) casts nothing."
         level = self.policy.opt_level
-        if self._casts is not None and self._casts.has_ended:
-            return report.casts_ended(self._casts.origin)
+        if self.function_casts.ended is not None:
+            return report.casts_ended(self.function_casts.ended.origin)
         if self.policy.cast_model_type in LOW_PRECISION:
             return f"Function casts are not on at {level}, which casts the model instead; O1 and O4 cast functions."
         return f"Function casts are not on at {level}; O1 and O4 cast functions."
-
-    def _casts_off(self) -> AbstractContextManager[None] | None:
-        return None if self.casts is None else self.casts.disabled_in_thread()
-
-
-def _names(removal: tuple[Any, str], registration: Registration) -> bool:
-    return removal[0] is registration.module and removal[1] == registration.name
-
-
-def _modules_of(models: Any) -> list[nn.Module]:
-    listed = models if isinstance(models, (list, tuple)) else [models]
-    return [module for model in listed if isinstance(model, nn.Module) for module in model.modules()]
 
 
 def _as_list(optimizers: Any) -> list[Any]:

@@ -44,6 +44,7 @@ LAYERS = [
     ["casting.keep_float", "casting.overrides", "casting.original"],
     ["casting.function_casts"],
     ["casting.explain"],
+    ["casting.engine_casts"],
     ["casting"],
     ["checkpoint", "collectives", "stepping.backward", "stepping.rows", "stepping.strays"],
     ["model", "stepping.verdicts", "stepping.window"],

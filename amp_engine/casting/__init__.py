@@ -1,23 +1,21 @@
 """O1: run listed functions in a chosen type."""
 
+from amp_engine.casting.engine_casts import EngineCasts as EngineCasts
 from amp_engine.casting.explain import Explanation as Explanation
 from amp_engine.casting.function_casts import FunctionCasts as FunctionCasts
 from amp_engine.casting.keep_float import forget_interrupted as forget_interrupted
 from amp_engine.casting.keep_float import keep_float as keep_float
 from amp_engine.casting.original import original as original
-from amp_engine.casting.overrides import from_environment as from_environment
 from amp_engine.casting.patcher import Registration as Registration
-from amp_engine.casting.patcher import check_patchable as check_patchable
 from amp_engine.casting.wrappers import deferred as deferred
 
 __all__ = [
+    "EngineCasts",
     "Explanation",
     "FunctionCasts",
     "Registration",
-    "check_patchable",
     "deferred",
     "forget_interrupted",
-    "from_environment",
     "keep_float",
     "original",
 ]

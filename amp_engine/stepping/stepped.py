@@ -42,6 +42,17 @@ class WeightCopies(Protocol):
         """A step wrote these weights and copies, and no other weight."""
 
 
+class Casts(Protocol):
+    """The function casts that a step is not to meet."""
+
+    def off(self) -> AbstractContextManager[None] | None:
+        """A context without them in this thread; None where there are none."""
+
+    @property
+    def weight_copies(self) -> WeightCopies | None:
+        """The copies of weights that they use; None where there are no casts."""
+
+
 class SteppedOptimizer:
     """One optimizer in the care of an engine.
 
@@ -49,8 +60,7 @@ class SteppedOptimizer:
         optimizer: gets a step pre-hook and a load_state_dict pre-hook, and while `masters` exist its groups
             hold them. None of its methods is replaced.
         masters: its FP32 masters, or None.
-        casts_off: gives a context without function casts, for the time of a step; None while there are none.
-        weight_copies: gives the low-precision copies of FP32 parameters that a fused step writes, too.
+        casts: are off for the time of a step. A fused step writes their copies of FP32 parameters, too.
         is_scaled: says whether a backward may scale gradients or have a step skipped. Then `step(closure)` is
             an error, since the backward in a closure would come after the decision to skip.
         default_scaler: gives the scaler of gradients that nobody said the scaler of.
@@ -63,8 +73,7 @@ class SteppedOptimizer:
         optimizer: Optimizer,
         masters: MasterWeights | None,
         *,
-        casts_off: Callable[[], AbstractContextManager[None] | None],
-        weight_copies: Callable[[], WeightCopies | None],
+        casts: Casts,
         is_scaled: Callable[[], bool],
         default_scaler: Callable[[], LossScaler],
         verdicts: Verdicts,
@@ -79,8 +88,7 @@ class SteppedOptimizer:
         self.verdicts = verdicts
         self._pass_one: PassOne | None = None
         self._list_check = kernels.ListCheck()
-        self._casts_off = casts_off
-        self._weight_copies = weight_copies
+        self._casts = casts
         self._is_scaled = is_scaled
         self._default_scaler = default_scaler
         self._on_settle = on_settle
@@ -281,7 +289,7 @@ class SteppedOptimizer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._stepping:  # a subclass called super().step()
             return None
-        casts_off = self._casts_off()
+        casts_off = self._casts.off()
         pending = self.verdicts.pending or self.window is not None
         if self.masters is None and casts_off is None and not pending and not self._is_scaled():
             return None  # nothing to add to torch's own step
@@ -383,7 +391,7 @@ class SteppedOptimizer:
         unscaling = rows.unscaling
         one = self._pass_one if fused.rule.reads_sums else None
         whole = one is not None and not one.plain and one.holds(self.optimizer, self.masters)
-        weight_copies = None if self.masters is not None else self._weight_copies()
+        weight_copies = None if self.masters is not None else self._casts.weight_copies
         fused.step(
             plan,
             None if weight_copies is None else weight_copies.copies(rows.weights),

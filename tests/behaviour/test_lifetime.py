@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_engine import Engine, amp
+from amp_engine.casting.engine_casts import EngineCasts
 from tests.models import MLP
 from tests.support import CAST_LEVELS, FUNCTION_LEVELS, HALF, LEVELS, STAND_IN, backward, train
 
@@ -359,7 +360,7 @@ def test_a_model_that_goes_while_another_one_is_initialized_ends_only_its_own(
     level: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = [started(level)[0]]
-    install: Callable[..., Any] = Engine._install_casts
+    install: Callable[..., Any] = EngineCasts._install
 
     def installed(*args: Any) -> Any:
         if moment == "before":
@@ -368,7 +369,7 @@ def test_a_model_that_goes_while_another_one_is_initialized_ends_only_its_own(
         models.clear()
         return casts
 
-    monkeypatch.setattr(Engine, "_install_casts", installed)
+    monkeypatch.setattr(EngineCasts, "_install", installed)
     model = MLP.model()
     amp.initialize(model, opt_level=level, verbosity=0)
     assert is_cast()

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from amp_engine import Engine, amp, report
 from amp_engine.casting import FunctionCasts, locks, patcher
+from amp_engine.casting.engine_casts import EngineCasts
 from tests.conftest import patched_names
 from tests.models import MLP
 from tests.support import backward, train
@@ -186,7 +187,7 @@ def test_an_engine_that_is_collected_as_another_one_gives_its_lock_back_leaves_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gc.collect()
-    install = Engine._install_casts
+    install = EngineCasts._install
 
     def collected_elsewhere(*args: Any) -> Any:
         casts = install(*args)  # and what was abandoned until now is removed; the lock is held still
@@ -197,7 +198,7 @@ def test_an_engine_that_is_collected_as_another_one_gives_its_lock_back_leaves_n
     try:
         dropped_engine()
         with Engine() as engine, monkeypatch.context() as patch:
-            patch.setattr(Engine, "_install_casts", collected_elsewhere)
+            patch.setattr(EngineCasts, "_install", collected_elsewhere)
             engine.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
             assert patcher._stack == [engine.casts]
     finally:

@@ -109,7 +109,7 @@ def _let_go() -> None:
     try:
         amp.close()
     except AmpStateError:  # a `scale_loss` that was never left
-        amp._amp_state.engine.remove_casts()
+        amp._amp_state.engine.function_casts.remove()
         amp._amp_state.engine = Engine()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -43,7 +43,7 @@ class FunctionList(MutableSequence[str]):
     def __delitem__(self, index: int | slice) -> None:
         names = self._names()[index]
         for name in [names] if isinstance(names, str) else names:
-            _amp_state.engine.unregister(self._module, name)
+            _amp_state.engine.function_casts.unregister(self._module, name)
 
     def __len__(self) -> int:
         return len(self._names())
@@ -52,16 +52,16 @@ class FunctionList(MutableSequence[str]):
         """Add a name; the order has no meaning. Raises ValueError if there is no such function."""
         del index
         registration = Registration(self._kind, self._module, name)
-        _amp_state.engine.unregister(self._module, name)
-        _amp_state.engine.register(registration)
+        _amp_state.engine.function_casts.unregister(self._module, name)
+        _amp_state.engine.function_casts.register(registration)
 
     def __repr__(self) -> str:
         return repr(self._names())
 
     def _names(self) -> list[str]:
-        engine = _amp_state.engine
-        here = [r for r in engine.registrations if r.module is self._module]
-        elsewhere = {r.name for r in here} | {name for module, name in engine.removals if module is self._module}
+        casts = _amp_state.engine.function_casts
+        here = [r for r in casts.registrations if r.module is self._module]
+        elsewhere = {r.name for r in here} | {name for module, name in casts.removals if module is self._module}
         added = [r.name for r in here if r.kind == self._kind]
         listed = [name for name in self._listed if name not in elsewhere and hasattr(self._module, name)]
         return listed + list(dict.fromkeys(added))

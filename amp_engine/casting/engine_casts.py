@@ -1,0 +1,224 @@
+"""The function casts of one engine: which there are, what was registered, and who observes them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_engine import report
+from amp_engine.casting import patcher
+from amp_engine.casting.cache import WeightCache
+from amp_engine.casting.explain import Explanation
+from amp_engine.casting.function_casts import FunctionCasts
+from amp_engine.casting.overrides import from_environment
+from amp_engine.casting.patcher import Registration, check_patchable
+
+
+class EngineCasts:
+    """What one engine casts; at most one `FunctionCasts` at a time.
+
+    Args:
+        say: prints a line; with True on the first of several ranks only.
+    """
+
+    def __init__(self, say: Callable[..., None]) -> None:
+        self._say = say
+        self._installed: FunctionCasts | None = None
+        self._options: dict[str, Any] = {}
+        self._registrations: list[Registration] = []
+        self._removals: list[tuple[Any, str]] = []
+        self._explanations: list[Explanation] = []
+        self._said_ended = False
+
+    @property
+    def casts(self) -> FunctionCasts | None:
+        """The casts, from `install` to the end of the last of their modules, or `remove`."""
+        casts = self._installed
+        return None if casts is None or casts.has_ended else casts
+
+    @property
+    def ended(self) -> FunctionCasts | None:
+        """Casts that ended with the last of their modules, and were not removed."""
+        casts = self._installed
+        return casts if casts is not None and casts.has_ended else None
+
+    # What a step asks.
+
+    def off(self) -> AbstractContextManager[None] | None:
+        """A context without function casts in this thread; None where there are none."""
+        return None if self.casts is None else self.casts.disabled_in_thread()
+
+    @property
+    def weight_copies(self) -> WeightCache | None:
+        """The low-precision copies of FP32 parameters; None where there are no casts."""
+        return None if self.casts is None else self.casts.weight_copies
+
+    # What a backward asks.
+
+    def note_use(self, wanted: bool) -> None:
+        """A loss was computed: casts that nothing has used were a switch; `wanted` ones that ended are news, once."""
+        if wanted and self.ended is not None:
+            if not self._said_ended:
+                self._say(report.casts_ended(self.ended.origin), rank0=True)
+            self._said_ended = True
+        elif self._installed is not None and not self._installed.were_used:
+            self._installed.note_use()
+
+    def lapse(self) -> None:
+        """A backward is over, and anybody may have written any weight."""
+        if self.casts is not None:
+            self.casts.cache.lapse()
+
+    # Lists.
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """What was registered since the last `forget`; the first one of a function counts."""
+        return list(self._registrations)
+
+    @property
+    def removals(self) -> list[tuple[Any, str]]:
+        """Owner and name of what was taken off the lists since the last `forget`; a registration wins over it."""
+        return list(self._removals)
+
+    def register(self, registration: Registration) -> None:
+        """Cast one more function wherever O1 or O4 is on, until `forget`."""
+        check_patchable(registration.module, registration.name)
+        self._change_lists([*self._registrations, registration], self._removals)
+
+    def unregister(self, module: Any, name: str) -> None:
+        """Run `module.name` without casts, registered or listed as it may be, until `forget` or `register`."""
+        check_patchable(module, name)
+        removal = (module, name)
+        registrations = [registration for registration in self._registrations if not _names(removal, registration)]
+        self._change_lists(registrations, [*self._removals, removal])
+
+    def forget(self) -> None:
+        """Drop registrations and removals."""
+        self._registrations, self._removals = [], []
+
+    def check_environment(self) -> None:
+        """Raise AmpValueError for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE."""
+        from_environment(os.environ, self._registrations)
+
+    def _change_lists(self, registrations: list[Registration], removals: list[tuple[Any, str]]) -> None:
+        before = self._registrations, self._removals
+        self._registrations, self._removals = registrations, removals
+        with patcher.changing():
+            if self.casts is not None:
+                try:
+                    self._install(self._options, self.casts.modules)
+                except BaseException:
+                    self._registrations, self._removals = before
+                    raise
+
+    # Installing.
+
+    def install(
+        self,
+        dtype: torch.dtype,
+        *,
+        enable_caching: bool = True,
+        allow_banned: bool = False,
+        verbose: bool = False,
+        origin: str = "amp.init()",
+        models: Sequence[nn.Module] = (),
+    ) -> FunctionCasts:
+        """Cast listed functions to `dtype` from now on, process-wide; replaces this engine's earlier casts.
+
+        They end with the last module of `models` and of those that the earlier casts were for; without any `models`
+        they last until `remove`.
+
+        Raises AmpValueError, with everything as it was, for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE.
+        """
+        options = {
+            "dtype": dtype,
+            "enable_caching": enable_caching,
+            "allow_banned": allow_banned,
+            "verbose": verbose,
+            "origin": origin,
+        }
+        new = _modules_of(models)
+        with patcher.changing():  # or the casts of an `initialize` in another thread would stay for ever
+            before = self.casts
+            earlier = [] if before is None else before.modules
+            lasts = earlier is None or not models
+            casts = self._install(options, None if earlier is None or lasts else [*earlier, *new])
+            self._said_ended = False
+        if before is not None and before.dtype != dtype:
+            ids = {id(module) for module in new}
+            if earlier is None or any(id(module) not in ids for module in earlier):
+                self._say(report.casts_replaced(before.origin, origin, dtype), rank0=True)
+        return casts
+
+    def _install(self, options: dict[str, Any], modules: Sequence[nn.Module] | None) -> FunctionCasts:
+        overrides = from_environment(os.environ, self._registrations)
+        removals = [r for r in self._removals if not any(_names(r, added) for added in overrides.registrations)]
+        casts = FunctionCasts(
+            **options,
+            registrations=overrides.registrations,
+            removals=(*overrides.removals, *removals),
+            emit=self._say,
+        )
+        casts.belong_to(self, modules)
+        if self.casts is not None and self.casts.were_used:
+            casts.note_use()
+        for explanation in self._explanations:
+            casts.observe(explanation)
+        casts.install()
+        # From here on a fork finds the new ones wanted, and those before no more.
+        before, self._installed, self._options = self._installed, casts, options
+        if before is not None:
+            before.remove()
+        return casts
+
+    def end_of(self, models: Any, level: str) -> None:
+        """Of models that are at a level without function casts now. Says so if functions go on being cast."""
+        if self.casts is not None and self.casts.let_go(_modules_of(models)):
+            self.remove()
+        if patcher.newest() is not None:
+            gc.collect()  # of a model that is in a cycle and not in use
+        patcher.abandon_switches()
+        newest = patcher.newest()
+        if newest is not None:
+            newest.note_use()
+            self._say(report.still_casting(level, newest.origin, newest.dtype), rank0=True)
+
+    def remove(self) -> None:
+        """Give torch its functions back."""
+        with patcher.changing():
+            casts, self._installed = self._installed, None
+            if casts is not None:
+                casts.remove()
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """A context in which no function is cast, in any thread. Nests."""
+        return nullcontext() if self.casts is None else self.casts.disabled()
+
+    @contextmanager
+    def observed(self, explanation: Explanation) -> Iterator[None]:
+        """Have `explanation` see each call, also under casts that are installed meanwhile."""
+        self._explanations.append(explanation)
+        if self.casts is not None:
+            self.casts.observe(explanation)
+        try:
+            yield
+        finally:
+            self._explanations.remove(explanation)
+            if self.casts is not None:
+                self.casts.unobserve(explanation)
+
+
+def _names(removal: tuple[Any, str], registration: Registration) -> bool:
+    return removal[0] is registration.module and removal[1] == registration.name
+
+
+def _modules_of(models: Any) -> list[nn.Module]:
+    listed = models if isinstance(models, (list, tuple)) else [models]
+    return [module for model in listed if isinstance(model, nn.Module) for module in model.modules()]

@@ -16,7 +16,6 @@ from amp_engine import arguments, casting, checkpoint, levels, report
 from amp_engine.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import EngineCasts, Explanation, FunctionCasts, patcher
-from amp_engine.devices import HostNumber, moved
 from amp_engine.dtypes import LOW_PRECISION, parse_dtype
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
 from amp_engine.initialized import Initialized, master_params
@@ -24,9 +23,11 @@ from amp_engine.kernels import is_lazy
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.overflow import OverflowWatch
 from amp_engine.policy import Policy, require
-from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, ScaleSnapshot, check_bounds
+from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, check_bounds
 from amp_engine.stepping.backward import Verdict
 from amp_engine.stepping.master_weights import MasterWeights
+from amp_engine.stepping.scaled_backwards import ScaledBackwards
+from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 from amp_engine.stepping.verdicts import Verdicts
 
@@ -53,16 +54,25 @@ class Engine:
 
     def __init__(self) -> None:
         self.policy: Policy | None = None  # None before initialize and after close
-        self.scalers: list[LossScaler] = []
         self.reporter = report.Reporter()
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
         self.hard_override = False  # whether `initialize` prints what does not fit a level, in place of raising it
-        self._skip_on_overflow = False
+        self._scaling = Scaling()
+        self._backwards = ScaledBackwards(self._scaling)
         self._said_float16_convolution = False
         self.function_casts = EngineCasts(self.reporter.say)
-        self._initialized = Initialized(self._make_stepped)
-        self._watch = OverflowWatch(self.reporter, self._initialized.parameter_names)
+        self._initialized = Initialized(self._make_stepped, self._backwards)
+        self._watch = OverflowWatch(self.reporter, self._initialized.parameter_names, self._scaling)
+
+    @property
+    def scalers(self) -> list[LossScaler]:
+        """One for each loss_id; empty before `initialize` and after `close`."""
+        return self._scaling.scalers
+
+    @scalers.setter
+    def scalers(self, value: list[LossScaler]) -> None:
+        self._scaling.scalers = value
 
     @property
     def casts(self) -> FunctionCasts | None:
@@ -207,12 +217,12 @@ class Engine:
                     self._initialized.look_after_wrapper(wrapper, optimizer)
             self.policy = policy
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
-            self._skip_on_overflow = skip_on_overflow
+            self._scaling.skip_on_overflow = skip_on_overflow
             self.scalers = [
                 LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
                 for _ in range(num_losses)
             ]
-            self._watch.reset()
+            self._scaling.reported.clear()
             if policy.patch_torch_functions:
                 self.function_casts.install(
                     policy.patch_torch_functions_type or torch.float16,
@@ -275,26 +285,11 @@ class Engine:
         stepped = list(dict.fromkeys(map(self._stepped, _as_list(optimizers))))
         scaler = self._scaler(loss_id)
         try:
-            if self._passes_through(scaler, stepped):
+            if self._backwards.passes_through(scaler, stepped):
                 yield loss.float()
                 return
-            scaler.to(loss.device)
-            snapshot = self._open_snapshot(stepped, scaler, loss_id) or scaler.snapshot()
-            entered: list[SteppedOptimizer] = []
-            try:
-                for one in stepped:
-                    one.enter_backward(scaler, loss_id, snapshot)
-                    entered.append(one)
-                yield loss.float() * moved(snapshot.scale, loss.device)
-            except BaseException:
-                for one in entered:
-                    one.abandon()
-                raise
-            if delay_unscale:
-                for one in stepped:
-                    one.leave_open(loss.detach())
-            else:
-                self._close_windows(stepped, scaler, loss_id, snapshot, loss.detach(), delay_overflow_check)
+            with self._backwards.of(loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check) as scaled_loss:
+                yield scaled_loss
         finally:
             self.function_casts.lapse()
 
@@ -450,6 +445,12 @@ class Engine:
         for scaler in self.scalers:
             scaler._min_loss_scale, scaler._max_loss_scale = low, high
 
+    def scaled_backward(
+        self, loss: Tensor, stepped: SteppedOptimizer, scaler: LossScaler, loss_id: int
+    ) -> AbstractContextManager[Tensor]:
+        """`scale_loss` for what `look_after` gave, with a scaler of the caller's."""
+        return self._backwards.of(loss, [stepped], scaler, loss_id)
+
     def look_after(self, optimizer: Optimizer, on_skip: Callable[[], None]) -> SteppedOptimizer:
         """Take in an optimizer whose losses and scalers are the caller's business, until `close`.
 
@@ -508,10 +509,9 @@ class Engine:
             optimizer,
             masters,
             casts=self.function_casts,
-            is_scaled=self._is_scaled,
-            default_scaler=lambda: self.scalers[0] if self.scalers else LossScaler(1.0),
+            scaling=self._scaling,
+            backwards=self._backwards,
             verdicts=Verdicts(on_skip or self._watch.skipped, self._watch.stepped_on),
-            on_settle=self._settle,
         )
 
     def _stepped(self, optimizer: Any) -> SteppedOptimizer:
@@ -534,113 +534,6 @@ class Engine:
                 f"loss_id={loss_id!r}, but there are {len(self.scalers)} loss scalers (loss_id 0 to "
                 f"{len(self.scalers) - 1}).  Type amp.initialize(..., num_losses=...) with the number of losses."
             ) from None
-
-    def _passes_through(self, scaler: LossScaler, stepped: Sequence[SteppedOptimizer]) -> bool:
-        """Nothing to scale, check or move: O0, O3 and O4 unless the user asked for more."""
-        return (
-            scaler.is_identity
-            and not self._skip_on_overflow
-            and all(one.masters is None and one.window is None for one in stepped)
-        )
-
-    def _close_windows(
-        self,
-        stepped: Sequence[SteppedOptimizer],
-        scaler: LossScaler,
-        loss_id: int,
-        snapshot: ScaleSnapshot,
-        loss: Tensor,
-        delay_overflow_check: bool = False,
-    ) -> None:
-        skips = scaler.dynamic or self._skip_on_overflow
-        check = skips or not self._watch.is_static_reported(loss_id)
-        unscaled: set[int] = set()
-        try:
-            checked = [found for one in stepped for found in one.close_window(check, unscaled)]
-        except BaseException:  # out of memory, say: no gradient stays scaled
-            for one in stepped:
-                one.abandon()
-            raise
-        if delay_overflow_check:
-            return
-        found_inf = scaler.update_(snapshot)
-        if check and stepped:
-            verdict = Verdict(
-                loss_id, scaler, found_inf, HostNumber(found_inf), HostNumber(scaler.scale), skips, checked, loss
-            )
-            for one in stepped:
-                one.verdicts.add(verdict)
-
-    def _settle(self, stepped: SteppedOptimizer) -> None:
-        """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
-        for other in self._windows_into([stepped]):
-            if not other.in_backward:
-                self._close_left_open(other)
-        self._close_left_open(stepped)
-
-    def _windows_into(self, stepped: Sequence[SteppedOptimizer]) -> list[SteppedOptimizer]:
-        """Other optimizers that have a window open, and parameters in common with one of `stepped`."""
-        others = [one for one in self._initialized.stepped if one.window is not None and one not in stepped]
-        return [one for one in others if any(map(one.shares_parameters_with, stepped))]
-
-    def _close_left_open(self, stepped: SteppedOptimizer) -> None:
-        """With those that share parameters with it, whose gradients are the same ones."""
-        window = stepped.window
-        if window is None:
-            return  # there is none, or it was closed with another one
-        together = [stepped]
-        for one in together:  # which grows
-            found = [other for other in self._windows_into([one]) if other.window and other.window.is_left_open]
-            together += [other for other in found if other not in together]
-        self._close_windows(together, window.scaler, window.loss_id, window.snapshot, window.loss)
-
-    def _open_snapshot(
-        self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int
-    ) -> ScaleSnapshot | None:
-        """The scale of gradients that `delay_unscale` left scaled, which this loss is to be added to.
-
-        A loss has one scale. Gradients that were left with another one are unscaled now, as a step would do, and so are
-        those of parameters that an optimizer shares with one that has none left.
-        Raises AmpStateError, before anything is changed, for gradients of another loss_id, and for parameters that an
-        optimizer shares with one whose `scale_loss` has not been left.
-        """
-        if any(one.in_backward for one in stepped):
-            return None  # refused where it is entered
-        others = self._windows_into(stepped)
-        for other in others:
-            if other.in_backward:
-                raise AmpStateError(
-                    f"scale_loss() was entered for an optimizer that has parameters in common with "
-                    f"{type(other.optimizer).__name__}, inside of the body of that one's scale_loss: their gradients "
-                    "would have two scales.  Leave the first `with amp.scale_loss(...)` before the next one, or type "
-                    "amp.scale_loss(loss, [optimizer, other_optimizer]) once for both."
-                )
-        left = [(one, one.window) for one in stepped if one.window is not None and one.window.is_left_open]
-        # Who declared gradients scaled without a word by what meant loss_id 0, as it was then.
-        left = [(one, window) for one, window in left if window.is_claimed or window.scaler is scaler]
-        for _, window in left:
-            if window.loss_id != loss_id:
-                raise AmpStateError(
-                    f"loss_id={loss_id}, but this optimizer has gradients of loss_id={window.loss_id} that "
-                    f"delay_unscale left scaled.  Type loss_id={window.loss_id} here, or leave out delay_unscale where "
-                    "it changes."
-                )
-        for other in others:
-            self._close_left_open(other)
-        unopened = [one for one in stepped if one.window is None]
-        for one, _ in left:
-            if any(map(one.shares_parameters_with, unopened)):
-                self._close_left_open(one)
-        left = [(one, window) for one, window in left if one.window is window]
-        snapshot = left[0][1].snapshot if left else None
-        for one, window in left:
-            if snapshot is not None and not window.snapshot.equals(snapshot):
-                self._close_left_open(one)
-        return snapshot
-
-    def _is_scaled(self) -> bool:
-        """Whether a backward may decide that a step is skipped, or gradients be scaled."""
-        return self._skip_on_overflow or not all(scaler.is_identity for scaler in self.scalers)
 
     def _why_nothing_is_cast(self) -> str | None:
         if self.casts is not None:

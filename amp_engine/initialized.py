@@ -21,6 +21,7 @@ from amp_engine.optimizers import LARC
 from amp_engine.policy import Policy
 from amp_engine.stepping.master import exact_value
 from amp_engine.stepping.master_weights import MasterWeights
+from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.stepped import SteppedOptimizer
 
 
@@ -41,14 +42,17 @@ class Initialized:
 
     Args:
         make_stepped: builds the SteppedOptimizer of an optimizer and its masters (or None).
+        backwards: is told of each.
     """
 
-    def __init__(self, make_stepped: Callable[[Optimizer, MasterWeights | None], SteppedOptimizer]) -> None:
+    def __init__(
+        self, make_stepped: Callable[[Optimizer, MasterWeights | None], SteppedOptimizer], backwards: ScaledBackwards
+    ) -> None:
         self._make_stepped = make_stepped
         self._cast_models: list[CastModel] = []
         # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: weakref.WeakKeyDictionary[Optimizer, SteppedOptimizer] = weakref.WeakKeyDictionary()
+        self._backwards, self._stepped = backwards, backwards.stepped
         self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
         self._wrappers = weakref.WeakKeyDictionary()
         self._collectives: Watch | None = None  # of torch.distributed, while something is in care
@@ -56,13 +60,12 @@ class Initialized:
     @property
     def optimizers(self) -> list[Optimizer]:
         """Every optimizer in care."""
-        # Not by iteration over the dictionary, which an `initialize` in another thread may make longer.
-        return [optimizer for ref in self._stepped.keyrefs() if (optimizer := ref()) is not None]
+        return self._backwards.optimizers
 
     @property
     def stepped(self) -> list[SteppedOptimizer]:
         """What stands for the optimizers."""
-        return [stepped for optimizer in self.optimizers if (stepped := self.get(optimizer)) is not None]
+        return self._backwards.all
 
     @property
     def models(self) -> list[nn.Module]:

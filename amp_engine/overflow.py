@@ -8,6 +8,7 @@ import torch
 
 from amp_engine.report import OverflowDiagnosis, Reporter, overflow_message, static_overflow_message
 from amp_engine.stepping.backward import Verdict
+from amp_engine.stepping.scaling import Scaling
 
 SKIPS_BEFORE_DIAGNOSIS = 8
 
@@ -18,20 +19,13 @@ class OverflowWatch:
     Args:
         reporter: prints them.
         parameter_names: asked for the names of parameters, by id, when a diagnosis is due.
+        scaling: where it is noted which static scales were reported.
     """
 
-    def __init__(self, reporter: Reporter, parameter_names: Callable[[], dict[int, str]]) -> None:
+    def __init__(self, reporter: Reporter, parameter_names: Callable[[], dict[int, str]], scaling: Scaling) -> None:
         self._reporter = reporter
         self._parameter_names = parameter_names
-        self._static_reported: set[int] = set()
-
-    def reset(self) -> None:
-        """New scalers: their first overflow is news again."""
-        self._static_reported.clear()
-
-    def is_static_reported(self, loss_id: int) -> bool:
-        """Whether the overflow of this static scaler was reported, so that looking for it is of no more use."""
-        return loss_id in self._static_reported
+        self._scaling = scaling
 
     def skipped(self, skips_in_a_row: int, verdicts: Sequence[Verdict]) -> None:
         """A step was skipped because of `verdicts`, which are not empty."""
@@ -43,8 +37,8 @@ class OverflowWatch:
 
     def stepped_on(self, verdict: Verdict) -> None:
         """A static scaler overflowed and the step was taken."""
-        if verdict.loss_id not in self._static_reported:
-            self._static_reported.add(verdict.loss_id)
+        if verdict.loss_id not in self._scaling.reported:
+            self._scaling.reported.add(verdict.loss_id)
             self._reporter.say(static_overflow_message(verdict.loss_id, verdict.scaler.loss_scale()))
 
     def diagnose(self, skips: int, verdict: Verdict) -> OverflowDiagnosis:

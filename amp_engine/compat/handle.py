@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine.casting import FunctionCasts
-from amp_engine.devices import HostNumber, moved
 from amp_engine.errors import AmpIndexError, AmpStateError
 from amp_engine.scaler import LossScaler
-from amp_engine.stepping.backward import Verdict
 from amp_engine.stepping.stepped import CLOSURE_REFUSED, SteppedOptimizer
 
 if TYPE_CHECKING:
@@ -152,8 +150,8 @@ class OptimWrapper:
         Yields the loss itself while no function is cast. If the body raises, gradients are put back as they were at
         the entry. Raises AmpIndexError if there were `num_loss` losses since the last step. No host sync.
         """
-        casts, stepped = self._active_casts(), self._stepped
-        if casts is None or stepped is None:
+        engine, casts, stepped = self._engine, self._active_casts(), self._stepped
+        if engine is None or casts is None or stepped is None:
             yield loss
             return
         index = self._losses
@@ -163,31 +161,12 @@ class OptimWrapper:
                 f"{len(self._scalers)}.  Type handle.wrap_optimizer(optimizer, num_loss={index + 1})."
             )
         scaler = self._scalers[index]
-        scaler.to(loss.device)
-        snapshot = scaler.snapshot()
-        stepped.enter_backward(scaler, index, snapshot)
         try:
-            yield loss.float() * moved(snapshot.scale, loss.device)
-            checked = stepped.close_window(True, set())
-        except BaseException:
-            stepped.abandon()
-            raise
+            with engine.scaled_backward(loss, stepped, scaler, index) as scaled_loss:
+                yield scaled_loss
         finally:
             casts.cache.lapse()
         self._losses += 1
-        found_inf = scaler.update_(snapshot)
-        stepped.verdicts.add(
-            Verdict(
-                index,
-                scaler,
-                found_inf,
-                HostNumber(found_inf),
-                HostNumber(scaler.scale),
-                True,
-                checked,
-                loss.detach(),
-            )
-        )
 
     def step(self, closure: Any = None) -> Any:
         """The optimizer's step, with casts off; nothing if one of the losses overflowed, which prints a line.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from amp_engine.stepping.lazy_gradients import MasterParameter, clip_factor
 from amp_engine.stepping.master_weights import MasterWeights
 from amp_engine.stepping.roster import forget_roster, roster_of
 from amp_engine.stepping.rows import Rows, rows_of
+from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.verdicts import Verdicts
 from amp_engine.stepping.window import GradientWindow
 from amp_engine.torch_private import disable_dynamo, lazy_clone
@@ -53,6 +54,13 @@ class Casts(Protocol):
         """The copies of weights that they use; None where there are no casts."""
 
 
+class Settles(Protocol):
+    """All scaled backwards of an engine."""
+
+    def settle(self, stepped: SteppedOptimizer) -> None:
+        """Unscale what the parameters of `stepped` have that is scaled."""
+
+
 class SteppedOptimizer:
     """One optimizer in the care of an engine.
 
@@ -61,11 +69,10 @@ class SteppedOptimizer:
             hold them. None of its methods is replaced.
         masters: its FP32 masters, or None.
         casts: are off for the time of a step. A fused step writes their copies of FP32 parameters, too.
-        is_scaled: says whether a backward may scale gradients or have a step skipped. Then `step(closure)` is
-            an error, since the backward in a closure would come after the decision to skip.
-        default_scaler: gives the scaler of gradients that nobody said the scaler of.
+        scaling: while it is active `step(closure)` is an error, since the backward in a closure would come after the
+            decision to skip.
+        backwards: unscales, before a step, what is scaled still.
         verdicts: what decides whether a step is skipped.
-        on_settle: asked to unscale what is scaled still before a step.
     """
 
     def __init__(
@@ -74,10 +81,9 @@ class SteppedOptimizer:
         masters: MasterWeights | None,
         *,
         casts: Casts,
-        is_scaled: Callable[[], bool],
-        default_scaler: Callable[[], LossScaler],
+        scaling: Scaling,
+        backwards: Settles,
         verdicts: Verdicts,
-        on_settle: Callable[[SteppedOptimizer], None],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.masters = masters
@@ -89,9 +95,8 @@ class SteppedOptimizer:
         self._pass_one: PassOne | None = None
         self._list_check = kernels.ListCheck()
         self._casts = casts
-        self._is_scaled = is_scaled
-        self._default_scaler = default_scaler
-        self._on_settle = on_settle
+        self._scaling = scaling
+        self._backwards = backwards
         self._stepping = False
         self._is_wrapped = False
         self._written_gradients = strays.WrittenGradients()
@@ -157,7 +162,7 @@ class SteppedOptimizer:
                 f"_prepare_amp_backward() was called for {type(self.optimizer).__name__} inside of an `with "
                 "amp.scale_loss(...)`, which did it at its entry.  Leave out one of the two."
             )
-        scaler = self._default_scaler()
+        scaler = self._scaling.default()
         self._open_window(scaler, 0, scaler.snapshot(), is_claimed=False)
 
     def post_backward(self, scaler: LossScaler) -> None:
@@ -208,7 +213,7 @@ class SteppedOptimizer:
             self._pass_one = None
             self._drop_left_gradients()
             self.look_for_parameters()
-            scaler = self._default_scaler()
+            scaler = self._scaling.default()
             self.window = GradientWindow(
                 self.optimizer, self.masters, scaler, 0, scaler.snapshot(), is_claimed=False, is_entered=False
             )
@@ -247,7 +252,7 @@ class SteppedOptimizer:
 
     def settle(self) -> None:
         """Unscale what `delay_unscale` left scaled, since a step is next. No host sync."""
-        self._on_settle(self)
+        self._backwards.settle(self)
 
     def shares_parameters_with(self, other: SteppedOptimizer) -> bool:
         """Whether a parameter is stepped by both."""
@@ -291,10 +296,10 @@ class SteppedOptimizer:
             return None
         casts_off = self._casts.off()
         pending = self.verdicts.pending or self.window is not None
-        if self.masters is None and casts_off is None and not pending and not self._is_scaled():
+        if self.masters is None and casts_off is None and not pending and not self._scaling.is_active:
             return None  # nothing to add to torch's own step
         if _closure(args, kwargs) is not None:
-            if self.masters is None and not self._is_scaled():
+            if self.masters is None and not self._scaling.is_active:
                 return None  # O4: the closure's forward wants its casts
             raise AmpStateError(
                 f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "

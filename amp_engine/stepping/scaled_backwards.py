@@ -1,0 +1,176 @@
+"""Backwards of scaled losses, for one optimizer or several: who has windows open, and which are closed together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_engine.devices import HostNumber, moved
+from amp_engine.errors import AmpStateError
+from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.stepping.backward import Verdict
+from amp_engine.stepping.scaling import Scaling
+from amp_engine.stepping.stepped import SteppedOptimizer
+
+
+class ScaledBackwards:
+    """Those of all optimizers of an engine. The one entrance to a scaled backward.
+
+    Args:
+        scaling: whether static scales skip, and which were reported.
+    """
+
+    def __init__(self, scaling: Scaling) -> None:
+        self.stepped: weakref.WeakKeyDictionary[Optimizer, SteppedOptimizer] = weakref.WeakKeyDictionary()
+        self._scaling = scaling
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Every optimizer in care."""
+        # Not by iteration over the dictionary, which an `initialize` in another thread may make longer.
+        return [optimizer for ref in self.stepped.keyrefs() if (optimizer := ref()) is not None]
+
+    @property
+    def all(self) -> list[SteppedOptimizer]:
+        """What stands for each of them."""
+        return [one for optimizer in self.optimizers if (one := self.stepped.get(optimizer)) is not None]
+
+    def passes_through(self, scaler: LossScaler, stepped: Sequence[SteppedOptimizer]) -> bool:
+        """Nothing to scale, check or move: O0, O3 and O4 unless the user asked for more."""
+        return (
+            scaler.is_identity
+            and not self._scaling.skip_on_overflow
+            and all(one.masters is None and one.window is None for one in stepped)
+        )
+
+    @contextmanager
+    def of(
+        self,
+        loss: Tensor,
+        stepped: Sequence[SteppedOptimizer],
+        scaler: LossScaler,
+        loss_id: int,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> Iterator[Tensor]:
+        """Yield `loss.float() * scale`; at the exit unscale, check and move the scale, as `scale_loss` says.
+
+        Raises AmpStateError before the body is run, with nothing changed, where gradients would have two scales. No
+        host sync.
+        """
+        scaler.to(loss.device)
+        snapshot = self._open_snapshot(stepped, scaler, loss_id) or scaler.snapshot()
+        entered: list[SteppedOptimizer] = []
+        try:
+            for one in stepped:
+                one.enter_backward(scaler, loss_id, snapshot)
+                entered.append(one)
+            yield loss.float() * moved(snapshot.scale, loss.device)
+        except BaseException:
+            for one in entered:
+                one.abandon()
+            raise
+        if delay_unscale:
+            for one in stepped:
+                one.leave_open(loss.detach())
+        else:
+            self._close_windows(stepped, scaler, loss_id, snapshot, loss.detach(), delay_overflow_check)
+
+    def settle(self, stepped: SteppedOptimizer) -> None:
+        """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
+        for other in self._windows_into([stepped]):
+            if not other.in_backward:
+                self._close_left_open(other)
+        self._close_left_open(stepped)
+
+    def _close_windows(
+        self,
+        stepped: Sequence[SteppedOptimizer],
+        scaler: LossScaler,
+        loss_id: int,
+        snapshot: ScaleSnapshot,
+        loss: Tensor,
+        delay_overflow_check: bool = False,
+    ) -> None:
+        skips = scaler.dynamic or self._scaling.skip_on_overflow
+        check = skips or loss_id not in self._scaling.reported
+        unscaled: set[int] = set()
+        try:
+            checked = [found for one in stepped for found in one.close_window(check, unscaled)]
+        except BaseException:  # out of memory, say: no gradient stays scaled
+            for one in stepped:
+                one.abandon()
+            raise
+        if delay_overflow_check:
+            return
+        found_inf = scaler.update_(snapshot)
+        if check and stepped:
+            verdict = Verdict(
+                loss_id, scaler, found_inf, HostNumber(found_inf), HostNumber(scaler.scale), skips, checked, loss
+            )
+            for one in stepped:
+                one.verdicts.add(verdict)
+
+    def _windows_into(self, stepped: Sequence[SteppedOptimizer]) -> list[SteppedOptimizer]:
+        """Other optimizers that have a window open, and parameters in common with one of `stepped`."""
+        others = [one for one in self.all if one.window is not None and one not in stepped]
+        return [one for one in others if any(map(one.shares_parameters_with, stepped))]
+
+    def _close_left_open(self, stepped: SteppedOptimizer) -> None:
+        """With those that share parameters with it, whose gradients are the same ones."""
+        window = stepped.window
+        if window is None:
+            return  # there is none, or it was closed with another one
+        together = [stepped]
+        for one in together:  # which grows
+            found = [other for other in self._windows_into([one]) if other.window and other.window.is_left_open]
+            together += [other for other in found if other not in together]
+        self._close_windows(together, window.scaler, window.loss_id, window.snapshot, window.loss)
+
+    def _open_snapshot(
+        self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int
+    ) -> ScaleSnapshot | None:
+        """The scale of gradients that `delay_unscale` left scaled, which this loss is to be added to.
+
+        A loss has one scale. Gradients that were left with another one are unscaled now, as a step would do, and so are
+        those of parameters that an optimizer shares with one that has none left.
+        Raises AmpStateError, before anything is changed, for gradients of another loss_id, and for parameters that an
+        optimizer shares with one whose `scale_loss` has not been left.
+        """
+        if any(one.in_backward for one in stepped):
+            return None  # refused where it is entered
+        others = self._windows_into(stepped)
+        for other in others:
+            if other.in_backward:
+                raise AmpStateError(
+                    f"scale_loss() was entered for an optimizer that has parameters in common with "
+                    f"{type(other.optimizer).__name__}, inside of the body of that one's scale_loss: their gradients "
+                    "would have two scales.  Leave the first `with amp.scale_loss(...)` before the next one, or type "
+                    "amp.scale_loss(loss, [optimizer, other_optimizer]) once for both."
+                )
+        left = [(one, one.window) for one in stepped if one.window is not None and one.window.is_left_open]
+        # Who declared gradients scaled without a word by what meant loss_id 0, as it was then.
+        left = [(one, window) for one, window in left if window.is_claimed or window.scaler is scaler]
+        for _, window in left:
+            if window.loss_id != loss_id:
+                raise AmpStateError(
+                    f"loss_id={loss_id}, but this optimizer has gradients of loss_id={window.loss_id} that "
+                    f"delay_unscale left scaled.  Type loss_id={window.loss_id} here, or leave out delay_unscale where "
+                    "it changes."
+                )
+        for other in others:
+            self._close_left_open(other)
+        unopened = [one for one in stepped if one.window is None]
+        for one, _ in left:
+            if any(map(one.shares_parameters_with, unopened)):
+                self._close_left_open(one)
+        left = [(one, window) for one, window in left if one.window is window]
+        snapshot = left[0][1].snapshot if left else None
+        for one, window in left:
+            if snapshot is not None and not window.snapshot.equals(snapshot):
+                self._close_left_open(one)
+        return snapshot

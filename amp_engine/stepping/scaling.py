@@ -1,0 +1,31 @@
+"""What the losses of one engine are scaled by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from amp_engine.scaler import LossScaler
+
+
+@dataclass
+class Scaling:
+    """Read by all that step or close windows; written by the engine.
+
+    Attributes:
+        scalers: one for each loss_id.
+        skip_on_overflow: whether static scales skip as well.
+        reported: those loss_ids whose static scale was said to overflow, so that looking again is of no more use.
+    """
+
+    scalers: list[LossScaler] = field(default_factory=list)
+    skip_on_overflow: bool = False
+    reported: set[int] = field(default_factory=set)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a backward may decide that a step is skipped, or gradients be scaled."""
+        return self.skip_on_overflow or not all(scaler.is_identity for scaler in self.scalers)
+
+    def default(self) -> LossScaler:
+        """The scaler of gradients that nobody said the scaler of."""
+        return self.scalers[0] if self.scalers else LossScaler(1.0)

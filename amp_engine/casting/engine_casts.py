@@ -52,28 +52,34 @@ class EngineCasts:
 
     def off(self) -> AbstractContextManager[None] | None:
         """A context without function casts in this thread; None where there are none."""
-        return None if self.casts is None else self.casts.disabled_in_thread()
+        casts = self.casts
+        return None if casts is None else casts.disabled_in_thread()
 
     @property
     def weight_copies(self) -> WeightCache | None:
         """The low-precision copies of FP32 parameters; None where there are no casts."""
-        return None if self.casts is None else self.casts.weight_copies
+        casts = self.casts
+        return None if casts is None else casts.weight_copies
 
     # What a backward asks.
 
     def note_use(self, wanted: bool) -> None:
         """A loss was computed: casts that nothing has used were a switch; `wanted` ones that ended are news, once."""
-        if wanted and self.ended is not None:
+        casts = self._installed
+        if casts is None:
+            return
+        if wanted and casts.has_ended:
             if not self._said_ended:
-                self._say(report.casts_ended(self.ended.origin), rank0=True)
+                self._say(report.casts_ended(casts.origin), rank0=True)
             self._said_ended = True
-        elif self._installed is not None and not self._installed.were_used:
-            self._installed.note_use()
+        elif not casts.were_used:
+            casts.note_use()
 
     def lapse(self) -> None:
         """A backward is over, and anybody may have written any weight."""
-        if self.casts is not None:
-            self.casts.cache.lapse()
+        casts = self.casts
+        if casts is not None:
+            casts.cache.lapse()
 
     # Lists.
 

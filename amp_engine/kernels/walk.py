@@ -62,15 +62,13 @@ def joined(parts: Iterable[Stamps]) -> Stamps:
     return [stamp for part in parts for stamp in part]  # type: ignore[misc]
 
 
-def replaceable(stamps: Stamps) -> Stamps:
-    """A copy of `stamps` for `put_stamps`."""
-    return bytearray(stamps) if isinstance(stamps, (bytes, bytearray)) else list(stamps)
-
-
-def put_stamps(stamps: Stamps, place: int, of_one: Stamps) -> None:
-    """Replace those of one tensor by what `stamps([tensor])` gave, in what `replaceable` gave."""
+def put_stamps(stamps: Stamps, place: int, of_one: Stamps) -> Stamps:
+    """`stamps` with those of one tensor replaced by what `stamps([tensor])` gave: in place, but the first time."""
+    if isinstance(stamps, bytes):
+        stamps = bytearray(stamps)
     n = _stride(stamps)
-    stamps[n * place : n * (place + 1)] = of_one  # type: ignore[index, assignment]
+    stamps[n * place : n * (place + 1)] = of_one  # type: ignore[assignment]
+    return stamps
 
 
 def _stride(stamps: Stamps) -> int:

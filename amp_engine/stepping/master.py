@@ -38,8 +38,8 @@ class Shared:
     """
 
     def __init__(self, params: walk.Stamps, weights: walk.Stamps, kept: Kept | None = None) -> None:
-        self.params = walk.replaceable(params)
-        self.weights = walk.replaceable(weights)
+        self.params = params
+        self.weights = weights
         self.kept = kept
 
 
@@ -138,12 +138,13 @@ class Master:
         self.is_doubted = False
         self._memory = self.param.untyped_storage()
         _PLACES.clear()  # the parameter may have moved
-        walk.put_stamps(shared.params, self._place, walk.stamps([self.param]))
-        walk.put_stamps(shared.weights, self._place, walk.stamps([self.weight]))
+        shared.params = walk.put_stamps(shared.params, self._place, walk.stamps([self.param]))
+        shared.weights = walk.put_stamps(shared.weights, self._place, walk.stamps([self.weight]))
 
     def mark_weight(self) -> None:
         """Declare what the master holds to be what the two agreed on."""
-        walk.put_stamps(self._shared.weights, self._place, walk.stamps([self.weight]))
+        shared = self._shared
+        shared.weights = walk.put_stamps(shared.weights, self._place, walk.stamps([self.weight]))
 
     def marked_as(self) -> tuple[walk.Stamps, walk.Stamps]:
         """The stamps of parameter and weight when they last agreed."""

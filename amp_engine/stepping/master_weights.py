@@ -202,8 +202,8 @@ class MasterWeights:
 
     def mark_in_sync(self) -> None:
         """Declare that masters and parameters agree."""
-        self._shared.params = walk.replaceable(walk.stamps(self.params))
-        self._shared.weights = walk.replaceable(walk.stamps(self.weights))
+        self._shared.params = walk.stamps(self.params)
+        self._shared.weights = walk.stamps(self.weights)
 
     @property
     def kept(self) -> Kept | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from types import TracebackType
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -47,7 +47,6 @@ class ScaledBackwards:
             and all(one.masters is None and one.window is None for one in stepped)
         )
 
-    @contextmanager
     def of(
         self,
         loss: Tensor,
@@ -56,29 +55,9 @@ class ScaledBackwards:
         loss_id: int,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> Iterator[Tensor]:
-        """Yield `loss.float() * scale`; at the exit unscale, check and move the scale, as `scale_loss` says.
-
-        Raises AmpStateError before the body is run, with nothing changed, where gradients would have two scales. No
-        host sync.
-        """
-        scaler.to(loss.device)
-        snapshot = self._open_snapshot(stepped, scaler, loss_id) or scaler.snapshot()
-        entered: list[SteppedOptimizer] = []
-        try:
-            for one in stepped:
-                one.enter_backward(scaler, loss_id, snapshot)
-                entered.append(one)
-            yield loss.float() * moved(snapshot.scale, loss.device)
-        except BaseException:
-            for one in entered:
-                one.abandon()
-            raise
-        if delay_unscale:
-            for one in stepped:
-                one.leave_open(loss.detach())
-        else:
-            self._close_windows(stepped, scaler, loss_id, snapshot, loss.detach(), delay_overflow_check)
+    ) -> ScaledBackward:
+        """For the body of a `scale_loss` with these arguments."""
+        return ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def settle(self, stepped: SteppedOptimizer) -> None:
         """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
@@ -87,7 +66,7 @@ class ScaledBackwards:
                 self._close_left_open(other)
         self._close_left_open(stepped)
 
-    def _close_windows(
+    def close_windows(
         self,
         stepped: Sequence[SteppedOptimizer],
         scaler: LossScaler,
@@ -96,6 +75,7 @@ class ScaledBackwards:
         loss: Tensor,
         delay_overflow_check: bool = False,
     ) -> None:
+        """Unscale and check gradients, then move the scale; gradients go if that fails. No host sync."""
         skips = scaler.dynamic or self._scaling.skip_on_overflow
         check = skips or loss_id not in self._scaling.reported
         unscaled: set[int] = set()
@@ -129,9 +109,9 @@ class ScaledBackwards:
         for one in together:  # which grows
             found = [other for other in self._windows_into([one]) if other.window and other.window.is_left_open]
             together += [other for other in found if other not in together]
-        self._close_windows(together, window.scaler, window.loss_id, window.snapshot, window.loss)
+        self.close_windows(together, window.scaler, window.loss_id, window.snapshot, window.loss)
 
-    def _open_snapshot(
+    def open_snapshot(
         self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int
     ) -> ScaleSnapshot | None:
         """The scale of gradients that `delay_unscale` left scaled, which this loss is to be added to.
@@ -174,3 +154,65 @@ class ScaledBackwards:
             if snapshot is not None and not window.snapshot.equals(snapshot):
                 self._close_left_open(one)
         return snapshot
+
+
+class ScaledBackward:
+    """The body of one `scale_loss`, as a context manager: a generator would cost a loop of tiny steps a percent.
+
+    Gives `loss.float() * scale`; at the exit gradients are unscaled and checked, and the scale moves, or they are left
+    as they are. If the body raises, they are put back as they were at the entry.
+
+    Raises AmpStateError at the entry, with nothing changed, where gradients would have two scales. No host sync.
+    """
+
+    def __init__(
+        self,
+        backwards: ScaledBackwards,
+        loss: Tensor,
+        stepped: Sequence[SteppedOptimizer],
+        scaler: LossScaler,
+        loss_id: int,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> None:
+        self._backwards = backwards
+        self._loss = loss
+        self._stepped = stepped
+        self._scaler = scaler
+        self._loss_id = loss_id
+        self._delay_unscale = delay_unscale
+        self._delay_overflow_check = delay_overflow_check
+
+    def __enter__(self) -> Tensor:
+        loss, scaler = self._loss, self._scaler
+        scaler.to(loss.device)
+        self._snapshot = self._backwards.open_snapshot(self._stepped, scaler, self._loss_id) or scaler.snapshot()
+        entered: list[SteppedOptimizer] = []
+        try:
+            for one in self._stepped:
+                one.enter_backward(scaler, self._loss_id, self._snapshot)
+                entered.append(one)
+            return loss.float() * moved(self._snapshot.scale, loss.device)
+        except BaseException:
+            for one in entered:
+                one.abandon()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            for one in self._stepped:
+                one.abandon()
+        elif self._delay_unscale:
+            for one in self._stepped:
+                one.leave_open(self._loss.detach())
+        else:
+            self._backwards.close_windows(
+                self._stepped,
+                self._scaler,
+                self._loss_id,
+                self._snapshot,
+                self._loss.detach(),
+                self._delay_overflow_check,
+            )

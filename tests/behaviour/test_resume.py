@@ -247,6 +247,7 @@ def test_loading_writes_down_each_parameter_by_itself():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     stepped = amp._amp_state.engine._initialized.get(optimizer).masters
+    model.load_state_dict(model.state_dict())
     known = stepped._shared.params
     model.load_state_dict(model.state_dict())
     assert stepped._shared.params is known

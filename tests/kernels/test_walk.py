@@ -148,11 +148,12 @@ def test_either_chooses_by_the_mask() -> None:
 def test_stamps_of_one_are_replaced_in_place():
     params = [torch.ones(2), torch.ones(3), torch.ones(4)]
     stamps = walk.stamps(params)
-    replaced = walk.replaceable(stamps)
     params[1].mul_(2)
-    assert not walk.have_stamps(params, replaced)
-    walk.put_stamps(replaced, 1, walk.stamps([params[1]]))
+    assert not walk.have_stamps(params, stamps)
+    replaced = walk.put_stamps(stamps, 1, walk.stamps([params[1]]))
     assert walk.have_stamps(params, replaced)
     assert replaced == walk.stamps(params)
-    assert replaced != stamps, "what it was made of is another object"
+    params[2].mul_(2)
+    assert walk.put_stamps(replaced, 2, walk.stamps([params[2]])) is replaced
+    assert walk.have_stamps(params, replaced)
     assert walk.joined(walk.stamps_of(replaced, i) for i in range(3)) == walk.stamps(params)

@@ -16,14 +16,15 @@ from amp_engine import amp
 ACCUMULATE = 2
 
 cuda = torch.cuda.is_available()
-dist.init_process_group("nccl" if cuda else "gloo")
-rank = dist.get_rank()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
 
 torch.manual_seed(0)  # the same weights on every rank, before initialize
 model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
+# After the optimizer, since modules of torch that it imports keep a group that is there already.
+dist.init_process_group("nccl" if cuda else "gloo")
+rank = dist.get_rank()
 model, optimizer = amp.initialize(model, optimizer, opt_level="O2")  # first initialize,
 ddp = DistributedDataParallel(model)  # then wrap
 
@@ -49,4 +50,5 @@ dist.all_gather(others, masters)
 if rank == 0:
     equal = all(torch.equal(masters, other) for other in others)
     print(f"masters of {len(others)} ranks: {'equal' if equal else 'NOT equal'}")
+del ddp  # it keeps the group, too: https://github.com/pytorch/pytorch/issues/56297
 dist.destroy_process_group()

@@ -52,14 +52,25 @@ def test_minimal_runs_as_a_script_from_anywhere(tmp_path):
     subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, check=True, capture_output=True)
 
 
+THREADS_AT_THE_END = """
+import os, runpy
+runpy.run_path("examples/ddp.py", run_name="__main__")
+names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+print("left:", [name for name in names if "gloo" in name])
+"""
+
+
 @pytest.mark.slow
-def test_ddp_trains_and_keeps_masters_equal():
+def test_ddp_trains_keeps_masters_equal_and_ends_its_group(tmp_path):
+    # A thread of gloo's that is there while Python ends may abort the process.
+    script = tmp_path / "ddp_and_threads.py"
+    script.write_text(THREADS_AT_THE_END)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "examples/ddp.py"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, text=True)
+    done = subprocess.run([*torchrun, script], cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, text=True)
     losses = numbers(done.stdout.splitlines(), r"loss +([\d.]+)")
     assert losses[-1] < losses[0] / 100
     assert "masters of 2 ranks: equal" in done.stdout
+    assert done.stdout.count("left: []") == 2
 
 
 def test_gan_trains_three_losses_with_a_scaler_each(run_example):

@@ -25,6 +25,7 @@ from amp_engine.overflow import OverflowWatch
 from amp_engine.policy import Policy, require
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, check_bounds
 from amp_engine.stepping.backward import Verdict
+from amp_engine.stepping.hook import StepHook
 from amp_engine.stepping.master_weights import MasterWeights
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
@@ -505,14 +506,10 @@ class Engine:
         masters: MasterWeights | None,
         on_skip: Callable[[int, Sequence[Verdict]], None] | None = None,
     ) -> SteppedOptimizer:
-        return SteppedOptimizer(
-            optimizer,
-            masters,
-            casts=self.function_casts,
-            scaling=self._scaling,
-            backwards=self._backwards,
-            verdicts=Verdicts(on_skip or self._watch.skipped, self._watch.stepped_on),
-        )
+        verdicts = Verdicts(on_skip or self._watch.skipped, self._watch.stepped_on)
+        stepped = SteppedOptimizer(optimizer, masters, self._scaling, verdicts)
+        StepHook(stepped, self._backwards, self._scaling, self.function_casts)  # which the optimizer holds
+        return stepped
 
     def _stepped(self, optimizer: Any) -> SteppedOptimizer:
         stepping = inner_of(optimizer)

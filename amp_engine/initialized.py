@@ -152,7 +152,7 @@ class Initialized:
             return
         stepped = self._stepped[inner]
         if isinstance(wrapper, LARC):
-            self._wrappers[wrapper] = wrapper.register_step_pre_hook(lambda _: stepped.settle())
+            self._wrappers[wrapper] = wrapper.register_step_pre_hook(lambda _: self._backwards.settle(stepped))
         else:
             self._wrappers[wrapper] = None
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

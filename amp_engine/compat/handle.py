@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from amp_engine.casting import FunctionCasts
 from amp_engine.errors import AmpIndexError, AmpStateError
 from amp_engine.scaler import LossScaler
-from amp_engine.stepping.stepped import CLOSURE_REFUSED, SteppedOptimizer
+from amp_engine.stepping.hook import CLOSURE_REFUSED
+from amp_engine.stepping.stepped import SteppedOptimizer
 
 if TYPE_CHECKING:
     from amp_engine.engine import Engine

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError
+from amp_engine.stepping.own_step import unhooked_step
 
 
 def ghost(optimizer: Optimizer, stand_ins: bool = False) -> Optimizer:
@@ -116,11 +116,3 @@ class Ghosts:
             f"{type(optimizer).__name__} cannot be stepped under amp: its step() fails when there is nothing to step "
             f"({failures[-1]!r}), so no step of it can be skipped.  Use opt_level='O0' or 'O3' without loss scaling."
         ) from failures[-1]
-
-
-def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The class's own `step`, without the wrapper in which torch runs the hooks."""
-    step: Any = type(optimizer).step
-    while hasattr(step, "hooked"):
-        step = step.__wrapped__
-    return step

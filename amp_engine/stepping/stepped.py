@@ -1,36 +1,33 @@
-"""The step of one optimizer, from a pre-hook: skip it, or do it with casts off and masters kept."""
+"""One optimizer: its window around a backward, and its step, skipped or done with masters kept."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_engine import kernels
 from amp_engine.devices import moved
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import walk
-from amp_engine.optimizers.fused_step import FusedStep, Plan, fused_step_of, release_fused_step
+from amp_engine.optimizers.fused_step import FusedStep, Plan, release_fused_step
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 from amp_engine.stepping import strays
 from amp_engine.stepping.backward import NO_LOSS, Checked, PassOne
-from amp_engine.stepping.ghost import Ghosts, unhooked_step
-from amp_engine.stepping.lazy_gradients import MasterParameter, clip_factor
+from amp_engine.stepping.lazy_gradients import clip_factor
 from amp_engine.stepping.master_weights import MasterWeights
+from amp_engine.stepping.own_step import foreach_as_by_default, unhooked_step
 from amp_engine.stepping.roster import forget_roster, roster_of
 from amp_engine.stepping.rows import Rows, rows_of
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.verdicts import Verdicts
 from amp_engine.stepping.window import GradientWindow
-from amp_engine.torch_private import disable_dynamo, lazy_clone
-
-CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
+from amp_engine.torch_private import lazy_clone
 
 
 class WeightCopies(Protocol):
@@ -43,35 +40,23 @@ class WeightCopies(Protocol):
         """A step wrote these weights and copies, and no other weight."""
 
 
-class Casts(Protocol):
-    """The function casts that a step is not to meet."""
+class Hook(Protocol):
+    """What torch calls before the step."""
 
-    def off(self) -> AbstractContextManager[None] | None:
-        """A context without them in this thread; None where there are none."""
+    def be_last(self) -> None:
+        """Stand behind the hooks that were registered by now."""
 
-    @property
-    def weight_copies(self) -> WeightCopies | None:
-        """The copies of weights that they use; None where there are no casts."""
-
-
-class Settles(Protocol):
-    """All scaled backwards of an engine."""
-
-    def settle(self, stepped: SteppedOptimizer) -> None:
-        """Unscale what the parameters of `stepped` have that is scaled."""
+    def remove(self) -> None:
+        """Have torch call it no more."""
 
 
 class SteppedOptimizer:
     """One optimizer in the care of an engine.
 
     Args:
-        optimizer: gets a step pre-hook and a load_state_dict pre-hook, and while `masters` exist its groups
-            hold them. None of its methods is replaced.
+        optimizer: while `masters` exist its groups hold them.
         masters: its FP32 masters, or None.
-        casts: are off for the time of a step. A fused step writes their copies of FP32 parameters, too.
-        scaling: while it is active `step(closure)` is an error, since the backward in a closure would come after the
-            decision to skip.
-        backwards: unscales, before a step, what is scaled still.
+        scaling: has the scaler of gradients that nobody said the scaler of.
         verdicts: what decides whether a step is skipped.
     """
 
@@ -79,10 +64,7 @@ class SteppedOptimizer:
         self,
         optimizer: Optimizer,
         masters: MasterWeights | None,
-        *,
-        casts: Casts,
         scaling: Scaling,
-        backwards: Settles,
         verdicts: Verdicts,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -94,16 +76,12 @@ class SteppedOptimizer:
         self.verdicts = verdicts
         self._pass_one: PassOne | None = None
         self._list_check = kernels.ListCheck()
-        self._casts = casts
         self._scaling = scaling
-        self._backwards = backwards
-        self._stepping = False
         self._is_wrapped = False
         self._written_gradients = strays.WrittenGradients()
         self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
-        self._ghosts = Ghosts()
-        self._step_hook = optimizer.register_step_pre_hook(self._before_step)
-        self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
+        # Held by the optimizer; here weakly, or the two would wait for a collection of garbage.
+        self.hook: Callable[[], Hook | None] = lambda: None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -143,7 +121,8 @@ class SteppedOptimizer:
         self.window = None
         if self.masters is not None:
             self._written_gradients.note(self.masters)
-        self._hook_last()
+        if (hook := self.hook()) is not None:
+            hook.be_last()
         return checked
 
     # Around a backward in somebody's own `scale_loss`, who names the scaler in the end, and decides on the skip.
@@ -250,10 +229,6 @@ class SteppedOptimizer:
                 if g.dtype != torch.float32:  # a 0-d factor would be rounded to their type
                     g.copy_(g.float() * factor)
 
-    def settle(self) -> None:
-        """Unscale what `delay_unscale` left scaled, since a step is next. No host sync."""
-        self._backwards.settle(self)
-
     def shares_parameters_with(self, other: SteppedOptimizer) -> bool:
         """Whether a parameter is stepped by both."""
         ids = {id(p) for p in roster_of(other.optimizer, other.masters).params}
@@ -266,9 +241,9 @@ class SteppedOptimizer:
             self.window = None
 
     def release(self) -> None:
-        """Remove the hooks and give the optimizer its own parameters back."""
-        self._step_hook.remove()
-        self._load_hook.remove()
+        """Remove the hook and give the optimizer its own parameters back."""
+        if (hook := self.hook()) is not None:
+            hook.remove()
         if self.window is not None:
             self.window.discard()
             self.window = None
@@ -283,65 +258,69 @@ class SteppedOptimizer:
         if self.masters is not None:
             self.masters.release()
 
-    def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:
-        # torch casts loaded state to the type of what is in the groups: masters must be there first.
-        if self.masters is not None:
-            self.masters.scan()
+    @property
+    def is_pending(self) -> bool:
+        """Whether a backward since the last step has something to say about the next one."""
+        return bool(self.verdicts.pending) or self.window is not None
 
-    @disable_dynamo
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._stepping:  # a subclass called super().step()
-            return None
-        casts_off = self._casts.off()
-        pending = self.verdicts.pending or self.window is not None
-        if self.masters is None and casts_off is None and not pending and not self._scaling.is_active:
-            return None  # nothing to add to torch's own step
-        if _closure(args, kwargs) is not None:
-            if self.masters is None and not self._scaling.is_active:
-                return None  # O4: the closure's forward wants its casts
-            raise AmpStateError(
-                f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "
-                "and backward with amp.scale_loss yourself, then call step() without arguments."
-            )
-        self.settle()
+    def step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedStep | None, weight_copies: WeightCopies | None
+    ) -> None:
+        """Skip, or step: fused, or as the class does it on FP32 gradients. Gradients are unscaled by now.
+
+        Args:
+            args, kwargs: what the optimizer's `step` was called with, the optimizer first.
+            fused: what can step its class, or None.
+            weight_copies: of FP32 parameters, for a fused step to write.
+
+        Waits for the device if the host has to decide and does not know yet.
+        """
+        optimizer, masters = self.optimizer, self.masters
+        backward_seen, self.backward_seen = self.backward_seen, False
+        if masters is not None:
+            masters.scan()
+            masters.follow()
+        # A wrapper goes on after this step by what it finds, so the host decides.
+        is_open = not self._is_wrapped and not self.verdicts.are_known()
+        planned = self._plan(fused) if fused is not None and is_open else None
+        flags: list[Tensor] = []
+        if planned is not None:
+            flags = self.verdicts.leave_to_device()
+        elif self.verdicts.decide():
+            self._skip()
+            return
+        elif fused is not None:
+            planned = self._plan(fused)
+        if not backward_seen and masters is not None:
+            strays.warn_of_unseen_gradients(optimizer, masters)
+        try:
+            if planned is not None:
+                self._step_fused(*planned, flags, None if masters is not None else weight_copies)
+            else:
+                self._step_unfused(optimizer, args, kwargs)
+            if masters is not None and self._is_wrapped:
+                walk.drop_gradients(masters.params)
+                self._left_gradients = True
+            elif masters is not None:
+                masters.drop_gradients()
+        finally:
+            self._pass_one = None
+            forget_roster(optimizer)
+
+    def look_at_gradients(self) -> None:
+        """Before a step: drop what an earlier step left, and say what never reaches the masters.
+
+        Raises AmpStateError where torch.amp.GradScaler is to step such gradients.
+        """
         left = self.masters if self._left_gradients and not self.backward_seen else None
         if left is not None and walk.any_gradient(left.params):
             self._drop_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
         self.verdicts.hear(wait=False)
         if self.masters is not None:
-            if hasattr(optimizer, "found_inf"):
+            if hasattr(self.optimizer, "found_inf"):
                 self.refuse_foreign_scaler()
             if self.backward_seen:
-                self._written_gradients.warn(optimizer, self.masters)
-        backward_seen, self.backward_seen = self.backward_seen, False
-        # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
-        plain = len(args) == 1 and not kwargs and not hasattr(optimizer, "found_inf")
-        known = fused_step_of(optimizer)
-        fused = known if plain else None
-        with nullcontext() if casts_off is None else casts_off:
-            if self.masters is not None:
-                self.masters.scan()
-                self.masters.follow()
-            # A wrapper goes on after this step by what it finds, so the host decides.
-            is_open = not self._is_wrapped and not self.verdicts.are_known()
-            planned = self._plan(fused) if fused is not None and is_open else None
-            flags: list[Tensor] = []
-            if planned is not None:
-                flags = self.verdicts.leave_to_device()
-            elif self.verdicts.decide():
-                self._skip()
-                return (
-                    self._ghosts.of(optimizer, args, kwargs, known is not None),
-                    *args[1:],
-                ), kwargs
-            elif fused is not None:
-                planned = self._plan(fused)
-            if not backward_seen and self.masters is not None:
-                strays.warn_of_unseen_gradients(optimizer, self.masters)
-            self._step(optimizer, args, kwargs, planned, flags)
-        return (self._ghosts.of(optimizer, args, kwargs, known is not None), *args[1:]), kwargs
+                self._written_gradients.warn(self.optimizer, self.masters)
 
     def _skip(self) -> None:
         """Do nothing but drop what the step would have."""
@@ -364,31 +343,9 @@ class SteppedOptimizer:
         plan = fused.plan(rows.weights, rows.gradients, copies, rows.known)
         return None if plan is None else (fused, plan, rows)
 
-    def _step(
-        self,
-        optimizer: Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        planned: tuple[FusedStep, Plan, Rows] | None,
-        flags: list[Tensor],
+    def _step_fused(
+        self, fused: FusedStep, plan: Plan, rows: Rows, flags: list[Tensor], weight_copies: WeightCopies | None
     ) -> None:
-        self._stepping = True
-        try:
-            if planned is not None:
-                self._step_fused(*planned, flags)
-            else:
-                self._step_unfused(optimizer, args, kwargs)
-            if self.masters is not None and self._is_wrapped:
-                walk.drop_gradients(self.masters.params)
-                self._left_gradients = True
-            elif self.masters is not None:
-                self.masters.drop_gradients()
-        finally:
-            self._stepping = False
-            self._pass_one = None
-            forget_roster(optimizer)
-
-    def _step_fused(self, fused: FusedStep, plan: Plan, rows: Rows, flags: list[Tensor]) -> None:
         """Pass 2: unscale, clip, step and write the model's weights in one go; nothing if one of `flags` is != 0."""
         found_inf = None
         for flag in flags:
@@ -396,7 +353,6 @@ class SteppedOptimizer:
         unscaling = rows.unscaling
         one = self._pass_one if fused.rule.reads_sums else None
         whole = one is not None and not one.plain and one.holds(self.optimizer, self.masters)
-        weight_copies = None if self.masters is not None else self._casts.weight_copies
         fused.step(
             plan,
             None if weight_copies is None else weight_copies.copies(rows.weights),
@@ -417,7 +373,7 @@ class SteppedOptimizer:
         if self.masters is not None:
             self.masters.materialize()
         try:
-            with _foreach_as_by_default(optimizer):
+            with foreach_as_by_default(optimizer):
                 unhooked_step(optimizer)(optimizer, *args[1:], **kwargs)
         finally:
             # Also after an exception: a parameter never disagrees with its master.
@@ -428,37 +384,3 @@ class SteppedOptimizer:
         """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
         if self.masters is not None and not self.backward_seen:
             strays.refuse_foreign_scaler(self.optimizer, self.masters)
-
-    def _hook_last(self) -> None:
-        # The hook does the step itself, so hooks that the user has registered by now (clipping, logging) go first.
-        hooks = self.optimizer._optimizer_step_pre_hooks
-        if next(reversed(hooks)) != self._step_hook.id:
-            self._step_hook.remove()
-            self._step_hook = self.optimizer.register_step_pre_hook(self._before_step)
-
-
-@contextmanager
-def _foreach_as_by_default(optimizer: Optimizer) -> Iterator[None]:
-    """torch.optim chooses its foreach variant for exact Parameters on a GPU; a master, which is none, gets it too."""
-    groups = [
-        group
-        for group in optimizer.param_groups
-        if group.get("foreach", False) is None
-        and not group.get("fused")
-        and not group.get("differentiable")
-        and all(isinstance(p, MasterParameter) or type(p) is nn.Parameter for p in group["params"])
-        and any(isinstance(p, MasterParameter) for p in group["params"])
-        and all(p.is_cuda for p in group["params"])
-    ]
-    for group in groups:
-        group["foreach"] = True
-    try:
-        yield
-    finally:
-        for group in groups:
-            group["foreach"] = None
-
-
-def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure if callable(closure) else None

@@ -18,6 +18,7 @@ from amp_engine import kernels
 from amp_engine.devices import moved
 from amp_engine.kernels import walk
 from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import NO_LOSS, Checked, PassOne, Unscaled
 from amp_engine.stepping.lazy_gradients import Kept, Unscaling
 from amp_engine.stepping.master import Master
@@ -40,7 +41,7 @@ class Seen(NamedTuple):
         """Whether the gradient went, or was written and is 0 now, as `zero_grad` does. May wait if written."""
         if self.param.grad is None:
             return self.grad is not None
-        return not self.is_untouched() and not bool(_values(self.param.grad).any())
+        return not self.is_untouched() and not bool(arithmetic.values(self.param.grad).any())
 
 
 class GradientWindow:
@@ -94,7 +95,7 @@ class GradientWindow:
             walk.drop_gradients(masters.params)  # of an earlier step, still scaled
         for p in roster.plain if roster.asks or walk.any_gradient(roster.plain_handle) else ():
             if p.grad is not None:
-                self._earlier[id(p)] = _own_memory(p.grad)
+                self._earlier[id(p)] = arithmetic.own_memory(p.grad)
                 p.grad = None
 
     def claim(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot) -> None:
@@ -155,12 +156,12 @@ class GradientWindow:
         grads, walks, devices = walk.gradients(roster.param_handle)
         done = [row for row in roster.plain_rows if id(roster.params[row]) in unscaled] if unscaled else []
         if done:
-            grads, walks = _without(done, grads, walks)
+            grads, walks = arithmetic.without(done, grads, walks)
             devices = walk.devices_of(grads, walks)
         others = [row for row, how in enumerate(walks) if how == walk.OTHER] if walk.OTHER in walks else []
         arrived = [row for row in roster.plain_rows if walks[row] != walk.NONE]
         if others:
-            grads, walks = _without(others, grads, walks)
+            grads, walks = arithmetic.without(others, grads, walks)
         totals: dict[int, Tensor] = {}  # of masters, by row
         if self._masters is not None and walk.any_gradient(self._masters.weights):
             found = ((row, m.total()) for row, m in enumerate(roster.masters) if m is not None)
@@ -198,7 +199,7 @@ class GradientWindow:
         """Check what arrived on one device and unscale, in place, what has no master."""
         if not is_only:
             elsewhere = [row for row, g in enumerate(grads) if g is not None and g.device != device]
-            grads, walks = _without(elsewhere, grads, walks)
+            grads, walks = arithmetic.without(elsewhere, grads, walks)
         outputs = None
         if not self.snapshot.is_identity and len(roster.plain) > 0:
             outputs = walk.either(roster.plain_mask, grads)
@@ -249,20 +250,20 @@ class GradientWindow:
                 _, sums, grads_here = zip(*alike, strict=True)
                 kernels.axpby_(sums, grads_here, sums, inv_scale, None)
             for row, _, g in others:  # a user's own
-                _accumulate([(self._roster().weights[row], _times(g, inv_scale, torch.float32))])
+                arithmetic.accumulate([(self._roster().weights[row], arithmetic.times(g, inv_scale, torch.float32))])
 
     def _close_others(self, arrived: list[tuple[nn.Parameter, Master | None]], check: bool) -> Checked:
         """Sparse gradients, negative views, and types that the kernels do not walk, by PyTorch's own operations."""
         nonfinite = []
         for param, master in arrived:
-            grad = _grad(param)
-            bad = kernels.nonfinite([_values(grad)])
+            grad = arithmetic.readable(param)
+            bad = kernels.nonfinite([arithmetic.values(grad)])
             nonfinite.append(moved(bad, self.snapshot.inv_scale.device))
             inv_scale = moved(self.snapshot.inv_scale, grad.device)
             if master is not None:
-                _accumulate([(master.weight, _times(grad, inv_scale, torch.float32))])
+                arithmetic.accumulate([(master.weight, arithmetic.times(grad, inv_scale, torch.float32))])
             elif not self.snapshot.is_identity:
-                param.grad = _times(grad, inv_scale, grad.dtype)
+                param.grad = arithmetic.times(grad, inv_scale, grad.dtype)
         flags = torch.cat(nonfinite)
         if check:
             self.scaler.record_(flags)
@@ -348,17 +349,7 @@ class GradientWindow:
                 both.append((p, p.grad))
             p.grad = earlier
         self._earlier.clear()
-        _accumulate(both)
-
-
-def _without(
-    rows: Sequence[int], grads: Sequence[Tensor | None], walks: bytes
-) -> tuple[Sequence[Tensor | None], bytes]:
-    """The gradients, and how they can be taken, without those of some rows."""
-    left_grads, left_walks = list(grads), bytearray(walks)
-    for row in rows:
-        left_grads[row], left_walks[row] = None, walk.NONE
-    return left_grads, bytes(left_walks)
+        arithmetic.accumulate(both)
 
 
 def _seen(param: nn.Parameter) -> Seen:
@@ -367,49 +358,3 @@ def _seen(param: nn.Parameter) -> Seen:
 
 def _version(grad: Tensor | None) -> int:
     return 0 if grad is None else grad._version
-
-
-def _grad(param: nn.Parameter) -> Tensor:
-    grad = param.grad
-    assert grad is not None
-    if not grad.is_sparse:
-        return walk.written_out(grad)
-    # One entry an index, so that values that overflow together are seen to.
-    return grad.coalesce()
-
-
-def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
-
-
-@torch.no_grad()
-def _accumulate(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    """`param.grad += grad` for each pair; where there is no gradient yet, it is `grad` itself."""
-    totals, grads = [], []
-    for param, grad in pairs:
-        if param.grad is None:
-            param.grad = grad
-        elif param.grad.is_sparse or grad.is_sparse:
-            param.grad = param.grad + grad
-        else:
-            totals.append(param.grad)
-            grads.append(grad)
-    kernels.accumulate_(totals, grads)
-
-
-def _times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`grad * factor` in `dtype`, computed in float32 or, for float64, in float64."""
-    with torch.no_grad():
-        if not grad.is_sparse:
-            return (grad * factor.to(grad.dtype) if grad.dtype == torch.float64 else grad.float() * factor).to(dtype)
-        values = _times(grad.values(), factor, dtype)
-        return torch.sparse_coo_tensor(grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False)
-
-
-def _own_memory(grad: Tensor) -> Tensor:
-    # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
-    if grad.is_sparse:
-        return grad
-    grad = walk.written_out(grad)
-    shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
-    return grad.clone() if shared else grad

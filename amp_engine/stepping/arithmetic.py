@@ -1,0 +1,68 @@
+"""Gradients by themselves: added, multiplied, in memory of their own; sparse ones, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine import kernels
+from amp_engine.kernels import walk
+
+
+def without(rows: Sequence[int], grads: Sequence[Tensor | None], walks: bytes) -> tuple[Sequence[Tensor | None], bytes]:
+    """The gradients, and how they can be taken, without those of some rows."""
+    left_grads, left_walks = list(grads), bytearray(walks)
+    for row in rows:
+        left_grads[row], left_walks[row] = None, walk.NONE
+    return left_grads, bytes(left_walks)
+
+
+def readable(param: nn.Parameter) -> Tensor:
+    """The gradient that `param` has, as torch's operators take it."""
+    grad = param.grad
+    assert grad is not None
+    if not grad.is_sparse:
+        return walk.written_out(grad)
+    # One entry an index, so that values that overflow together are seen to.
+    return grad.coalesce()
+
+
+def values(grad: Tensor) -> Tensor:
+    """What is stored of `grad`."""
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+@torch.no_grad()
+def accumulate(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """`param.grad += grad` for each pair; where there is no gradient yet, it is `grad` itself."""
+    totals, grads = [], []
+    for param, grad in pairs:
+        if param.grad is None:
+            param.grad = grad
+        elif param.grad.is_sparse or grad.is_sparse:
+            param.grad = param.grad + grad
+        else:
+            totals.append(param.grad)
+            grads.append(grad)
+    kernels.accumulate_(totals, grads)
+
+
+def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grad * factor` in `dtype`, computed in float32 or, for float64, in float64."""
+    with torch.no_grad():
+        if not grad.is_sparse:
+            return (grad * factor.to(grad.dtype) if grad.dtype == torch.float64 else grad.float() * factor).to(dtype)
+        values = times(grad.values(), factor, dtype)
+        return torch.sparse_coo_tensor(grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False)
+
+
+def own_memory(grad: Tensor) -> Tensor:
+    """`grad`, or a copy if others have its memory."""
+    # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
+    if grad.is_sparse:
+        return grad
+    grad = walk.written_out(grad)
+    shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
+    return grad.clone() if shared else grad

@@ -1,0 +1,106 @@
+"""What torch calls before a step: everything of it happens in there, and torch goes on with a ghost."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from amp_engine.errors import AmpStateError
+from amp_engine.optimizers.fused_step import fused_step_of
+from amp_engine.stepping.ghost import Ghosts
+from amp_engine.stepping.scaled_backwards import ScaledBackwards
+from amp_engine.stepping.scaling import Scaling
+from amp_engine.stepping.stepped import SteppedOptimizer, WeightCopies
+from amp_engine.torch_private import disable_dynamo
+
+CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
+
+
+class Casts(Protocol):
+    """The function casts that a step is not to meet."""
+
+    def off(self) -> AbstractContextManager[None] | None:
+        """A context without them in this thread; None where there are none."""
+
+    @property
+    def weight_copies(self) -> WeightCopies | None:
+        """The copies of weights that they use; None where there are no casts."""
+
+
+class StepHook:
+    """The hooks of one optimizer, which holds them. None of its methods is replaced.
+
+    Args:
+        stepped: does the step.
+        backwards: unscales, before it, what is scaled still.
+        scaling: while it is active `step(closure)` is an error, since the backward in a closure would come after the
+            decision to skip.
+        casts: are off for the time of a step. A fused step writes their copies of FP32 parameters, too.
+    """
+
+    def __init__(self, stepped: SteppedOptimizer, backwards: ScaledBackwards, scaling: Scaling, casts: Casts) -> None:
+        self._stepped = stepped
+        self._backwards = backwards
+        self._scaling = scaling
+        self._casts = casts
+        self._ghosts = Ghosts()
+        self._is_stepping = False
+        optimizer = stepped.optimizer
+        self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+        self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
+        stepped.hook = weakref.ref(self)
+
+    def be_last(self) -> None:
+        """It does the step itself, so hooks that the user has registered by now (clipping, logging) go first."""
+        optimizer = self._stepped.optimizer
+        if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._step_hook.id:
+            self._step_hook.remove()
+            self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def remove(self) -> None:
+        """Have torch call nothing of ours."""
+        self._step_hook.remove()
+        self._load_hook.remove()
+
+    def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:
+        # torch casts loaded state to the type of what is in the groups: masters must be there first.
+        if self._stepped.masters is not None:
+            self._stepped.masters.scan()
+
+    @disable_dynamo
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._is_stepping:  # a subclass called super().step()
+            return None
+        stepped, is_scaled = self._stepped, self._scaling.is_active
+        casts_off = self._casts.off()
+        if stepped.masters is None and casts_off is None and not stepped.is_pending and not is_scaled:
+            return None  # nothing to add to torch's own step
+        if _closure(args, kwargs) is not None:
+            if stepped.masters is None and not is_scaled:
+                return None  # O4: the closure's forward wants its casts
+            raise AmpStateError(
+                f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "
+                "and backward with amp.scale_loss yourself, then call step() without arguments."
+            )
+        self._backwards.settle(stepped)
+        stepped.look_at_gradients()
+        # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
+        is_plain = len(args) == 1 and not kwargs and not hasattr(optimizer, "found_inf")
+        fused = fused_step_of(optimizer)
+        with nullcontext() if casts_off is None else casts_off:
+            self._is_stepping = True
+            try:
+                stepped.step(args, kwargs, fused if is_plain else None, self._casts.weight_copies)
+            finally:
+                self._is_stepping = False
+            return (self._ghosts.of(optimizer, args, kwargs, fused is not None), *args[1:]), kwargs
+
+
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure if callable(closure) else None

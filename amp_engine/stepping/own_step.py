@@ -1,0 +1,42 @@
+"""An optimizer's own step, for when the kernels do not take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from amp_engine.stepping.lazy_gradients import MasterParameter
+
+
+def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The class's own `step`, without the wrapper in which torch runs the hooks."""
+    step: Any = type(optimizer).step
+    while hasattr(step, "hooked"):
+        step = step.__wrapped__
+    return step
+
+
+@contextmanager
+def foreach_as_by_default(optimizer: Optimizer) -> Iterator[None]:
+    """torch.optim chooses its foreach variant for exact Parameters on a GPU; a master, which is none, gets it too."""
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if group.get("foreach", False) is None
+        and not group.get("fused")
+        and not group.get("differentiable")
+        and all(isinstance(p, MasterParameter) or type(p) is nn.Parameter for p in group["params"])
+        and any(isinstance(p, MasterParameter) for p in group["params"])
+        and all(p.is_cuda for p in group["params"])
+    ]
+    for group in groups:
+        group["foreach"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["foreach"] = None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from amp_engine.kernels import walk
 from amp_engine.stepping.master import written_memory
-from amp_engine.stepping.master_weights import announce_broadcast
+from amp_engine.stepping.rows import announce_broadcast
 from amp_engine.torch_private import after_ad_inplace_or_view, is_copy_on_write
 
 # Each writes its first argument: a tensor, a list of them, or a list of lists.

@@ -24,13 +24,13 @@ from amp_engine.optimizers import LARC, inner_of
 from amp_engine.overflow import OverflowWatch
 from amp_engine.policy import Policy, require
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, check_bounds
-from amp_engine.stepping.backward import Verdict
+from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.hook import StepHook
-from amp_engine.stepping.master_weights import MasterWeights
+from amp_engine.stepping.pending import Pending
+from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
-from amp_engine.stepping.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -463,13 +463,13 @@ class Engine:
         if not isinstance(optimizer, Optimizer):
             raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
         arguments.check_optimizers([optimizer], self._initialized.optimizers, is_scaled=True)
-        stepped = self._make_stepped(optimizer, None, lambda skips, verdicts: on_skip())
+        stepped = self._make_stepped(optimizer, Rows(optimizer, False), lambda skips, backwards: on_skip())
         self._initialized.look_after(optimizer, stepped)
         return stepped
 
     def step_was_skipped(self, optimizer: Optimizer | LARC) -> bool:
         """Whether the last `optimizer.step()` was skipped. Waits for the device if that decided."""
-        return self._stepped(optimizer).verdicts.skipped
+        return self._stepped(optimizer).pending.skipped
 
     def close(self) -> None:
         """Take everything back; the engine can be used again.
@@ -494,7 +494,7 @@ class Engine:
         return self.policy
 
     def _refuse_inside_of_scale_loss(self, call: str) -> None:
-        if any(stepped.in_backward for stepped in self._initialized.stepped):
+        if any(stepped.window.is_in_body for stepped in self._initialized.stepped):
             raise AmpStateError(
                 f"{call}() was called inside of a `with scale_loss(...)`, whose exit needs what it takes away.  Leave "
                 "the `with` first."
@@ -503,11 +503,11 @@ class Engine:
     def _make_stepped(
         self,
         optimizer: Optimizer,
-        masters: MasterWeights | None,
-        on_skip: Callable[[int, Sequence[Verdict]], None] | None = None,
+        rows: Rows,
+        on_skip: Callable[[int, Sequence[Backward]], None] | None = None,
     ) -> SteppedOptimizer:
-        verdicts = Verdicts(on_skip or self._watch.skipped, self._watch.stepped_on)
-        stepped = SteppedOptimizer(optimizer, masters, self._scaling, verdicts)
+        pending = Pending(on_skip or self._watch.skipped, self._watch.stepped_on)
+        stepped = SteppedOptimizer(optimizer, rows, self._scaling, pending)
         StepHook(stepped, self._backwards, self._scaling, self.function_casts)  # which the optimizer holds
         return stepped
 

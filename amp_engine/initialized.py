@@ -20,7 +20,7 @@ from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC
 from amp_engine.policy import Policy
 from amp_engine.stepping.master import exact_value
-from amp_engine.stepping.master_weights import MasterWeights
+from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.stepped import SteppedOptimizer
 
@@ -41,13 +41,11 @@ class Initialized:
     """Cast models and stepped optimizers, held weakly: a model or optimizer that is dropped is gone.
 
     Args:
-        make_stepped: builds the SteppedOptimizer of an optimizer and its masters (or None).
+        make_stepped: builds the SteppedOptimizer of an optimizer and its rows.
         backwards: is told of each.
     """
 
-    def __init__(
-        self, make_stepped: Callable[[Optimizer, MasterWeights | None], SteppedOptimizer], backwards: ScaledBackwards
-    ) -> None:
+    def __init__(self, make_stepped: Callable[[Optimizer, Rows], SteppedOptimizer], backwards: ScaledBackwards) -> None:
         self._make_stepped = make_stepped
         self._cast_models: list[CastModel] = []
         # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
@@ -196,20 +194,19 @@ class Initialized:
     def _take_in(
         self, optimizer: Optimizer, policy: Policy, exact: Mapping[int, Tensor], adopt_data_writes: bool
     ) -> None:
-        masters = MasterWeights(optimizer, exact, adopt_data_writes) if policy.master_weights else None
+        rows = Rows(optimizer, bool(policy.master_weights), exact, adopt_data_writes)
         try:
-            if masters is None and policy.cast_model_type:
+            if not rows.makes_masters and policy.cast_model_type:
                 self._state_follows_cast.add(optimizer)
                 _match_state_to_parameters(optimizer)
-            self.look_after(optimizer, self._make_stepped(optimizer, masters))
+            self.look_after(optimizer, self._make_stepped(optimizer, rows))
         except BaseException:
-            if masters is not None:
-                masters.release()
+            rows.release()
             raise
 
     def _follow_masters(self) -> None:
         """Have models follow masters that are written outside of a step of theirs, if there are any."""
-        if any(one.masters is not None and one.masters.written_outside for one in self.stepped):
+        if any(one.rows.makes_masters and one.rows.written_outside for one in self.stepped):
             for cast_model in self._cast_models:
                 cast_model.follow_masters()
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from amp_engine.report import OverflowDiagnosis, Reporter, overflow_message, static_overflow_message
-from amp_engine.stepping.backward import Verdict
+from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.scaling import Scaling
 
 SKIPS_BEFORE_DIAGNOSIS = 8
 
 
 class OverflowWatch:
-    """Turns verdicts into messages.
+    """Turns overflows into messages.
 
     Args:
         reporter: prints them.
@@ -27,34 +27,34 @@ class OverflowWatch:
         self._parameter_names = parameter_names
         self._scaling = scaling
 
-    def skipped(self, skips_in_a_row: int, verdicts: Sequence[Verdict]) -> None:
-        """A step was skipped because of `verdicts`, which are not empty."""
-        for loss_id, v in {v.loss_id: v for v in verdicts}.items():
-            scale = v.adjusted.read() if v.scaler.dynamic else v.scaler.loss_scale()
-            self._reporter.say(overflow_message(loss_id, scale, v.scaler.dynamic))
+    def skipped(self, skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
+        """A step was skipped because of `backwards`, which are not empty."""
+        for loss_id, b in {b.loss_id: b for b in backwards}.items():
+            scale = b.adjusted.read() if b.scaler.dynamic else b.scaler.loss_scale()
+            self._reporter.say(overflow_message(loss_id, scale, b.scaler.dynamic))
         if skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS:
-            self._reporter.say(str(self.diagnose(skips_in_a_row, verdicts[-1])))
+            self._reporter.say(str(self.diagnose(skips_in_a_row, backwards[-1])))
 
-    def stepped_on(self, verdict: Verdict) -> None:
+    def stepped_on(self, backward: Backward) -> None:
         """A static scaler overflowed and the step was taken."""
-        if verdict.loss_id not in self._scaling.reported:
-            self._scaling.reported.add(verdict.loss_id)
-            self._reporter.say(static_overflow_message(verdict.loss_id, verdict.scaler.loss_scale()))
+        if backward.loss_id not in self._scaling.reported:
+            self._scaling.reported.add(backward.loss_id)
+            self._reporter.say(static_overflow_message(backward.loss_id, backward.scaler.loss_scale()))
 
-    def diagnose(self, skips: int, verdict: Verdict) -> OverflowDiagnosis:
-        """Which gradients of `verdict` were not finite, and whether the loss was. Waits for the device."""
+    def diagnose(self, skips: int, backward: Backward) -> OverflowDiagnosis:
+        """Which gradients of `backward` were not finite, and whether the loss was. Waits for the device."""
         names = self._parameter_names()
         nonfinite = [
             names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
-            for checked in verdict.checked
+            for checked in backward.checked
             for param, bad in zip(checked.params, checked.checks.nonfinite.tolist(), strict=True)
             if bad
         ]
         return OverflowDiagnosis(
             skips=skips,
-            loss_id=verdict.loss_id,
-            loss_scale=verdict.scaler.loss_scale(),
-            loss_is_finite=bool(torch.isfinite(verdict.loss).all()),
+            loss_id=backward.loss_id,
+            loss_scale=backward.scaler.loss_scale(),
+            loss_is_finite=bool(torch.isfinite(backward.loss).all()),
             nonfinite=tuple(nonfinite),
-            checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in verdict.checked),
+            checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
         )

@@ -104,14 +104,14 @@ def test_entering_scale_loss_inside_of_itself_is_refused_and_undone(engine):
     torch.testing.assert_close(next(engine.master_params(optimizer)).grad, gradient(), rtol=1e-2, atol=1e-2)
 
 
-def test_verdicts_do_not_pile_up_without_a_step(engine):
+def test_backwards_do_not_pile_up_without_a_step(engine):
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     engine.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
     for _ in range(20):
         with engine.scale_loss(model(INPUTS).square().sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
-    assert len(optimizer._amp_stash._stepped.verdicts.pending) == 1
+    assert len(optimizer._amp_stash._stepped.pending.backwards) == 1
 
 
 def test_bad_input_leaves_the_verbosity(engine):

@@ -112,7 +112,7 @@ class RefusesGradScaler:
     def put_on(cls, optimizer: Any, stepped: SteppedOptimizer) -> None:
         """Have GradScaler ask, unless `optimizer` has no masters, or GradScaler's scale is its own business."""
         found = vars(optimizer).get(cls.name)
-        if stepped.masters is None or isinstance(found, cls) or getattr(optimizer, cls.name, False):
+        if not stepped.rows.makes_masters or isinstance(found, cls) or getattr(optimizer, cls.name, False):
             return
         before = {cls.name: found} if cls.name in vars(optimizer) else {}
         vars(optimizer)[cls.name] = cls(stepped, before)
@@ -165,8 +165,7 @@ class Stash:
 
     def _master_params_to_model_params(self) -> None:
         """Round the masters into the model's parameters, as every step does."""
-        if self._stepped.masters is not None:
-            self._stepped.masters.write_back()
+        self._stepped.rows.write_back()
 
     @property
     def lazy_init_called(self) -> bool:
@@ -186,19 +185,19 @@ class Stash:
 
         True is for those who replace `step` by a skip of their own, and False for that skip.
         """
-        return self._stepped.verdicts.skips_next
+        return self._stepped.pending.skips_next
 
     @already_patched.setter
     def already_patched(self, value: bool) -> None:
         if value:
-            self._stepped.verdicts.caller_skips = True
-        elif self._stepped.verdicts.caller_skips:
+            self._stepped.pending.caller_skips = True
+        elif self._stepped.pending.caller_skips:
             self._stepped.skipped_by_caller()
 
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether gradients were left scaled, as by `delay_unscale`, for the next backward to add to."""
-        return self._stepped.window is not None and self._stepped.window.is_left_open
+        return self._stepped.window.is_left_open
 
     @params_have_scaled_gradients.setter
     def params_have_scaled_gradients(self, value: bool) -> None:
@@ -217,11 +216,8 @@ class Stash:
     @property
     def fp32_from_fp32_groups(self) -> list[list[nn.Parameter]]:
         """Per group: what the optimizer steps without a master."""
-        masters = self._stepped.masters
-        return [
-            [p for p in group["params"] if masters is None or masters.find(p) is None]
-            for group in self._stepped.optimizer.param_groups
-        ]
+        find = self._stepped.rows.find
+        return [[p for p in group["params"] if find(p) is None] for group in self._stepped.optimizer.param_groups]
 
     @property
     def all_fp16_params(self) -> list[nn.Parameter]:
@@ -239,9 +235,6 @@ class Stash:
         return list(chain.from_iterable(self.fp32_from_fp32_groups))
 
     def _mastered(self) -> list[list[Master]]:
-        masters = self._stepped.masters
-        groups = self._stepped.optimizer.param_groups
-        if masters is None:
-            return [[] for _ in groups]
-        found = [[masters.find(p) for p in group["params"]] for group in groups]
+        find = self._stepped.rows.find
+        found = [[find(p) for p in group["params"]] for group in self._stepped.optimizer.param_groups]
         return [[m for m in group if m is not None] for group in found]

@@ -67,8 +67,8 @@ class StepHook:
 
     def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:
         # torch casts loaded state to the type of what is in the groups: masters must be there first.
-        if self._stepped.masters is not None:
-            self._stepped.masters.scan()
+        if self._stepped.rows.makes_masters:
+            self._stepped.rows.scan()
 
     @disable_dynamo
     def _before_step(
@@ -78,10 +78,10 @@ class StepHook:
             return None
         stepped, is_scaled = self._stepped, self._scaling.is_active
         casts_off = self._casts.off()
-        if stepped.masters is None and casts_off is None and not stepped.is_pending and not is_scaled:
+        if not stepped.rows.makes_masters and casts_off is None and not stepped.is_pending and not is_scaled:
             return None  # nothing to add to torch's own step
         if _closure(args, kwargs) is not None:
-            if stepped.masters is None and not is_scaled:
+            if not stepped.rows.makes_masters and not is_scaled:
                 return None  # O4: the closure's forward wants its casts
             raise AmpStateError(
                 f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "

@@ -18,7 +18,8 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from amp_engine import kernels
 from amp_engine.dtypes import followed
 from amp_engine.kernels import walk
-from amp_engine.stepping.lazy_gradients import GRAD, Kept, MasterParameter, own
+from amp_engine.stepping.master_parameter import GRAD, MasterParameter, own
+from amp_engine.stepping.slots import Slots
 from amp_engine.torch_private import disable_dynamo
 
 # Live parameter -> weak references to its masters. `state_dict` finds a master here by the identity of the
@@ -34,13 +35,13 @@ class Shared:
 
     Attributes:
         params, weights: their stamps as they were when each two agreed.
-        kept: the low-precision gradients that stand for theirs, if some do.
+        slots: has the low-precision gradients that stand for theirs.
     """
 
-    def __init__(self, params: walk.Stamps, weights: walk.Stamps, kept: Kept | None = None) -> None:
+    def __init__(self, params: walk.Stamps, weights: walk.Stamps, slots: Slots | None = None) -> None:
         self.params = params
         self.weights = weights
-        self.kept = kept
+        self.slots = slots or Slots()
 
 
 # Of a master that no scan has seen.
@@ -106,23 +107,21 @@ class Master:
 
     def is_kept(self) -> bool:
         """Whether a low-precision gradient stands for its own."""
-        return self._shared.kept is not None and self.row is not None and bool(self._shared.kept.held[self.row])
+        return self.row is not None and self._shared.slots.keeps(self.row)
 
     def forget_kept(self) -> None:
         """Drop the kept gradient, if there is one."""
-        if self._shared.kept is not None and self.row is not None:
-            self._shared.kept.take(self.row)
+        if self.row is not None:
+            self._shared.slots.empty(self.row)
 
     def materialize(self) -> None:
         """Make the float32 gradient from the kept one, if there is one, and add it to what autograd wrote meanwhile."""
-        kept = self._shared.kept
-        grad = None if kept is None or self.row is None else kept.take(self.row)
-        if kept is None or grad is None:
+        if self.row is None or not self._shared.slots.keeps(self.row):
             return
         # Whoever looks first may be in inference mode; the gradient is for those who come later, too.
         with torch.no_grad(), torch.inference_mode(False):
-            unscaled, written = kept.unscaling.unscaled(grad), self.gradient()
-            GRAD.__set__(self.weight, unscaled if written is None else unscaled.add_(written))
+            unscaled, written = self._shared.slots.take(self.row), self.gradient()
+            GRAD.__set__(self.weight, unscaled if written is None or unscaled is None else unscaled.add_(written))
 
     def in_sync(self) -> bool:
         """Whether nobody but us moved the parameter since it was last stamped."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_engine.stepping.lazy_gradients import MasterParameter
+from amp_engine.stepping.master_parameter import MasterParameter
 
 
 def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:

@@ -1,64 +1,406 @@
-"""What a step reads and writes: one row for each entry of the optimizer's groups."""
+"""What one optimizer steps, row by row: its weights, the model's parameters behind them, their gradients.
+
+A low-precision parameter gets a FP32 master, which replaces it in `optimizer.param_groups` and takes over its optimizer
+state, so state never passes through half. A row without a master is one whose weight is the parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from operator import or_
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_engine import kernels
+from amp_engine.dtypes import is_low_precision
+from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.kernels import walk
-from amp_engine.stepping.lazy_gradients import Unscaling
-from amp_engine.stepping.master_weights import MasterWeights
-from amp_engine.stepping.roster import roster_of
+from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
+from amp_engine.stepping.master import Master, Shared, exact_value_of, forget_master, laid_out_as, masters_of
+from amp_engine.stepping.slots import OWN_SLOTS, Slot, Slots, WholeCheck
+
+# Those that make masters and have seen no backward yet.
+_FRESH: weakref.WeakSet[Rows] = weakref.WeakSet()
 
 
-class Rows(NamedTuple):
-    """What an optimizer steps, one row for each parameter in the order of its groups.
+def announce_broadcast(numel: int) -> None:
+    """A tensor of `numel` elements, no parameter, was broadcast.
+
+    Before the first backward that may be the model's own weights, to be copied into `param.data`. On the rank that
+    they came from nothing changes by that, and elsewhere no version: so all ranks have masters take the rounded
+    values of parameters, as apex did, if all of a parameter may have been in it.
+    """
+    for rows in list(_FRESH):
+        if numel >= max((master.weight.numel() for master in rows.masters), default=0):
+            for master in rows.masters:
+                master.is_doubted = True
+
+
+class StepRows(NamedTuple):
+    """What one step reads and writes, one row for each parameter in the order of the groups.
 
     Attributes:
-        weights: masters, or the parameters themselves.
-        gradients: low-precision and scaled where they were kept, else as `.grad` has them.
-        copies: the model's parameters behind masters.
-        scaled: which gradients are still scaled,
-        unscaling: and what by.
-        known: whether all gradients are known to be dense, of the kernels' types, and laid out as their weights.
+        weights: n; masters, or the parameters themselves.
+        gradients: n; of each slot, as it is.
+        slots: n; the state of each.
+        copies: n; the model's parameters behind masters.
     """
 
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
+    slots: bytes
     copies: Sequence[Tensor | None]
-    scaled: list[bool]
-    unscaling: Unscaling | None
-    known: bool
 
 
-def rows_of(optimizer: Optimizer, masters: MasterWeights | None) -> Rows:
-    """What the next step of `optimizer` has to do, as of the last scan of its masters."""
-    roster = roster_of(optimizer, masters)
-    written = masters is not None and walk.any_gradient(masters.weights)
-    if written and masters is not None:
-        for master in masters.in_groups:
-            if master.gradient() is not None:
-                master.materialize()  # autograd wrote into the master itself, beside what is kept
-    kept = None if masters is None else masters.kept
-    if kept is not None and kept.is_whole and not written and not roster.plain:
-        return Rows(roster.weights, kept.grads, roster.copies, [True] * len(kept.grads), kept.unscaling, True)
-    held = bytes(len(roster.weights)) if kept is None else bytes(kept.held)
-    gradients: Sequence[Tensor | None]
-    if roster.asks:
-        gradients, known = [None if h else w.grad for h, w in zip(held, roster.weights, strict=True)], False
-    else:
-        gradients, walks, _ = walk.gradients(roster.weight_handle)
-        known = walk.OTHER not in walks
-    if kept is not None:
-        gradients = walk.either(held, kept.grads, gradients)
-    return Rows(
-        roster.weights,
-        gradients if known else list(gradients),  # FusedStep looks at those of a list one by one
-        roster.copies,
-        [h != 0 for h in held],
-        None if kept is None else kept.unscaling,
-        known,
-    )
+class Rows:
+    """The rows of one optimizer, and the masters of those that have one.
+
+    Args:
+        optimizer: if masters are made its groups are edited in place: each low-precision parameter that requires a
+            gradient is replaced by its master.
+        makes_masters: whether low-precision parameters get one.
+        exact: id of a parameter -> its float32 value from before the model was cast.
+        adopt_data_writes: whether writes through `param.data` are looked for before each step, not before the first
+            backward only.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        makes_masters: bool,
+        exact: Mapping[int, Tensor] | None = None,
+        adopt_data_writes: bool = False,
+    ) -> None:
+        self.makes_masters = makes_masters
+        # Whether the optimizer switches its parameters between training and evaluation (schedulefree and kin).
+        self.written_outside = callable(getattr(optimizer, "train", None)) and callable(
+            getattr(optimizer, "eval", None)
+        )
+        self.masters: list[Master] = []  # in the order of the groups
+        self._optimizer = weakref.ref(optimizer)
+        self._wrappers: list[weakref.ref[Optimizer]] = []
+        self._by_weight: dict[int, Master] = {}  # by id of the master weight
+        self._by_param: dict[int, Master] = {}  # by id of the parameter
+        # The parameters and weights of `masters`.
+        self._low = self._high = walk.params([])
+        self._columns = NO_COLUMNS
+        self._scanned: list[tuple[nn.Parameter, ...]] = []  # the groups' parameters, as of the last scan
+        self._shared = Shared(walk.stamps([]), walk.stamps([]))
+        self._adopt_data_writes = adopt_data_writes
+        self._is_fresh = True  # until masters are refreshed for the first time
+        if makes_masters:
+            _FRESH.add(self)
+            self.scan(exact)
+
+    @property
+    def columns(self) -> Columns:
+        """The rows as of the last scan; without masters, as the groups are now."""
+        if not self.makes_masters:
+            if self._optimizer() is None:
+                return NO_COLUMNS
+            self.scan()
+        return self._columns
+
+    def wrapped_by(self, wrapper: Optimizer) -> None:
+        """Expect `wrapper`, which shares the groups, to write masters after their step; give it its state by master."""
+        self.written_outside = True
+        self._wrappers.append(weakref.ref(wrapper))
+        for master in self.masters:
+            self._take_state(master)
+
+    def _take_state(self, master: Master) -> None:
+        """Have what is kept by parameter kept by master."""
+        for state in self._states():
+            if state and master.param in state:
+                state[master.weight] = _widened(state.pop(master.param))
+
+    def _states(self) -> Iterator[dict[Any, Any]]:
+        """What is kept by parameter: the optimizer's state, and that of wrappers that have one of their own."""
+        own = self._live_optimizer().state
+        yield own
+        for ref in self._wrappers:
+            state = getattr(ref(), "state", None)
+            if isinstance(state, dict) and state is not own:
+                yield state
+
+    def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
+        """Bring the rows in line with the groups as they are now.
+
+        New groups, unfrozen parameters and replaced entries get masters; entries that left the groups lose
+        theirs. Raises AmpStateError, before anything is changed, for a parameter whose master is there too.
+        """
+        groups = self._live_optimizer().param_groups
+        if self._is_scanned(groups):
+            return
+        if not self.makes_masters:
+            self._columns, self._scanned = columns_of(groups, self.find), [tuple(group["params"]) for group in groups]
+            return
+        self._replace(groups, exact or {})
+        are_new = not self.masters
+        found = (self.find(p) for group in groups for p in group["params"])
+        self.masters = [master for master in found if master is not None]
+        if len(self.masters) < len(self._by_weight):
+            self._by_weight = {id(m.weight): m for m in self.masters}
+            self._by_param = {id(m.param): m for m in self.masters}
+        self._low = walk.params([m.param for m in self.masters])
+        self._high = walk.params([m.weight for m in self.masters])
+        self._scanned = [tuple(group["params"]) for group in groups]
+        self._columns = columns_of(groups, self.find)
+        slots = self.slots
+        if slots.count > 0:
+            slots = slots.rearranged([None if m is None else m.row for m in self._columns.masters])
+        if are_new:
+            self._shared = Shared(walk.stamps(self._low), walk.stamps(self._high), slots)
+        else:
+            marks = [master.marked_as() for master in self.masters]
+            self._shared = Shared(walk.joined(p for p, _ in marks), walk.joined(w for _, w in marks), slots)
+        rows = [row for row, master in enumerate(self._columns.masters) if master is not None]
+        for place, (master, row) in enumerate(zip(self.masters, rows, strict=True)):
+            master.share(self._shared, place, row)
+
+    def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
+        return (
+            len(groups) == len(self._scanned)
+            and all(walk.same_objects(group["params"], was) for group, was in zip(groups, self._scanned, strict=True))
+            and not (self.makes_masters and any(is_low_precision(p) and p.requires_grad for p in self._columns.plain))
+        )
+
+    def _replace(self, groups: list[dict[str, Any]], exact: Mapping[int, Tensor]) -> None:
+        """Put masters in the place of low-precision parameters."""
+        unmastered = {id(p): p for group in groups for p in group["params"] if is_low_precision(p) and p.requires_grad}
+        entries = {id(p) for group in groups for p in group["params"]} if unmastered else set()
+        for p in unmastered.values():
+            if id(p) in self._by_param and id(self._by_param[id(p)].weight) in entries:
+                raise AmpStateError(
+                    f"A {str(p.dtype).removeprefix('torch.')} parameter of shape {tuple(p.shape)} was added to "
+                    f"{type(self._live_optimizer()).__name__}, which already steps its FP32 master.  Leave it out of "
+                    "add_param_group()."
+                )
+        for group in groups if unmastered else ():
+            params = group["params"]
+            for i, p in enumerate(params):
+                if id(p) in unmastered:
+                    master = self._by_param.get(id(p)) or self._create(p, exact.get(id(p)))
+                    params[i] = master.weight
+
+    def refresh(self, adopt_data_writes: bool = False) -> None:
+        """Refresh every master whose parameter moved without us.
+
+        The first time with `adopt_data_writes` in any case: apex made masters only at the first backward, so scripts
+        initialize weights, or broadcast them, through `param.data` until then.
+
+        Args:
+            adopt_data_writes: compare values as well, but those of masters that somebody wrote meanwhile.
+        """
+        is_first, self._is_fresh = self._is_fresh, False
+        if is_first:
+            _FRESH.discard(self)
+            for master in self.masters:
+                master.compares = self._adopt_data_writes
+                if master.was_written():
+                    master.is_doubted = False  # a script's own values, as it saved masters of an earlier run
+                elif master.in_sync() and not master.is_doubted:
+                    master.adopt()
+                    master.mark_in_sync()
+        if is_first or not walk.have_stamps(self._low, self._shared.params):
+            for master in self.masters:
+                master.refresh()
+        if adopt_data_writes and not is_first:
+            for master in self.masters:
+                if not master.was_written():
+                    master.adopt()
+                    master.mark_weight()
+
+    def follow(self) -> None:
+        """Before a step: what somebody wrote into one of the two goes into the other; into the master, if into both.
+
+        A step whose gradients leave a master out, or that is skipped, writes nothing of it into the model.
+        """
+        if not walk.have_stamps(self._high, self._shared.weights):
+            written = [master for master in self.masters if master.was_written() and master.in_sync()]
+            _write_back(written)
+            for master in written:
+                master.mark_in_sync()
+        self.refresh(self._adopt_data_writes)
+
+    def write_back(self) -> None:
+        """Round every master into its parameter. Moves the parameters' versions, as any optimizer does."""
+        if self.masters:
+            _write_back(self.masters)
+            self.mark_in_sync()
+
+    def mark_in_sync(self) -> None:
+        """Declare that masters and parameters agree."""
+        self._shared.params = walk.stamps(self._low)
+        self._shared.weights = walk.stamps(self._high)
+
+    # Gradients.
+
+    @property
+    def slots(self) -> Slots:
+        """What the last backward left for the next step; empty before it, and after a step."""
+        return self._shared.slots
+
+    @slots.setter
+    def slots(self, slots: Slots) -> None:
+        self._shared.slots = slots
+
+    def step_rows(self) -> StepRows:
+        """What the next step has to do, as of the last scan."""
+        columns, slots = self.columns, self.slots
+        written = walk.any_gradient(self._high)
+        if written:
+            for master in self.masters:
+                if master.gradient() is not None:
+                    master.materialize()  # autograd wrote into the master itself, beside what is kept
+        if slots.count > 0 and slots.is_whole and not written and not columns.plain:
+            return StepRows(columns.weights, slots.gradients, bytes(slots.states), columns.copies)
+        kept = bytes(slots.states) if slots.count > 0 else bytes(len(columns.weights))
+        own: Sequence[Tensor | None]
+        if columns.asks:
+            own = [None if k else w.grad for k, w in zip(kept, columns.weights, strict=True)]
+            states = bytes(Slot.EMPTY if grad is None else Slot.FOREIGN for grad in own)  # nobody walked it
+        else:
+            own, walks, _ = walk.gradients(columns.weight_handle)
+            states = walks.translate(OWN_SLOTS)
+        if slots.count > 0:
+            own = walk.either(kept, slots.gradients, own)
+            states = bytes(map(or_, kept, states))  # a row that is KEPT has no gradient of its own by now
+        return StepRows(columns.weights, own, states, columns.copies)
+
+    def whole_check(self) -> WholeCheck | None:
+        """What the last check found, if every gradient still is what it saw, and nothing else has one."""
+        check = self.slots.check
+        if check is None or not (
+            self.slots.is_whole
+            and walk.same_objects(self.columns.weights, check.weights)
+            and not walk.any_gradient(self._high)
+            and (check.unscaled is None or check.unscaled.is_untouched())
+        ):
+            return None
+        return check
+
+    def has_parameter_gradients(self) -> bool:
+        """Whether a parameter that has a master has a gradient."""
+        return walk.any_gradient(self._low)
+
+    def gradient_stamps(self) -> walk.GradientStamps:
+        """Of the gradients that parameters with masters have."""
+        return walk.gradient_stamps(self._low)
+
+    def gradients_written_since(self, before: walk.GradientStamps) -> bool:
+        """Whether one of them was written since `gradient_stamps()`; not if it was replaced or dropped."""
+        return not walk.have_gradient_stamps(self._low, before) and walk.any_gradient_written(self._low, before)
+
+    def totals(self) -> dict[int, Tensor]:
+        """The float32 gradients that masters have by now, by row, for the kernels to add to."""
+        if not walk.any_gradient(self._high):
+            return {}
+        found = ((row, m.total()) for row, m in enumerate(self._columns.masters) if m is not None)
+        return {row: total for row, total in found if total is not None}
+
+    def materialize(self) -> None:
+        """Make every kept gradient a float32 gradient: 4 bytes an element."""
+        if self.slots.count > 0:
+            for master in self.masters:
+                master.materialize()
+        self.drop_slots()
+
+    def drop_slots(self) -> None:
+        """Drop the gradients that are kept, and what was found in those that are not."""
+        if self.slots.count > 0:
+            self.slots.drop()
+        self.slots = Slots()
+
+    def drop_parameter_gradients(self) -> None:
+        """Drop the gradients of parameters that have a master."""
+        walk.drop_gradients(self._low)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of masters and of their parameters, as after every step."""
+        self.drop_master_gradients()
+        self.drop_parameter_gradients()
+
+    def drop_master_gradients(self) -> None:
+        """Drop the gradients of masters, and leave those of their parameters."""
+        walk.drop_gradients(self._high)
+        self.drop_slots()
+
+    def find(self, weight: Tensor) -> Master | None:
+        """The master whose weight, in the groups, is this very object."""
+        return self._by_weight.get(id(weight))
+
+    def rest(self) -> None:
+        """The iteration is over: without masters, hold no parameter, which may refer to its optimizer."""
+        if not self.makes_masters:
+            self._columns, self._scanned = NO_COLUMNS, []
+
+    def release(self) -> None:
+        """Put the parameters back into the groups, in float32 with their masters' values and state."""
+        self.rest()
+        optimizer = self._optimizer()
+        if optimizer is None or not self.makes_masters:
+            return
+        with suppress(AmpStateError):  # a parameter that is there beside its master keeps what it has
+            self.scan()
+        self.refresh(self._adopt_data_writes)
+        for group in optimizer.param_groups:
+            for i, p in enumerate(group["params"]):
+                master = self.find(p)
+                if master is None:
+                    continue
+                group["params"][i] = master.param
+                for state in self._states():
+                    if p in state:
+                        state[master.param] = state.pop(p)
+                grad = p.grad
+                master.param.grad = None
+                master.param.data = p.detach()
+                master.param.grad = grad
+                forget_master(master)
+        self._by_weight, self._by_param, self.masters = {}, {}, []
+        self._low = self._high = walk.params([])
+        self._scanned = []
+        self._columns, self._shared = NO_COLUMNS, Shared(walk.stamps([]), walk.stamps([]))
+
+    def _create(self, param: nn.Parameter, exact_f32: Tensor | None) -> Master:
+        others = list(masters_of(param))
+        if exact_f32 is None:
+            exact_f32 = exact_value_of(others)
+            value_f32 = (param if exact_f32 is None else exact_f32).detach().to(torch.float32, copy=True)
+        else:
+            value_f32 = exact_f32.to(torch.float32, copy=bool(others))  # another optimizer's master has this memory
+        master = Master(param, laid_out_as(param, walk.written_out(value_f32)), others)
+        self._by_weight[id(master.weight)] = master
+        self._by_param[id(param)] = master
+        self._take_state(master)
+        master.compares = self._is_fresh or self._adopt_data_writes
+        return master
+
+    def _live_optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "called from a hook of the optimizer or with it in hand"
+        return optimizer
+
+
+@torch.no_grad()
+def _write_back(masters: Sequence[Master]) -> None:
+    try:
+        kernels.cast_copy_([m.param for m in masters], [m.weight for m in masters])
+    except AmpValueError:  # gaps in memory, another order there, several devices: nothing was written
+        for master in masters:
+            master.param.copy_(master.weight)
+
+
+def _widened(state: Any) -> Any:
+    """Optimizer state in float32 where it was low precision; widening is exact."""
+    if isinstance(state, Tensor):
+        return state.float() if is_low_precision(state) else state
+    if isinstance(state, dict):
+        return {key: _widened(value) for key, value in state.items()}
+    return state

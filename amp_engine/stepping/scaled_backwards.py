@@ -9,10 +9,10 @@ from types import TracebackType
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_engine.devices import HostNumber, moved
+from amp_engine.devices import moved
 from amp_engine.errors import AmpStateError
-from amp_engine.scaler import LossScaler, ScaleSnapshot
-from amp_engine.stepping.backward import Verdict
+from amp_engine.scaler import LossScaler
+from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 
@@ -44,7 +44,7 @@ class ScaledBackwards:
         return (
             scaler.is_identity
             and not self._scaling.skip_on_overflow
-            and all(one.masters is None and one.window is None for one in stepped)
+            and all(not one.rows.makes_masters and one.window.is_closed for one in stepped)
         )
 
     def of(
@@ -62,98 +62,87 @@ class ScaledBackwards:
     def settle(self, stepped: SteppedOptimizer) -> None:
         """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
         for other in self._windows_into([stepped]):
-            if not other.in_backward:
+            if not other.window.is_in_body:
                 self._close_left_open(other)
         self._close_left_open(stepped)
 
     def close_windows(
-        self,
-        stepped: Sequence[SteppedOptimizer],
-        scaler: LossScaler,
-        loss_id: int,
-        snapshot: ScaleSnapshot,
-        loss: Tensor,
-        delay_overflow_check: bool = False,
+        self, stepped: Sequence[SteppedOptimizer], backward: Backward, delay_overflow_check: bool = False
     ) -> None:
         """Unscale and check gradients, then move the scale; gradients go if that fails. No host sync."""
-        skips = scaler.dynamic or self._scaling.skip_on_overflow
-        check = skips or loss_id not in self._scaling.reported
+        backward.skips = backward.scaler.dynamic or self._scaling.skip_on_overflow
+        check = backward.skips or backward.loss_id not in self._scaling.reported
         unscaled: set[int] = set()
         try:
-            checked = [found for one in stepped for found in one.close_window(check, unscaled)]
+            for one in stepped:
+                one.close_window(backward, check, unscaled)
         except BaseException:  # out of memory, say: no gradient stays scaled
             for one in stepped:
-                one.abandon()
+                one.window.abandon()
             raise
         if delay_overflow_check:
             return
-        found_inf = scaler.update_(snapshot)
+        found_inf = backward.scaler.update_(backward.snapshot)
         if check and stepped:
-            verdict = Verdict(
-                loss_id, scaler, found_inf, HostNumber(found_inf), HostNumber(scaler.scale), skips, checked, loss
-            )
+            backward.conclude(found_inf)
             for one in stepped:
-                one.verdicts.add(verdict)
+                one.pending.add(backward)
 
     def _windows_into(self, stepped: Sequence[SteppedOptimizer]) -> list[SteppedOptimizer]:
         """Other optimizers that have a window open, and parameters in common with one of `stepped`."""
-        others = [one for one in self.all if one.window is not None and one not in stepped]
+        others = [one for one in self.all if not one.window.is_closed and one not in stepped]
         return [one for one in others if any(map(one.shares_parameters_with, stepped))]
 
     def _close_left_open(self, stepped: SteppedOptimizer) -> None:
         """With those that share parameters with it, whose gradients are the same ones."""
-        window = stepped.window
-        if window is None:
-            return  # there is none, or it was closed with another one
+        if stepped.window.is_closed:
+            return  # it never was open, or was closed with another one
         together = [stepped]
         for one in together:  # which grows
-            found = [other for other in self._windows_into([one]) if other.window and other.window.is_left_open]
+            found = [other for other in self._windows_into([one]) if other.window.is_left_open]
             together += [other for other in found if other not in together]
-        self.close_windows(together, window.scaler, window.loss_id, window.snapshot, window.loss)
+        self.close_windows(together, stepped.window.backward)
 
-    def open_snapshot(
-        self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int
-    ) -> ScaleSnapshot | None:
-        """The scale of gradients that `delay_unscale` left scaled, which this loss is to be added to.
+    def begin(self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int, loss: Tensor) -> Backward:
+        """A backward of `loss`, before its windows are opened, at the scale of what is left open, if something is.
 
         A loss has one scale. Gradients that were left with another one are unscaled now, as a step would do, and so are
         those of parameters that an optimizer shares with one that has none left.
         Raises AmpStateError, before anything is changed, for gradients of another loss_id, and for parameters that an
         optimizer shares with one whose `scale_loss` has not been left.
         """
-        if any(one.in_backward for one in stepped):
-            return None  # refused where it is entered
+        if any(one.window.is_in_body for one in stepped):
+            return Backward(scaler, loss_id, scaler.snapshot(), loss)  # refused where it is entered
         others = self._windows_into(stepped)
         for other in others:
-            if other.in_backward:
+            if other.window.is_in_body:
                 raise AmpStateError(
                     f"scale_loss() was entered for an optimizer that has parameters in common with "
                     f"{type(other.optimizer).__name__}, inside of the body of that one's scale_loss: their gradients "
                     "would have two scales.  Leave the first `with amp.scale_loss(...)` before the next one, or type "
                     "amp.scale_loss(loss, [optimizer, other_optimizer]) once for both."
                 )
-        left = [(one, one.window) for one in stepped if one.window is not None and one.window.is_left_open]
-        # Who declared gradients scaled without a word by what meant loss_id 0, as it was then.
-        left = [(one, window) for one, window in left if window.is_claimed or window.scaler is scaler]
-        for _, window in left:
-            if window.loss_id != loss_id:
+        left = [one for one in stepped if one.window.is_left_open and one.window.may_belong_to(scaler)]
+        for one in left:
+            if one.window.backward.loss_id != loss_id:
+                found = one.window.backward.loss_id
                 raise AmpStateError(
-                    f"loss_id={loss_id}, but this optimizer has gradients of loss_id={window.loss_id} that "
-                    f"delay_unscale left scaled.  Type loss_id={window.loss_id} here, or leave out delay_unscale where "
+                    f"loss_id={loss_id}, but this optimizer has gradients of loss_id={found} that "
+                    f"delay_unscale left scaled.  Type loss_id={found} here, or leave out delay_unscale where "
                     "it changes."
                 )
         for other in others:
             self._close_left_open(other)
-        unopened = [one for one in stepped if one.window is None]
-        for one, _ in left:
+        unopened = [one for one in stepped if one.window.is_closed]
+        for one in left:
             if any(map(one.shares_parameters_with, unopened)):
                 self._close_left_open(one)
-        left = [(one, window) for one, window in left if one.window is window]
-        snapshot = left[0][1].snapshot if left else None
-        for one, window in left:
-            if snapshot is not None and not window.snapshot.equals(snapshot):
+        left = [one for one in left if one.window.is_left_open]
+        snapshot = left[0].window.backward.snapshot if left else scaler.snapshot()
+        for one in left:
+            if one.window.is_left_open and not one.window.backward.snapshot.equals(snapshot):
                 self._close_left_open(one)
-        return snapshot
+        return Backward(scaler, loss_id, snapshot, loss)
 
 
 class ScaledBackward:
@@ -186,16 +175,16 @@ class ScaledBackward:
     def __enter__(self) -> Tensor:
         loss, scaler = self._loss, self._scaler
         scaler.to(loss.device)
-        self._snapshot = self._backwards.open_snapshot(self._stepped, scaler, self._loss_id) or scaler.snapshot()
+        self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id, loss.detach())
         entered: list[SteppedOptimizer] = []
         try:
             for one in self._stepped:
-                one.enter_backward(scaler, self._loss_id, self._snapshot)
+                one.enter_backward(backward)
                 entered.append(one)
-            return loss.float() * moved(self._snapshot.scale, loss.device)
+            return loss.float() * moved(backward.snapshot.scale, loss.device)
         except BaseException:
             for one in entered:
-                one.abandon()
+                one.window.abandon()
             raise
 
     def __exit__(
@@ -203,16 +192,9 @@ class ScaledBackward:
     ) -> None:
         if kind is not None:
             for one in self._stepped:
-                one.abandon()
+                one.window.abandon()
         elif self._delay_unscale:
             for one in self._stepped:
-                one.leave_open(self._loss.detach())
+                one.window.leave_open(self._backward.loss)
         else:
-            self._backwards.close_windows(
-                self._stepped,
-                self._scaler,
-                self._loss_id,
-                self._snapshot,
-                self._loss.detach(),
-                self._delay_overflow_check,
-            )
+            self._backwards.close_windows(self._stepped, self._backward, self._delay_overflow_check)

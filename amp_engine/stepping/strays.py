@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import walk
-from amp_engine.stepping.master_weights import MasterWeights
+from amp_engine.stepping.rows import Rows
 
 
 class WrittenGradients:
@@ -21,21 +21,19 @@ class WrittenGradients:
         self._stamps: walk.GradientStamps = b""
         self._looks = 64
 
-    def note(self, masters: MasterWeights) -> None:
+    def note(self, rows: Rows) -> None:
         """After a backward: remember gradients as they are."""
         if self._looks > 0:
-            self._stamps = walk.gradient_stamps(masters.params)
+            self._stamps = rows.gradient_stamps()
 
-    def warn(self, optimizer: Optimizer, masters: MasterWeights) -> None:
+    def warn(self, optimizer: Optimizer, rows: Rows) -> None:
         """Before the step: of an edit since then, as torch's clip_grad_norm_ makes of them."""
         if self._looks == 0:
             return
         self._looks -= 1
         before, self._stamps = self._stamps, b""
-        if not before or walk.have_gradient_stamps(masters.params, before):
+        if not before or not rows.gradients_written_since(before):
             return
-        if not walk.any_gradient_written(masters.params, before):
-            return  # replaced or dropped, by zero_grad() say
         self._looks = 0
         warnings.warn(
             "Gradients of the model were written (clipped, edited, or reached by another backward) between "
@@ -46,9 +44,9 @@ class WrittenGradients:
         )
 
 
-def warn_of_unseen_gradients(optimizer: Optimizer, masters: MasterWeights) -> None:
+def warn_of_unseen_gradients(optimizer: Optimizer, rows: Rows) -> None:
     """Of a backward outside of `scale_loss`, whose gradients never reach the masters."""
-    if any(m.param.grad is not None and not m.is_kept() and m.gradient() is None for m in masters.in_groups):
+    if any(m.param.grad is not None and not m.is_kept() and m.gradient() is None for m in rows.masters):
         warnings.warn(
             f"{type(optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
             "which never reach the FP32 masters that it steps.  Type `with amp.scale_loss(loss, optimizer) as "
@@ -57,9 +55,9 @@ def warn_of_unseen_gradients(optimizer: Optimizer, masters: MasterWeights) -> No
         )
 
 
-def refuse_foreign_scaler(optimizer: Optimizer, masters: MasterWeights) -> None:
+def refuse_foreign_scaler(optimizer: Optimizer, rows: Rows) -> None:
     """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
-    if walk.any_gradient(masters.params):
+    if rows.has_parameter_gradients():
         raise AmpStateError(
             f"torch.amp.GradScaler is to step {type(optimizer).__name__}, which steps FP32 masters, and the "
             "gradients of a backward() outside of amp.scale_loss never reach them.  Leave the GradScaler out, "

@@ -6,24 +6,41 @@ next. While it is open, `.grad` holds nothing but scaled gradients of this windo
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from amp_engine import kernels
 from amp_engine.devices import moved
+from amp_engine.errors import AmpStateError
 from amp_engine.kernels import walk
-from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.scaler import LossScaler
 from amp_engine.stepping import arithmetic
-from amp_engine.stepping.backward import NO_LOSS, Checked, PassOne, Unscaled
-from amp_engine.stepping.lazy_gradients import Kept, Unscaling
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.master import Master
-from amp_engine.stepping.master_weights import MasterWeights
-from amp_engine.stepping.roster import NO_ROSTER, Roster, roster_of
+from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.slots import Checked, Slots, Unscaled, WholeCheck
+
+
+class State(Enum):
+    """Of a window. What a closed one found is in the slots of the rows; it may be opened again before the step."""
+
+    CLOSED = "closed"
+    OPEN = "open"  # the body of a `scale_loss` is run, which will close it, or leave it open
+    PREPARED = "prepared"  # somebody's own `scale_loss` is run, which may never end
+    LEFT_OPEN = "left open"  # between two bodies
+
+
+_NEXT = {
+    State.CLOSED: {State.OPEN, State.PREPARED},
+    State.OPEN: {State.CLOSED, State.LEFT_OPEN},
+    State.PREPARED: {State.CLOSED, State.LEFT_OPEN},
+    State.LEFT_OPEN: {State.CLOSED, State.OPEN, State.PREPARED},
+}
 
 
 class Seen(NamedTuple):
@@ -44,38 +61,20 @@ class Seen(NamedTuple):
         return not self.is_untouched() and not bool(arithmetic.values(self.param.grad).any())
 
 
-class GradientWindow:
-    """Scaled gradients of one optimizer, from entry to exit of `scale_loss`.
+class Window:
+    """The window of one optimizer, closed at first.
 
     Args:
-        optimizer: its groups name the parameters.
-        masters: its FP32 masters, or None.
-        scaler: what every loss of this window is scaled by,
-        loss_id: under which number,
-        snapshot: and with which scale.
-        is_claimed: whether these three are known. If not, they stand until `claim`.
-        is_entered: whether the backward is still to come. If not, `.grad` holds its gradients already.
+        rows: of the optimizer.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        masters: MasterWeights | None,
-        scaler: LossScaler,
-        loss_id: int,
-        snapshot: ScaleSnapshot,
-        *,
-        is_claimed: bool = True,
-        is_entered: bool = True,
-    ) -> None:
-        self.scaler = scaler
-        self.loss_id = loss_id
-        self.snapshot = snapshot
-        self.is_claimed = is_claimed
-        self.is_left_open = False
-        self.loss = NO_LOSS  # the last one that was left open with
-        self._optimizer = weakref.ref(optimizer)
-        self._masters = masters
+    def __init__(self, rows: Rows) -> None:
+        self.state = State.CLOSED
+        self._rows = rows
+        self._backward: Backward | None = None  # while it is not closed
+        # Whether whose losses these are was said. If not, `_backward` stands in until `claim`.
+        self._is_claimed = False
+        self._list_check = kernels.ListCheck()
         # Unscaled gradients of earlier backwards, by id of the parameter that the optimizer steps.
         self._earlier: dict[int, Tensor] = {}
         # While left open: what plain parameters hold, those that show a gradient of before the window meanwhile, for
@@ -86,38 +85,94 @@ class GradientWindow:
         # Since re-entered: what a backward would add to.
         self._reentered: list[Seen] = []
 
-        roster = self._roster()
-        if masters is not None:
-            masters.materialize()  # this backward is to be added to
-        if not is_entered:
+    @property
+    def is_closed(self) -> bool:
+        """Whether `.grad` holds unscaled gradients, if any."""
+        return self.state is State.CLOSED
+
+    @property
+    def is_left_open(self) -> bool:
+        """Whether scaled gradients wait for another body, or for the step."""
+        return self.state is State.LEFT_OPEN
+
+    @property
+    def is_in_body(self) -> bool:
+        """Whether the body of a `scale_loss` is run."""
+        return self.state is State.OPEN
+
+    @property
+    def backward(self) -> Backward:
+        """What the gradients in it are scaled by. Raises AmpStateError if it is closed."""
+        if self._backward is None:
+            raise AmpStateError("A window that is closed has no backward.")
+        return self._backward
+
+    def may_belong_to(self, scaler: LossScaler) -> bool:
+        """Whether what is in it may be of a loss of `scaler`. Not if nobody said whose it is, and another stood in."""
+        return self._is_claimed or self.backward.scaler is scaler
+
+    def open(self, backward: Backward) -> None:
+        """Entry of `scale_loss`: set aside what is there, or go on with what was left open. Raises AmpStateError.
+
+        Args:
+            backward: the scale of what is to come. The rest of what was left open with another one is forgotten: the
+                scaler may be another one than in an earlier body of this window, since `initialize` makes new ones.
+        """
+        self._enter(State.OPEN, backward)
+        self.claim(backward)
+
+    def prepare(self, stand_in: Backward) -> None:
+        """Entry of somebody's own `scale_loss`, who will `claim` what comes. Raises AmpStateError inside of a body."""
+        self._enter(State.PREPARED, stand_in)
+
+    def adopt(self, stand_in: Backward) -> None:
+        """Have the gradients that are there be those of this window, scaled."""
+        self._become(State.PREPARED)
+        self._rows.materialize()
+        self._backward, self._is_claimed = stand_in, False
+
+    def _enter(self, state: State, backward: Backward) -> None:
+        if self.state is State.PREPARED:
+            self.discard()  # its owner raised, with nobody to close it
+        is_reentered = self.is_left_open
+        self._become(state)
+        if is_reentered:
+            self._take_back()
+            self._reentered = [_seen(p) for p in self._written_params()]
             return
-        if masters is not None:
-            walk.drop_gradients(masters.params)  # of an earlier step, still scaled
-        for p in roster.plain if roster.asks or walk.any_gradient(roster.plain_handle) else ():
+        self._backward, self._is_claimed = backward, False
+        columns = self._rows.columns
+        self._rows.materialize()  # this backward is to be added to
+        self._rows.drop_parameter_gradients()  # of an earlier step, still scaled
+        for p in columns.plain if columns.asks or walk.any_gradient(columns.plain_handle) else ():
             if p.grad is not None:
                 self._earlier[id(p)] = arithmetic.own_memory(p.grad)
                 p.grad = None
 
-    def claim(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot) -> None:
-        """Say which scaler is to hear of an overflow and, unless it is known, what the losses are scaled by.
+    def claim(self, backward: Backward) -> None:
+        """Say which scaler is to hear of an overflow and, unless it is known, what the losses are scaled by."""
+        if self._is_claimed:
+            backward = Backward(backward.scaler, backward.loss_id, self.backward.snapshot, self.backward.loss)
+        self._backward, self._is_claimed = backward, True
 
-        The scaler may be another one than in an earlier body of this window: `initialize` makes new ones.
-        """
-        self.scaler, self.loss_id = scaler, loss_id
-        if not self.is_claimed:
-            self.snapshot = snapshot
-            self.is_claimed = True
+    def _become(self, state: State) -> None:
+        if state not in _NEXT[self.state]:
+            raise AmpStateError(f"A window that is {self.state.value} cannot become {state.value}.")
+        self.state = state
+        self._reentered = []
+        if state is State.CLOSED:
+            self._backward = None
 
     def leave_open(self, loss: Tensor) -> None:
         """Exit with `delay_unscale`: gradients stay scaled and go on accumulating in place."""
-        self.is_left_open = True
-        self.loss = loss
-        self._reentered = []
-        self._left = [seen for seen in map(_seen, self._roster().plain) if seen.grad is not None]
-        self._showing = [p for p in self._roster().plain if p.grad is None and id(p) in self._earlier]
+        self._become(State.LEFT_OPEN)
+        self.backward.loss = loss
+        columns = self._rows.columns
+        self._left = [seen for seen in map(_seen, columns.plain) if seen.grad is not None]
+        self._showing = [p for p in columns.plain if p.grad is None and id(p) in self._earlier]
         for p in self._showing:
             p.grad = self._earlier.pop(id(p))
-        masters = [m for m in self._master_list() if m.param.grad is not None]
+        masters = [m for m in self._rows.masters if m.param.grad is not None]
         for master in masters:
             if master.weight.grad is not None:
                 self._earlier[id(master.weight)] = master.weight.grad
@@ -129,117 +184,107 @@ class GradientWindow:
             smallest.grad = torch.full_like(smallest, 1e-30)
             self._sentinel = _seen(smallest)
 
-    def reenter(self) -> None:
-        """Next entry into a window that was left open."""
-        self._take_back()
-        self.is_left_open = False
-        self._reentered = [_seen(p) for p in self._written_params()]
-
-    def close(
-        self, check: bool, unscaled: set[int], list_check: kernels.ListCheck
-    ) -> tuple[list[Checked], PassOne | None]:
+    def close(self, backward: Backward, check: bool, unscaled: set[int]) -> None:
         """Exit: afterwards `.grad` of every stepped parameter is, or gives, the unscaled gradient in its own type.
 
-        Only gradients of this window are checked, not those that they are added to. No host sync.
+        Only gradients of this window are checked, not those that they are added to. What was found goes into
+        `backward`, and what is kept into the slots of the rows. No host sync.
 
         Args:
+            backward: of all optimizers of this `scale_loss`.
             check: without it no overflow is recorded in the scaler.
             unscaled: ids of parameters whose gradients another optimizer of this backward has unscaled in
                 place; those that are done here are added.
-            list_check: the optimizer's own.
-
-        Returns:
-            What was found, and if nothing but this backward is in the gradients: pass 1 of the step.
         """
         self._take_back()
-        roster = self._roster()
-        grads, walks, devices = walk.gradients(roster.param_handle)
-        done = [row for row in roster.plain_rows if id(roster.params[row]) in unscaled] if unscaled else []
+        columns, snapshot = self._rows.columns, backward.snapshot
+        grads, walks, devices = walk.gradients(columns.param_handle)
+        done = [row for row in columns.plain_rows if id(columns.params[row]) in unscaled] if unscaled else []
         if done:
             grads, walks = arithmetic.without(done, grads, walks)
             devices = walk.devices_of(grads, walks)
         others = [row for row, how in enumerate(walks) if how == walk.OTHER] if walk.OTHER in walks else []
-        arrived = [row for row in roster.plain_rows if walks[row] != walk.NONE]
+        arrived = [row for row in columns.plain_rows if walks[row] != walk.NONE]
         if others:
             grads, walks = arithmetic.without(others, grads, walks)
-        totals: dict[int, Tensor] = {}  # of masters, by row
-        if self._masters is not None and walk.any_gradient(self._masters.weights):
-            found = ((row, m.total()) for row, m in enumerate(roster.masters) if m is not None)
-            totals = {row: total for row, total in found if total is not None}
+        totals = self._rows.totals()
         first = not self._earlier and not totals
 
-        looks = [self._look(roster, grads, walks, device, check, list_check, len(devices) == 1) for device in devices]
-        checked = [look for look, _ in looks]
+        looks = [self._look(columns, grads, walks, device, backward, check, len(devices) == 1) for device in devices]
+        backward.checked += [look for look, _ in looks]
         if others:
-            checked.append(self._close_others([(roster.params[row], roster.masters[row]) for row in others], check))
-        plain = None
+            both = [(columns.params[row], columns.masters[row]) for row in others]
+            backward.checked.append(self._close_others(both, backward, check))
+        in_place = None
         if arrived:
-            unmastered = walk.either(roster.plain_mask, grads)
-            plain = Unscaled(roster.plain_handle, unmastered, walk.gradient_stamps(roster.plain_handle))
-        unscaled |= {id(roster.params[row]) for row in arrived}
-        snapshot = self.snapshot
-        unscaling = Unscaling(lambda: snapshot.inv_scale)
-        kept = self._keep(roster, grads, walks, totals, unscaling)
+            unmastered = walk.either(columns.plain_mask, grads)
+            in_place = Unscaled(columns.plain_handle, unmastered, walk.gradient_stamps(columns.plain_handle))
+        unscaled |= {id(columns.params[row]) for row in arrived}
+        is_whole = first and len(looks) == 1 and not others and not done
+        whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
+        self._rows.slots = self._kept(columns, grads, walks, totals, backward, whole)
         self._restore_earlier(add=True)
-        self._add_to(totals, grads, devices)
-        if not first or len(looks) != 1 or others or done:
-            return checked, None
-        return checked, PassOne(*looks[0], unscaling, roster.weights, kept, plain)
+        self._add_to(totals, grads, devices, backward)
+        self._become(State.CLOSED)
 
     def _look(
         self,
-        roster: Roster,
+        columns: Columns,
         grads: Sequence[Tensor | None],
         walks: bytes,
         device: torch.device,
+        backward: Backward,
         check: bool,
-        list_check: kernels.ListCheck,
         is_only: bool,
     ) -> tuple[Checked, Tensor]:
         """Check what arrived on one device and unscale, in place, what has no master."""
         if not is_only:
             elsewhere = [row for row, g in enumerate(grads) if g is not None and g.device != device]
             grads, walks = arithmetic.without(elsewhere, grads, walks)
-        outputs = None
-        if not self.snapshot.is_identity and len(roster.plain) > 0:
-            outputs = walk.either(roster.plain_mask, grads)
-        found_inf = self.scaler.found_inf
+        outputs, scaler = None, backward.scaler
+        if not backward.snapshot.is_identity and len(columns.plain) > 0:
+            outputs = walk.either(columns.plain_mask, grads)
+        found_inf = scaler.found_inf
         if not check or found_inf.device != device:
             found_inf = torch.zeros((), dtype=torch.float32, device=device)
         norm = torch.empty((), dtype=torch.float32, device=device)
-        checks = list_check.run(grads, outputs, moved(self.snapshot.scale, device), found_inf, norm)
-        if check and found_inf is not self.scaler.found_inf:
-            self.scaler.record_(found_inf != 0)
-        return Checked(roster.params, walks, checks), norm
+        checks = self._list_check.run(grads, outputs, moved(backward.snapshot.scale, device), found_inf, norm)
+        if check and found_inf is not scaler.found_inf:
+            scaler.record_(found_inf != 0)
+        return Checked(columns.params, walks, checks), norm
 
-    def _keep(
+    def _kept(
         self,
-        roster: Roster,
+        columns: Columns,
         grads: Sequence[Tensor | None],
         walks: bytes,
-        totals: Iterable[int],
-        unscaling: Unscaling,
-    ) -> Kept | None:
+        totals: Mapping[int, Tensor],
+        backward: Backward,
+        check: WholeCheck | None,
+    ) -> Slots:
         """Keep the gradients of masters that have none yet, as copy-on-write clones of the model's own.
 
         Whoever clips, zeroes or drops the model's gradients then changes nothing of ours, as in apex.
         """
-        if self._masters is None:
-            return None
-        held = bytearray(walks)
-        for row in (*roster.plain_rows, *totals):
-            held[row] = walk.NONE
-        kept = Kept(walk.copies(grads, bytes(held)), held, unscaling)
-        self._masters.keep(kept)
-        return kept
+        if not self._rows.masters:
+            return Slots(check=check)
+        walked = bytearray(walks)
+        for row in (*columns.plain_rows, *totals):
+            walked[row] = walk.NONE
+        kept = bytes(walked)
+        return Slots(walk.copies(grads, kept), kept, backward.snapshot, check)
 
     def _add_to(
-        self, totals: Mapping[int, Tensor], grads: Sequence[Tensor | None], devices: Sequence[torch.device]
+        self,
+        totals: Mapping[int, Tensor],
+        grads: Sequence[Tensor | None],
+        devices: Sequence[torch.device],
+        backward: Backward,
     ) -> None:
         """Unscale gradients, and add them to what masters have already: to that of the same row."""
         added = [(row, total, g) for row, total in totals.items() if (g := grads[row]) is not None]
         for device in devices if added else ():
-            inv_scale = moved(self.snapshot.inv_scale, device)
+            inv_scale = moved(backward.snapshot.inv_scale, device)
             alike: list[tuple[int, Tensor, Tensor]] = []
             others: list[tuple[int, Tensor, Tensor]] = []
             for row, total, g in added:
@@ -250,23 +295,27 @@ class GradientWindow:
                 _, sums, grads_here = zip(*alike, strict=True)
                 kernels.axpby_(sums, grads_here, sums, inv_scale, None)
             for row, _, g in others:  # a user's own
-                arithmetic.accumulate([(self._roster().weights[row], arithmetic.times(g, inv_scale, torch.float32))])
+                arithmetic.accumulate(
+                    [(self._rows.columns.weights[row], arithmetic.times(g, inv_scale, torch.float32))]
+                )
 
-    def _close_others(self, arrived: list[tuple[nn.Parameter, Master | None]], check: bool) -> Checked:
+    def _close_others(
+        self, arrived: list[tuple[nn.Parameter, Master | None]], backward: Backward, check: bool
+    ) -> Checked:
         """Sparse gradients, negative views, and types that the kernels do not walk, by PyTorch's own operations."""
-        nonfinite = []
+        nonfinite, snapshot = [], backward.snapshot
         for param, master in arrived:
             grad = arithmetic.readable(param)
             bad = kernels.nonfinite([arithmetic.values(grad)])
-            nonfinite.append(moved(bad, self.snapshot.inv_scale.device))
-            inv_scale = moved(self.snapshot.inv_scale, grad.device)
+            nonfinite.append(moved(bad, snapshot.inv_scale.device))
+            inv_scale = moved(snapshot.inv_scale, grad.device)
             if master is not None:
                 arithmetic.accumulate([(master.weight, arithmetic.times(grad, inv_scale, torch.float32))])
-            elif not self.snapshot.is_identity:
+            elif not snapshot.is_identity:
                 param.grad = arithmetic.times(grad, inv_scale, grad.dtype)
         flags = torch.cat(nonfinite)
         if check:
-            self.scaler.record_(flags)
+            backward.scaler.record_(flags)
         nothing = torch.zeros(len(arrived), dtype=torch.float64, device=flags.device)
         return Checked(
             [param for param, _ in arrived],
@@ -274,31 +323,31 @@ class GradientWindow:
             kernels.Checks(flags, nothing, nothing.float()),
         )
 
-    def abandon(self) -> bool:
+    def abandon(self) -> None:
         """The body of `scale_loss` raised: put back what was there at its entry.
 
-        Returns whether the window stays open: it was, and this body ran no backward. What half a backward
-        adds to the gradients of an open window cannot be told apart again; then they are dropped.
+        The window stays open if it was, and this body ran no backward. What half a backward adds to the gradients of
+        an open window cannot be told apart again; then they are dropped.
         """
         if self._reentered and all(seen.is_untouched() for seen in self._reentered):
-            self.leave_open(self.loss)
-            return True
-        self.discard()
-        return False
+            self.leave_open(self.backward.loss)
+        elif not self.is_closed:
+            self.discard()
 
     def forget(self) -> None:
         """Close the window with gradients as they are, neither unscaled nor checked."""
         self._take_back()
         self._restore_earlier(add=True)
+        self._become(State.CLOSED)
 
     def discard(self) -> None:
-        """Drop the window's gradients and put back those of earlier backwards."""
+        """Close the window, drop its gradients, and put back those of earlier backwards."""
         self._take_back()
-        if self._masters is not None:
-            self._masters.drop_kept()
+        self._rows.drop_slots()
         for p in self._written_params():
             p.grad = None
         self._restore_earlier(add=False)
+        self._become(State.CLOSED)
 
     def _take_back(self) -> None:
         """Undo what `leave_open` set up, and heed a `zero_grad` since then."""
@@ -316,32 +365,23 @@ class GradientWindow:
         zeroed = self._sentinel.is_zeroed()
         self._sentinel.param.grad = None
         self._sentinel = None
-        for master in self._master_list():
+        for master in self._rows.masters:
             if zeroed:
                 master.param.grad = None
                 self._earlier.pop(id(master.weight), None)
             else:
                 master.weight.grad = self._earlier.pop(id(master.weight), master.weight.grad)
 
-    def _master_list(self) -> list[Master]:
-        return [] if self._masters is None else self._masters.in_groups
-
-    def _roster(self) -> Roster:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return NO_ROSTER
-        return roster_of(optimizer, self._masters)
-
     def _written_params(self) -> Iterator[nn.Parameter]:
         """What a backward accumulates into: the model's own parameters."""
-        yield from (master.param for master in self._master_list())
-        yield from self._roster().plain
+        yield from (master.param for master in self._rows.masters)
+        yield from self._rows.columns.plain
 
     def _restore_earlier(self, add: bool) -> None:
         if not self._earlier:
             return
         both = []
-        for p in self._roster().weights:
+        for p in self._rows.columns.weights:
             earlier = self._earlier.pop(id(p), None)
             if earlier is None:
                 continue

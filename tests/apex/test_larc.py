@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from amp_engine import Engine, amp
 from amp_engine.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD
-from amp_engine.stepping.lazy_gradients import GRAD
+from amp_engine.stepping.master_parameter import GRAD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     DYNAMIC_LEVELS,

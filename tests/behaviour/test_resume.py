@@ -246,13 +246,13 @@ def test_loading_writes_down_each_parameter_by_itself():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    stepped = amp._amp_state.engine._initialized.get(optimizer).masters
+    rows = amp._amp_state.engine._initialized.get(optimizer).rows
     model.load_state_dict(model.state_dict())
-    known = stepped._shared.params
+    known = rows._shared.params
     model.load_state_dict(model.state_dict())
-    assert stepped._shared.params is known
+    assert rows._shared.params is known
     with torch.no_grad():
         model[1].weight.add_(1)
-    stepped.follow()
-    assert stepped._shared.params is known
-    assert torch.equal(stepped.in_groups[2].weight.half(), model[1].weight)
+    rows.follow()
+    assert rows._shared.params is known
+    assert torch.equal(rows.masters[2].weight.half(), model[1].weight)

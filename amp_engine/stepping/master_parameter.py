@@ -1,0 +1,96 @@
+"""The gradient of a master: kept in half after a backward, made in float32 when somebody looks at it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine.torch_private import TensorBase
+
+
+class Owner(Protocol):
+    """What a master parameter asks about its gradient."""
+
+    def materialize(self) -> None:
+        """Make the float32 gradient from the kept one, if there is one."""
+
+    def forget_kept(self) -> None:
+        """Drop the kept gradient, if there is one."""
+
+
+# Id of a master weight -> its owner. Not an attribute of the weight, which would be pickled with it.
+_OWNERS: dict[int, weakref.ref[Owner]] = {}
+
+KEEPING: set[int] = set()
+"""Ids of those that keep gradients. While there is none, as from a step to the next backward, `.grad` asks no owner."""
+
+GRAD: Any = torch.Tensor.grad
+"""The slot behind `.grad`, past any property."""
+
+
+_DATA: Any = TensorBase.data
+
+
+def own(weight: MasterParameter, owner: Owner) -> None:
+    """Have `weight` ask `owner`, for as long as that lives, about its gradient."""
+    ref = _OwnerRef(owner, _OwnerRef.ended)
+    ref.key = id(weight)
+    _OWNERS[ref.key] = ref
+
+
+class _OwnerRef(weakref.ref[Owner]):
+    __slots__ = ("key",)
+    key: int
+
+    def ended(self) -> None:
+        _OWNERS.pop(self.key, None)
+
+
+def _owner(key: int) -> Owner | None:
+    ref = _OWNERS.get(key)
+    return None if ref is None else ref()
+
+
+class MasterParameter(nn.Parameter):
+    """A float32 parameter whose `.grad` is made when somebody looks at it.
+
+    After a backward the half gradient is kept as it is, and the step reads that. Looking at `.grad` unscales it
+    into 4 bytes an element; assigning to `.grad` drops what is kept. Copies and pickles are plain parameters. Writes
+    through `.data` move the version, as all others do, so that the model can follow them.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The unscaled float32 gradient, or None."""
+        key = id(self)  # before the branch: here torch.compile, which makes gradients as it traces, gives up tracing
+        if KEEPING and (owner := _owner(key)) is not None:
+            owner.materialize()
+        return GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        GRAD.__set__(self, value)  # raises for what is no gradient of this parameter
+        key = id(self)
+        if KEEPING and (owner := _owner(key)) is not None:
+            owner.forget_kept()
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> Tensor:
+        """The values, outside of autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _DATA.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]

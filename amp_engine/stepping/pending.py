@@ -1,0 +1,106 @@
+"""Whether a step is skipped: what backwards found, what the host knows of it by now, and what was said."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from amp_engine.stepping.backward import Backward
+
+
+class Take(NamedTuple):
+    """The step is taken.
+
+    Attributes:
+        flags: float32, shape []: unless one is != 0, which the step has to look at itself. The host looked if empty.
+    """
+
+    flags: Sequence[Tensor] = ()
+
+
+class Skip(NamedTuple):
+    """The step is skipped."""
+
+
+class Pending:
+    """The backwards that are pending for the next step of one optimizer, and those of steps that the device decided.
+
+    Args:
+        on_skip: told, for each step that was skipped, how many were in a row, and because of which backwards.
+        on_report: told a backward whose overflow did not skip.
+    """
+
+    def __init__(
+        self, on_skip: Callable[[int, Sequence[Backward]], None], on_report: Callable[[Backward], None]
+    ) -> None:
+        self.backwards: list[Backward] = []  # for the next step
+        self.caller_skips = False  # whether somebody's own `scale_loss` took it on itself to skip the next step
+        self.skips_in_a_row = 0
+        # Of steps that the device decided: what the host has not been told yet, oldest first.
+        self._undecided: deque[list[Backward]] = deque()
+        self._skipped = False
+        self._on_skip = on_skip
+        self._on_report = on_report
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped. Waits for the device if that decided."""
+        self.hear(wait=True)
+        return self._skipped
+
+    @property
+    def skips_next(self) -> bool:
+        """Whether the next step will be skipped, by us or by the caller. Waits for the device if that decided."""
+        return self.caller_skips or self.overflowed()
+
+    def overflowed(self) -> bool:
+        """Whether the next step will be skipped by us. Waits for the device if that decided."""
+        return any(backward.skips and backward.overflow.read() != 0 for backward in self.backwards)
+
+    def add(self, backward: Backward) -> None:
+        """Keep a backward for the next step, and no more than that needs, however many backwards it takes."""
+        self.backwards = [b for b in self.backwards if not (b.overflow.is_known() and b.overflow.read() == 0)]
+        self.backwards.append(backward)
+
+    def decide(self, on_device: bool) -> Skip | Take:
+        """What becomes of the step that begins.
+
+        Args:
+            on_device: whether the step can look at flags. The host then waits for nothing: it decides if it knows by
+                now, and is told later if not.
+        """
+        backwards, self.backwards = self.backwards, []
+        if on_device and not all(backward.overflow.is_known() for backward in backwards):
+            self._undecided.append([backward for backward in backwards if not backward.overflow.is_captured])
+            return Take([backward.found_inf for backward in backwards if backward.skips])
+        self.hear(wait=True)
+        self._conclude(backwards)
+        return Skip() if self._skipped else Take()
+
+    def skipped_by_caller(self) -> None:
+        """The step was skipped without us, and all that was decided about it is past."""
+        self.hear(wait=True)
+        self.caller_skips = False
+        self.backwards = []
+        self._skipped = True
+        self.skips_in_a_row += 1
+
+    def hear(self, wait: bool) -> None:
+        """Report steps that the device decided, as far as the host knows of them by now, or all of them."""
+        while self._undecided and (wait or all(b.overflow.is_known() for b in self._undecided[0])):
+            self._conclude(self._undecided.popleft())
+
+    def _conclude(self, backwards: Sequence[Backward]) -> None:
+        """Say, and remember, what `backwards` meant for their step."""
+        overflowed = [backward for backward in backwards if backward.overflow.read() != 0]
+        skipping = [backward for backward in overflowed if backward.skips]
+        for backward in overflowed:
+            if not backward.skips:
+                self._on_report(backward)
+        self._skipped = bool(skipping)
+        self.skips_in_a_row = self.skips_in_a_row + 1 if skipping else 0
+        if skipping:
+            self._on_skip(self.skips_in_a_row, skipping)

@@ -50,7 +50,7 @@ class Initialized:
         self._cast_models: list[CastModel] = []
         # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._backwards, self._stepped = backwards, backwards.stepped
+        self._backwards = backwards
         self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
         self._wrappers = weakref.WeakKeyDictionary()
         self._collectives: Watch | None = None  # of torch.distributed, while something is in care
@@ -76,7 +76,7 @@ class Initialized:
 
     def get(self, optimizer: Optimizer) -> SteppedOptimizer | None:
         """What stands for `optimizer` here, or None."""
-        return self._stepped.get(optimizer)
+        return self._backwards.get(optimizer)
 
     @_without_collections()
     def add(
@@ -137,7 +137,7 @@ class Initialized:
 
     def look_after(self, optimizer: Optimizer, stepped: SteppedOptimizer) -> None:
         """Take in an optimizer with what stands for it, until `release`."""
-        self._stepped[optimizer] = stepped
+        self._backwards.add(stepped)
         vars(optimizer).update(Stash(stepped).attributes())
         RefusesGradScaler.put_on(optimizer, stepped)
 
@@ -148,7 +148,8 @@ class Initialized:
         """
         if wrapper in self._wrappers:
             return
-        stepped = self._stepped[inner]
+        stepped = self._backwards.get(inner)
+        assert stepped is not None, "it was asked for before"
         if isinstance(wrapper, LARC):
             self._wrappers[wrapper] = wrapper.register_step_pre_hook(lambda _: self._backwards.settle(stepped))
         else:
@@ -211,7 +212,7 @@ class Initialized:
                 cast_model.follow_masters()
 
     def _let_go(self, optimizer: Optimizer) -> None:
-        stepped = self._stepped.pop(optimizer, None)
+        stepped = self._backwards.pop(optimizer)
         if stepped is not None:
             stepped.release()
             for name in Stash(stepped).attributes():

@@ -19,7 +19,7 @@ from amp_engine import kernels
 from amp_engine.dtypes import followed
 from amp_engine.kernels import walk
 from amp_engine.stepping.master_parameter import GRAD, MasterParameter, own
-from amp_engine.stepping.slots import Slots
+from amp_engine.stepping.slots import NO_SLOTS, Slots
 from amp_engine.torch_private import disable_dynamo
 
 # Live parameter -> weak references to its masters. `state_dict` finds a master here by the identity of the
@@ -41,7 +41,7 @@ class Shared:
     def __init__(self, params: walk.Stamps, weights: walk.Stamps, slots: Slots | None = None) -> None:
         self.params = params
         self.weights = weights
-        self.slots = slots or Slots()
+        self.slots = slots or NO_SLOTS
 
 
 # Of a master that no scan has seen.

@@ -22,7 +22,7 @@ from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.kernels import walk
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
 from amp_engine.stepping.master import Master, Shared, exact_value_of, forget_master, laid_out_as, masters_of
-from amp_engine.stepping.slots import OWN_SLOTS, Slot, Slots, WholeCheck
+from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, Slots, WholeCheck
 
 # Those that make masters and have seen no backward yet.
 _FRESH: weakref.WeakSet[Rows] = weakref.WeakSet()
@@ -164,11 +164,12 @@ class Rows:
             master.share(self._shared, place, row)
 
     def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
-        return (
-            len(groups) == len(self._scanned)
-            and all(walk.same_objects(group["params"], was) for group, was in zip(groups, self._scanned, strict=True))
-            and not (self.makes_masters and any(is_low_precision(p) and p.requires_grad for p in self._columns.plain))
-        )
+        if len(groups) != len(self._scanned):
+            return False
+        for group, was in zip(groups, self._scanned, strict=True):  # no generator: asked five times an iteration
+            if not walk.same_objects(group["params"], was):
+                return False
+        return not (self.makes_masters and any(is_low_precision(p) and p.requires_grad for p in self._columns.plain))
 
     def _replace(self, groups: list[dict[str, Any]], exact: Mapping[int, Tensor]) -> None:
         """Put masters in the place of low-precision parameters."""
@@ -315,7 +316,7 @@ class Rows:
         """Drop the gradients that are kept, and what was found in those that are not."""
         if self.slots.count > 0:
             self.slots.drop()
-        self.slots = Slots()
+        self.slots = NO_SLOTS
 
     def drop_parameter_gradients(self) -> None:
         """Drop the gradients of parameters that have a master."""
@@ -335,14 +336,8 @@ class Rows:
         """The master whose weight, in the groups, is this very object."""
         return self._by_weight.get(id(weight))
 
-    def rest(self) -> None:
-        """The iteration is over: without masters, hold no parameter, which may refer to its optimizer."""
-        if not self.makes_masters:
-            self._columns, self._scanned = NO_COLUMNS, []
-
     def release(self) -> None:
         """Put the parameters back into the groups, in float32 with their masters' values and state."""
-        self.rest()
         optimizer = self._optimizer()
         if optimizer is None or not self.makes_masters:
             return

@@ -25,19 +25,35 @@ class ScaledBackwards:
     """
 
     def __init__(self, scaling: Scaling) -> None:
-        self.stepped: weakref.WeakKeyDictionary[Optimizer, SteppedOptimizer] = weakref.WeakKeyDictionary()
+        # Held by the hooks of their optimizer: a parameter may refer to it, which would then never be freed.
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[SteppedOptimizer]]
+        self._stepped = weakref.WeakKeyDictionary()
         self._scaling = scaling
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Every optimizer in care."""
         # Not by iteration over the dictionary, which an `initialize` in another thread may make longer.
-        return [optimizer for ref in self.stepped.keyrefs() if (optimizer := ref()) is not None]
+        return [optimizer for ref in self._stepped.keyrefs() if (optimizer := ref()) is not None]
 
     @property
     def all(self) -> list[SteppedOptimizer]:
         """What stands for each of them."""
-        return [one for optimizer in self.optimizers if (one := self.stepped.get(optimizer)) is not None]
+        return [one for optimizer in self.optimizers if (one := self.get(optimizer)) is not None]
+
+    def get(self, optimizer: Optimizer) -> SteppedOptimizer | None:
+        """What stands for `optimizer`, or None."""
+        ref = self._stepped.get(optimizer)
+        return None if ref is None else ref()
+
+    def add(self, stepped: SteppedOptimizer) -> None:
+        """Have an optimizer in care, whose hooks hold what stands for it."""
+        self._stepped[stepped.optimizer] = weakref.ref(stepped)
+
+    def pop(self, optimizer: Optimizer) -> SteppedOptimizer | None:
+        """Have it in care no more."""
+        ref = self._stepped.pop(optimizer, None)
+        return None if ref is None else ref()
 
     def passes_through(self, scaler: LossScaler, stepped: Sequence[SteppedOptimizer]) -> bool:
         """Nothing to scale, check or move: O0, O3 and O4 unless the user asked for more."""

@@ -199,6 +199,10 @@ class Slots:
         return factor.float()
 
 
+NO_SLOTS = Slots()
+"""Of an optimizer before a backward, and after a step."""
+
+
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """torch.nn.utils.clip_grad_norm_'s factor, float64, shape []. No host sync."""
     return (max_norm / (norm.double() + 1e-6)).clamp(max=1.0)

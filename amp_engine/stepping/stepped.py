@@ -175,7 +175,6 @@ class SteppedOptimizer:
         self.pending.skipped_by_caller()
         self.backward_seen = False
         self.rows.drop_gradients()
-        self.rows.rest()
 
     def _adopt_gradients(self) -> None:
         """Have an open window, if need be one around the gradients that are there."""
@@ -276,7 +275,6 @@ class SteppedOptimizer:
                 rows.drop_gradients()
         finally:
             rows.slots.check = None
-            rows.rest()
 
     def _skip(self) -> None:
         """Do nothing but drop what the step would have."""

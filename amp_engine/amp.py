@@ -20,6 +20,7 @@ from amp_engine import casting, initialized
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, Registration, deferred
 from amp_engine.casting import original as original
+from amp_engine.compat import settings
 from amp_engine.compat.handle import Handle, NoOpHandle
 from amp_engine.compat.views import Properties
 from amp_engine.engine import Engine
@@ -65,7 +66,7 @@ class AmpState:
         engine: Engine | None = self.__dict__.get("engine")
         if engine is not None and engine.policy is not None:
             if name == "opt_properties":
-                return Properties(engine)
+                return Properties(settings.EnginePolicy(engine))
             if engine.policy.enabled and name in ("min_loss_scale", "max_loss_scale"):
                 return getattr(engine, name)
             if engine.policy.enabled and name == "loss_scalers":
@@ -80,11 +81,11 @@ class AmpState:
                 f"_amp_state.{name} shows what amp.initialize decided.  Write to its attributes instead."
             )
         if name == "loss_scalers":
-            self.engine.replace_scalers(value)
+            settings.replace_scalers(self.engine, value)
         elif name == "min_loss_scale":
-            self.engine.bound_scales(value, self.engine.max_loss_scale)
+            settings.bound_scales(self.engine, value, self.engine.max_loss_scale)
         elif name == "max_loss_scale":
-            self.engine.bound_scales(self.engine.min_loss_scale, value)
+            settings.bound_scales(self.engine, self.engine.min_loss_scale, value)
         else:
             super().__setattr__(name, value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -40,16 +40,14 @@ class InitializeOptions(TypedDict, total=False):
     adopt_data_writes: bool
 
 
-# What `initialize` adds to an optimizer, beside `_amp_stash`: the names that apex added, and scripts call.
-APEX_METHODS = (
-    "_amp_lazy_init",
-    "_lazy_init_maybe_master_weights",
-    "_master_params_to_model_params",
-    "_post_amp_backward",
-    "_prepare_amp_backward",
-)
-
 _PARALLEL_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def as_list(optimizers: Any) -> list[Any]:
+    """What `scale_loss` was given, one optimizer or several, as a list."""
+    if isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable):
+        return [optimizers]
+    return list(optimizers)
 
 
 def as_models(models: Any) -> list[nn.Module]:
@@ -108,19 +106,9 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
                 )
 
 
-def check_optimizers(
-    optimizers: Sequence[Optimizer], known: Sequence[Optimizer], is_scaled: bool, has_masters: bool = False
-) -> None:
-    """Raise AmpStateError for an optimizer that is in use already, or that cannot be looked after."""
-    seen = [id(o) for o in known]
+def check_optimizers(optimizers: Sequence[Optimizer], is_scaled: bool, has_masters: bool = False) -> None:
+    """Raise AmpStateError for an optimizer that cannot be looked after."""
     for optimizer in optimizers:
-        if id(optimizer) in seen or hasattr(optimizer, "_amp_stash"):
-            raise AmpStateError(
-                "A given optimizer should only be passed through amp.initialize once.  "
-                f"This {type(optimizer).__name__} was; call amp.close() first to start over."
-            )
-        seen.append(id(optimizer))
-        _check_names_are_free(optimizer)
         if not takes_hooks(optimizer):
             raise AmpStateError(
                 f"{type(optimizer).__name__} is a torch.optim.Optimizer by name only: it takes no step hooks.  Pass "
@@ -169,22 +157,12 @@ def check_wrappers(optimizers: Sequence[Any]) -> None:
         inner = inner_of(wrapper)
         if inner is wrapper or isinstance(wrapper, LARC):
             continue
-        _check_names_are_free(wrapper)
         place = parameters_elsewhere(wrapper, inner)
         if place is not None:
             raise AmpStateError(
                 f"{type(wrapper).__name__} keeps parameters in its .{place}, beside its groups, where FP32 masters "
                 f"would never replace them.  Pass the {type(inner).__name__} inside of it to amp.initialize, and make "
                 "the wrapper afterwards."
-            )
-
-
-def _check_names_are_free(optimizer: Optimizer) -> None:
-    for name in APEX_METHODS:
-        if hasattr(optimizer, name):
-            raise AmpStateError(
-                f"Incoming optimizer already has {name} defined.  amp.initialize adds an attribute of this name; "
-                f"rename the one of {type(optimizer).__name__}."
             )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from amp_engine.dtypes import is_low_precision
+from amp_engine.errors import AmpTypeError
 from amp_engine.model import CastInputs, without_casts
 from amp_engine.stepping.master import exact_value
 
@@ -34,6 +35,11 @@ class AveragedModel(swa_utils.AveragedModel):
         multi_avg_fn: MultiAvgFn | None = None,
         use_buffers: bool = False,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise AmpTypeError(
+                f"averaged_model() takes a torch.nn.Module, not a {type(model).__name__}.  Type "
+                "amp.averaged_model(model, optimizer), for each model one."
+            )
         super().__init__(model, device, avg_fn, multi_avg_fn, use_buffers)
         _widen(self.module, model)
 

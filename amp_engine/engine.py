@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -16,17 +16,14 @@ from amp_engine import arguments, casting, checkpoint, levels, report
 from amp_engine.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import EngineCasts, Explanation, FunctionCasts, patcher
-from amp_engine.dtypes import LOW_PRECISION, parse_dtype
-from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
+from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.initialized import Initialized, master_params
-from amp_engine.kernels import is_lazy
 from amp_engine.optimizers import LARC, inner_of
-from amp_engine.overflow import OverflowWatch
-from amp_engine.policy import Policy, require
+from amp_engine.policy import Policy
+from amp_engine.request import checked
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, check_bounds
-from amp_engine.stepping.backward import Backward
-from amp_engine.stepping.hook import StepHook
-from amp_engine.stepping.pending import Pending
+from amp_engine.stepping.clipping import clip_grad_norm_
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
@@ -59,12 +56,11 @@ class Engine:
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
         self.hard_override = False  # whether `initialize` prints what does not fit a level, in place of raising it
-        self._scaling = Scaling()
-        self._backwards = ScaledBackwards(self._scaling)
-        self._said_float16_convolution = False
         self.function_casts = EngineCasts(self.reporter.say)
-        self._initialized = Initialized(self._make_stepped, self._backwards)
-        self._watch = OverflowWatch(self.reporter, self._initialized.parameter_names, self._scaling)
+        self._scaling = Scaling()
+        self.backwards = ScaledBackwards(self._scaling, self.function_casts)
+        self._initialized = Initialized(self.backwards, self._scaling, self.function_casts, self.reporter)
+        self._said_float16_convolution = False
 
     @property
     def scalers(self) -> list[LossScaler]:
@@ -94,10 +90,7 @@ class Engine:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -171,7 +164,7 @@ class Engine:
         Raises AmpStateError, AmpTypeError or AmpValueError, with everything as it was before the call.
         """
         with patcher.changing():  # one thread at a time, here and in `close`
-            self._refuse_inside_of_scale_loss("initialize")
+            self.backwards.refuse_inside("initialize")
             casting.forget_interrupted()
             if not enabled:
                 self.reporter.verbosity = verbosity
@@ -179,67 +172,44 @@ class Engine:
                 self.function_casts.end_of(models, "enabled=False")
                 return models if optimizers is None else (models, optimizers)
 
-            arguments.check_cudnn()
-            defaults = levels.level(opt_level)
-            policy = defaults.override(
-                cast_model_type=cast_model_type,
-                patch_torch_functions=patch_torch_functions,
-                keep_batchnorm_fp32=keep_batchnorm_fp32,
-                master_weights=master_weights,
-                loss_scale=loss_scale,
+            request = checked(
+                models,
+                optimizers,
+                opt_level,
+                {
+                    "cast_model_type": cast_model_type,
+                    "patch_torch_functions": patch_torch_functions,
+                    "keep_batchnorm_fp32": keep_batchnorm_fp32,
+                    "master_weights": master_weights,
+                    "loss_scale": loss_scale,
+                },
+                cast_model_outputs,
+                skip_on_overflow,
+                self.hard_override,
             )
-            if self.hard_override:
-                for complaint in policy.complaints():
-                    print(f"Warning:  {complaint}")  # at any verbosity: it stands for an error
-            else:
-                require(policy)
-            output_dtype = (
-                None if cast_model_outputs is None else parse_dtype(cast_model_outputs, "cast_model_outputs", True)
-            )
+            policy = request.policy
             num_losses = arguments.check_num_losses(num_losses)
             check_bounds(min_loss_scale, max_loss_scale)
             if policy.patch_torch_functions:
                 self.function_casts.check_environment()
-            model_list = arguments.as_models(models)
-            optimizer_list = arguments.as_optimizers(optimizers)
-            arguments.check_models(model_list, policy)
-            stepping = [inner_of(o) for o in optimizer_list]
-            is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
-            arguments.check_optimizers(stepping, self._initialized.optimizers, is_scaled, bool(policy.master_weights))
-            arguments.check_wrappers(optimizer_list)
+            self._initialized.refuse_known(request.optimizers, request.wrappers)
 
             self.reporter.verbosity = verbosity
-            for line in report.initialization(defaults, policy):
+            for line in report.initialization(request.defaults, policy):
                 self.reporter.say(line, rank0=True)
 
-            self._initialized.add(model_list, stepping, policy, output_dtype, adopt_data_writes)
-            for wrapper, optimizer in zip(optimizer_list, stepping, strict=True):
-                if wrapper is not optimizer:
-                    self._initialized.look_after_wrapper(wrapper, optimizer)
+            self._initialized.add(request.models, request.optimizers, policy, request.output_dtype, adopt_data_writes)
+            for wrapper, optimizer in request.wrappers.items():
+                self._initialized.look_after_wrapper(wrapper, optimizer)
             self.policy = policy
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
-            self._scaling.skip_on_overflow = skip_on_overflow
-            self.scalers = [
-                LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-                for _ in range(num_losses)
-            ]
-            self._scaling.reported.clear()
-            if policy.patch_torch_functions:
-                self.function_casts.install(
-                    policy.patch_torch_functions_type or torch.float16,
-                    allow_banned=allow_banned,
-                    verbose=verbosity == 2,
-                    origin=str(policy.opt_level),
-                    models=model_list,
-                )
-            else:
-                self.function_casts.end_of(model_list, str(policy.opt_level))
-            if not self._said_float16_convolution and arguments.has_float16_convolution_on_cpu(model_list, policy):
+            self._scaling.begin(policy.loss_scale, num_losses, min_loss_scale, max_loss_scale, skip_on_overflow)
+            self.function_casts.follow(policy, request.models, allow_banned, verbose=verbosity == 2)
+            if not self._said_float16_convolution and arguments.has_float16_convolution_on_cpu(request.models, policy):
                 self._said_float16_convolution = True
                 self.reporter.say(report.FLOAT16_CONV_ON_CPU, rank0=True)
             return models if optimizers is None else (models, optimizers)
 
-    @contextmanager
     def scale_loss(
         self,
         loss: Tensor,
@@ -248,8 +218,8 @@ class Engine:
         model: Any = None,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> Iterator[Tensor]:
-        """Yield `loss.float() * scale`; on exit unscale the gradients and adjust the scale.
+    ) -> AbstractContextManager[Tensor]:
+        """A context that gives `loss.float() * scale`; on exit unscale the gradients and adjust the scale.
 
         Afterwards `.grad` of what `master_params(optimizer)` gives is unscaled and includes earlier backwards
         since the last step. An overflow makes the next `step()` of each listed optimizer do nothing.
@@ -274,8 +244,7 @@ class Engine:
                 "`with amp.scale_loss`."
             )
         if not self.policy.enabled:
-            yield loss
-            return
+            return nullcontext(loss)
         if not isinstance(loss, Tensor):
             raise AmpTypeError(
                 f"scale_loss() takes the loss as a tensor, not a {type(loss).__name__}.  Pass what backward() would be "
@@ -283,16 +252,9 @@ class Engine:
             )
         casting.forget_interrupted()
         self.function_casts.note_use(bool(self.policy.patch_torch_functions))
-        stepped = list(dict.fromkeys(map(self._stepped, _as_list(optimizers))))
-        scaler = self._scaler(loss_id)
-        try:
-            if self._backwards.passes_through(scaler, stepped):
-                yield loss.float()
-                return
-            with self._backwards.of(loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check) as scaled_loss:
-                yield scaled_loss
-        finally:
-            self.function_casts.lapse()
+        stepped = list(dict.fromkeys(map(self._initialized.stepped_by, arguments.as_list(optimizers))))
+        scaler = self._scaling.scaler(loss_id)
+        return self.backwards.of(loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
         """The parameters that `optimizer` steps, as the function `amp.master_params`."""
@@ -318,20 +280,7 @@ class Engine:
         """
         arguments.check_has_groups(optimizer, "clip_grad_norm_", ", max_norm")
         stepped = self._initialized.get(inner_of(optimizer))
-        norm = None if stepped is None else stepped.grad_norm(float(norm_type))
-        if stepped is None or norm is None:
-            params = list(master_params(optimizer))
-            for p in params:
-                if (grad := p.grad) is not None and is_lazy(grad):
-                    p.grad = grad.clone()  # torch writes no list of these
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise AmpStateError(
-                f"The norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be clipped.  Leave "
-                "out error_if_nonfinite=True to have the step skipped instead."
-            )
-        stepped.clip_grads_with_norm_(norm, float(max_norm))
-        return norm
+        return clip_grad_norm_(optimizer.param_groups, stepped, max_norm, norm_type, error_if_nonfinite)
 
     def averaged_model(
         self,
@@ -363,15 +312,10 @@ class Engine:
 
         Raises AmpTypeError for an optimizer that was not passed to `initialize`. Allocates 4 bytes a parameter.
         """
-        if not isinstance(model, nn.Module):
-            raise AmpTypeError(
-                f"averaged_model() takes a torch.nn.Module, not a {type(model).__name__}.  Type "
-                "amp.averaged_model(model, optimizer), for each model one."
-            )
         listed = list(optimizer) if isinstance(optimizer, tuple) else optimizer
         for one in arguments.as_optimizers(listed):
             if self.policy is not None and self.policy.enabled:
-                self._stepped(one)
+                self._initialized.stepped_by(one)
         return AveragedModel(model, device, avg_fn, multi_avg_fn, use_buffers)
 
     def state_dict(self, destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
@@ -412,45 +356,7 @@ class Engine:
         `explanation.records`. `str(explanation)` is a table of them. Nests. Casts made by code that
         torch.compile compiled are not seen. Python runs at each call, so do not time it. No host sync.
         """
-        return Explanation(self.function_casts.observed, self._why_nothing_is_cast)
-
-    def set_policy(self, policy: Policy) -> None:
-        """Change the policy after `initialize`, as a write to `_amp_state.opt_properties` does.
-
-        `enabled` decides what `scale_loss` does from now on; `patch_torch_functions=False` takes the function casts
-        away. The other properties were decided with the model: AmpStateError for what would change them.
-        """
-        before, after = self._initialized_policy("initialize").properties(), policy.properties()
-        for name in [name for name in after if after[name] != before[name]]:
-            can_change = {"enabled": bool(self.scalers), "patch_torch_functions": not policy.patch_torch_functions}
-            if not can_change.get(name, False):
-                hint = "_amp_state.loss_scalers[0]._loss_scale = 2.0**16, or " if name == "loss_scale" else ""
-                raise AmpStateError(
-                    f"{name} is {before[name]!r} since amp.initialize, which has acted on it.  Type {hint}amp.close() "
-                    f"and amp.initialize(..., {name}={after[name]!r})."
-                )
-        if before["patch_torch_functions"] and not policy.patch_torch_functions:
-            self.function_casts.remove()
-        self.policy = policy
-
-    def replace_scalers(self, scalers: Sequence[LossScaler]) -> None:
-        """Use other loss scalers from the next `scale_loss` on. Raises AmpTypeError for what are none."""
-        if not isinstance(scalers, (list, tuple)) or not all(isinstance(scaler, LossScaler) for scaler in scalers):
-            raise AmpTypeError("loss_scalers is a list of LossScaler.  Type for example [LossScaler('dynamic')].")
-        self.scalers = list(scalers)
-
-    def bound_scales(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
-        """Keep dynamic scales within these bounds from their next update on. Raises AmpValueError, as `initialize`."""
-        low, high = check_bounds(min_loss_scale, max_loss_scale)
-        self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
-        for scaler in self.scalers:
-            scaler._min_loss_scale, scaler._max_loss_scale = low, high
-
-    def scaled_backward(
-        self, loss: Tensor, stepped: SteppedOptimizer, scaler: LossScaler, loss_id: int
-    ) -> AbstractContextManager[Tensor]:
-        """`scale_loss` for what `look_after` gave, with a scaler of the caller's."""
-        return self._backwards.of(loss, [stepped], scaler, loss_id)
+        return Explanation(self.function_casts.observed, lambda: self.function_casts.why_nothing_is_cast(self.policy))
 
     def look_after(self, optimizer: Optimizer, on_skip: Callable[[], None]) -> SteppedOptimizer:
         """Take in an optimizer whose losses and scalers are the caller's business, until `close`.
@@ -462,14 +368,13 @@ class Engine:
         """
         if not isinstance(optimizer, Optimizer):
             raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
-        arguments.check_optimizers([optimizer], self._initialized.optimizers, is_scaled=True)
-        stepped = self._make_stepped(optimizer, Rows(optimizer, False), lambda skips, backwards: on_skip())
-        self._initialized.look_after(optimizer, stepped)
-        return stepped
+        self._initialized.refuse_known([optimizer])
+        arguments.check_optimizers([optimizer], is_scaled=True)
+        return self._initialized.look_after(optimizer, Rows(optimizer, False), lambda skips, backwards: on_skip())
 
     def step_was_skipped(self, optimizer: Optimizer | LARC) -> bool:
         """Whether the last `optimizer.step()` was skipped. Waits for the device if that decided."""
-        return self._stepped(optimizer).pending.skipped
+        return self._initialized.stepped_by(optimizer).pending.skipped
 
     def close(self) -> None:
         """Take everything back; the engine can be used again.
@@ -478,7 +383,7 @@ class Engine:
         masters, and lose every hook; optimizers step their own parameters again, with their state.
         """
         with patcher.changing():
-            self._refuse_inside_of_scale_loss("close")
+            self.backwards.refuse_inside("close")
             casting.forget_interrupted()
             self.function_casts.remove()
             self._initialized.release()
@@ -492,62 +397,3 @@ class Engine:
                 "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
             )
         return self.policy
-
-    def _refuse_inside_of_scale_loss(self, call: str) -> None:
-        if any(stepped.window.is_in_body for stepped in self._initialized.stepped):
-            raise AmpStateError(
-                f"{call}() was called inside of a `with scale_loss(...)`, whose exit needs what it takes away.  Leave "
-                "the `with` first."
-            )
-
-    def _make_stepped(
-        self,
-        optimizer: Optimizer,
-        rows: Rows,
-        on_skip: Callable[[int, Sequence[Backward]], None] | None = None,
-    ) -> SteppedOptimizer:
-        pending = Pending(on_skip or self._watch.skipped, self._watch.stepped_on)
-        stepped = SteppedOptimizer(optimizer, rows, self._scaling, pending)
-        StepHook(stepped, self._backwards, self._scaling, self.function_casts)  # which the optimizer holds
-        return stepped
-
-    def _stepped(self, optimizer: Any) -> SteppedOptimizer:
-        stepping = inner_of(optimizer)
-        stepped = self._initialized.get(stepping) if isinstance(stepping, Optimizer) else None
-        if stepped is not None:
-            if optimizer is not stepping:  # also a wrapper that was made after `initialize`
-                self._initialized.look_after_wrapper(optimizer, stepping)
-            return stepped
-        raise AmpTypeError(
-            f"This {type(optimizer).__name__} was not passed to amp.initialize.  Type model, optimizer = "
-            "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
-        )
-
-    def _scaler(self, loss_id: int) -> LossScaler:
-        try:
-            return self.scalers[loss_id]
-        except (IndexError, TypeError):
-            raise AmpIndexError(
-                f"loss_id={loss_id!r}, but there are {len(self.scalers)} loss scalers (loss_id 0 to "
-                f"{len(self.scalers) - 1}).  Type amp.initialize(..., num_losses=...) with the number of losses."
-            ) from None
-
-    def _why_nothing_is_cast(self) -> str | None:
-        if self.casts is not None:
-            return None
-        if self.policy is None:
-            return "amp.initialize() was not called.  Type amp.initialize(model, optimizer, opt_level='O1') first."
-        if not self.policy.enabled:
-            return "amp.initialize(enabled=False) casts nothing."
-        level = self.policy.opt_level
-        if self.function_casts.ended is not None:
-            return report.casts_ended(self.function_casts.ended.origin)
-        if self.policy.cast_model_type in LOW_PRECISION:
-            return f"Function casts are not on at {level}, which casts the model instead; O1 and O4 cast functions."
-        return f"Function casts are not on at {level}; O1 and O4 cast functions."
-
-
-def _as_list(optimizers: Any) -> list[Any]:
-    if isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable):
-        return [optimizers]
-    return list(optimizers)

@@ -5,23 +5,31 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_engine.arguments import APEX_METHODS, check_has_groups
+from amp_engine.arguments import check_has_groups
 from amp_engine.collectives import Watch, watch
-from amp_engine.compat.views import RefusesGradScaler, Stash
+from amp_engine.compat import face
+from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.model import CastModel, remember
-from amp_engine.optimizers import LARC
+from amp_engine.optimizers import LARC, inner_of
+from amp_engine.overflow import OverflowWatch
 from amp_engine.policy import Policy
+from amp_engine.report import Reporter
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.hook import Casts, StepHook
 from amp_engine.stepping.master import exact_value
+from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
+from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 
 
@@ -41,16 +49,18 @@ class Initialized:
     """Cast models and stepped optimizers, held weakly: a model or optimizer that is dropped is gone.
 
     Args:
-        make_stepped: builds the SteppedOptimizer of an optimizer and its rows.
-        backwards: is told of each.
+        backwards: is told of each optimizer.
+        scaling: what losses are scaled by.
+        casts: that a step is not to meet.
+        reporter: says what was skipped.
     """
 
-    def __init__(self, make_stepped: Callable[[Optimizer, Rows], SteppedOptimizer], backwards: ScaledBackwards) -> None:
-        self._make_stepped = make_stepped
+    def __init__(self, backwards: ScaledBackwards, scaling: Scaling, casts: Casts, reporter: Reporter) -> None:
         self._cast_models: list[CastModel] = []
         # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._backwards = backwards
+        self._backwards, self._scaling, self._casts = backwards, scaling, casts
+        self._watch = OverflowWatch(reporter, self.parameter_names, scaling)
         self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
         self._wrappers = weakref.WeakKeyDictionary()
         self._collectives: Watch | None = None  # of torch.distributed, while something is in care
@@ -135,11 +145,48 @@ class Initialized:
         self._collectives = self._collectives or watch()
         self._follow_masters()
 
-    def look_after(self, optimizer: Optimizer, stepped: SteppedOptimizer) -> None:
-        """Take in an optimizer with what stands for it, until `release`."""
+    def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any] = ()) -> None:
+        """Raise AmpStateError for an optimizer that is in care already, and where names that are added are taken."""
+        seen = {id(optimizer) for optimizer in self.optimizers}
+        for optimizer in optimizers:
+            if id(optimizer) in seen or face.is_on(optimizer):
+                raise AmpStateError(
+                    "A given optimizer should only be passed through amp.initialize once.  "
+                    f"This {type(optimizer).__name__} was; call amp.close() first to start over."
+                )
+            seen.add(id(optimizer))
+            face.check_names_are_free(optimizer)
+        for wrapper in wrappers:
+            if isinstance(wrapper, Optimizer):
+                face.check_names_are_free(wrapper)
+
+    def stepped_by(self, optimizer: Any) -> SteppedOptimizer:
+        """What stands for `optimizer`, or for the one inside of it. Raises AmpTypeError for one that was not passed."""
+        stepping = inner_of(optimizer)
+        stepped = self.get(stepping) if isinstance(stepping, Optimizer) else None
+        if stepped is None:
+            raise AmpTypeError(
+                f"This {type(optimizer).__name__} was not passed to amp.initialize.  Type model, optimizer = "
+                "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
+            )
+        if optimizer is not stepping:  # also a wrapper that was made after `initialize`
+            self.look_after_wrapper(optimizer, stepping)
+        return stepped
+
+    def look_after(
+        self, optimizer: Optimizer, rows: Rows, on_skip: Callable[[int, Sequence[Backward]], None] | None = None
+    ) -> SteppedOptimizer:
+        """Take in an optimizer with what it steps, until `release`.
+
+        Args:
+            on_skip: told of each step that was skipped; without it messages say so.
+        """
+        pending = Pending(on_skip or self._watch.skipped, self._watch.stepped_on)
+        stepped = SteppedOptimizer(optimizer, rows, self._scaling, pending)
+        StepHook(stepped, self._backwards, self._scaling, self._casts)  # which the optimizer holds
         self._backwards.add(stepped)
-        vars(optimizer).update(Stash(stepped).attributes())
-        RefusesGradScaler.put_on(optimizer, stepped)
+        face.put_on(optimizer, stepped)
+        return stepped
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
         """Take in a wrapper of an optimizer in care, until `release`.
@@ -159,17 +206,14 @@ class Initialized:
                 vars(wrapper).setdefault(hooks, OrderedDict())
             stepped.wrapped_by(wrapper)
             self._follow_masters()
-        vars(wrapper).update(inner._amp_stash.attributes())  # type: ignore[attr-defined]
-        RefusesGradScaler.put_on(wrapper, stepped)
+        face.put_on(wrapper, stepped)
 
     def release(self) -> None:
         """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""
         for wrapper, handle in self._wrappers.items():
             if handle is not None:
                 handle.remove()
-            for name in ("_amp_stash", *APEX_METHODS):
-                vars(wrapper).pop(name, None)
-            RefusesGradScaler.take_off(wrapper)
+            face.take_off(wrapper)
         self._wrappers.clear()
         self._collectives = None
         optimizers = self.optimizers
@@ -200,7 +244,7 @@ class Initialized:
             if not rows.makes_masters and policy.cast_model_type:
                 self._state_follows_cast.add(optimizer)
                 _match_state_to_parameters(optimizer)
-            self.look_after(optimizer, self._make_stepped(optimizer, rows))
+            self.look_after(optimizer, rows)
         except BaseException:
             rows.release()
             raise
@@ -215,9 +259,7 @@ class Initialized:
         stepped = self._backwards.pop(optimizer)
         if stepped is not None:
             stepped.release()
-            for name in Stash(stepped).attributes():
-                vars(optimizer).pop(name, None)
-            RefusesGradScaler.take_off(optimizer)
+            face.take_off(optimizer)
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:

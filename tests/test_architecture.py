@@ -34,7 +34,7 @@ LAYERS = [
     ["optimizers.fused_mixed_precision_lamb", "optimizers.wrapped"],
     ["optimizers"],
     ["stepping.master_parameter", "stepping.arithmetic"],
-    ["stepping.own_step", "stepping.slots"],
+    ["stepping.own_step", "stepping.slots", "stepping.seen"],
     ["stepping.ghost"],
     ["report", "scaler", "arguments", "stepping.master"],
     ["stepping.columns", "stepping.scaling", "stepping.backward"],
@@ -51,11 +51,12 @@ LAYERS = [
     ["checkpoint", "collectives", "stepping.strays", "stepping.pending"],
     ["model", "stepping.window"],
     ["stepping.stepped"],
-    ["stepping.scaled_backwards"],
+    ["stepping.scaled_backwards", "stepping.clipping", "compat.face"],
     ["stepping.hook"],
     ["averages", "overflow", "compat.views", "compat.handle"],
-    ["initialized"],
+    ["initialized", "request"],
     ["engine"],
+    ["compat.settings"],
     ["amp"],
 ]
 RANK = {f"amp_engine.{name}": i for i, layer in enumerate(LAYERS) for name in layer}

@@ -18,6 +18,8 @@ from amp_engine.casting.explain import Explanation
 from amp_engine.casting.function_casts import FunctionCasts
 from amp_engine.casting.overrides import from_environment
 from amp_engine.casting.patcher import Registration, check_patchable
+from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.policy import Policy
 
 
 class EngineCasts:
@@ -74,6 +76,21 @@ class EngineCasts:
             self._said_ended = True
         elif not casts.were_used:
             casts.note_use()
+
+    def why_nothing_is_cast(self, policy: Policy | None) -> str | None:
+        """What to tell who asks what was cast under `policy`; None where functions are cast."""
+        if self.casts is not None:
+            return None
+        if policy is None:
+            return "amp.initialize() was not called.  Type amp.initialize(model, optimizer, opt_level='O1') first."
+        if not policy.enabled:
+            return "amp.initialize(enabled=False) casts nothing."
+        if self.ended is not None:
+            return report.casts_ended(self.ended.origin)
+        level = policy.opt_level
+        if policy.cast_model_type in LOW_PRECISION:
+            return f"Function casts are not on at {level}, which casts the model instead; O1 and O4 cast functions."
+        return f"Function casts are not on at {level}; O1 and O4 cast functions."
 
     def lapse(self) -> None:
         """A backward is over, and anybody may have written any weight."""
@@ -162,6 +179,19 @@ class EngineCasts:
             if earlier is None or any(id(module) not in ids for module in earlier):
                 self._say(report.casts_replaced(before.origin, origin, dtype), rank0=True)
         return casts
+
+    def follow(self, policy: Policy, models: Sequence[nn.Module], allow_banned: bool, verbose: bool) -> None:
+        """Cast functions for `models`, or end casts that were for them alone, as `policy` says. Raises as `install`."""
+        if policy.patch_torch_functions:
+            self.install(
+                policy.patch_torch_functions_type or torch.float16,
+                allow_banned=allow_banned,
+                verbose=verbose,
+                origin=str(policy.opt_level),
+                models=models,
+            )
+        else:
+            self.end_of(models, str(policy.opt_level))
 
     def _install(self, options: dict[str, Any], modules: Sequence[nn.Module] | None) -> FunctionCasts:
         overrides = from_environment(os.environ, self._registrations)

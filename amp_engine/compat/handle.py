@@ -162,11 +162,8 @@ class OptimWrapper:
                 f"{len(self._scalers)}.  Type handle.wrap_optimizer(optimizer, num_loss={index + 1})."
             )
         scaler = self._scalers[index]
-        try:
-            with engine.scaled_backward(loss, stepped, scaler, index) as scaled_loss:
-                yield scaled_loss
-        finally:
-            casts.cache.lapse()
+        with engine.backwards.of(loss, [stepped], scaler, index) as scaled_loss:
+            yield scaled_loss
         self._losses += 1
 
     def step(self, closure: Any = None) -> Any:

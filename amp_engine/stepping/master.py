@@ -17,6 +17,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from amp_engine import kernels
 from amp_engine.dtypes import followed
+from amp_engine.errors import AmpValueError
 from amp_engine.kernels import walk
 from amp_engine.stepping.master_parameter import GRAD, MasterParameter, own
 from amp_engine.stepping.slots import NO_SLOTS, Slots
@@ -262,6 +263,16 @@ def follow_own_masters(module: nn.Module, args: Any) -> None:
         if param is not None:
             for master in masters_of(param):
                 master.write_back_if_moved()
+
+
+@torch.no_grad()
+def write_back_all(masters: Sequence[Master]) -> None:
+    """Round masters into their parameters. Moves the parameters' versions, as any optimizer does."""
+    try:
+        kernels.cast_copy_([m.param for m in masters], [m.weight for m in masters])
+    except AmpValueError:  # gaps in memory, another order there, several devices: nothing was written
+        for master in masters:
+            master.param.copy_(master.weight)
 
 
 def forget_master(master: Master) -> None:

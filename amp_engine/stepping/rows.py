@@ -16,12 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import kernels
 from amp_engine.dtypes import is_low_precision
-from amp_engine.errors import AmpStateError, AmpValueError
+from amp_engine.errors import AmpStateError
 from amp_engine.kernels import walk
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
-from amp_engine.stepping.master import Master, Shared, exact_value_of, forget_master, laid_out_as, masters_of
+from amp_engine.stepping.master import (
+    Master,
+    Shared,
+    exact_value_of,
+    forget_master,
+    laid_out_as,
+    masters_of,
+    write_back_all,
+)
 from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, Slots, WholeCheck
 
 # Those that make masters and have seen no backward yet.
@@ -224,7 +231,7 @@ class Rows:
         """
         if not walk.have_stamps(self._high, self._shared.weights):
             written = [master for master in self.masters if master.was_written() and master.in_sync()]
-            _write_back(written)
+            write_back_all(written)
             for master in written:
                 master.mark_in_sync()
         self.refresh(self._adopt_data_writes)
@@ -232,7 +239,7 @@ class Rows:
     def write_back(self) -> None:
         """Round every master into its parameter. Moves the parameters' versions, as any optimizer does."""
         if self.masters:
-            _write_back(self.masters)
+            write_back_all(self.masters)
             self.mark_in_sync()
 
     def mark_in_sync(self) -> None:
@@ -381,15 +388,6 @@ class Rows:
         optimizer = self._optimizer()
         assert optimizer is not None, "called from a hook of the optimizer or with it in hand"
         return optimizer
-
-
-@torch.no_grad()
-def _write_back(masters: Sequence[Master]) -> None:
-    try:
-        kernels.cast_copy_([m.param for m in masters], [m.weight for m in masters])
-    except AmpValueError:  # gaps in memory, another order there, several devices: nothing was written
-        for master in masters:
-            master.param.copy_(master.weight)
 
 
 def _widened(state: Any) -> Any:

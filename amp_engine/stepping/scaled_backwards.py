@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,14 +18,23 @@ from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 
 
+class CopiesOfWeights(Protocol):
+    """The copies of weights that function casts made for a forward."""
+
+    def lapse(self) -> None:
+        """A backward is over, and anybody may have written any weight."""
+
+
 class ScaledBackwards:
     """Those of all optimizers of an engine. The one entrance to a scaled backward.
 
     Args:
         scaling: whether static scales skip, and which were reported.
+        casts: hear of the end of each backward.
     """
 
-    def __init__(self, scaling: Scaling) -> None:
+    def __init__(self, scaling: Scaling, casts: CopiesOfWeights) -> None:
+        self.casts = casts
         # Held by the hooks of their optimizer: a parameter may refer to it, which would then never be freed.
         self._stepped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[SteppedOptimizer]]
         self._stepped = weakref.WeakKeyDictionary()
@@ -55,7 +65,15 @@ class ScaledBackwards:
         ref = self._stepped.pop(optimizer, None)
         return None if ref is None else ref()
 
-    def passes_through(self, scaler: LossScaler, stepped: Sequence[SteppedOptimizer]) -> bool:
+    def refuse_inside(self, call: str) -> None:
+        """Raise AmpStateError if the body of a `scale_loss` is run."""
+        if any(one.window.is_in_body for one in self.all):
+            raise AmpStateError(
+                f"{call}() was called inside of a `with scale_loss(...)`, whose exit needs what it takes away.  Leave "
+                "the `with` first."
+            )
+
+    def _passes_through(self, scaler: LossScaler, stepped: Sequence[SteppedOptimizer]) -> bool:
         """Nothing to scale, check or move: O0, O3 and O4 unless the user asked for more."""
         return (
             scaler.is_identity
@@ -71,8 +89,10 @@ class ScaledBackwards:
         loss_id: int,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> ScaledBackward:
+    ) -> ScaledBackward | PassedThrough:
         """For the body of a `scale_loss` with these arguments."""
+        if self._passes_through(scaler, stepped):
+            return PassedThrough(loss, self.casts)
         return ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def settle(self, stepped: SteppedOptimizer) -> None:
@@ -106,6 +126,8 @@ class ScaledBackwards:
 
     def _windows_into(self, stepped: Sequence[SteppedOptimizer]) -> list[SteppedOptimizer]:
         """Other optimizers that have a window open, and parameters in common with one of `stepped`."""
+        if len(self._stepped) <= len(stepped):
+            return []  # there are no others
         others = [one for one in self.all if not one.window.is_closed and one not in stepped]
         return [one for one in others if any(map(one.shares_parameters_with, stepped))]
 
@@ -206,11 +228,30 @@ class ScaledBackward:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            for one in self._stepped:
-                one.window.abandon()
-        elif self._delay_unscale:
-            for one in self._stepped:
-                one.window.leave_open(self._backward.loss)
-        else:
-            self._backwards.close_windows(self._stepped, self._backward, self._delay_overflow_check)
+        try:
+            if kind is not None:
+                for one in self._stepped:
+                    one.window.abandon()
+            elif self._delay_unscale:
+                for one in self._stepped:
+                    one.window.leave_open(self._backward.loss)
+            else:
+                self._backwards.close_windows(self._stepped, self._backward, self._delay_overflow_check)
+        finally:
+            self._backwards.casts.lapse()
+
+
+class PassedThrough:
+    """The body of a `scale_loss` in which nothing is scaled, checked or moved."""
+
+    def __init__(self, loss: Tensor, casts: CopiesOfWeights) -> None:
+        self._loss = loss
+        self._casts = casts
+
+    def __enter__(self) -> Tensor:
+        return self._loss.float()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._casts.lapse()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from amp_engine.errors import AmpIndexError
+from amp_engine.policy import LossScale
 from amp_engine.scaler import LossScaler
 
 
@@ -25,6 +27,32 @@ class Scaling:
     def is_active(self) -> bool:
         """Whether a backward may decide that a step is skipped, or gradients be scaled."""
         return self.skip_on_overflow or not all(scaler.is_identity for scaler in self.scalers)
+
+    def begin(
+        self,
+        loss_scale: LossScale,
+        num_losses: int,
+        min_loss_scale: float | None,
+        max_loss_scale: float,
+        skip_on_overflow: bool,
+    ) -> None:
+        """Have new scalers, as `initialize` was told."""
+        self.skip_on_overflow = skip_on_overflow
+        self.reported.clear()
+        self.scalers = [
+            LossScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+            for _ in range(num_losses)
+        ]
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """The scaler of this number. Raises AmpIndexError if there is none."""
+        try:
+            return self.scalers[loss_id]
+        except (IndexError, TypeError):
+            raise AmpIndexError(
+                f"loss_id={loss_id!r}, but there are {len(self.scalers)} loss scalers (loss_id 0 to "
+                f"{len(self.scalers) - 1}).  Type amp.initialize(..., num_losses=...) with the number of losses."
+            ) from None
 
     def default(self) -> LossScaler:
         """The scaler of gradients that nobody said the scaler of."""

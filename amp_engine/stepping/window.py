@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.master import Master
 from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.seen import Seen, seen
 from amp_engine.stepping.slots import Checked, Slots, Unscaled, WholeCheck
 
 
@@ -41,24 +41,6 @@ _NEXT = {
     State.PREPARED: {State.CLOSED, State.LEFT_OPEN},
     State.LEFT_OPEN: {State.CLOSED, State.OPEN, State.PREPARED},
 }
-
-
-class Seen(NamedTuple):
-    """A parameter's gradient as it was, to tell later whether somebody touched it."""
-
-    param: nn.Parameter
-    grad: Tensor | None
-    version: int
-
-    def is_untouched(self) -> bool:
-        """Whether the gradient is the same object with the same version."""
-        return self.param.grad is self.grad and _version(self.grad) == self.version
-
-    def is_zeroed(self) -> bool:
-        """Whether the gradient went, or was written and is 0 now, as `zero_grad` does. May wait if written."""
-        if self.param.grad is None:
-            return self.grad is not None
-        return not self.is_untouched() and not bool(arithmetic.values(self.param.grad).any())
 
 
 class Window:
@@ -138,7 +120,7 @@ class Window:
         self._become(state)
         if is_reentered:
             self._take_back()
-            self._reentered = [_seen(p) for p in self._written_params()]
+            self._reentered = [seen(p) for p in self._written_params()]
             return
         self._backward, self._is_claimed = backward, False
         columns = self._rows.columns
@@ -168,7 +150,7 @@ class Window:
         self._become(State.LEFT_OPEN)
         self.backward.loss = loss
         columns = self._rows.columns
-        self._left = [seen for seen in map(_seen, columns.plain) if seen.grad is not None]
+        self._left = [one for one in map(seen, columns.plain) if one.grad is not None]
         self._showing = [p for p in columns.plain if p.grad is None and id(p) in self._earlier]
         for p in self._showing:
             p.grad = self._earlier.pop(id(p))
@@ -182,7 +164,7 @@ class Window:
             # that only zero_grad() makes 0: clipping does not, and hardly counts it.
             smallest = min((m.weight for m in masters), key=Tensor.numel)
             smallest.grad = torch.full_like(smallest, 1e-30)
-            self._sentinel = _seen(smallest)
+            self._sentinel = seen(smallest)
 
     def close(self, backward: Backward, check: bool, unscaled: set[int]) -> None:
         """Exit: afterwards `.grad` of every stepped parameter is, or gives, the unscaled gradient in its own type.
@@ -329,7 +311,7 @@ class Window:
         The window stays open if it was, and this body ran no backward. What half a backward adds to the gradients of
         an open window cannot be told apart again; then they are dropped.
         """
-        if self._reentered and all(seen.is_untouched() for seen in self._reentered):
+        if self._reentered and all(one.is_untouched() for one in self._reentered):
             self.leave_open(self.backward.loss)
         elif not self.is_closed:
             self.discard()
@@ -351,9 +333,9 @@ class Window:
 
     def _take_back(self) -> None:
         """Undo what `leave_open` set up, and heed a `zero_grad` since then."""
-        for seen in self._left:
-            if seen.is_zeroed():
-                self._earlier.pop(id(seen.param), None)
+        for one in self._left:
+            if one.is_zeroed():
+                self._earlier.pop(id(one.param), None)
         self._left = []
         for p in self._showing:
             if p.grad is not None:
@@ -390,11 +372,3 @@ class Window:
             p.grad = earlier
         self._earlier.clear()
         arithmetic.accumulate(both)
-
-
-def _seen(param: nn.Parameter) -> Seen:
-    return Seen(param, param.grad, _version(param.grad))
-
-
-def _version(grad: Tensor | None) -> int:
-    return 0 if grad is None else grad._version

@@ -106,7 +106,9 @@ def test_a_model_is_moved_to_channels_last_and_trains_on(name: str, level: str, 
         iterate(model, optimizer, None, index)
     model.to(memory_format=torch.channels_last)
     if level in ("O2", "O5"):
-        amp.current_engine()._stepped(optimizer).look_for_parameters()  # what scale_loss does at its entry
+        amp.current_engine()._initialized.stepped_by(
+            optimizer
+        ).look_for_parameters()  # what scale_loss does at its entry
     bare = beside(optimizer, MAKES[name])
     for index in (5, 6):
         iterate(model, optimizer, bare, index)
@@ -128,7 +130,7 @@ def test_parameters_with_gaps_are_stepped_with_masters(name: str, level: str, dt
     if between != "before initialize":
         model[0].weight.data = torch.cat([model[0].weight.data] * 2, 1)[:, :3]
         assert not model[0].weight.is_contiguous()
-        amp.current_engine()._stepped(optimizer).look_for_parameters()
+        amp.current_engine()._initialized.stepped_by(optimizer).look_for_parameters()
     bare = beside(optimizer, MAKES[name])
     for index in range(2):
         iterate(model, optimizer, bare, index)

@@ -1,0 +1,74 @@
+"""What `initialize` was asked for, checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from amp_engine import arguments, levels
+from amp_engine.dtypes import parse_dtype
+from amp_engine.optimizers import inner_of
+from amp_engine.policy import Policy, require
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of `initialize` that can be done.
+
+    Attributes:
+        models: as a list.
+        optimizers: what is stepped, inside of their wrappers.
+        wrappers: each wrapper among what was passed, with the optimizer inside.
+        defaults: what the level decides by itself.
+        policy: with what was overridden.
+        output_dtype: of floating model outputs; None: not said.
+    """
+
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+    wrappers: dict[Any, Optimizer]
+    defaults: Policy
+    policy: Policy
+    output_dtype: torch.dtype | None
+
+
+def checked(
+    models: Any,
+    optimizers: Any,
+    opt_level: str,
+    overrides: Mapping[str, Any],
+    cast_model_outputs: torch.dtype | str | None,
+    skip_on_overflow: bool,
+    hard_override: bool,
+) -> Request:
+    """The arguments of `initialize` in their own types.
+
+    Args:
+        overrides: of the level's properties; None leaves one as it is.
+        hard_override: print what does not fit the level, as `_amp_state.hard_override` asks, in place of raising it.
+
+    Raises AmpStateError, AmpTypeError or AmpValueError. Changes nothing.
+    """
+    arguments.check_cudnn()
+    defaults = levels.level(opt_level)
+    policy = defaults.override(**overrides)
+    if hard_override:
+        for complaint in policy.complaints():
+            print(f"Warning:  {complaint}")  # at any verbosity: it stands for an error
+    else:
+        require(policy)
+    output_dtype = None if cast_model_outputs is None else parse_dtype(cast_model_outputs, "cast_model_outputs", True)
+    model_list = arguments.as_models(models)
+    passed = arguments.as_optimizers(optimizers)
+    arguments.check_models(model_list, policy)
+    stepping = [inner_of(optimizer) for optimizer in passed]
+    is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
+    arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights))
+    arguments.check_wrappers(passed)
+    wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
+    return Request(model_list, stepping, wrappers, defaults, policy, output_dtype)

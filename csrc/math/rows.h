@@ -5,7 +5,7 @@
 
 namespace amp_engine {
 
-// A chunk is the unit of work and the leaf of every reduction, on both backends. 32,768 elements: docs/design.md.
+// A chunk is the unit of work and the leaf of every reduction, on both backends. 32,768 elements: docs/design/kernels.md.
 constexpr int64_t kChunk = 32768;
 
 // One tensor of a step, 64 bytes.

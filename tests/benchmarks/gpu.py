@@ -32,7 +32,7 @@ from tests.benchmarks.timing import median_ratio
 Run = Callable[[], object]
 
 LEARNING_RATE = 1e-5
-CHECK_BYTES, UPDATE_BYTES = 2.0, 28.0  # per parameter: docs/design.md
+CHECK_BYTES, UPDATE_BYTES = 2.0, 28.0  # per parameter: docs/design/stepping.md
 STEP_BYTES = CHECK_BYTES + UPDATE_BYTES
 PEER_BYTES = 60.0  # casts 6 + 6, unscale_ 8, clip 4 + 8, AdamW 28
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from amp_engine import Engine, kernels
 from tests.benchmarks.timing import Record, Run, interleaved, median_ratio, micros, write
 
-BYTES_PER_PARAM = 30.0  # docs/design.md: check 2; gradient 2, master, exp_avg, exp_avg_sq 24, weight 2
+BYTES_PER_PARAM = 30.0  # docs/design/stepping.md: check 2; gradient 2, master, exp_avg, exp_avg_sq 24, weight 2
 LEARNING_RATE = 1e-5
 
 

@@ -1,29 +1,29 @@
 """Multi-tensor operations: one name each, one answer on every backend."""
 
+from amp_engine.kernels.backend import Checks as Checks
+from amp_engine.kernels.choice import has_native as has_native
 from amp_engine.kernels.hyperparameters import Hyperparameters as Hyperparameters
+from amp_engine.kernels.layout import FLOATS as FLOATS
+from amp_engine.kernels.layout import is_dense as is_dense
+from amp_engine.kernels.layout import is_lazy as is_lazy
+from amp_engine.kernels.layout import same_layout as same_layout
 from amp_engine.kernels.list_check import ListCheck as ListCheck
-from amp_engine.kernels.ops import adagrad_ as adagrad_
-from amp_engine.kernels.ops import adam_ as adam_
 from amp_engine.kernels.ops import axpby_ as axpby_
 from amp_engine.kernels.ops import cast_copy_ as cast_copy_
 from amp_engine.kernels.ops import check as check
 from amp_engine.kernels.ops import l2norm as l2norm
-from amp_engine.kernels.ops import lamb_ as lamb_
-from amp_engine.kernels.ops import novograd_ as novograd_
 from amp_engine.kernels.ops import scale_ as scale_
-from amp_engine.kernels.ops import sgd_ as sgd_
 from amp_engine.kernels.ops import unscale_ as unscale_
 from amp_engine.kernels.ops import unscaled as unscaled
 from amp_engine.kernels.ops import update_scale_ as update_scale_
-from amp_engine.kernels.reference import Checks as Checks
-from amp_engine.kernels.reference import accumulate_ as accumulate_
-from amp_engine.kernels.reference import nonfinite as nonfinite
+from amp_engine.kernels.reference_lists import accumulate_ as accumulate_
+from amp_engine.kernels.reference_lists import nonfinite as nonfinite
+from amp_engine.kernels.steps import adagrad_ as adagrad_
+from amp_engine.kernels.steps import adam_ as adam_
+from amp_engine.kernels.steps import lamb_ as lamb_
+from amp_engine.kernels.steps import novograd_ as novograd_
+from amp_engine.kernels.steps import sgd_ as sgd_
 from amp_engine.kernels.table import StepTable as StepTable
-from amp_engine.kernels.table import has_native as has_native
-from amp_engine.kernels.walk import FLOATS as FLOATS
-from amp_engine.kernels.walk import is_dense as is_dense
-from amp_engine.kernels.walk import is_lazy as is_lazy
-from amp_engine.kernels.walk import same_layout as same_layout
 from amp_engine.kernels.walk import stamps as stamps
 
 __all__ = [

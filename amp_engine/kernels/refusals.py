@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from amp_engine.errors import AmpValueError
-from amp_engine.kernels.walk import FLOATS, is_dense, is_lazy, same_layout
-
-TensorList = Sequence[Tensor | None]
+from amp_engine.kernels.backend import TensorList
+from amp_engine.kernels.layout import FLOATS, is_dense, is_lazy, same_layout
 
 _LAZY_REFUSED = (
     ", whose elements are not those in its memory (a negative view, or zeros without memory).  Pass a .clone() of it."

@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from amp_engine.errors import AmpValueError
-from amp_engine.kernels import _native, reference
+from amp_engine.kernels.backend import Checks, TensorList
+from amp_engine.kernels.choice import backend_for
 from amp_engine.kernels.hyperparameters import Hyperparameters
-from amp_engine.kernels.reference import Checks
-from amp_engine.kernels.refusals import TensorList
-
-
-def native_for(device: torch.device) -> Any:
-    """The native module if it computes on `device`, else None."""
-    module = _native.module
-    if module is None or device.type == "cpu":
-        return module
-    return module if device.type == "cuda" and module.has_cuda else None
-
-
-def has_native(device: torch.device) -> bool:
-    """Whether tensors on `device` are computed by the compiled kernels."""
-    return native_for(device) is not None
-
-
-def native_call(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` of the native module, whose refusals become ours."""
-    try:
-        return function(*args)
-    except ValueError as e:
-        raise AmpValueError(str(e)) from e
 
 
 class StepTable:
-    """The tensors of one optimizer, stepped together: native where that is possible, else `reference.StepTable`.
+    """The tensors of one optimizer, stepped together.
 
-    Arguments, methods and what they raise are `reference.StepTable`'s.
+    Args:
+        kind: "adam", "sgd", "adagrad", "novograd" or "lamb".
+        weights: n masters (float32), or parameters (of any of the three types).
+        copies: n low-precision parameters that the new weights are rounded into, or None.
+        state1: n, float32: exp_avg, momentum buffer or sum; None where the optimizer keeps none.
+        state2: n, float32: exp_avg_sq; None where the optimizer keeps none.
+        groups: n places in the list of groups that `step` is given.
+        steps: float32, shape [n], contiguous: how many steps each tensor has had.
+        norms: float32, shape [n], contiguous: NovoGrad's norms.
     """
 
     def __init__(
@@ -54,17 +37,12 @@ class StepTable:
         steps: Tensor,
         norms: Tensor | None = None,
     ) -> None:
-        self._native: Any = None
-        self._reference: reference.StepTable | None = None
-        native = native_for(steps.device)
-        if native is None:
-            self._reference = reference.StepTable(kind, weights, copies, state1, state2, groups, steps, norms)
-        else:
-            self._native = native_call(native.StepTable, kind, weights, copies, state1, state2, groups, steps, norms)
+        backend = backend_for(steps.device)
+        self._table = backend.built_table(kind, weights, copies, state1, state2, groups, steps, norms)
 
     def is_current(self) -> bool:
         """Whether every tensor still has the memory that the table points to."""
-        return self._native.is_current() if self._reference is None else self._reference.is_current()
+        return self._table.is_current()
 
     def step(
         self,
@@ -79,30 +57,16 @@ class StepTable:
         checks: Checks | None = None,
         gradient_norm: Tensor | None = None,
     ) -> None:
-        """One step of every tensor that has a gradient, see `reference.StepTable.step`. No host sync."""
-        if self._reference is not None:
-            self._reference.step(
-                grads,
-                scaled,
-                groups,
-                inv_scale=inv_scale,
-                found_inf=found_inf,
-                norm=norm,
-                max_norm=max_norm,
-                checks=checks,
-                gradient_norm=gradient_norm,
-            )
-            return
-        native_call(
-            self._native.step,
-            grads,
-            scaled,
-            groups,
-            inv_scale,
-            found_inf,
-            norm,
-            max_norm,
-            None if checks is None else checks.sum_squares,
-            None if checks is None else checks.largest,
-            gradient_norm,
-        )
+        """One step of every tensor that has a gradient; of none, counts included, where `found_inf != 0`. No host sync.
+
+        Args:
+            grads: n, of the weights' shapes and strides, or None. Not written.
+            scaled: n: which of them are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
+            groups: hyperparameters of each group.
+            inv_scale: float32, shape []; None is 1.
+            found_inf: float32, shape []; None is 0.
+            norm: float32, shape []: of all unscaled gradients. None: not clipped.
+            checks: of exactly these gradients; None: LAMB and NovoGrad read them once more.
+            gradient_norm: float32, shape []: LAMB clips by it; None: by that over all gradients of this call.
+        """
+        self._table.step(grads, scaled, groups, inv_scale, found_inf, norm, max_norm, checks, gradient_norm)

@@ -52,7 +52,7 @@ def test_gradients_that_are_not_what_lies_in_their_memory_are_not_taken(lazy: Te
 
 
 @pytest.mark.parametrize("n", [0, 1, 8, 9, 16, 17, 24, 25, 40])  # native loops ask for what is 8, 16 and 24 ahead
-@pytest.mark.parametrize("listed", [walk.params, list])
+@pytest.mark.parametrize("listed", [lambda tensors: walk.params(tensors), list], ids=["params", "list"])
 def test_lists_of_any_length_are_walked_to_their_end(
     n: int, listed: Callable[[list[Tensor]], Sequence[Tensor]]
 ) -> None:

@@ -1,0 +1,227 @@
+"""What computes: the compiled kernels (native.py), or plain PyTorch (reference.py). `choice.py` says which, and where.
+
+Both give the same answers to the bit but for what reference.py says, and raise the same errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from amp_engine.kernels.hyperparameters import Hyperparameters
+
+TensorList = Sequence[Tensor | None]
+Stamps = bytes | bytearray | list[tuple[int, int, torch.dtype, torch.device]]
+GradientStamps = bytes | list[tuple[int, int]]
+
+
+class Checks(NamedTuple):
+    """What one pass over n tensors found, of the values before the pass wrote any; on the device of the tensors.
+
+    Attributes:
+        nonfinite: bool, shape [n]: whether the tensor holds an inf or a NaN.
+        sum_squares: float64, shape [n].
+        largest: float32, shape [n]: largest magnitude; NaN if there is one.
+    """
+
+    nonfinite: Tensor
+    sum_squares: Tensor
+    largest: Tensor
+
+
+class Gradients(NamedTuple):
+    """The gradients of many parameters.
+
+    Attributes:
+        tensors: n; None where there is none.
+        walks: n; how the kernels can take each.
+        devices: where those are that can be taken, each device once.
+    """
+
+    tensors: TensorList
+    walks: bytes
+    devices: list[torch.device]
+
+
+class RepeatedCheck(Protocol):
+    """`check` and `unscale_` over one list in one pass, again and again."""
+
+    def run(
+        self, tensors: TensorList, outputs: TensorList | None, scale: Tensor, found_inf: Tensor, norm: Tensor, /
+    ) -> Checks:
+        """See `kernels.ListCheck.run`."""
+        ...
+
+
+class BuiltTable(Protocol):
+    """The tensors of one optimizer, stepped together."""
+
+    def is_current(self) -> bool:
+        """Whether every tensor still has the memory that it had when the table was built."""
+        ...
+
+    def step(
+        self,
+        grads: TensorList,
+        scaled: Sequence[bool],
+        groups: Sequence[Hyperparameters],
+        inv_scale: Tensor | None,
+        found_inf: Tensor | None,
+        norm: Tensor | None,
+        max_norm: float,
+        checks: Checks | None,
+        gradient_norm: Tensor | None,
+        /,
+    ) -> None:
+        """See `kernels.StepTable.step`."""
+        ...
+
+
+class Backend(Protocol):
+    """Multi-tensor operations on one kind of device. Arguments are those of the functions in ops.py and table.py."""
+
+    def check(self, tensors: Sequence[Tensor], /) -> Checks:
+        """Look at every element once."""
+        ...
+
+    def l2norm(self, tensors: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
+        """2-norm over all of them, and of each of them."""
+        ...
+
+    def unscaled(self, tensors: Sequence[Tensor], inv_scale: Tensor, /) -> list[Tensor]:
+        """`[t.float() * inv_scale for t in tensors]`."""
+        ...
+
+    def unscale_(self, tensors: Sequence[Tensor], inv_scale: Tensor, /) -> Checks:
+        """`t *= inv_scale` for each."""
+        ...
+
+    def scale_(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: Tensor, /) -> Checks:
+        """`output[...] = input * factor` pairwise."""
+        ...
+
+    def axpby_(
+        self,
+        outputs: Sequence[Tensor],
+        xs: Sequence[Tensor],
+        ys: Sequence[Tensor],
+        a: Tensor | None,
+        b: Tensor | None,
+        /,
+    ) -> Checks:
+        """`output[...] = fma(a, x, b * y)` triple by triple."""
+        ...
+
+    def cast_copy_(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> None:
+        """`output[...] = input` pairwise."""
+        ...
+
+    def update_scale_(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_inf: Tensor,
+        hysteresis_tracker: Tensor | None,
+        inv_scale_used: Tensor | None,
+        found_inf_used: Tensor | None,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        hysteresis: int,
+        min_scale: float,
+        max_scale: float,
+        dynamic: bool,
+        /,
+    ) -> None:
+        """Adjust a loss scale after one backward. In the order of the operator."""
+        ...
+
+    def repeated_check(self) -> RepeatedCheck:
+        """One for a list that is checked again and again."""
+        ...
+
+    def built_table(
+        self,
+        kind: str,
+        weights: Sequence[Tensor],
+        copies: TensorList,
+        state1: TensorList,
+        state2: TensorList,
+        groups: Sequence[int],
+        steps: Tensor,
+        norms: Tensor | None,
+        /,
+    ) -> BuiltTable:
+        """The table of one optimizer's tensors."""
+        ...
+
+
+class Walks(Protocol):
+    """Loops over parameters, on the host. No subclass of Tensor is asked for anything.
+
+    They are called many times an iteration, and Python takes a microsecond or more a tensor.
+    """
+
+    def params(self, tensors: Sequence[Tensor], /) -> Sequence[Tensor]:
+        """`tensors` in a form that the others walk fastest, for lists that are walked again and again."""
+        ...
+
+    def stamps(self, tensors: Sequence[Tensor], /) -> Stamps:
+        """What tells that a tensor was written or replaced since: its address, version, type and device."""
+        ...
+
+    def have_stamps(self, tensors: Sequence[Tensor], before: Stamps, /) -> bool:
+        """Whether nobody wrote or replaced the tensors since `stamps(tensors)` gave `before`."""
+        ...
+
+    def gradients(self, params: Sequence[Tensor], /) -> Gradients:
+        """The gradient of each parameter."""
+        ...
+
+    def copies(self, tensors: TensorList, walks: bytes, /) -> TensorList:
+        """A copy of each tensor whose walk is not NONE; None for the others.
+
+        Copy-on-write where it has memory of its own: writing to either leaves the other alone, and is when memory is
+        copied. Memory that is shared (a bucket of DDP) must not become copy-on-write as a whole, and is copied at once.
+        """
+        ...
+
+    def gradient_stamps(self, params: Sequence[Tensor], /) -> GradientStamps:
+        """What tells that a gradient was replaced or written since, while it is alive: which it is, and its version."""
+        ...
+
+    def have_gradient_stamps(self, params: Sequence[Tensor], before: GradientStamps, /) -> bool:
+        """Whether nobody wrote or replaced the gradients since `gradient_stamps(params)` gave `before`."""
+        ...
+
+    def either(self, mask: bytes, first: TensorList, second: TensorList | None = None, /) -> TensorList:
+        """`first[i]` where `mask[i]` is not 0, else `second[i]`; None where there is no `second`."""
+        ...
+
+    def any_gradient(self, tensors: Sequence[Tensor], /) -> bool:
+        """Whether one of them has a gradient."""
+        ...
+
+    def same_objects(self, a: Sequence[object], b: Sequence[object], /) -> bool:
+        """Whether two lists or tuples have the very same objects. `==` would ask tensors, and compare elements."""
+        ...
+
+    def same_entries(self, dicts: list[dict[str, Any]], name: str, objects: Sequence[object], /) -> bool:
+        """Whether `dicts[i].get(name) is objects[i]` for every i."""
+        ...
+
+    def drop_gradients(self, tensors: Sequence[Tensor], /) -> None:
+        """`tensor.grad = None` for each."""
+        ...
+
+    def watch_collectives(
+        self, writing: Sequence[str], reading: Sequence[str], listener: Callable[[list[Tensor], bool], None], /
+    ) -> bool:
+        """Have operators of c10d find memory that was asked for, and tell what they write. Whether that is possible.
+
+        listener(tensors, is_broadcast): called after each of the `writing` ones.
+        """
+        ...

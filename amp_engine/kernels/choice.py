@@ -1,0 +1,34 @@
+"""Which backend computes: chosen once, by what is compiled. Nobody else asks whether there are compiled kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from amp_engine.kernels import _native, reference, reference_walks
+from amp_engine.kernels.backend import Backend, Walks
+from amp_engine.kernels.native import NativeBackend, NativeWalks
+
+
+def native_backends(module: Any) -> dict[str, Backend]:
+    """By the type of a device what the native `module` computes there, if there is a module."""
+    if module is None:
+        return {}
+    native = NativeBackend(module)
+    return {"cpu": native, "cuda": native} if module.has_cuda else {"cpu": native}
+
+
+REFERENCE: Backend = reference
+WALKS: Walks = reference_walks if _native.module is None else NativeWalks(_native.module)
+_NATIVE = native_backends(_native.module)
+
+
+def backend_for(device: torch.device) -> Backend:
+    """What computes on tensors that are on `device`."""
+    return _NATIVE.get(device.type, REFERENCE)
+
+
+def has_native(device: torch.device) -> bool:
+    """Whether tensors on `device` are computed by the compiled kernels."""
+    return device.type in _NATIVE

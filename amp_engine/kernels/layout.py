@@ -1,0 +1,54 @@
+"""How tensors lie in memory, and which of them the kernels can walk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""The types that the kernels take."""
+
+# How the kernels can take a gradient: there is none; in its own memory; in memory that other tensors share; not at all.
+NONE, OWN, SHARED, OTHER = range(4)
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether every element lies once, without gaps, in the tensor's memory. In any order: channels_last is dense."""
+    return t.layout is torch.strided and (t.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(t)))
+
+
+def is_lazy(t: Tensor) -> bool:
+    """Whether the elements are not those in memory: of a negative or conjugate view, or zeros that have no memory."""
+    return t.is_neg() or t.is_conj() or t._is_zerotensor()
+
+
+def written_out(t: Tensor) -> Tensor:
+    """`t`, or if it is lazy a copy that lies in memory as it is."""
+    return t.clone() if is_lazy(t) else t
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether `a` and `b` are of one shape and one order in memory."""
+    if a.shape != b.shape:
+        return False
+    return a.stride() == b.stride() or all(
+        n <= 1 or x == y for n, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
+    )
+
+
+def walk_of(grad: Tensor, param: Tensor) -> int:
+    """How the kernels can take the gradient of `param`."""
+    walked = type(grad) is Tensor and grad.dtype in FLOATS and is_dense(grad) and same_layout(grad, param)
+    if not walked or is_lazy(grad):
+        return OTHER
+    shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
+    return SHARED if shared else OWN
+
+
+def devices_of(tensors: Sequence[Tensor | None], walks: bytes) -> list[torch.device]:
+    """The devices of what the kernels can take of `tensors`, each once."""
+    return list(
+        dict.fromkeys(t.device for t, how in zip(tensors, walks, strict=True) if t is not None and how != OTHER)
+    )

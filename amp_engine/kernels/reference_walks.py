@@ -1,0 +1,90 @@
+"""Loops over parameters in plain Python. `backend.Walks` says what each of them does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_engine.kernels.backend import Gradients, GradientStamps, Stamps, TensorList
+from amp_engine.kernels.layout import NONE, OWN, devices_of, walk_of
+from amp_engine.torch_private import lazy_clone
+
+_GRAD: Any = torch.Tensor.grad
+
+
+def params(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The list itself."""
+    return tensors
+
+
+def stamps(tensors: Sequence[Tensor]) -> Stamps:
+    """Address, version, type and device of each. Inference tensors keep no version."""
+    return [(t.data_ptr(), -1 if t.is_inference() else t._version, t.dtype, t.device) for t in tensors]
+
+
+def have_stamps(tensors: Sequence[Tensor], before: Stamps) -> bool:
+    """Whether these are the stamps still."""
+    return stamps(tensors) == before
+
+
+def gradients(params: Sequence[Tensor]) -> Gradients:
+    """The gradients, how and where they can be taken."""
+    grads = [_GRAD.__get__(p) for p in params]
+    walks = bytes(NONE if g is None else walk_of(g, p) for p, g in zip(params, grads, strict=True))
+    return Gradients(grads, walks, devices_of(grads, walks))
+
+
+def copies(tensors: TensorList, walks: bytes) -> TensorList:
+    """Copies, on write where memory is a tensor's own."""
+    return [
+        None if t is None or how == NONE else lazy_clone(t) if how == OWN else t.clone()
+        for t, how in zip(tensors, walks, strict=True)
+    ]
+
+
+def gradient_stamps(params: Sequence[Tensor]) -> GradientStamps:
+    """Identity and version of each gradient."""
+    return [(id(g), -1 if g is None or g.is_inference() else g._version) for g in map(_GRAD.__get__, params)]
+
+
+def have_gradient_stamps(params: Sequence[Tensor], before: GradientStamps) -> bool:
+    """Whether these are the gradients' stamps still."""
+    return gradient_stamps(params) == before
+
+
+def either(mask: bytes, first: TensorList, second: TensorList | None = None) -> TensorList:
+    """`first[i] if mask[i] else second[i]`."""
+    others = [None] * len(mask) if second is None else second
+    return [a if chosen else b for chosen, a, b in zip(mask, first, others, strict=True)]
+
+
+def any_gradient(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of them has a gradient."""
+    return any(_GRAD.__get__(t) is not None for t in tensors)
+
+
+def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
+    """Whether they have the very same objects."""
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def same_entries(dicts: list[dict[str, Any]], name: str, objects: Sequence[object]) -> bool:
+    """Whether each dictionary has its object."""
+    return all(d.get(name) is o for d, o in zip(dicts, objects, strict=True))
+
+
+def drop_gradients(tensors: Sequence[Tensor]) -> None:
+    """`tensor.grad = None` for each."""
+    for t in tensors:
+        _GRAD.__set__(t, None)
+
+
+def watch_collectives(
+    writing: Sequence[str], reading: Sequence[str], listener: Callable[[list[Tensor], bool], None]
+) -> bool:
+    """Not here: `collectives.py` registers kernels in Python, where there is a dispatcher to go on with."""
+    return False

@@ -1,0 +1,44 @@
+"""Which backend computes where, and that both offer everything."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from amp_engine import kernels
+from amp_engine.kernels import _native, choice, native, walk
+
+from .conftest import WALKS
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "computed"),
+    [
+        (None, (False, False)),
+        (SimpleNamespace(has_cuda=False), (True, False)),
+        (SimpleNamespace(has_cuda=True), (True, True)),
+    ],
+    ids=["nothing", "cpu", "cuda"],
+)
+def test_the_reference_computes_where_nothing_is_compiled(monkeypatch, module, computed):
+    monkeypatch.setattr(choice, "_NATIVE", choice.native_backends(module))
+    assert (kernels.has_native(CPU), kernels.has_native(CUDA)) == computed
+    assert not kernels.has_native(torch.device("meta"))
+    for device, is_native in zip((CPU, CUDA), computed, strict=True):
+        assert (choice.backend_for(device) is choice.REFERENCE) is not is_native
+
+
+def test_every_test_runs_on_the_backend_that_it_asks_for(backend):
+    computes = native.NativeBackend if backend == "native" else type(choice.REFERENCE)
+    assert isinstance(choice.backend_for(CPU), computes)
+    for name in WALKS:
+        is_reference = getattr(getattr(walk, name), "__module__", None) == "amp_engine.kernels.reference_walks"
+        assert is_reference == (backend == "reference"), name
+
+
+def test_walks_are_the_native_functions(backend):
+    if backend == "native":
+        for name in ("any_gradient", "drop_gradients", "have_stamps", "same_entries", "same_objects", "stamps"):
+            assert getattr(walk, name) is getattr(_native.module, name)

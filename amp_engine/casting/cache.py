@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_engine.kernels import _native
+from amp_engine.kernels.backend import CompiledCasts, CompiledWeightCache
 from amp_engine.torch_private import current_dispatch_mode, functorch_level, is_copy_on_write, lazy_clone, storage_users
 
 
@@ -51,7 +51,7 @@ class WeightCache:
     collection of garbage.
     """
 
-    native: Any = None
+    native: CompiledWeightCache | None = None
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -140,9 +140,10 @@ class NativeWeightCache(WeightCache):
     weights that a step writes inside of a CUDA graph no copy is read any more: nobody is told of its replays.
     """
 
-    def __init__(self) -> None:
-        module: Any = _native.module
-        self.native = module.WeightCache()
+    native: CompiledWeightCache
+
+    def __init__(self, casts: CompiledCasts) -> None:
+        self.native = casts.WeightCache()
         self._steps = threading.local()  # of this thread: the one that has copies, whether it told what it wrote
 
     def __len__(self) -> int:
@@ -192,6 +193,11 @@ class NativeWeightCache(WeightCache):
         if not getattr(self._steps, "told", False):
             self.native.lapse()
         self._steps.told = False
+
+
+def weight_cache(casts: CompiledCasts | None) -> WeightCache:
+    """The compiled cache, or that in Python if there are no compiled casts to read it."""
+    return WeightCache() if casts is None else NativeWeightCache(casts)
 
 
 def tensors_hold_their_objects() -> bool:

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from amp_engine.casting import locks, patcher
-from amp_engine.casting.cache import NativeWeightCache, WeightCache
+from amp_engine.casting.cache import WeightCache, weight_cache
 from amp_engine.casting.float_region import float_region, in_float_region
 from amp_engine.casting.patcher import Registration
 from amp_engine.casting.wrappers import Call
-from amp_engine.kernels import _native
+from amp_engine.kernels.choice import CASTS
 
-HAS_NATIVE = _native.module is not None
+HAS_NATIVE = CASTS is not None
 _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
 
 
@@ -72,7 +72,7 @@ class FunctionCasts:
         self.registrations: Sequence[Registration] = tuple(registrations)
         self.removals: Sequence[tuple[Any, str]] = tuple(removals)
         self.is_native = HAS_NATIVE if native is None else native
-        self.cache = NativeWeightCache() if self.is_native else WeightCache()
+        self.cache = weight_cache(CASTS if self.is_native else None)
         self._observers: tuple[Observer, ...] = (_Trace(emit),) if verbose else ()
         self._disabled = 0
         self._is_switched_off = False

@@ -225,3 +225,67 @@ class Walks(Protocol):
         listener(tensors, is_broadcast): called after each of the `writing` ones.
         """
         ...
+
+
+class CompiledWeightCache(Protocol):
+    """The copies of weights that patched functions read. `casting.cache.NativeWeightCache` says when each is called."""
+
+    def __len__(self) -> int: ...
+
+    def cast(self, weight: Tensor, dtype: torch.dtype, /) -> tuple[Tensor, bool]:
+        """The copy of a weight, and whether it was made."""
+        ...
+
+    def discard(self, weight: Tensor, /) -> None:
+        """Forget the copy of one weight."""
+        ...
+
+    def lapse(self) -> None:
+        """Anybody may have written any weight."""
+        ...
+
+    def drop_orphans(self) -> None:
+        """Free the weights that nobody but their own copies keeps alive."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every copy."""
+        ...
+
+    def copies(self, weights: Sequence[Tensor], unfinished: int, /) -> tuple[int, list[Tensor | None]]:
+        """A number for this step and what it is to write beside the weights; `unfinished`: a step that has copies."""
+        ...
+
+    def written(self, weights: Sequence[Tensor], step: int, /) -> None:
+        """The step wrote them and no other weight."""
+        ...
+
+    def leave(self, weights: Sequence[Tensor], /) -> None:
+        """Keep no copy of these from now on."""
+        ...
+
+
+class CompiledCasts(Protocol):
+    """What the casts of O1 have of the compiled module; without it casting/ does the same in Python."""
+
+    WeightCache: Callable[[], CompiledWeightCache]
+
+    def patched_function(
+        self, original: Any, reference: Any, name: str, doc: str, module: str, kind: str, torch_promotes: bool, /
+    ) -> Any:
+        """A builtin that casts the arguments of `original`, and leaves what is not plain to `reference`."""
+        ...
+
+    def patched_method(
+        self, original: Any, reference: Any, name: str, doc: str, kind: str, torch_promotes: bool, /
+    ) -> Any:
+        """A method descriptor of torch.Tensor that does so; None when all are given out."""
+        ...
+
+    def put_in_force(self, dtype: torch.dtype, cache: CompiledWeightCache, caching: bool, observed: bool, /) -> None:
+        """What patched functions do now."""
+        ...
+
+    def put_out_of_force(self) -> None:
+        """Patched functions are the originals."""
+        ...

@@ -1,4 +1,7 @@
-"""Which backend computes: chosen once, by what is compiled. Nobody else asks whether there are compiled kernels."""
+"""Which backend computes: chosen once, by what is compiled.
+
+No operation asks whether there are compiled kernels: it has `backend_for` a device, or the walks of the host.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 import torch
 
 from amp_engine.kernels import _native, reference, reference_walks
-from amp_engine.kernels.backend import Backend, Walks
+from amp_engine.kernels.backend import Backend, CompiledCasts, Walks
 from amp_engine.kernels.native import NativeBackend, NativeWalks
 
 
@@ -21,6 +24,7 @@ def native_backends(module: Any) -> dict[str, Backend]:
 
 REFERENCE: Backend = reference
 WALKS: Walks = reference_walks if _native.module is None else NativeWalks(_native.module)
+CASTS: CompiledCasts | None = _native.module
 _NATIVE = native_backends(_native.module)
 
 

@@ -31,6 +31,7 @@ LAYERS = [
     ["kernels.steps"],
     ["kernels"],
     ["optimizers.rules"],
+    ["optimizers.state_form"],
     ["optimizers.fused_step"],
     ["optimizers.base"],
     ["optimizers.fused_adagrad", "optimizers.fused_adam", "optimizers.fused_lamb"],

@@ -15,8 +15,9 @@ from amp_engine import kernels
 from amp_engine.dtypes import followed
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.kernels import walk
-from amp_engine.optimizers.fused_step import NORM, FusedStep, Plan, fused_step_of
+from amp_engine.optimizers.fused_step import FusedStep, Plan, fused_step_of
 from amp_engine.optimizers.rules import Rule
+from amp_engine.optimizers.state_form import NORM
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,7 @@ from amp_engine.errors import AmpValueError
 from amp_engine.kernels import walk
 from amp_engine.kernels.refusals import check_apart
 from amp_engine.optimizers.rules import TORCH_RULES, Rule
-
-NORM = "exp_avg_sq"  # where NovoGrad keeps the one norm of a tensor
+from amp_engine.optimizers.state_form import NORM, StateForm, fits
 
 _FUSED_STEPS: weakref.WeakKeyDictionary[Optimizer, FusedStep] = weakref.WeakKeyDictionary()
 
@@ -85,8 +83,7 @@ class FusedStep:
         self._stateless: list[int] = []  # rows that have had no gradient yet
         self._needs_state1: list[bool] = []
         self._group_sizes: list[int] = []
-        self._moments = [rule.state1] if rule.state2 is None else [rule.state1, rule.state2]
-        self._is_ours = rule not in TORCH_RULES.values()
+        self._form = StateForm(rule)
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
 
     def plan(
@@ -109,7 +106,7 @@ class FusedStep:
         """
         optimizer = self._live_optimizer()
         weights = params if weights is None else weights
-        if not self._is_ours and not kernels.has_native(weights[0].device if weights else torch.device("cpu")):
+        if not self._form.is_ours and not kernels.has_native(weights[0].device if weights else torch.device("cpu")):
             return None
         if not all(self.rule.supports(group) for group in optimizer.param_groups):
             return None
@@ -198,7 +195,7 @@ class FusedStep:
     def obstacle(self, plan: Plan) -> str | None:
         """Why no table can be built of these tensors and the optimizer's state as they are; None if it can."""
         optimizer = self._live_optimizer()
-        dtypes = kernels.FLOATS if self._is_ours else (torch.float32,)
+        dtypes = kernels.FLOATS if self._form.is_ours else (torch.float32,)
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         rows = zip(plan.params, plan.weights, plan.gradients, plan.copies, groups, strict=True)
         for i, (p, w, g, c, group) in enumerate(rows):
@@ -211,14 +208,15 @@ class FusedStep:
             if c is not None and not (c.dtype in kernels.FLOATS and kernels.is_dense(c) and kernels.same_layout(c, w)):
                 return f"the copy of parameter {i} is of another type or another order in memory"
             state = optimizer.state.get(p) or {}
-            reason = self._misfit(state, w) or (self._torn(state, group) if g is not None else None)
+            reason = self._form.misfit(state, w) or (self._form.torn(state, group) if g is not None else None)
             if reason is not None:
                 return f"parameter {i} of shape {tuple(w.shape)} {reason}"
-        if self._is_ours:
+        if self._form.is_ours:
             return None  # the table refuses what overlaps, in its own words
         both = list(zip(self._states(plan.params), plan.weights, strict=True))
         moments = {  # what is laid out anew gets memory of its own
-            name: [value if _fits(value := state.get(name), w) else None for state, w in both] for name in self._moments
+            name: [value if fits(value := state.get(name), w) else None for state, w in both]
+            for name in self._form.moments
         }
         try:
             check_apart("step", {"weights": plan.weights, "copies": plan.copies, **moments}, {})
@@ -229,40 +227,6 @@ class FusedStep:
     def _states(self, params: Sequence[Tensor]) -> list[dict[str, Any]]:
         state = self._live_optimizer().state
         return [state.get(p) or {} for p in params]
-
-    def _misfit(self, state: dict[str, Any], weight: Tensor) -> str | None:
-        """What of a tensor's state the kernels could not go on with, were it laid out anew.
-
-        torch's SGD steps buffers of any type, and keeps them so; its Adam fails halfway on other types.
-        """
-        for name in self._moments:
-            value = state.get(name)
-            if value is None:
-                continue
-            if not isinstance(value, Tensor) or value.layout is not torch.strided or value.shape != weight.shape:
-                return f"has a {name} that is no dense tensor of that shape"
-            if value.device != weight.device:
-                return f"is on {weight.device}, and its {name} on {value.device}"
-            is_widened = self._is_ours or self.rule.keeps_step
-            if not value.is_floating_point() or not (is_widened or value.dtype == torch.float32):
-                return f"has a {name} of {value.dtype}"
-        for name in ["step"] * self.rule.keeps_step + [NORM] * self.rule.keeps_norm:
-            value = state.get(name)
-            if value is not None and not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
-                return f"has a {name} that is no number"
-        return None
-
-    def _torn(self, state: dict[str, Any], group: dict[str, Any]) -> str | None:
-        """What is missing where the rest is there, on which torch's own steps raise; all of it is started anew."""
-        rule = self.rule
-        moments = ([rule.state1] if rule.needs_state1(group) else []) + ([rule.state2] if rule.state2 else [])
-        moments += [NORM] * rule.keeps_norm
-        whole = moments + ["step"] * rule.keeps_step
-        missing = [name for name in whole if state.get(name) is None]
-        found = [name for name in moments if name not in missing]
-        if not self._is_ours and rule.keeps_step and state:  # torch asks for all, whatever is there
-            found = list(state)
-        return f"has {' and '.join(found)}, but no {' and no '.join(missing)}" if found and missing else None
 
     def _is_current(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
         return (
@@ -284,18 +248,18 @@ class FusedStep:
         optimizer = self._live_optimizer()
         group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         known = {id(view): count for table in self._tables for view, count in table.by_state()}
-        start = [self._start(state, known) for state in self._states(params)]
+        start = [self._form.start(state, known) for state in self._states(params)]
         self._needs_state1 = [self.rule.needs_state1(group) for group in optimizer.param_groups]
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         for p, w, g, i in zip(params, weights, gradients, group_of, strict=True):
-            if g is not None and self._lacks_state(optimizer.state.get(p) or {}, self._needs_state1[i]):
-                self._fill_state(optimizer.state[p], w, optimizer.param_groups[i])
+            if g is not None and self._form.lacks(optimizer.state.get(p) or {}, self._needs_state1[i]):
+                self._form.fill(optimizer.state[p], w, optimizer.param_groups[i])
             if p in optimizer.state:
-                self._lay_out(optimizer.state[p], w)
+                self._form.lay_out(optimizer.state[p], w)
         self._stateless = [
             row
             for row, (p, i) in enumerate(zip(params, group_of, strict=True))
-            if self._lacks_state(optimizer.state.get(p) or {}, self._needs_state1[i])
+            if self._form.lacks(optimizer.state.get(p) or {}, self._needs_state1[i])
         ]
         by_device: dict[torch.device, list[int]] = {}
         for i, w in enumerate(weights):
@@ -316,42 +280,6 @@ class FusedStep:
         ]
         self._weights, self._copies = tuple(weights), tuple(copies)
         self._inner = list(optimizer.state.values())
-
-    def _start(self, state: dict[str, Any], known: dict[int, float]) -> float:
-        """How many steps this tensor has had; for SGD, which does not count them, 0 or more."""
-        if self.rule.keeps_step:
-            step = state.get("step")
-            return known[id(step)] if id(step) in known else 0.0 if step is None else float(step)
-        buffer = state.get(self.rule.state1)
-        return 0.0 if buffer is None else known.get(id(buffer), 1.0)
-
-    def _fill_state(self, state: dict[str, Any], weight: Tensor, group: dict[str, Any]) -> None:
-        """As torch's classes do at a tensor's first gradient."""
-        rule = self.rule
-        if rule.keeps_step and state.get("step") is None:
-            state["step"] = torch.tensor(0.0, device="cpu")
-        names = [rule.state1] if rule.needs_state1(group) else []
-        for name in names + ([] if rule.state2 is None else [rule.state2]):
-            if state.get(name) is None:
-                state[name] = torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
-        if rule.keeps_norm and state.get(NORM) is None:
-            state[NORM] = torch.zeros((), device="cpu")
-
-    def _lay_out(self, state: dict[str, Any], weight: Tensor) -> None:
-        """Have the moments in float32, in the weight's order in memory: a checkpoint's may have another one."""
-        for name in self._moments:
-            value = state.get(name)
-            if value is not None and not _fits(value, weight):
-                state[name] = torch.empty_like(weight, dtype=torch.float32).copy_(value.detach())
-
-    def _lacks_state(self, state: dict[str, Any], needs_state1: bool) -> bool:
-        rule = self.rule
-        return (
-            (needs_state1 and state.get(rule.state1) is None)
-            or (rule.state2 is not None and state.get(rule.state2) is None)
-            or (rule.keeps_step and state.get("step") is None)
-            or (rule.keeps_norm and state.get(NORM) is None)
-        )
 
     def _live_optimizer(self) -> Optimizer:
         optimizer = self._optimizer()
@@ -426,16 +354,6 @@ def _to_torch_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
 
 def _is_plain(grad: Tensor) -> bool:
     return type(grad) in (Tensor, nn.Parameter) and grad.layout is torch.strided and grad.dtype in kernels.FLOATS
-
-
-def _fits(value: Tensor | None, weight: Tensor) -> bool:
-    """Whether a moment is float32, in the order in memory of its weight."""
-    return (
-        value is not None
-        and value.dtype == torch.float32
-        and kernels.is_dense(value)
-        and kernels.same_layout(value, weight)
-    )
 
 
 def laid_out_as(weight: Tensor, grad: Tensor | None) -> Tensor | None:

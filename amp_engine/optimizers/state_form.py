@@ -1,0 +1,109 @@
+"""The state of an optimizer, tensor by tensor: what the kernels can go on with, and how it becomes so."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_engine import kernels
+from amp_engine.optimizers.rules import TORCH_RULES, Rule
+
+NORM = "exp_avg_sq"  # where NovoGrad keeps the one norm of a tensor
+
+
+class StateForm:
+    """What a class keeps of each tensor in `optimizer.state`, by its rule.
+
+    Attributes:
+        moments: the names under which it keeps tensors of their weights' shapes.
+        is_ours: whether the class is one of this package's own.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.moments = [rule.state1] if rule.state2 is None else [rule.state1, rule.state2]
+        self.is_ours = rule not in TORCH_RULES.values()
+
+    def misfit(self, state: dict[str, Any], weight: Tensor) -> str | None:
+        """What of a tensor's state the kernels could not go on with, were it laid out anew.
+
+        torch's SGD steps buffers of any type, and keeps them so; its Adam fails halfway on other types.
+        """
+        for name in self.moments:
+            value = state.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, Tensor) or value.layout is not torch.strided or value.shape != weight.shape:
+                return f"has a {name} that is no dense tensor of that shape"
+            if value.device != weight.device:
+                return f"is on {weight.device}, and its {name} on {value.device}"
+            is_widened = self.is_ours or self._rule.keeps_step
+            if not value.is_floating_point() or not (is_widened or value.dtype == torch.float32):
+                return f"has a {name} of {value.dtype}"
+        for name in ["step"] * self._rule.keeps_step + [NORM] * self._rule.keeps_norm:
+            value = state.get(name)
+            if value is not None and not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
+                return f"has a {name} that is no number"
+        return None
+
+    def torn(self, state: dict[str, Any], group: dict[str, Any]) -> str | None:
+        """What is missing where the rest is there, on which torch's own steps raise; all of it is started anew."""
+        rule = self._rule
+        moments = ([rule.state1] if rule.needs_state1(group) else []) + ([rule.state2] if rule.state2 else [])
+        moments += [NORM] * rule.keeps_norm
+        whole = moments + ["step"] * rule.keeps_step
+        missing = [name for name in whole if state.get(name) is None]
+        found = [name for name in moments if name not in missing]
+        if not self.is_ours and rule.keeps_step and state:  # torch asks for all, whatever is there
+            found = list(state)
+        return f"has {' and '.join(found)}, but no {' and no '.join(missing)}" if found and missing else None
+
+    def lacks(self, state: dict[str, Any], needs_state1: bool) -> bool:
+        """Whether a step would have to start some of the state."""
+        rule = self._rule
+        return (
+            (needs_state1 and state.get(rule.state1) is None)
+            or (rule.state2 is not None and state.get(rule.state2) is None)
+            or (rule.keeps_step and state.get("step") is None)
+            or (rule.keeps_norm and state.get(NORM) is None)
+        )
+
+    def start(self, state: dict[str, Any], known: dict[int, float]) -> float:
+        """How many steps this tensor has had; for SGD, which does not count them, 0 or more."""
+        if self._rule.keeps_step:
+            step = state.get("step")
+            return known[id(step)] if id(step) in known else 0.0 if step is None else float(step)
+        buffer = state.get(self._rule.state1)
+        return 0.0 if buffer is None else known.get(id(buffer), 1.0)
+
+    def fill(self, state: dict[str, Any], weight: Tensor, group: dict[str, Any]) -> None:
+        """As torch's classes do at a tensor's first gradient."""
+        rule = self._rule
+        if rule.keeps_step and state.get("step") is None:
+            state["step"] = torch.tensor(0.0, device="cpu")
+        names = [rule.state1] if rule.needs_state1(group) else []
+        for name in names + ([] if rule.state2 is None else [rule.state2]):
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
+        if rule.keeps_norm and state.get(NORM) is None:
+            state[NORM] = torch.zeros((), device="cpu")
+
+    def lay_out(self, state: dict[str, Any], weight: Tensor) -> None:
+        """Have the moments in float32, in the weight's order in memory: a checkpoint's may have another one."""
+        for name in self.moments:
+            value = state.get(name)
+            if value is not None and not fits(value, weight):
+                state[name] = torch.empty_like(weight, dtype=torch.float32).copy_(value.detach())
+
+
+def fits(value: Tensor | None, weight: Tensor) -> bool:
+    """Whether a moment is float32, in the order in memory of its weight."""
+    return (
+        value is not None
+        and value.dtype == torch.float32
+        and kernels.is_dense(value)
+        and kernels.same_layout(value, weight)
+    )

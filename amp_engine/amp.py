@@ -1,6 +1,6 @@
 """The module-level interface, in apex's shape: every call goes to the one current Engine.
 
-This is the only module of the package that holds state of its own: `_amp_state`, with the current engine in it.
+This is the only module of the package that holds an engine: the current one, in `_amp_state`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // What a backend computes. The two namespaces hold the same functions and give the same bits; ops.cpp picks one by
 // the device of the tensors. All pointers point into that device's memory, tables included. Nothing here checks
-// its arguments, allocates, or waits; checks are in checks.h, memory and tables in table.h.
+// its arguments, allocates, or waits; checks are in checks.h, memory and tables in ops.h.
 #pragma once
 
 #include "math/loss_scale.h"

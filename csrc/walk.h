@@ -1,4 +1,4 @@
-// Loops over parameters, for which Python would take a microsecond or more each. amp_engine/kernels/walk.py has the
+// Loops over parameters, for which Python would take a microsecond or more each. amp_engine/kernels/reference_walks.py has the
 // same in Python.
 #pragma once
 

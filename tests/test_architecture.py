@@ -45,8 +45,11 @@ LAYERS = [
     ["stepping.columns", "stepping.scaling", "stepping.backward"],
     ["stepping.rows"],
     ["casting.lists", "casting.cache", "casting.float_region"],
-    ["casting.wrappers"],
-    ["casting.recurrent"],
+    ["casting.calls", "casting.registration", "casting.patches"],
+    ["casting.wrappers", "casting.weight_watch"],
+    ["casting.recurrent", "casting.in_force"],
+    ["casting.patched"],
+    ["casting.compiled"],
     ["casting.patcher"],
     ["casting.keep_float", "casting.overrides", "casting.original"],
     ["casting.function_casts"],
@@ -130,6 +133,40 @@ def test_scaler_masters_and_casting_do_not_know_each_other(name):
             assert not {i for i in imports.found for o in others if i.startswith(f"amp_engine.{o}")}
 
 
+def test_a_file_is_read_in_one_go():
+    longer = {name: len(path.read_text().splitlines()) for name, path in MODULES.items() if name not in APEX}
+    assert {name: lines for name, lines in longer.items() if lines > 400} == {}
+
+
+def attributes_of(cls):
+    """What methods of a class assign to `self`."""
+    targets = [
+        target
+        for node in ast.walk(cls)
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    flat = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return {t.attr for t in flat if isinstance(t, ast.Attribute) and getattr(t.value, "id", None) == "self"}
+
+
+def public_methods_of(cls):
+    return {n.name for n in cls.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+
+
+def test_a_class_can_be_held_in_mind():
+    classes = {
+        f"{name}.{cls.name}": cls
+        for name, path in MODULES.items()
+        if name not in APEX
+        for cls in ast.walk(tree(path))
+        if isinstance(cls, ast.ClassDef)
+    }
+    # Optimizers keep what their class in torch has as attributes; these are the classes of ours.
+    assert {name: len(found) for name, cls in classes.items() if len(found := attributes_of(cls)) > 15} == {}
+    assert {name: len(found) for name, cls in classes.items() if len(found := public_methods_of(cls)) > 20} == {}
+
+
 def foreign_assignments(path):
     """Assignments to attributes of imported names, and calls of setattr and delattr."""
     module = tree(path)
@@ -151,9 +188,9 @@ def foreign_assignments(path):
             yield ast.unparse(node)
 
 
-def test_only_the_patcher_assigns_to_modules_that_are_not_ours():
+def test_one_file_assigns_to_modules_that_are_not_ours():
     assigning = {name for name, path in MODULES.items() if list(foreign_assignments(path))}
-    assert assigning == {"amp_engine.casting.patcher"}
+    assert assigning == {"amp_engine.casting.patches"}
 
 
 def test_only_amp_holds_an_engine():

@@ -63,12 +63,12 @@ def test_tables_are_uploaded_when_they_changed_and_never_under_a_graph(tmp_path)
 @pytest.mark.slow
 @needs_nvcc
 def test_kernels_neither_spill_nor_use_generic_addresses():
-    result = subprocess.run([sys.executable, str(CSRC / "cuda" / "report.py")], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, str(CSRC / "tools" / "report.py")], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_the_report_tells_kinds_of_access_apart():
-    spec = importlib.util.spec_from_file_location("report", CSRC / "cuda" / "report.py")
+    spec = importlib.util.spec_from_file_location("report", CSRC / "tools" / "report.py")
     report = importlib.util.module_from_spec(spec)
     sys.modules["report"] = report
     try:

@@ -6,7 +6,7 @@ from amp_engine.casting.function_casts import FunctionCasts as FunctionCasts
 from amp_engine.casting.keep_float import forget_interrupted as forget_interrupted
 from amp_engine.casting.keep_float import keep_float as keep_float
 from amp_engine.casting.original import original as original
-from amp_engine.casting.patcher import Registration as Registration
+from amp_engine.casting.registration import Registration as Registration
 from amp_engine.casting.wrappers import deferred as deferred
 
 __all__ = [

@@ -17,7 +17,8 @@ from amp_engine.casting.cache import WeightCache
 from amp_engine.casting.explain import Explanation
 from amp_engine.casting.function_casts import FunctionCasts
 from amp_engine.casting.overrides import from_environment
-from amp_engine.casting.patcher import Registration, check_patchable
+from amp_engine.casting.patches import check_patchable
+from amp_engine.casting.registration import Registration
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.policy import Policy
 

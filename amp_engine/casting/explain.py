@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 
 from amp_engine.casting import locks, patcher
-from amp_engine.casting.wrappers import Call
+from amp_engine.casting.calls import Call
 from amp_engine.errors import AmpStateError
 
 _USE = "Type:\n\n    with amp.explain() as explanation:\n        ...  # one iteration\n    print(explanation)"

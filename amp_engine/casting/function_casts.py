@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from amp_engine.casting import locks, patcher
+from amp_engine.casting import in_force, locks, patcher
 from amp_engine.casting.cache import WeightCache, weight_cache
+from amp_engine.casting.calls import Call
 from amp_engine.casting.float_region import float_region, in_float_region
-from amp_engine.casting.patcher import Registration
-from amp_engine.casting.wrappers import Call
+from amp_engine.casting.registration import Registration
 from amp_engine.kernels.choice import CASTS
 
 HAS_NATIVE = CASTS is not None
@@ -68,11 +68,9 @@ class FunctionCasts:
         self.dtype = dtype
         self.enable_caching = enable_caching
         self.allow_banned = allow_banned
-        self.verbose = verbose
         self.registrations: Sequence[Registration] = tuple(registrations)
         self.removals: Sequence[tuple[Any, str]] = tuple(removals)
-        self.is_native = HAS_NATIVE if native is None else native
-        self.cache = weight_cache(CASTS if self.is_native else None)
+        self.cache = weight_cache(CASTS if (HAS_NATIVE if native is None else native) else None)
         self._observers: tuple[Observer, ...] = (_Trace(emit),) if verbose else ()
         self._disabled = 0
         self._is_switched_off = False
@@ -135,9 +133,14 @@ class FunctionCasts:
         return not self._modules
 
     @property
+    def verbose(self) -> bool:
+        """Whether each cast is reported."""
+        return any(isinstance(observer, _Trace) for observer in self._observers)
+
+    @property
     def is_active(self) -> bool:
         """Whether functions are cast: installed, the newest that is, and not disabled here."""
-        return patcher.current() is self
+        return in_force.current() is self
 
     @property
     def is_disabled(self) -> bool:
@@ -147,7 +150,7 @@ class FunctionCasts:
     @property
     def weight_copies(self) -> WeightCache | None:
         """The cache, for a step that writes weights and what it keeps of them; None while it is not used."""
-        return self.cache if self.enable_caching and patcher.in_force(self) else None
+        return self.cache if self.enable_caching and in_force.in_force(self) else None
 
     @property
     def is_observed(self) -> bool:
@@ -174,7 +177,7 @@ class FunctionCasts:
     @property
     def installed(self) -> bool:
         """Whether torch is patched for them, or will be when others are removed."""
-        return patcher.holds(self)
+        return in_force.holds(self)
 
     def install(self) -> None:
         """Patch torch. Does nothing if installed."""
@@ -195,7 +198,7 @@ class FunctionCasts:
     def disabled(self) -> Iterator[None]:
         """No casts inside, in any thread. Nests."""
         # The guards of what is compiled see the region, not the count.
-        region = float_region() if patcher.in_force(self) else nullcontext()
+        region = float_region() if in_force.in_force(self) else nullcontext()
         if torch.compiler.is_compiling():  # Dynamo traces no lock
             with region:
                 yield

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from amp_engine.casting import patcher
+from amp_engine.casting import in_force
+from amp_engine.casting.compiled import forget_compiled
 from amp_engine.casting.float_region import float_region
 from amp_engine.containers import cast_tensors
 from amp_engine.dtypes import LOW_PRECISION
@@ -69,7 +70,7 @@ def keep_float(module: M, keep: bool = True) -> M:
             module.register_forward_hook(leave_float, prepend=True, always_call=True)
         else:
             _remove_hooks(module)
-        patcher.forget_compiled()
+        forget_compiled()
     return module
 
 
@@ -107,7 +108,7 @@ def _stack() -> Iterator[FrameType]:
 
 def enter_float(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Forward pre-hook: casts off, inputs to float32."""
-    if not patcher.is_installed():
+    if not in_force.is_installed():
         return None
     caller = None
     if not torch.compiler.is_compiling():

@@ -271,7 +271,7 @@ PROMOTED_BY_TORCH = frozenset(
     )
 )
 
-# torch._VF, which nn.RNN, nn.LSTM, nn.GRU and their cells call; see `patcher.RecurrentFunctions`.
+# torch._VF, which nn.RNN, nn.LSTM, nn.GRU and their cells call; see `recurrent.RecurrentFunctions`.
 RECURRENT = ("rnn_relu", "rnn_tanh", "gru", "lstm", "rnn_relu_cell", "rnn_tanh_cell", "gru_cell", "lstm_cell")
 
 # torch.distributions took these names from torch.nn.functional when it was imported.

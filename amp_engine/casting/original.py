@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_engine.casting import patcher, recurrent, wrappers
-from amp_engine.casting.patcher import PatchedBuiltin, PatchedMethod
+from amp_engine.casting import patched, recurrent, wrappers
+from amp_engine.casting.patched import PatchedBuiltin, PatchedMethod
 
 
 def original(fn: Any) -> Any:
@@ -21,9 +21,9 @@ def original(fn: Any) -> Any:
         return fn if function is fn.__func__ else function.__get__(fn.__self__)
     if isinstance(fn, BuiltinMethodType) and isinstance(fn.__self__, Tensor):
         method = getattr(Tensor, fn.__name__, None)
-        function = patcher.original(method)
+        function = patched.original(method)
         return fn if function is method else function.__get__(fn.__self__)
-    fn = patcher.original(fn)
+    fn = patched.original(fn)
     while _is_ours(fn):
         fn = fn.__wrapped__
     return fn

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional
 
 from amp_engine.casting.lists import FUNCTIONAL, LINALG, TENSOR, TORCH, CastLists
-from amp_engine.casting.patcher import Registration, is_patchable
+from amp_engine.casting.patches import is_patchable
+from amp_engine.casting.registration import Registration
 from amp_engine.errors import AmpValueError
 
 VARIABLES = {"half": "AMP_ENGINE_HALF", "float": "AMP_ENGINE_FLOAT", "promote": "AMP_ENGINE_PROMOTE"}

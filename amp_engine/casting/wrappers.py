@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from amp_engine.casting.cache import WeightCache
+from amp_engine.casting.calls import Call, Casts
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.torch_private import TensorBase, fake_mode
 
@@ -33,86 +31,9 @@ _BANNED = (
 )
 
 
-@dataclass(frozen=True)
-class Cast:
-    """One tensor that was cast, or would have been but for the cache.
-
-    Attributes:
-        source: its type.
-        target: the type that the function gets.
-        bytes_moved: read and written; 0 from the cache. A function that converts by itself may do so as it reads, and
-            move less.
-    """
-
-    source: torch.dtype
-    target: torch.dtype
-    bytes_moved: int
-
-
-@dataclass
-class Call:
-    """One call of a patched function, for those who observe the casts.
-
-    Attributes:
-        function: qualified name, such as "torch.nn.functional.linear".
-        kind: the list that it is on: half, float, promote, match_self, refused_in_place or banned.
-        dtype: the widest floating type among its arguments after casting, None if there is none.
-        casts: those that were made.
-        cached: how many casts the cache saved.
-    """
-
-    function: str
-    kind: str
-    dtype: torch.dtype | None = None
-    casts: list[Cast] = field(default_factory=list)
-    cached: int = 0
-
-    def cast(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        """`tensor` is cast to `dtype`."""
-        moved = tensor.numel() * (tensor.dtype.itemsize + dtype.itemsize)
-        self.casts.append(Cast(tensor.dtype, dtype, moved))
-
-    def cast_weight(self, weight: nn.Parameter, casts: Casts) -> Tensor:
-        """A weight in the low-precision type, from the cache if it is there."""
-        before = len(self.casts)
-        cast = casts.cache.cast(weight, casts.dtype, lambda: self.cast(weight, casts.dtype))
-        self.cached += before == len(self.casts)
-        return cast
-
-
-class Casts(Protocol):
-    """What a wrapper asks of the casts that it belongs to."""
-
-    dtype: torch.dtype
-    cache: WeightCache
-    enable_caching: bool
-    allow_banned: bool
-
-    were_used: bool
-
-    @property
-    def is_active(self) -> bool:
-        """Whether to cast at all."""
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether somebody wants to be told of each call."""
-
-    def note_use(self) -> None:
-        """Told at the first call."""
-
-    def disabled_in_thread(self) -> AbstractContextManager[None]:
-        """No casts inside, in this thread."""
-
-    def tell(self, call: Call) -> None:
-        """Told of each call, if observed."""
-
-
 Function = Callable[..., Any]
 Current = Callable[[], Casts | None]
-Convert = Callable[[Tensor, Casts, "Call | None"], Tensor]
-
-
+Convert = Callable[[Tensor, Casts, Call | None], Tensor]
 Wrapper = Callable[..., Function]  # of (fn, current, name=None), where `name` is what observers know it by
 
 

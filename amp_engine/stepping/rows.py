@@ -251,11 +251,13 @@ class Rows:
 
     @property
     def slots(self) -> Slots:
-        """What the last backward left for the next step; empty before it, and after a step."""
+        """What the last backward left for the next step; empty before it, and after a step. Assigned, the last go."""
         return self._shared.slots
 
     @slots.setter
     def slots(self, slots: Slots) -> None:
+        if self._shared.slots.count > 0:
+            self._shared.slots.drop()
         self._shared.slots = slots
 
     def step_rows(self) -> StepRows:
@@ -317,12 +319,6 @@ class Rows:
         if self.slots.count > 0:
             for master in self.masters:
                 master.materialize()
-        self.drop_slots()
-
-    def drop_slots(self) -> None:
-        """Drop the gradients that are kept, and what was found in those that are not."""
-        if self.slots.count > 0:
-            self.slots.drop()
         self.slots = NO_SLOTS
 
     def drop_parameter_gradients(self) -> None:
@@ -337,7 +333,7 @@ class Rows:
     def drop_master_gradients(self) -> None:
         """Drop the gradients of masters, and leave those of their parameters."""
         walk.drop_gradients(self._high)
-        self.drop_slots()
+        self.slots = NO_SLOTS
 
     def find(self, weight: Tensor) -> Master | None:
         """The master whose weight, in the groups, is this very object."""

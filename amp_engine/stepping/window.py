@@ -23,7 +23,7 @@ from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.master import Master
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.seen import Seen, seen
-from amp_engine.stepping.slots import Checked, Slots, Unscaled, WholeCheck
+from amp_engine.stepping.slots import NO_SLOTS, Checked, Slots, Unscaled, WholeCheck
 
 
 class State(Enum):
@@ -325,7 +325,7 @@ class Window:
     def discard(self) -> None:
         """Close the window, drop its gradients, and put back those of earlier backwards."""
         self._take_back()
-        self._rows.drop_slots()
+        self._rows.slots = NO_SLOTS
         for p in self._written_params():
             p.grad = None
         self._restore_earlier(add=False)

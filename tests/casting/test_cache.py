@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from amp_engine import Engine
 from amp_engine.casting import FunctionCasts
 from amp_engine.casting.cache import WeightCache
-from amp_engine.casting.wrappers import Call
+from amp_engine.casting.calls import Call
 
 X = torch.tensor([[1.0, 2.0]])
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from amp_engine import amp
 from amp_engine.casting.overrides import from_environment
-from amp_engine.casting.patcher import Registration
+from amp_engine.casting.registration import Registration
 from amp_engine.errors import AmpTypeError, AmpValueError
 
 from ..support import FUNCTION_LEVELS, HALF, left_alone

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules import rnn
 from torch.optim import optimizer as optimizer_hooks
 
-from amp_engine.casting import FunctionCasts, Registration, original, patcher
+from amp_engine.casting import FunctionCasts, Registration, original, patches
 from amp_engine.casting.lists import FUNCTIONAL, LINALG, TENSOR, TORCH
-from amp_engine.casting.patcher import Patches
+from amp_engine.casting.patches import Patches
 
 SPACES = (torch, F, torch.Tensor, torch._C.TensorBase, torch.linalg, rnn, rnn.RNNBase, rnn.RNNCellBase)
 X = torch.ones(2, 2)
@@ -151,7 +151,7 @@ def test_an_interrupt_while_torch_is_patched_leaves_nothing_half_done(
     if doing == "remove":
         second.install()
     with monkeypatch.context() as patch:
-        patch.setattr(patcher, "setattr", interrupted, raising=False)
+        patch.setattr(patches, "setattr", interrupted, raising=False)
         with pytest.raises(KeyboardInterrupt):
             second.install() if doing == "install" else second.remove()
     second.remove()

@@ -26,7 +26,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, Dataset
 
 from amp_engine import Engine, amp, report
-from amp_engine.casting import FunctionCasts, locks, patcher
+from amp_engine.casting import FunctionCasts, in_force, locks, patcher, patches
 from amp_engine.casting.engine_casts import EngineCasts
 from tests.conftest import patched_names
 from tests.models import MLP
@@ -200,7 +200,7 @@ def test_an_engine_that_is_collected_as_another_one_gives_its_lock_back_leaves_n
         with Engine() as engine, monkeypatch.context() as patch:
             patch.setattr(EngineCasts, "_install", collected_elsewhere)
             engine.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
-            assert patcher._stack == [engine.casts]
+            assert [engine.casts] == in_force.STACK
     finally:
         gc.enable()
     assert torch.mm is MM
@@ -640,7 +640,8 @@ def forked_while(pause_at: str, count: int, work: Callable[[], Any], look: Calla
     paused, go_on, calls = threading.Event(), threading.Event(), []
     reader, writer = os.pipe()
     with pytest.MonkeyPatch.context() as patch:
-        function = getattr(patcher, pause_at, None) or getattr(builtins, pause_at)
+        place = patches if pause_at == "setattr" else patcher
+        function = getattr(place, pause_at, None) or getattr(builtins, pause_at)
 
         def paused_there(*args: Any) -> Any:
             if threading.current_thread() is thread:
@@ -651,7 +652,7 @@ def forked_while(pause_at: str, count: int, work: Callable[[], Any], look: Calla
             return function(*args)
 
         thread = threading.Thread(target=work)
-        patch.setattr(patcher, pause_at, paused_there, raising=False)
+        patch.setattr(place, pause_at, paused_there, raising=False)
         thread.start()
         assert paused.wait(WAIT)
         pid = os.fork()
@@ -671,7 +672,7 @@ def forked_while(pause_at: str, count: int, work: Callable[[], Any], look: Calla
 
 
 # Where patching is held: in its midst, where nothing is patched, before one of many assignments, at its end.
-PLACES = [("_patch_lists", 2), ("_know_originals", 1), ("setattr", 1), ("setattr", 300), ("_switch_off_fast_path", 1)]
+PLACES = [("_patch_lists", 2), ("know_originals", 1), ("setattr", 1), ("setattr", 300), ("_switch_off_fast_path", 1)]
 
 
 def state_of_torch() -> list[Any]:

@@ -1,4 +1,4 @@
-"""Compiles each kernel for sm_80 and sm_90 and prints what it costs: `python csrc/cuda/report.py`.
+"""Compiles each kernel for sm_80 and sm_90 and prints what it costs: `python csrc/tools/report.py`.
 
 Exits with 1 where a kernel spills, has a stack frame, takes more registers than its occupancy allows, or reads or
 writes through generic addresses (LD, ST instead of LDG, STG). Needs nvcc, not a GPU. The machine code is read with
@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90")
 FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-I", str(FOLDER.parent)]
 # 65,536 registers over the threads of the resident blocks that each kernel was designed for.

@@ -1,0 +1,130 @@
+"""What a function of torch becomes while it is patched, and what it stands for."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
+from amp_engine.casting import wrappers
+from amp_engine.casting.in_force import current
+from amp_engine.casting.lists import PROMOTED_BY_TORCH
+from amp_engine.kernels.choice import CASTS
+from amp_engine.torch_private import find_jit_builtin, register_jit_builtin
+
+
+class PatchedBuiltin:
+    """Stands for a builtin function of a module: like one it does not bind to an instance, and is pickled by name."""
+
+    __qualname__: str
+
+    def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The original function, with its casts."""
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)  # loads without amp_engine, too
+
+
+class PatchedMethod:
+    """Stands for a method of one object in that object. A copy of the object has its own method, which is not cast."""
+
+    def __init__(self, original: Callable[..., Any], call: Callable[..., Any], owner: Any, name: str) -> None:
+        functools.update_wrapper(self, original)
+        self._call = call
+        self._owner_and_name = owner, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The original method, with its casts."""
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, self._owner_and_name  # of the bare copy, whose class knows the method
+
+
+NATIVE = frozenset(
+    (
+        wrappers.half,
+        wrappers.float32,
+        wrappers.float32_by_dtype,
+        wrappers.promote,
+        wrappers.match_self,
+        wrappers.refused_function,
+        wrappers.refused_method,
+        wrappers.banned,
+    )
+)
+ORIGINALS: dict[int, tuple[Any, Any]] = {}  # by the id of what is patched in, which is kept with it
+
+
+@functools.cache  # the same object at each install, so that one that was kept can be pickled by name
+def patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, name: str, is_native: bool) -> Any:
+    """What the function `module.name` becomes. To torch.jit.script, which sees code and ids, it is the original."""
+    reference: Any = wrapper(original, current, f"{module}.{name}")
+    reference.__module__, reference.__qualname__ = module, name
+    patched, native = reference, CASTS
+    if is_native and native is not None:
+        patched = native.patched_function(
+            original, reference, name, original.__doc__ or "", module, wrapper.__name__, name in PROMOTED_BY_TORCH
+        )
+        torch.compiler.substitute_in_graph(patched, skip_signature_check=True)(reference)
+        if isinstance(original, FunctionType):
+            patched = _python_function(original, patched)
+        elif original.__name__ != name:  # linalg_norm of torch.linalg.norm: a builtin is pickled by its __name__
+            patched = PatchedBuiltin(original, patched)
+    elif isinstance(original, BuiltinFunctionType):
+        patched = PatchedBuiltin(original, reference)
+    if not isinstance(patched, BuiltinFunctionType):
+        patched.__module__, patched.__qualname__ = module, name
+        patched.__prepare_scriptable__ = lambda: original
+    operator = find_jit_builtin(original)
+    if operator is not None:
+        register_jit_builtin(patched, operator)
+    ORIGINALS[id(patched)] = patched, original
+    return patched
+
+
+def _python_function(original: Any, call: Callable[..., Any]) -> Any:
+    """What was a Python function stays one: with a signature, and with code that torch.jit.script may look for.
+
+    It names its parameters. `*args, **kwargs` would add 0.3 us to each call.
+    """
+    signature = inspect.signature(original, follow_wrapped=False)
+    passed = []
+    for p in signature.parameters.values():
+        by_name = p.kind is p.KEYWORD_ONLY or p.name in ("out", "dtype")  # which `call` looks for among keywords
+        stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+        passed.append(f"{p.name}={p.name}" if by_name else stars + p.name)
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
+    header = signature.replace(parameters=bare, return_annotation=signature.empty)
+    names: dict[str, Any] = {"call": call}
+    exec(compile(f"def patched{header}: return call({', '.join(passed)})", __file__, "exec"), names)
+    patched: Any = functools.wraps(original)(names["patched"])
+    patched.__defaults__, patched.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+    return patched
+
+
+@functools.cache
+def patched_method(original: Any, wrapper: wrappers.Wrapper, name: str) -> Any:
+    """What `torch.Tensor.name` becomes: a method descriptor, which Dynamo and operators take as torch's own."""
+    reference = wrapper(original, current, f"torch.Tensor.{name}")
+    native: Any = CASTS
+    doc = original.__doc__ or ""
+    patched = native.patched_method(original, reference, name, doc, wrapper.__name__, name in PROMOTED_BY_TORCH)
+    patched = reference if patched is None else patched
+    ORIGINALS[id(patched)] = patched, original
+    return patched
+
+
+def original(function: Any) -> Any:
+    """What a function of a module or a native method stands for; anything else as it is."""
+    return ORIGINALS.get(id(function), (None, function))[1]

@@ -1,0 +1,103 @@
+"""Who may have written a weight while functions are cast: other optimizers, `param.data`, what is gone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as optimizers
+
+from amp_engine.casting.cache import WeightCache, tensors_hold_their_objects
+from amp_engine.casting.patches import Patches
+from amp_engine.torch_private import TensorBase
+
+
+class _StepHooks(MutableMapping[Any, Any]):
+    """torch's hooks after the step of any optimizer, and one of ours beside them, while functions are cast.
+
+    It stands for torch's dictionary, which a step in another thread may be in the midst of: to add to it would make
+    that step raise. What others add and remove meanwhile is added to and removed from torch's.
+    """
+
+    def __init__(self) -> None:
+        self.theirs: MutableMapping[Any, Any] = vars(optimizers)["_global_optimizer_post_hooks"]
+        self.ours: Callable[..., None] = lambda *_: None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.ours if key is self else self.theirs[key]
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        self.theirs[key] = hook
+
+    def __delitem__(self, key: Any) -> None:
+        del self.theirs[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self.theirs, self])
+
+    def __len__(self) -> int:
+        return len(self.theirs) + 1
+
+    def __contains__(self, key: object) -> bool:
+        return key is self or key in self.theirs
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def values(self) -> Any:
+        """All of them as they are now, for a step to go through."""
+        return [*self.theirs.values(), self.ours]
+
+
+_step_hooks = _StepHooks()  # one for ever: handles of what is added while it stands there refer to it weakly
+
+
+def watch_weights(cache: WeightCache, patches: Patches, afterwards: Callable[[], None]) -> None:
+    """Drop casts of weights that may be written without moving their version.
+
+    Most third-party optimizers write through `p.data`.
+
+    Args:
+        cache: has the casts.
+        patches: how it is undone.
+        afterwards: called where locks may be free that a finalizer found taken.
+    """
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        cache.after_step()
+        afterwards()
+
+    _step_hooks.ours = after_step
+    if vars(optimizers)["_global_optimizer_post_hooks"] is not _step_hooks:
+        _step_hooks.theirs = vars(optimizers)["_global_optimizer_post_hooks"]
+        patches.set(optimizers, "_global_optimizer_post_hooks", _step_hooks)
+
+    drops_orphans = tensors_hold_their_objects()
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and drops_orphans and info["generation"] == 2:
+            cache.drop_orphans()
+        elif phase == "stop":
+            afterwards()
+
+    def forget_collections() -> None:
+        if on_collection in gc.callbacks:
+            gc.callbacks.remove(on_collection)
+
+    patches.on_undo(forget_collections)
+    gc.callbacks.append(on_collection)
+
+    descriptor: Any = TensorBase.data
+
+    def get_data(tensor: Tensor) -> Tensor:
+        cache.discard(tensor)
+        return descriptor.__get__(tensor)
+
+    def set_data(tensor: Tensor, data: Tensor) -> None:
+        cache.discard(tensor)
+        descriptor.__set__(tensor, data)
+
+    patches.set(torch.Tensor, "data", property(get_data, set_data, descriptor.__delete__))

@@ -30,7 +30,7 @@ def describe() -> Iterator[tuple[str, str]]:
         if not info["cuda"]:
             yield (
                 "missing",
-                f"CUDA kernels: {_native.record.get('reason', 'nobody noted why')}; then type: {_native.INSTALL}",
+                f"CUDA kernels: {_native.record.get('reason', 'nobody noted why')}; then run: {_native.INSTALL}",
             )
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):

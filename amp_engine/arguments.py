@@ -56,7 +56,7 @@ def as_models(models: Any) -> list[nn.Module]:
     if not isinstance(listed, list) or not all(isinstance(m, nn.Module) for m in listed):
         raise AmpTypeError(
             "models must be either a single model or a list of models.  "
-            f"It was {_described(models)}.  Type amp.initialize(model, optimizer) or amp.initialize([a, b], ...)."
+            f"It was {_described(models)}.  Call amp.initialize(model, optimizer) or amp.initialize([a, b], ...)."
         )
     return listed
 
@@ -170,7 +170,7 @@ def check_has_groups(optimizer: Any, function: str, others: str) -> None:
     """Raise AmpTypeError for what is no optimizer, as parameters, which `function` knows from the optimizer."""
     if not hasattr(optimizer, "param_groups"):
         raise AmpTypeError(
-            f"{function}() takes the optimizer, not a {type(optimizer).__name__}.  Type amp.{function}(optimizer"
+            f"{function}() takes the optimizer, not a {type(optimizer).__name__}.  Call amp.{function}(optimizer"
             f"{others}), which finds the gradients that it steps; those of model.parameters() are not, where there are "
             "FP32 masters."
         )
@@ -180,7 +180,7 @@ def check_num_losses(num_losses: Any) -> int:
     """`num_losses` as a positive int. Raises AmpValueError for anything else."""
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise AmpValueError(
-            f"num_losses={num_losses!r} is not a positive whole number.  Type num_losses=1, or as many as there are "
+            f"num_losses={num_losses!r} is not a positive whole number.  Use num_losses=1, or as many as there are "
             "losses with a loss_id of their own."
         )
     return num_losses
@@ -190,7 +190,7 @@ def check_cudnn() -> None:
     """Raise AmpStateError if somebody switched cuDNN off, as apex did; it is on by default, also without CUDA."""
     if not torch.backends.cudnn.enabled:
         raise AmpStateError(
-            "Amp requires torch.backends.cudnn.enabled = True.  Type torch.backends.cudnn.enabled = True before "
+            "Amp requires torch.backends.cudnn.enabled = True.  Set torch.backends.cudnn.enabled = True before "
             "amp.initialize."
         )
 

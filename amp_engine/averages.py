@@ -37,7 +37,7 @@ class AveragedModel(swa_utils.AveragedModel):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise AmpTypeError(
-                f"averaged_model() takes a torch.nn.Module, not a {type(model).__name__}.  Type "
+                f"averaged_model() takes a torch.nn.Module, not a {type(model).__name__}.  Call "
                 "amp.averaged_model(model, optimizer), for each model one."
             )
         super().__init__(model, device, avg_fn, multi_avg_fn, use_buffers)

@@ -37,7 +37,7 @@ def parse_dtype(value: object, argument: str, allow_float64: bool = False) -> to
         return _NAMES[value.removeprefix("torch.")]
     raise AmpTypeError(
         f"{argument}={value!r} is no type that a model can be trained in.  Allowed are torch.float16, "
-        f"torch.bfloat16 and torch.float32.  Type for example {argument}=torch.float16."
+        f"torch.bfloat16 and torch.float32.  Use for example {argument}=torch.float16."
     )
 
 

@@ -393,7 +393,7 @@ class Engine:
     def _initialized_policy(self, call: str) -> Policy:
         if self.policy is None:
             raise AmpStateError(
-                f"amp.{call}() was called before amp.initialize(), so there are no loss scalers.  Type "
+                f"amp.{call}() was called before amp.initialize(), so there are no loss scalers.  Call "
                 "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
             )
         return self.policy

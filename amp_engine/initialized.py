@@ -166,7 +166,7 @@ class Initialized:
         stepped = self.get(stepping) if isinstance(stepping, Optimizer) else None
         if stepped is None:
             raise AmpTypeError(
-                f"This {type(optimizer).__name__} was not passed to amp.initialize.  Type model, optimizer = "
+                f"This {type(optimizer).__name__} was not passed to amp.initialize.  Call model, optimizer = "
                 "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
             )
         if optimizer is not stepping:  # also a wrapper that was made after `initialize`

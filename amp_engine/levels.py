@@ -75,5 +75,5 @@ def level(opt_level: object) -> Policy:
     raise AmpStateError(
         f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in "
         "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero.  'O4' and 'O5' are O1 and O2 in "
-        f'bfloat16.  Type opt_level="{meant if meant in LEVELS else "O2"}".'
+        f'bfloat16.  Use opt_level="{meant if meant in LEVELS else "O2"}".'
     )

@@ -30,7 +30,7 @@ class _CastHook:
         """Asked for by `torch.jit.script` alone. Raises AmpStateError."""
         raise AmpStateError(
             "torch.jit.script cannot compile the hooks by which amp.initialize casts what goes into a model and what "
-            "comes out.  Type torch.jit.trace(model, example_inputs), which records the casts, or amp.close() before "
+            "comes out.  Call torch.jit.trace(model, example_inputs), which records the casts, or amp.close() before "
             "torch.jit.script(model), which gives the model its own types back."
         )
 

@@ -68,7 +68,7 @@ class Policy:
         for a value that it cannot have.
         """
         if name not in self.properties():
-            raise AmpStateError(f"There is no property {name!r}.  Type one of {', '.join(self.properties())}.")
+            raise AmpStateError(f"There is no property {name!r}.  Use one of {', '.join(self.properties())}.")
         changed = self.override(**{name: value})
         if value is None:
             changed = dataclasses.replace(self, **{name: None})  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def parse_loss_scale(value: object) -> LossScale:
         raise AmpValueError(
             f'loss_scale={value!r} is neither "dynamic" nor a positive finite number (that float32 holds, and its '
             f"inverse: {LOWEST_SCALE} to {HIGHEST_SCALE}).  "
-            'Type loss_scale="dynamic", or a number such as loss_scale=128.0.'
+            'Use loss_scale="dynamic", or a number such as loss_scale=128.0.'
         )
     return scale
 

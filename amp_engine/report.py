@@ -21,7 +21,7 @@ def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
     until = f" while a model that was initialized at {origin}, or a module of it, is there" if origin in BRIEFS else ""
     return (
         f"Warning:  {origin} goes on casting functions to {_name(dtype)}, process-wide{until}.  What is initialized "
-        f"now ({level}) computes in {_name(dtype)} as well.  Type amp.close() before amp.initialize(...), or close() "
+        f"now ({level}) computes in {_name(dtype)} as well.  Call amp.close() before amp.initialize(...), or close() "
         "on the Engine of that model."
     )
 
@@ -30,7 +30,7 @@ def casts_replaced(origin: str, new: str, dtype: torch.dtype) -> str:
     """Of models that were initialized for another type."""
     return (
         f"Warning:  an engine casts functions to one type, so that earlier models ({origin}) compute in {_name(dtype)} "
-        f"from now on ({new}).  Type amp.close() before amp.initialize(...) if they are done, or initialize all of "
+        f"from now on ({new}).  Call amp.close() before amp.initialize(...) if they are done, or initialize all of "
         "them at one level."
     )
 

@@ -252,7 +252,7 @@ class LossScaler:
     def _loss_scale(self, value: float) -> None:
         scale = parse_loss_scale(value)
         if scale == "dynamic":
-            raise AmpValueError("_loss_scale is a number.  Type for example _loss_scale = 2.0**16.")
+            raise AmpValueError("_loss_scale is a number.  Use for example _loss_scale = 2.0**16.")
         if not self.dynamic:
             self._static_scale = scale
         self.scale.fill_(scale)
@@ -327,7 +327,7 @@ def check_bounds(min_loss_scale: object, max_loss_scale: object) -> tuple[float,
     if not valid:
         raise AmpValueError(
             f"min_loss_scale={min_loss_scale!r}, max_loss_scale={max_loss_scale!r}: expected two finite numbers "
-            "with 0 <= min_loss_scale <= max_loss_scale.  Type for example min_loss_scale=1.0, "
+            "with 0 <= min_loss_scale <= max_loss_scale.  Use for example min_loss_scale=1.0, "
             "max_loss_scale=2.0**24, or leave them out for 2**-24 and 2**24."
         )
     return max(low, LOWEST_SCALE), high  # 0 means as low as it goes

@@ -267,19 +267,19 @@ def switched_on(monkeypatch):
 
 @pytest.mark.usefixtures("switched_on")
 def test_built_against_another_torch_is_named_as_such():
-    with pytest.warns(RuntimeWarning, match="does not use its compiled kernels.* type: pip install") as told:
+    with pytest.warns(RuntimeWarning, match="does not use its compiled kernels.* run: pip install") as told:
         module, reason = _native.load({"mode": "cpu", "torch": "1.2.3", "reason": None})
     assert len(told) == 1
     assert module is None
     assert f"against torch 1.2.3, and torch {torch.__version__} is installed" in reason
-    assert reason.endswith(f"type: {_native.INSTALL}")
+    assert reason.endswith(f"run: {_native.INSTALL}")
 
 
 @pytest.mark.usefixtures("switched_on")
 def test_nothing_built_says_why():
     module, reason = _native.load({"mode": "none", "torch": None, "reason": "no C++ compiler was found: install g++"})
     assert module is None
-    assert reason == f"nothing was compiled: no C++ compiler was found: install g++; then type: {_native.INSTALL}"
+    assert reason == f"nothing was compiled: no C++ compiler was found: install g++; then run: {_native.INSTALL}"
 
 
 @pytest.mark.usefixtures("switched_on")
@@ -304,7 +304,7 @@ def test_an_extension_that_does_not_load_never_raises(monkeypatch, error, told):
         module, reason = _native.load({"mode": "cpu", "torch": torch.__version__, "reason": None})
     assert module is None
     assert told in reason
-    assert reason.endswith(f"type: {_native.INSTALL}")
+    assert reason.endswith(f"run: {_native.INSTALL}")
 
 
 @pytest.mark.usefixtures("switched_on")

@@ -41,7 +41,7 @@ def test_compiled_for_the_cpu(monkeypatch, capsys):
     out = printed(capsys, "info")
     assert "compiled for CPU, against torch 2.99.0+cpu, by g++ 9.9" in out
     assert f"avx512, {torch.get_num_threads()} threads" in out
-    assert f"CUDA kernels: no nvcc was found; then type: {_native.INSTALL}" in out
+    assert f"CUDA kernels: no nvcc was found; then run: {_native.INSTALL}" in out
 
 
 def test_compiled_for_cuda_lacks_nothing(monkeypatch, capsys):

@@ -62,7 +62,7 @@ def multi_tensor_axpby(
     op, names = "multi_tensor_axpby", ("xs", "ys", "outputs")
     xs, ys, outputs = _lists(op, noop_flag, tensor_lists, names)
     if arg_to_check not in (-1, 0, 1):
-        raise AmpValueError(f"{op}: arg_to_check={arg_to_check!r}.  Type -1 (both), 0 (x) or 1 (y).")
+        raise AmpValueError(f"{op}: arg_to_check={arg_to_check!r}.  Use -1 (both), 0 (x) or 1 (y).")
     with _refusals_by_place(op, tensor_lists, written=[2]):
         # Before an output that is its y is written.
         of_y = None if arg_to_check == 0 else kernels.check(ys)
@@ -395,7 +395,7 @@ def multi_tensor_novograd(
             f"tensor: shape [{len(grads)}] on {noop_flag.device}."
         )
     if norm_type not in (0, 2):
-        raise AmpValueError(f"{op}: norm_type={norm_type!r}.  Type 2, or 0 for the largest magnitude.")
+        raise AmpValueError(f"{op}: norm_type={norm_type!r}.  Use 2, or 0 for the largest magnitude.")
     if not grads:
         return
     is_double = params[0].dtype is torch.float64
@@ -709,7 +709,7 @@ def _lists(
     if noop_flag.numel() != 1 or noop_flag.dtype is not torch.int32:
         raise AmpValueError(
             f"{op}: noop_flag is a {_type_name(noop_flag)} tensor of shape {list(noop_flag.shape)}, but must be one "
-            "int32.  Type torch.zeros(1, dtype=torch.int32, device=...)."
+            "int32.  Call torch.zeros(1, dtype=torch.int32, device=...)."
         )
     if not len(names) - optional <= len(tensor_lists) <= len(names):
         last = f", and {' and '.join(names[-optional:])} if wanted" if optional else ""

@@ -79,7 +79,7 @@ def main(paths: list[str]) -> int:
     if wrong or not paths:
         print(
             "".join(f"{path}: no such file or folder.  " for path in wrong)
-            + "Type python -m amp_engine.apex --check PATH..., where PATH is a Python file, a notebook, or the folder "
+            + "Run python -m amp_engine.apex --check PATH..., where PATH is a Python file, a notebook, or the folder "
             "of a project.",
             file=sys.stderr,
         )
@@ -352,7 +352,7 @@ def _summary(found: list[Finding], read: int) -> str:
             "type `python -m amp_engine.apex train.py` for `python train.py`."
         )
     return (
-        f"{text} put `import amp_engine.apex.install` before the first import of apex; or change nothing and type "
+        f"{text} put `import amp_engine.apex.install` before the first import of apex; or change nothing and run "
         "`python -m amp_engine.apex train.py` for `python train.py`.  Files that use apex.amp alone can write `from "
         "amp_engine import amp`."
     )

@@ -83,7 +83,7 @@ class EngineCasts:
         if self.casts is not None:
             return None
         if policy is None:
-            return "amp.initialize() was not called.  Type amp.initialize(model, optimizer, opt_level='O1') first."
+            return "amp.initialize() was not called.  Call amp.initialize(model, optimizer, opt_level='O1') first."
         if not policy.enabled:
             return "amp.initialize(enabled=False) casts nothing."
         if self.ended is not None:

@@ -62,7 +62,7 @@ class Explanation:
 
     def __enter__(self) -> Explanation:
         if self._open is not None:
-            raise AmpStateError("This explanation is being collected already.  Type amp.explain() for another one.")
+            raise AmpStateError("This explanation is being collected already.  Call amp.explain() for another one.")
         self._counts.clear()
         self._open, self._entered = self._watch(self), True
         self._open.__enter__()

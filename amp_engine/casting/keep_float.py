@@ -61,8 +61,8 @@ def keep_float(module: M, keep: bool = True) -> M:
     """
     if not isinstance(module, nn.Module):
         raise AmpTypeError(
-            f"keep_float() takes a torch.nn.Module, not a {type(module).__name__}.  Type amp.keep_float(model.head); "
-            "for a function type amp.register_float_function(module, 'name')."
+            f"keep_float() takes a torch.nn.Module, not a {type(module).__name__}.  Call amp.keep_float(model.head); "
+            "for a function call amp.register_float_function(module, 'name')."
         )
     if keep != is_kept(module):
         if keep:

@@ -83,7 +83,7 @@ def from_environment(environment: Mapping[str, str], registrations: Sequence[Reg
 
 def _parsed(kind: str, text: str) -> _Entry:
     if text[0] not in "+-":
-        raise _error(kind, text, f"no sign.  Type '+{text}' to put it on the {kind} list, '-{text}' to take it off.")
+        raise _error(kind, text, f"no sign.  Use '+{text}' to put it on the {kind} list, '-{text}' to take it off.")
     path, _, name = text[1:].strip().rpartition(".")
     if not path or not all(part.isidentifier() for part in (*path.split("."), name)):
         raise _error(kind, text, f"no dotted name of a function, such as {_EXAMPLE}.")
@@ -93,7 +93,7 @@ def _parsed(kind: str, text: str) -> _Entry:
         raise _error(
             kind,
             text,
-            f"there is no {path} to import ({type(error).__name__}: {error}).  Type the full name, such as {_EXAMPLE}.",
+            f"there is no {path} to import ({type(error).__name__}: {error}).  Use the full name, such as {_EXAMPLE}.",
         ) from error
     entry = _Entry(kind, text, owner, name)
     if not callable(getattr(owner, name, None)):
@@ -107,14 +107,14 @@ def _check_added(entry: _Entry, added: Mapping[tuple[int, str], _Entry]) -> None
     if entry.key in added:
         raise entry.error(f"{VARIABLES[added[entry.key].kind]} adds it already.  Leave out one of the two.")
     if "banned" in _lists_of(entry):
-        raise entry.error("it is banned on float16.  Type amp.initialize(..., allow_banned=True) to run it in FP32.")
+        raise entry.error("it is banned on float16.  Call amp.initialize(..., allow_banned=True) to run it in FP32.")
 
 
 def _check_removed(entry: _Entry, registrations: Sequence[Registration]) -> None:
     lists = [*_lists_of(entry), *(r.kind for r in registrations if (id(r.module), r.name) == entry.key)]
     if entry.kind not in lists:
         found = f"it is on the list {lists[0]!r}" if lists else "it is on no list"
-        remedy = f"Type it in {VARIABLES[lists[0]]}." if lists and lists[0] in VARIABLES else "Leave the entry out."
+        remedy = f"Put it in {VARIABLES[lists[0]]}." if lists and lists[0] in VARIABLES else "Leave the entry out."
         raise entry.error(f"not on the {entry.kind} list; {found}.  {remedy}")
 
 

@@ -62,6 +62,6 @@ def check_patchable(owner: Any, name: str) -> None:
     """Raise AmpTypeError if `owner.name` cannot be assigned."""
     if not is_patchable(owner):
         raise AmpTypeError(
-            f"{name} of {owner!r} cannot be replaced; functions of modules and Python classes can.  Type the name that "
+            f"{name} of {owner!r} cannot be replaced; functions of modules and Python classes can.  Give the name that "
             "it is called by, such as (torch.Tensor, 'softmax'), or decorate with amp.half_function what calls it."
         )

@@ -118,7 +118,7 @@ def refused_function(fn: Function, current: Current, name: str | None = None) ->
             return fn(*args, **kwargs)
         if torch.float16 in _types(args, kwargs):
             raise NotImplementedError(
-                f"Cannot call in-place function {fn.__name__} with fp16 arguments.  Type "
+                f"Cannot call in-place function {fn.__name__} with fp16 arguments.  Use "
                 f"{fn.__name__.rstrip('_')}(...) instead, which runs in FP32."
             )
         return _run(fn, args, kwargs, None, casts, _observed(casts, fn, "refused_in_place", name))
@@ -134,7 +134,7 @@ def refused_method(fn: Function, current: Current, name: str | None = None) -> F
     def wrapper(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, Tensor) and self.dtype is torch.float16 and current() is not None:
             raise NotImplementedError(
-                f"Cannot call in-place method {fn.__name__} on fp16 Tensors.  Type "
+                f"Cannot call in-place method {fn.__name__} on fp16 Tensors.  Use "
                 f".{fn.__name__.rstrip('_')}(...) instead, which runs in FP32."
             )
         return matched(self, *args, **kwargs)

@@ -69,7 +69,7 @@ class Handle:
         """Raises AmpStateError, as in apex: it never knew which scaler to use."""
         raise AmpStateError(
             "The old Amp API is no longer supported.  Please move to the new API, model, optimizer = "
-            "amp.initialize(model, optimizer) and `with amp.scale_loss(loss, optimizer) as scaled_loss`; or type "
+            "amp.initialize(model, optimizer) and `with amp.scale_loss(loss, optimizer) as scaled_loss`; or call "
             "optimizer = handle.wrap_optimizer(optimizer) and `with optimizer.scale_loss(loss) as scaled_loss`."
         )
 
@@ -159,7 +159,7 @@ class OptimWrapper:
         if index >= len(self._scalers):
             raise AmpIndexError(
                 f"scale_loss() was entered for loss number {index + 1} since the last step, but there are "
-                f"{len(self._scalers)}.  Type handle.wrap_optimizer(optimizer, num_loss={index + 1})."
+                f"{len(self._scalers)}.  Call handle.wrap_optimizer(optimizer, num_loss={index + 1})."
             )
         scaler = self._scalers[index]
         with engine.backwards.of(loss, [stepped], scaler, index) as scaled_loss:

@@ -43,7 +43,7 @@ class EnginePolicy:
             if not can_change.get(name, False):
                 hint = "_amp_state.loss_scalers[0]._loss_scale = 2.0**16, or " if name == "loss_scale" else ""
                 raise AmpStateError(
-                    f"{name} is {before[name]!r} since amp.initialize, which has acted on it.  Type {hint}amp.close() "
+                    f"{name} is {before[name]!r} since amp.initialize, which has acted on it.  Call {hint}amp.close() "
                     f"and amp.initialize(..., {name}={after[name]!r})."
                 )
         if before["patch_torch_functions"] and not policy.patch_torch_functions:
@@ -54,7 +54,7 @@ class EnginePolicy:
 def replace_scalers(engine: Engine, scalers: Sequence[LossScaler]) -> None:
     """Use other loss scalers from the next `scale_loss` on. Raises AmpTypeError for what are none."""
     if not isinstance(scalers, (list, tuple)) or not all(isinstance(scaler, LossScaler) for scaler in scalers):
-        raise AmpTypeError("loss_scalers is a list of LossScaler.  Type for example [LossScaler('dynamic')].")
+        raise AmpTypeError("loss_scalers is a list of LossScaler.  Use for example [LossScaler('dynamic')].")
     engine.scalers = list(scalers)
 
 

@@ -33,7 +33,7 @@ def refuse_other_torch(built: str | None) -> str:
 
     The other reasons are silent: nothing was compiled there that could be lost, or somebody switched it off.
     """
-    reason = f"they were compiled against torch {built}, and torch {torch.__version__} is installed; type: {INSTALL}"
+    reason = f"they were compiled against torch {built}, and torch {torch.__version__} is installed; run: {INSTALL}"
     warnings.warn(f"amp_engine does not use its compiled kernels, only speed is lost: {reason}", RuntimeWarning, 2)
     return reason
 
@@ -47,18 +47,18 @@ def load(record: dict[str, Any]) -> tuple[ModuleType | None, str | None]:
     if os.environ.get("AMP_ENGINE_BUILD") == "none":
         return None, "AMP_ENGINE_BUILD=none turns the compiled kernels off; unset it"
     if record.get("mode") == "none":
-        return None, f"nothing was compiled: {record.get('reason')}; then type: {INSTALL}"
+        return None, f"nothing was compiled: {record.get('reason')}; then run: {INSTALL}"
     if record and record.get("torch") != torch.__version__:
         return None, refuse_other_torch(record.get("torch"))
     try:
         extension = importlib.import_module("amp_engine._C")
         built = extension.build_info()["torch"]
     except ModuleNotFoundError:
-        return None, f"nothing was compiled for this Python; type: {INSTALL}"
+        return None, f"nothing was compiled for this Python; run: {INSTALL}"
     except Exception as error:
         if "undefined symbol" in str(error):
             return None, refuse_other_torch(f"another version, {error}")
-        return None, f"{error}; type: {INSTALL}"
+        return None, f"{error}; run: {INSTALL}"
     if not torch.__version__.startswith(built):
         return None, refuse_other_torch(built)
     return extension, None

@@ -59,7 +59,7 @@ class FusedOptimizer(Optimizer):
         """
         if "grad_scaler" in removed:
             raise AmpTypeError(
-                f"{type(self).__name__}.step() got grad_scaler.  Type scaler.step(optimizer), which calls step() with "
+                f"{type(self).__name__}.step() got grad_scaler.  Call scaler.step(optimizer), which calls step() with "
                 "what it needs to unscale and to skip."
             )
         if removed:
@@ -121,7 +121,7 @@ class FusedOptimizer(Optimizer):
         if plan is None:
             reason = fused.obstacle(Plan(params, weights, gradients, copies, False))
             raise AmpStateError(
-                f"{type(self).__name__} cannot step: {reason}.  Type optimizer.state.clear() to start anew, or load "
+                f"{type(self).__name__} cannot step: {reason}.  Call optimizer.state.clear() to start anew, or load "
                 "the state again."
             )
         self._step_unscaling(fused, plan)
@@ -270,13 +270,13 @@ def check_not_negative(**values: float | Tensor) -> None:
     for name, value in values.items():
         # A tensor on a GPU is taken as it is: looking would wait.
         if not (isinstance(value, Tensor) and not value.is_cpu) and not value >= 0.0:
-            raise AmpValueError(f"{name}={value!r}, but it must be 0 or more.  Type for example {name}=1e-3.")
+            raise AmpValueError(f"{name}={value!r}, but it must be 0 or more.  Use for example {name}=1e-3.")
 
 
 def check_betas(betas: tuple[float, float]) -> None:
     """Raise AmpValueError unless both are in [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise AmpValueError(f"betas={betas!r}, but both must be in [0, 1).  Type for example betas=(0.9, 0.999).")
+        raise AmpValueError(f"betas={betas!r}, but both must be in [0, 1).  Use for example betas=(0.9, 0.999).")
 
 
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:

@@ -75,7 +75,7 @@ class FusedMixedPrecisionLamb(MasterKeepingOptimizer):
         if reduced_precision_dtype is not None:
             raise AmpTypeError(
                 f"FusedMixedPrecisionLamb got reduced_precision_dtype={reduced_precision_dtype!r}, but takes the "
-                "parameters in the type that they have.  Type model.to(dtype) before building it, and leave this out."
+                "parameters in the type that they have.  Call model.to(dtype) before building it, and leave this out."
             )
         check_not_negative(lr=lr, step=step, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
         check_betas(betas)

@@ -64,7 +64,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         if lr is None:
-            raise AmpValueError("FusedSGD needs a learning rate, lr=None is none.  Type for example lr=0.1.")
+            raise AmpValueError("FusedSGD needs a learning rate, lr=None is none.  Use for example lr=0.1.")
         if lr is not required:
             check_not_negative(lr=lr)
         check_not_negative(momentum=momentum, weight_decay=weight_decay)

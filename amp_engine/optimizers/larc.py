@@ -46,13 +46,13 @@ class LARC:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise AmpTypeError(
-                f"LARC() got a {type(optimizer).__name__}, but wraps a torch.optim.Optimizer.  Type for example "
+                f"LARC() got a {type(optimizer).__name__}, but wraps a torch.optim.Optimizer.  Use for example "
                 "LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))."
             )
         if not trust_coefficient > 0.0 or not eps >= 0.0:
             raise AmpValueError(
                 f"trust_coefficient={trust_coefficient!r}, eps={eps!r}, but the first must be above 0 and the second "
-                "not below.  Type for example trust_coefficient=0.02, eps=1e-8."
+                "not below.  Use for example trust_coefficient=0.02, eps=1e-8."
             )
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient

@@ -157,7 +157,7 @@ class ScaledBackwards:
                 raise AmpStateError(
                     f"scale_loss() was entered for an optimizer that has parameters in common with "
                     f"{type(other.optimizer).__name__}, inside of the body of that one's scale_loss: their gradients "
-                    "would have two scales.  Leave the first `with amp.scale_loss(...)` before the next one, or type "
+                    "would have two scales.  Leave the first `with amp.scale_loss(...)` before the next one, or call "
                     "amp.scale_loss(loss, [optimizer, other_optimizer]) once for both."
                 )
         left = [one for one in stepped if one.window.is_left_open and one.window.may_belong_to(scaler)]
@@ -166,7 +166,7 @@ class ScaledBackwards:
                 found = one.window.backward.loss_id
                 raise AmpStateError(
                     f"loss_id={loss_id}, but this optimizer has gradients of loss_id={found} that "
-                    f"delay_unscale left scaled.  Type loss_id={found} here, or leave out delay_unscale where "
+                    f"delay_unscale left scaled.  Use loss_id={found} here, or leave out delay_unscale where "
                     "it changes."
                 )
         for other in others:

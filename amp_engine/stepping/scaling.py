@@ -51,7 +51,7 @@ class Scaling:
         except (IndexError, TypeError):
             raise AmpIndexError(
                 f"loss_id={loss_id!r}, but there are {len(self.scalers)} loss scalers (loss_id 0 to "
-                f"{len(self.scalers) - 1}).  Type amp.initialize(..., num_losses=...) with the number of losses."
+                f"{len(self.scalers) - 1}).  Call amp.initialize(..., num_losses=...) with the number of losses."
             ) from None
 
     def default(self) -> LossScaler:

@@ -38,7 +38,7 @@ class WrittenGradients:
         warnings.warn(
             "Gradients of the model were written (clipped, edited, or reached by another backward) between "
             f"amp.scale_loss and {type(optimizer).__name__}.step(), which steps those of its FP32 masters: it has "
-            "no effect.  To clip type amp.clip_grad_norm_(optimizer, max_norm); for anything else write to `.grad` "
+            "no effect.  To clip call amp.clip_grad_norm_(optimizer, max_norm); for anything else write to `.grad` "
             "of what amp.master_params(optimizer) gives.  This is said once.",
             stacklevel=2,
         )
@@ -49,7 +49,7 @@ def warn_of_unseen_gradients(optimizer: Optimizer, rows: Rows) -> None:
     if any(m.param.grad is not None and not m.is_kept() and m.gradient() is None for m in rows.masters):
         warnings.warn(
             f"{type(optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
-            "which never reach the FP32 masters that it steps.  Type `with amp.scale_loss(loss, optimizer) as "
+            "which never reach the FP32 masters that it steps.  Use `with amp.scale_loss(loss, optimizer) as "
             "scaled_loss: scaled_loss.backward()`, at a scale of 1 too.",
             stacklevel=2,
         )
@@ -61,6 +61,6 @@ def refuse_foreign_scaler(optimizer: Optimizer, rows: Rows) -> None:
         raise AmpStateError(
             f"torch.amp.GradScaler is to step {type(optimizer).__name__}, which steps FP32 masters, and the "
             "gradients of a backward() outside of amp.scale_loss never reach them.  Leave the GradScaler out, "
-            "and type `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, then "
+            "and use `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, then "
             "optimizer.step(): scale_loss scales, unscales and skips."
         )

@@ -134,7 +134,7 @@ def test_axpby_looks_at_the_arguments_that_it_is_told_to_look_at(where, to_check
 
 
 def test_axpby_refuses_another_argument_to_check():
-    with pytest.raises(AmpValueError, match=r"arg_to_check=2.  Type -1 \(both\), 0 \(x\) or 1 \(y\)"):
+    with pytest.raises(AmpValueError, match=r"arg_to_check=2.  Use -1 \(both\), 0 \(x\) or 1 \(y\)"):
         call(amp_C.multi_tensor_axpby, flag(), [randn(), randn(), randn()], 1.0, 1.0, 2)
 
 

@@ -149,7 +149,7 @@ def test_it_loads_what_fused_lamb_saved_and_goes_on_from_there() -> None:
 def test_amsgrad_and_another_type_than_the_parameters_own_are_refused() -> None:
     with pytest.raises(RuntimeError, match="FusedMixedPrecisionLamb does not support the AMSGrad variant"):
         FusedMixedPrecisionLamb(parameters(), amsgrad=True)
-    with pytest.raises(TypeError, match=r"reduced_precision_dtype=torch.float16.*Type model.to\(dtype\)"):
+    with pytest.raises(TypeError, match=r"reduced_precision_dtype=torch.float16.*Call model.to\(dtype\)"):
         FusedMixedPrecisionLamb(parameters(), reduced_precision_dtype=torch.float16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="step=-1"):
         FusedMixedPrecisionLamb(parameters(), step=-1)
@@ -272,7 +272,7 @@ def test_it_may_drive_an_optimizer_that_amp_looks_after_too(build: Any) -> None:
 def test_arguments_that_step_once_had_are_refused_with_what_to_type(name: str, argument: str) -> None:
     settings = {"lr": 0.1} if name == "FusedSGD" else {}
     optimizer = getattr(apex_optimizers, name)(parameters(), **settings)
-    advice = r"Type scaler\.step\(optimizer\)" if argument == "grad_scaler" else r"Call step\(\) without arguments"
+    advice = r"Call scaler\.step\(optimizer\)" if argument == "grad_scaler" else r"Call step\(\) without arguments"
     with pytest.raises(TypeError, match=rf"{name}\.step\(\) got {argument}.*  {advice}"):
         optimizer.step(**{argument: None})
 

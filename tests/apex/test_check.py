@@ -501,7 +501,7 @@ def test_something_missing_is_exit_code_1(script, capsys):
         f"{path}/b.py:1  apex.optimizers.FusedAdam  served\n"
         "\n"
         "2 names of apex in 2 files: 1 served, 1 missing.  Write what stands beside the missing names, then put "
-        "`import amp_engine.apex.install` before the first import of apex; or change nothing and type `python -m "
+        "`import amp_engine.apex.install` before the first import of apex; or change nothing and run `python -m "
         "amp_engine.apex train.py` for `python train.py`.  Files that use apex.amp alone can write `from amp_engine "
         "import amp`.\n"
     )

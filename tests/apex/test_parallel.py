@@ -548,7 +548,7 @@ def test_each_class_is_in_the_module_where_apex_has_it() -> None:
     ],
 )
 def test_without_a_process_group_it_says_what_to_type(call: Callable[[], Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"Type torch\.distributed\.init_process_group.*torchrun"):
+    with pytest.raises(RuntimeError, match=r"Call torch\.distributed\.init_process_group.*torchrun"):
         call()
 
 
@@ -556,7 +556,7 @@ def test_multiproc_sends_its_users_to_torchrun(monkeypatch: pytest.MonkeyPatch) 
     import amp_engine.apex.parallel.multiproc as multiproc
 
     monkeypatch.setattr("sys.argv", ["multiproc", "main.py", "--epochs", "2"])
-    with pytest.raises(SystemExit, match=r"Type torchrun --nproc_per_node=GPUS main\.py --epochs 2;"):
+    with pytest.raises(SystemExit, match=r"Run torchrun --nproc_per_node=GPUS main\.py --epochs 2;"):
         runpy.run_path(str(Path(multiproc.__file__)), run_name="__main__")
 
 

@@ -560,7 +560,7 @@ def test_a_parameter_that_left_its_group_since_the_backward_does_not_count(level
 def test_a_clip_of_parameters_in_place_of_the_optimizer_says_what_to_write() -> None:
     model, optimizer = started()
     for wrong in (model.parameters(), list(model.parameters()), model, amp.master_params(optimizer)):
-        with pytest.raises(AmpTypeError, match=r"Type amp.clip_grad_norm_\(optimizer, max_norm\)"):
+        with pytest.raises(AmpTypeError, match=r"Call amp.clip_grad_norm_\(optimizer, max_norm\)"):
             amp.clip_grad_norm_(wrong, 1.0)  # type: ignore[arg-type]
     amp.close()
     with pytest.raises(AmpTypeError, match="takes the optimizer, not a generator"):
@@ -597,7 +597,7 @@ def test_a_clip_of_the_models_own_gradients_is_warned_of_once_where_masters_are_
 
     step(0, False)
     if level in MASTER_LEVELS:
-        with pytest.warns(UserWarning, match=r"type amp.clip_grad_norm_\(optimizer, max_norm\)"):
+        with pytest.warns(UserWarning, match=r"call amp.clip_grad_norm_\(optimizer, max_norm\)"):
             step(1)
     step(2)
 

@@ -86,7 +86,7 @@ def test_a_checkpoint_moves_between_the_wrapped_and_the_bare_model(level: str) -
 def test_a_model_is_traced_with_its_casts_and_scripted_after_close(level: str) -> None:
     model, (x, _) = NORMED_MLP.model().eval(), NORMED_MLP.batch()
     amp.initialize(model, opt_level=level, verbosity=0)
-    with pytest.raises(AmpStateError, match=r"Type torch.jit.trace\(model, example_inputs\).*or amp.close\(\)"):
+    with pytest.raises(AmpStateError, match=r"Call torch.jit.trace\(model, example_inputs\).*or amp.close\(\)"):
         torch.jit.script(model)
     assert_bitwise(torch.jit.trace(model, x)(x), model(x))
     amp.close()

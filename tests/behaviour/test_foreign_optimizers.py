@@ -466,7 +466,7 @@ def test_a_grad_scaler_that_would_step_masters_without_gradients_says_what_to_wr
         scaler.unscale_(optimizer)
     if how == "clipped":
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-    with pytest.raises(AmpStateError, match=r"torch.amp.GradScaler.*type `with amp.scale_loss\(loss, optimizer\)"):
+    with pytest.raises(AmpStateError, match=r"torch.amp.GradScaler.*use `with amp.scale_loss\(loss, optimizer\)"):
         scaler.step(optimizer)
     for attribute in ("found_inf", "grad_scale"):
         vars(optimizer).pop(attribute, None)  # which GradScaler leaves where a step raises

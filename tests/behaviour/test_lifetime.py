@@ -301,7 +301,7 @@ def test_an_initialize_that_will_feel_them_says_so_once_a_call(
         assert output.count("Warning:") == 1
         assert f"Warning:  {level} goes on casting functions to {str(HALF[level])[6:]}, process-wide" in output
         assert f"({options.get('opt_level', 'enabled=False')})" in output
-        assert "Type amp.close()" in output
+        assert "Call amp.close()" in output
     assert is_cast()
     amp.initialize(MLP.model(), verbosity=0, **options)
     assert capsys.readouterr().out == ""

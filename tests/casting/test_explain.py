@@ -163,7 +163,7 @@ def test_explanations_nest_and_each_with_starts_anew() -> None:
             F.linear(X, X)
         F.linear(X, X)
     assert (only(outer).calls, only(inner).calls) == (3, 1)
-    with inner, pytest.raises(AmpStateError, match=r"Type amp\.explain\(\)"), inner:
+    with inner, pytest.raises(AmpStateError, match=r"Call amp\.explain\(\)"), inner:
         pass
     assert inner.records == []
 

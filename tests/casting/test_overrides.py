@@ -139,7 +139,7 @@ def test_only_levels_that_cast_functions_read_the_environment(monkeypatch: pytes
 
 
 WRONG = {
-    "no sign": ("AMP_ENGINE_HALF", "torch.mm", "no sign.  Type '+torch.mm' to put it on the half list, '-torch.mm'"),
+    "no sign": ("AMP_ENGINE_HALF", "torch.mm", "no sign.  Use '+torch.mm' to put it on the half list, '-torch.mm'"),
     "no path": ("AMP_ENGINE_HALF", "+mm", "no dotted name of a function, such as torch.nn.functional.gelu"),
     "empty": ("AMP_ENGINE_HALF", "+", "no dotted name"),
     "syntax": ("AMP_ENGINE_HALF", "+torch.mm()", "no dotted name"),
@@ -151,7 +151,7 @@ WRONG = {
     "banned": ("AMP_ENGINE_FLOAT", "+torch.nn.functional.binary_cross_entropy", "allow_banned=True"),
     "twice": ("AMP_ENGINE_FLOAT", "+torch.relu,+torch.relu", "AMP_ENGINE_FLOAT adds it already"),
     "both": ("AMP_ENGINE_HALF", "+torch.mm,-torch.mm", "the same variable says '-torch.mm'"),
-    "other list": ("AMP_ENGINE_FLOAT", "-torch.mm", "not on the float list; it is on the list 'half'.  Type it in "),
+    "other list": ("AMP_ENGINE_FLOAT", "-torch.mm", "not on the float list; it is on the list 'half'.  Put it in "),
     "in place": ("AMP_ENGINE_FLOAT", "-torch.exp_", "it is on the list 'refused_in_place'.  Leave the entry out."),
     "no list": ("AMP_ENGINE_PROMOTE", "-torch.relu", "it is on no list.  Leave the entry out."),
 }

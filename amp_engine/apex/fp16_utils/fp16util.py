@@ -96,7 +96,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
         found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "none"
         raise AmpStateError(
             f"prep_param_lists: with flat_master=True all parameters must be of one type and on one device, but the "
-            f"model has {found}.  Type flat_master=False, or make the model one type (model.half())."
+            f"model has {found}.  Use flat_master=False, or make the model one type (model.half())."
         )
     master = nn.Parameter(flatten([param.detach() for param in model_params]).float())
     master.grad = torch.zeros_like(master)

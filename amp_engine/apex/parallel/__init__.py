@@ -71,7 +71,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     ranks = dist.get_world_size()
     if not 0 < group_size <= ranks or ranks % group_size:
         raise AmpValueError(
-            f"group_size={group_size!r} does not divide the {ranks} ranks.  Type 0 for all of them, or a divisor."
+            f"group_size={group_size!r} does not divide the {ranks} ranks.  Use 0 for all of them, or a divisor."
         )
     mine = None
     for first in range(0, ranks, group_size):

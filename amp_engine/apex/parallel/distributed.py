@@ -91,7 +91,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         check_process_group("DistributedDataParallel")
         if not isinstance(module, nn.Module):
             raise AmpTypeError(
-                f"DistributedDataParallel() got a {type(module).__name__}, but wraps a model.  Type "
+                f"DistributedDataParallel() got a {type(module).__name__}, but wraps a model.  Call "
                 "DistributedDataParallel(model) with what amp.initialize returned."
             )
         for name, value in (
@@ -171,7 +171,7 @@ class Reducer:
         for leaf in self._given:
             if not isinstance(leaf, Tensor):
                 raise AmpTypeError(
-                    f"Reducer() got a {type(leaf).__name__}, but takes a module, or gradients as tensors.  Type "
+                    f"Reducer() got a {type(leaf).__name__}, but takes a module, or gradients as tensors.  Call "
                     "Reducer(model), and call reduce() after each backward."
                 )
         if self._module is not None:
@@ -210,7 +210,7 @@ def check_process_group(name: str) -> None:
     """Raise AmpStateError unless torch.distributed is initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         raise AmpStateError(
-            f"apex.parallel.{name} needs torch.distributed.  Type torch.distributed.init_process_group(backend='nccl') "
+            f"apex.parallel.{name} needs torch.distributed.  Call torch.distributed.init_process_group(backend='nccl') "
             "before, and start the script with torchrun --nproc_per_node=GPUS script.py."
         )
 

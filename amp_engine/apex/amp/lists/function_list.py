@@ -36,7 +36,7 @@ class FunctionList(MutableSequence[str]):
 
     def __setitem__(self, index: Any, name: Any) -> None:
         if not isinstance(index, int) or not isinstance(name, str):
-            raise AmpTypeError("One name is replaced at a time.  Type functions[0] = 'softmax', say.")
+            raise AmpTypeError("One name is replaced at a time.  Write functions[0] = 'softmax', say.")
         del self[index]
         self.append(name)
 

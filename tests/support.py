@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import amp, kernels
+from tests.models import NORMED_MLP
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DYNAMIC_LEVELS = ("O1", "O2")
@@ -54,6 +55,27 @@ OPTIMIZER_HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
+
+
+def momentum_sgd(params: Any) -> Optimizer:
+    """What most tests step with."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def started(
+    level: str = "O2",
+    make: Callable[[Any], Optimizer] = momentum_sgd,
+    task: Any = NORMED_MLP,
+    *,
+    seed: int = 0,
+    engine: Any = amp,
+    **keywords: Any,
+) -> tuple[nn.Module, Optimizer]:
+    """A model of `task` and the optimizer that `make` makes of its parameters, initialized silently."""
+    model = task.model(seed)
+    optimizer = make(model.parameters())
+    engine.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **keywords})
+    return model, optimizer
 
 
 def backward(loss: Tensor, optimizers: Any, *, overflow: bool = False, engine: Any = amp, **keywords: Any) -> None:

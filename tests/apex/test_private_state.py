@@ -19,6 +19,7 @@ from amp_engine.apex.amp._amp_state import _amp_state
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.optimizers import LARC
 from amp_engine.scaler import LossScaler
+from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     DYNAMIC_LEVELS,
@@ -42,10 +43,7 @@ METHODS = (
 
 
 def started(level: str, make: Any = torch.optim.SGD, task: Any = NORMED_MLP, **keywords: Any) -> Any:
-    model = task.model()
-    optimizer = make(model.parameters(), 0.05)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
-    return model, optimizer
+    return support.started(level, lambda params: make(params, 0.05), task, **keywords)
 
 
 def scaler(index: int = 0) -> LossScaler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import io
 import pickle
 import types
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from amp_engine import amp
+from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     LEVELS,
@@ -37,11 +39,7 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-def started(level: str, task: Any = MLP, seed: int = 0, **keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = task.model(seed)
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
-    return model, optimizer
+started = functools.partial(support.started, task=MLP)
 
 
 # initialize
@@ -139,7 +137,7 @@ def test_a_module_given_as_an_argument_is_not_cast() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_exception_in_the_body_leaves_nothing_hidden(level: str) -> None:
     def run(*, interrupted: bool) -> list[Tensor]:
-        model, optimizer = started(level, NORMED_MLP)
+        model, optimizer = started(level, task=NORMED_MLP)
         train(NORMED_MLP, model, optimizer, "c")
         optimizer.zero_grad()
         backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
@@ -178,7 +176,7 @@ def test_a_tuple_of_optimizers_is_prepared_like_a_list(level: str) -> None:
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_delayed_first_backward_keeps_the_gradients_of_batch_norm(level: str) -> None:
-    model, optimizer = started(level, NORMED_MLP)
+    model, optimizer = started(level, task=NORMED_MLP)
     norm = model[1]
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch(0)), optimizer, delay_unscale=True)
     scale = amp._amp_state.loss_scalers[0].loss_scale()
@@ -235,7 +233,7 @@ def test_parameters_unfrozen_later_get_masters_and_unscaled_gradients(level: str
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_accumulation_with_scale_one_keeps_every_batch_norm_gradient(level: str) -> None:
-    model, optimizer = started(level, NORMED_MLP, loss_scale=1.0)
+    model, optimizer = started(level, task=NORMED_MLP, loss_scale=1.0)
     norm = model[1]
     seen = []
     for index in range(3):
@@ -253,7 +251,7 @@ def test_accumulation_with_scale_one_keeps_every_batch_norm_gradient(level: str)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("keywords", [{}, {"set_to_none": True}, {"set_to_none": False}], ids=str)
 def test_zero_grad_has_the_signature_of_torch(level: str, keywords: dict[str, bool]) -> None:
-    model, optimizer = started(level, NORMED_MLP)
+    model, optimizer = started(level, task=NORMED_MLP)
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch(7)), optimizer)
     optimizer.zero_grad(**keywords)
     for param in group_params(optimizer):
@@ -265,7 +263,7 @@ def test_zero_grad_has_the_signature_of_torch(level: str, keywords: dict[str, bo
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch(0)), optimizer)
     gradients = [param.grad.clone() for param in group_params(optimizer)]
     amp.close()
-    model, optimizer = started(level, NORMED_MLP)
+    model, optimizer = started(level, task=NORMED_MLP)
     NORMED_MLP.loss(model, NORMED_MLP.batch(7))
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch(0)), optimizer)
     assert_bitwise(gradients, [param.grad for param in group_params(optimizer)])
@@ -345,7 +343,7 @@ def test_an_in_place_write_to_a_half_parameter_reaches_its_master(level: str) ->
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_checkpoint_of_the_model_holds_the_exact_masters(level: str) -> None:
-    model, optimizer = started(level, NORMED_MLP)
+    model, optimizer = started(level, task=NORMED_MLP)
     train(NORMED_MLP, model, optimizer, "ccccc")
     saved = model.state_dict()
     assert_bitwise([saved[name] for name, _ in model.named_parameters()], masters(optimizer))
@@ -510,7 +508,7 @@ def test_extra_state_passes_through_the_checkpoint(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_checkpoint_is_float_at_every_level(level: str) -> None:
-    model, optimizer = started(level, NORMED_MLP)
+    model, optimizer = started(level, task=NORMED_MLP)
     train(NORMED_MLP, model, optimizer, "c")
     saved = model.state_dict()
     assert {value.dtype for value in saved.values()} == {torch.float32, torch.int64}

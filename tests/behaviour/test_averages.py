@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from amp_engine import AmpTypeError, Engine, amp
 from tests.models import CNN, LSTM, MLP, NORMED_MLP
-from tests.support import LEVELS, MASTER_LEVELS, assert_bitwise, frozen, masters, train
+from tests.support import LEVELS, MASTER_LEVELS, assert_bitwise, frozen, masters, started, train
 
 DECAY = 0.9999
 LOW_LEVELS = ("O2", "O3", "O5")
@@ -25,13 +25,6 @@ AVERAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "exponential, one by one": lambda: {"avg_fn": get_ema_avg_fn(DECAY)},
     "with buffers": lambda: {"multi_avg_fn": get_ema_multi_avg_fn(DECAY), "use_buffers": True},
 }
-
-
-def started(level: str, task: Any = NORMED_MLP) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = task.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return model, optimizer
 
 
 def exact(model: nn.Module, task: Any = NORMED_MLP) -> nn.Module:
@@ -81,7 +74,7 @@ def test_an_averaged_model_is_that_of_an_fp32_model_with_the_masters_values(
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_slow_average_moves_as_far_as_it_would_in_fp32(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     averaged.update_parameters(model)
     start = state(averaged)["module.0.weight"]
@@ -98,7 +91,7 @@ def test_a_slow_average_moves_as_far_as_it_would_in_fp32(level: str) -> None:
 @pytest.mark.parametrize("task", [CNN, LSTM, NORMED_MLP], ids=["CNN", "LSTM", "NORMED_MLP"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_averaged_model_evaluates_saves_and_loads_as_torchs_of_an_fp32_model(level: str, task: Any) -> None:
-    model, optimizer = started(level, task)
+    model, optimizer = started(level, task=task)
     averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     for index in range(3):
         train(task, model, optimizer, "c", first=index)

@@ -23,6 +23,7 @@ from tests.support import (
     masters,
     optimizer_values,
     scaler_numbers,
+    started,
     train,
 )
 
@@ -44,15 +45,6 @@ Clip = Callable[..., Tensor]
 
 def by_torch(optimizer: Optimizer, max_norm: float, *args: Any, **keywords: Any) -> Tensor:
     return nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), max_norm, *args, **keywords)
-
-
-def started(
-    level: str = "O2", make: Callable[[Any], Optimizer] = OPTIMIZERS["SGD"], task: Any = NORMED_MLP, **keywords: Any
-) -> tuple[nn.Module, Optimizer]:
-    model = task.model()
-    optimizer = make(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
-    return model, optimizer
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor | None]:

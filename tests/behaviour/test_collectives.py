@@ -15,6 +15,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 
 from amp_engine import amp
 from amp_engine.apex.parallel.distributed import flat_dist_call
+from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.ranks import on_ranks
 from tests.support import FUNCTION_LEVELS, LEVELS, MASTER_LEVELS, assert_bitwise, frozen, masters, train
@@ -172,10 +173,7 @@ def group() -> Iterator[None]:
 
 
 def started(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = MLP.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return model, optimizer
+    return support.started(level, lambda params: torch.optim.SGD(params, lr=0.0), MLP)
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from amp_engine import amp
+from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     LEVELS,
@@ -32,9 +33,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def started(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = NORMED_MLP.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = support.started(level)
     train(NORMED_MLP, model, optimizer, "cc")
     return model, optimizer
 

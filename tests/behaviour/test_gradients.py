@@ -24,15 +24,9 @@ from tests.support import (
     group_params,
     masters,
     scaler_numbers,
+    started,
     train,
 )
-
-
-def started(level: str, task: Any = NORMED_MLP, **keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = task.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
-    return model, optimizer
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -155,13 +149,13 @@ def test_editing_half_model_gradients_after_the_exit_changes_nothing(edit: Any, 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_zeroing_half_model_gradients_between_two_backwards_loses_none(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     backward(MLP.loss(model, MLP.batch(0)), optimizer)
     model.zero_grad()
     backward(MLP.loss(model, MLP.batch(1)), optimizer)
     both = gradients(optimizer)
     amp.close()
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     for index in range(2):
         backward(MLP.loss(model, MLP.batch(index)), optimizer)
     assert_bitwise(both, gradients(optimizer))
@@ -169,7 +163,7 @@ def test_zeroing_half_model_gradients_between_two_backwards_loses_none(level: st
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_clipping_the_master_gradients_clips_the_step(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     before = masters(optimizer)
     backward(MLP.loss(model, MLP.batch()), optimizer)
     norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-2)
@@ -181,7 +175,7 @@ def test_clipping_the_master_gradients_clips_the_step(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_clipping_by_value_clips_the_step(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     backward(MLP.loss(model, MLP.batch()), optimizer)
     nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
     before = masters(optimizer)
@@ -192,7 +186,7 @@ def test_clipping_by_value_clips_the_step(level: str) -> None:
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_master_gradient_set_by_the_user_is_the_one_that_is_stepped(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     before = masters(optimizer)
     backward(MLP.loss(model, MLP.batch()), optimizer)
     for master in amp.master_params(optimizer):
@@ -297,7 +291,7 @@ def test_a_backward_adds_to_a_gradient_that_was_laid_out_otherwise(level: str) -
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_delayed_backwards_are_one_big_batch(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     for index in range(3):
         loss = MLP.loss(model, MLP.batch(index)) / 4
         backward(loss, optimizer, delay_unscale=True)
@@ -317,7 +311,7 @@ def test_delayed_backwards_are_one_big_batch(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_delayed_window_can_be_opened_again_and_again(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     for window in range(3):
         optimizer.zero_grad()
         backward(MLP.loss(model, MLP.batch(2 * window)), optimizer, delay_unscale=True)
@@ -332,7 +326,7 @@ def test_a_delayed_window_can_be_opened_again_and_again(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_in_a_delayed_backward_skips_the_step_of_its_window(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     before = masters(optimizer)
     backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True, overflow=True)
     backward(MLP.loss(model, MLP.batch(1)), optimizer)
@@ -498,7 +492,7 @@ def test_a_loss_id_that_is_refused_leaves_windows_of_different_scales_open() -> 
 def test_zero_grad_in_an_open_window_throws_away_it_and_what_came_before(
     level: str, before: bool, set_to_none: bool
 ) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     if before:
         backward(MLP.loss(model, MLP.batch(4)), optimizer)
     backward(MLP.loss(model, MLP.batch(5)), optimizer, delay_unscale=True)
@@ -506,7 +500,7 @@ def test_zero_grad_in_an_open_window_throws_away_it_and_what_came_before(
     backward(MLP.loss(model, MLP.batch(0)), optimizer)
     after = gradients(optimizer)
     amp.close()
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     backward(MLP.loss(model, MLP.batch(0)), optimizer)
     assert_bitwise(after, gradients(optimizer))
 
@@ -518,7 +512,7 @@ def test_an_exception_before_the_backward_keeps_the_open_window(level: str) -> N
             raise ZeroDivisionError
 
     def run(*, interrupted: bool) -> list[Tensor]:
-        model, optimizer = started(level, MLP)
+        model, optimizer = started(level, task=MLP)
         backward(MLP.loss(model, MLP.batch(0)), optimizer, delay_unscale=True)
         if interrupted:
             with pytest.raises(ZeroDivisionError):
@@ -533,13 +527,13 @@ def test_an_exception_before_the_backward_keeps_the_open_window(level: str) -> N
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_an_undelayed_backward_before_a_delayed_one_is_kept(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     backward(MLP.loss(model, MLP.batch(0)), optimizer)
     backward(MLP.loss(model, MLP.batch(1)), optimizer, delay_unscale=True)
     backward(MLP.loss(model, MLP.batch(2)), optimizer)
     three = gradients(optimizer)
     amp.close()
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     for index in range(3):
         backward(MLP.loss(model, MLP.batch(index)), optimizer)
     assert_close(three, gradients(optimizer), 0.05 if level == "O5" else 1e-2)
@@ -550,7 +544,7 @@ def test_an_undelayed_backward_before_a_delayed_one_is_kept(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_two_losses_of_one_graph_with_retain_graph(level: str) -> None:
-    model, optimizer = started(level, MLP, num_losses=2)
+    model, optimizer = started(level, task=MLP, num_losses=2)
     outputs = model(MLP.batch()[0]).float()
     first, second = outputs.square().mean(), (outputs - 1).abs().mean()
     with amp.scale_loss(first, optimizer, loss_id=0) as scaled_loss:
@@ -784,7 +778,7 @@ def test_a_group_added_later_starts_from_the_exact_values(level: str) -> None:
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_parameter_that_has_a_master_is_not_added_a_second_time(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
 
     def add_and_use() -> None:
         optimizer.add_param_group({"params": [model[0].weight]})
@@ -796,7 +790,7 @@ def test_a_parameter_that_has_a_master_is_not_added_a_second_time(level: str) ->
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_freezing_stops_and_unfreezing_resumes_the_training_of_a_layer(level: str) -> None:
-    model, optimizer = started(level, MLP)
+    model, optimizer = started(level, task=MLP)
     train(MLP, model, optimizer, "c")
     model[0].requires_grad_(False)
     optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import pickle
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from amp_engine import amp, kernels
 from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.support import MASTER_LEVELS, assert_bitwise, backward, frozen, masters, optimizer_values
 
@@ -38,20 +40,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def started(
-    level: str = "O2", make: Callable[[Any], Optimizer] = OPTIMIZERS["SGD"], task: Any = MLP, **keywords: Any
-) -> tuple[nn.Module, Optimizer]:
-    model = task.model()
-    optimizer = make(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
-    return model, optimizer
+started = functools.partial(support.started, task=MLP)
 
 
 def pending(
     level: str = "O2", make: Callable[[Any], Optimizer] = OPTIMIZERS["SGD"], task: Any = MLP
 ) -> tuple[nn.Module, Optimizer]:
     """Between the exit of the second backward and the second step."""
-    model, optimizer = started(level, make, task)
+    model, optimizer = started(level, make, task=task)
     backward(task.loss(model, task.batch()), optimizer)
     optimizer.step()
     optimizer.zero_grad()
@@ -90,7 +86,7 @@ def seen_backward(model: nn.Module, optimizers: Any, loss: Tensor, **keywords: A
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_master_gradient_exists_after_the_exit_or_after_the_step(name: str, level: str) -> None:
-    model, optimizer = started(level, OPTIMIZERS[name], NORMED_MLP)
+    model, optimizer = started(level, OPTIMIZERS[name], task=NORMED_MLP)
     for index in range(3):
         optimizer.zero_grad(set_to_none=True)
         backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)
@@ -157,7 +153,7 @@ def test_a_read_gradient_is_the_half_one_over_the_scale_in_the_layout_of_the_par
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_looking_at_gradients_changes_no_bit_of_the_step(name: str, level: str, scale: float) -> None:
     def run(*, looking: bool) -> dict[str, Any]:
-        model, optimizer = started(level, OPTIMIZERS[name], NORMED_MLP, loss_scale=scale)
+        model, optimizer = started(level, OPTIMIZERS[name], task=NORMED_MLP, loss_scale=scale)
         for index in range(4):
             optimizer.zero_grad()
             backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from amp_engine import amp
+from tests import support
 from tests.models import CNN, LSTM, NORMED_MLP, Task
 from tests.support import LEVELS, assert_bitwise, frozen, masters, optimizer_values, train
 
@@ -21,10 +22,7 @@ OPTIMIZERS = {
 
 
 def started(task: Task, make: Any, level: str, seed: int = 0, **keywords: Any) -> Any:
-    model = task.model(seed)
-    optimizer = make(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
-    return model, optimizer
+    return support.started(level, make, task, seed=seed, **keywords)
 
 
 def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> io.BytesIO:

@@ -56,6 +56,7 @@ def test_who_looks_at_a_gradient_gets_float32_and_the_step_steps_that(make: Any)
     assert slots_of(room) == [Slot.OWN]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_what_kernels_may_not_take_is_foreign(make: Any) -> None:
     high = make.full(4, 2)
     room = make.room(high)

@@ -138,6 +138,7 @@ def test_an_empty_window_finds_nothing(make: Any) -> None:
     assert room.gradients() == [None]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_foreign_gradients_are_checked_and_unscaled_too(make: Any) -> None:
     high = make.full(4, 2)
     room = make.room(high)

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "math/loss_scale.h"
-#include "math/rows.h"
+#include "math/optimizers.h"
 
 namespace amp_engine {
 
@@ -41,8 +41,6 @@ struct CheckArgs {
   float const* norm_scale;
   float* found_inf;      // [], set to 1 if a tensor is not finite, else left alone; null: not wanted
 };
-
-enum class Kind : int { adam, sgd, adagrad, novograd, lamb };
 
 struct StepArgs {
   Kind kind;

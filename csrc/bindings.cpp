@@ -2,6 +2,8 @@
 #include <torch/extension.h>
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 #include <variant>
 
 #include "collectives.h"
@@ -80,20 +82,33 @@ bool have_bytes_of_stamps(ParamsOrList const& tensors, std::variant<py::bytes, p
 py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }
 
 Kind kind_of(std::string const& name) {
-  char const* const names[] = {"adam", "sgd", "adagrad", "novograd", "lamb"};
-  for (int i = 0; i < 5; ++i) {
-    if (name == names[i]) {
-      return Kind(i);
-    }
+#define X(kind, type)  \
+  if (name == #kind) { \
+    return Kind::kind; \
   }
-  throw py::value_error("StepTable: kind is '" + name + "', but must be adam, sgd, adagrad, novograd or lamb.");
+  AMP_OPTIMIZERS(X)
+#undef X
+  std::string known;
+#define X(kind, type) known += (known.empty() ? "" : ", ") + std::string(#kind);
+  AMP_OPTIMIZERS(X)
+#undef X
+  throw py::value_error("StepTable: kind is '" + name + "', but must be one of " + known + ".");
 }
 
-// From amp_engine.kernels.Hyperparameters. Keeps a learning rate that is on the device alive in `learning_rates`.
-Group group_of(py::handle h, at::Device device, std::vector<at::Tensor>& learning_rates) {
-  auto const number = [&](char const* name) { return h.attr(name).cast<double>(); };
-  auto const flag = [&](char const* name) { return uint32_t(h.attr(name).cast<bool>()); };
-  Group group{};
+char const* name_of(Kind kind) {
+#define X(name, type) \
+  case Kind::name:    \
+    return #name;
+  switch (kind) { AMP_OPTIMIZERS(X) }
+#undef X
+  return "";
+}
+
+// From the class of amp_engine.kernels.formulas that the optimizer has. Keeps a learning rate that is on the
+// device alive in `learning_rates`.
+Group group_of(Kind kind, py::handle h, at::Device device, std::vector<at::Tensor>& learning_rates) {
+  Group group;
+  std::memset(&group, 0, sizeof group);  // uploaded where its bytes have changed
   py::object const lr = h.attr("lr");
   if (THPVariable_Check(lr.ptr())) {
     auto const tensor = lr.cast<at::Tensor>();
@@ -106,24 +121,20 @@ Group group_of(py::handle h, at::Device device, std::vector<at::Tensor>& learnin
   } else {
     group.lr = lr.cast<double>();
   }
-  group.beta1 = number("beta1");
-  group.beta2 = number("beta2");
-  group.eps = number("eps");
-  group.weight_decay = number("weight_decay");
-  group.momentum = number("momentum");
-  group.dampening = number("dampening");
-  group.lr_decay = number("lr_decay");
-  group.max_grad_norm = number("max_grad_norm");
-  group.decoupled = flag("decoupled");
-  group.bias_correction = flag("bias_correction");
-  group.maximize = flag("maximize");
-  group.nesterov = flag("nesterov");
-  group.decay_after_momentum = flag("decay_after_momentum");
-  group.grad_averaging = flag("grad_averaging");
-  group.use_nvlamb = flag("use_nvlamb");
-  group.decay_inside_moment = flag("decay_inside_moment");
-  group.infinity_norm = flag("infinity_norm");
-  group.init_zero = flag("init_zero");
+  group.maximize = h.attr("maximize").cast<bool>();
+  with_optimizer(kind, [&](auto update) {
+    HyperOf<decltype(update)>::in(group).visit([&](char const* name, auto& value) {
+      if (!py::hasattr(h, name)) {
+        throw py::type_error("StepTable.step: groups holds no hyperparameters of " + std::string(name_of(kind)) +
+                             ": there is no " + name + " in it.");
+      }
+      if constexpr (std::is_same_v<std::decay_t<decltype(value)>, double>) {
+        value = h.attr(name).cast<double>();
+      } else {
+        value = h.attr(name).cast<bool>();
+      }
+    });
+  });
   return group;
 }
 
@@ -301,7 +312,7 @@ PYBIND11_MODULE(_C, m) {
             std::vector<at::Tensor> learning_rates;
             std::vector<Group> native;
             for (py::handle group : groups) {
-              native.push_back(group_of(group, self.device(), learning_rates));
+              native.push_back(group_of(self.kind(), group, self.device(), learning_rates));
             }
             StepTable::Stepping const stepping(self);
             py::gil_scoped_release const no_gil;

@@ -193,6 +193,16 @@ void update_scale(at::Tensor const& scale, at::Tensor const& growth_tracker,
   bump_versions({scale, growth_tracker, found_inf, hysteresis_tracker, inv_scale_used, found_inf_used});
 }
 
+// SGD has no buffer where there is no momentum.
+template <class Update>
+bool reads_state1(Group const& group) {
+  if constexpr (requires(typename Update::Hyper const& hyper) { hyper.has_state1(); }) {
+    return HyperOf<Update>::in(group).has_state1();
+  } else {
+    return Update::kState1;
+  }
+}
+
 StepTable::StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
                      OptionalTensors state2, std::vector<uint32_t> const& groups, at::Tensor steps,
                      std::optional<at::Tensor> norms, std::optional<bool> stream_copies)
@@ -222,7 +232,8 @@ StepTable::StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies,
   }
   check_vector(op, "steps", steps_, int64_t(n), at::kFloat, device);
   check_vector(op, "norms", norms_, int64_t(n), at::kFloat, device);
-  TORCH_CHECK_VALUE(kind != Kind::novograd || norms_, op, ": novograd keeps norms; pass a float32 tensor of shape [", n,
+  bool const keeps_norms = with_optimizer(kind, [](auto update) { return decltype(update)::kNorm; });
+  TORCH_CHECK_VALUE(!keeps_norms || norms_, op, ": novograd keeps norms; pass a float32 tensor of shape [", n,
                     "].");
   check_memory(op, nullptr);
 
@@ -315,14 +326,15 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
   check_scalar(op, "gradient_norm", gradient_norm, at::kFloat, device);
   check_vector(op, "sum_squares", sum_squares, int64_t(n), at::kDouble, device);
   check_vector(op, "largest", largest, int64_t(n), at::kFloat, device);
-  bool const needs_state2 = kind_ == Kind::adam || kind_ == Kind::lamb;
+  bool const needs_state2 = with_optimizer(kind_, [](auto update) { return decltype(update)::kState2; });
   for (size_t t = 0; t < n; ++t) {
     TORCH_CHECK_VALUE(rows_[t].group < groups.size(), op, ": weights[", t, "] is in group ", rows_[t].group, " of ",
                       groups.size(), ".");
     if (!gradients[t]) {
       continue;
     }
-    bool const needs_state1 = kind_ != Kind::sgd || groups[rows_[t].group].momentum != 0.0;
+    Group const& group = groups[rows_[t].group];
+    bool const needs_state1 = with_optimizer(kind_, [&](auto update) { return reads_state1<decltype(update)>(group); });
     TORCH_CHECK_VALUE(weights_[t].has_value(), op, ": gradients[", t, "] is given, but weights[", t, "] is None.");
     TORCH_CHECK_VALUE((!needs_state1 || state1_[t]) && (!needs_state2 || state2_[t]), op, ": weights[", t,
                       "] has a gradient, but no optimizer state.");
@@ -331,7 +343,7 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
     check_memory(op, &gradients);
     was_stepped_ = true;
   }
-  bool const needs_sums = kind_ == Kind::novograd || kind_ == Kind::lamb;
+  bool const needs_sums = norms_ || kind_ == Kind::lamb;
   if (needs_sums && !(sum_squares && largest)) {
     Checks const checks = sums_.run(op, gradients, nullptr, nullptr, {}, false, {}, {}, {}, {}, true);
     sum_squares = checks.sum_squares;

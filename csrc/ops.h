@@ -118,6 +118,7 @@ class StepTable {
             std::optional<at::Tensor> largest, std::optional<at::Tensor> const& gradient_norm);
 
   at::Device device() const { return steps_.device(); }
+  Kind kind() const { return kind_; }
   size_t size() const { return rows_.size(); }
 
  private:

@@ -18,11 +18,11 @@ MODULES = {
 # Each line may import from the lines above it, never from its own line or from below.
 LAYERS = [
     ["torch_private"],
-    ["copying", "errors", "devices", "kernels._native", "kernels.hyperparameters", "casting.locks"],
+    ["copying", "errors", "devices", "kernels._native", "casting.locks"],
     ["kernels.layout", "kernels.backend", "kernels.library"],
     ["dtypes", "dynamo", "stepping", "compat", "__main__"],
     ["containers", "policy"],
-    ["kernels.refusals", "levels"],
+    ["kernels.refusals", "kernels.formulas", "levels"],
     ["kernels.reference_lists", "kernels.reference_walks", "kernels.native"],
     ["kernels.reference_steps"],
     ["kernels.reference"],

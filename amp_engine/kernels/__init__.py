@@ -2,7 +2,8 @@
 
 from amp_engine.kernels.backend import Checks as Checks
 from amp_engine.kernels.choice import has_native as has_native
-from amp_engine.kernels.hyperparameters import Hyperparameters as Hyperparameters
+from amp_engine.kernels.formulas import FORMULAS as FORMULAS
+from amp_engine.kernels.formulas import Formula as Formula
 from amp_engine.kernels.layout import FLOATS as FLOATS
 from amp_engine.kernels.layout import is_dense as is_dense
 from amp_engine.kernels.layout import is_lazy as is_lazy
@@ -29,7 +30,8 @@ from amp_engine.kernels.walk import stamps as stamps
 __all__ = [
     "FLOATS",
     "Checks",
-    "Hyperparameters",
+    "FORMULAS",
+    "Formula",
     "ListCheck",
     "StepTable",
     "accumulate_",

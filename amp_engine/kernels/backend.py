@@ -6,12 +6,13 @@ Both give the same answers to the bit but for what reference.py says, and raise 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from amp_engine.kernels.hyperparameters import Hyperparameters
+if TYPE_CHECKING:
+    from amp_engine.kernels.formulas import Formula
 
 TensorList = Sequence[Tensor | None]
 Stamps = bytes | bytearray | list[tuple[int, int, torch.dtype, torch.device]]
@@ -67,7 +68,7 @@ class BuiltTable(Protocol):
         self,
         grads: TensorList,
         scaled: Sequence[bool],
-        groups: Sequence[Hyperparameters],
+        groups: Sequence[Formula],
         inv_scale: Tensor | None,
         found_inf: Tensor | None,
         norm: Tensor | None,

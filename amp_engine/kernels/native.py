@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels.backend import Checks, Gradients, TensorList
-from amp_engine.kernels.hyperparameters import Hyperparameters
+from amp_engine.kernels.formulas import Formula
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
@@ -145,7 +145,7 @@ class NativeTable:
         self,
         grads: TensorList,
         scaled: Sequence[bool],
-        groups: Sequence[Hyperparameters],
+        groups: Sequence[Formula],
         inv_scale: Tensor | None,
         found_inf: Tensor | None,
         norm: Tensor | None,

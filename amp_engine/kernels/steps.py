@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels.backend import TensorList
-from amp_engine.kernels.hyperparameters import Hyperparameters
+from amp_engine.kernels.formulas import FORMULAS
 from amp_engine.kernels.library import call, define, fake_nothing
 from amp_engine.kernels.table import StepTable
 
@@ -332,7 +332,7 @@ def _eager_step(op: str) -> Callable[..., None]:
         **hyperparameters: Any,
     ) -> None:
         n = len(params)
-        group = Hyperparameters(lr if lr_tensor is None else lr_tensor, **hyperparameters)
+        group = FORMULAS[op.removesuffix("_")](lr=lr if lr_tensor is None else lr_tensor, **hyperparameters)
         by_row = dict(zip(rows_with_copy, copies, strict=True))
         table = StepTable(
             op.removesuffix("_"),
@@ -356,16 +356,15 @@ def _eager_step(op: str) -> Callable[..., None]:
     return step
 
 
-_HYPERPARAMETERS = ", ".join(
-    f"{field.type} {field.name}={field.default}" for field in fields(Hyperparameters) if field.name != "lr"
-)
-_EAGER_STEPS = {op: _eager_step(op) for op in ("adam_", "sgd_", "adagrad_", "novograd_", "lamb_")}
+_EAGER_STEPS = {f"{kind}_": _eager_step(f"{kind}_") for kind in FORMULAS}
 for _op, _eager in _EAGER_STEPS.items():
+    _own = fields(FORMULAS[_op.removesuffix("_")])
+    _hyperparameters = ", ".join(f"{field.type} {field.name}={field.default}" for field in _own if field.name != "lr")
     define(
         _op,
         _eager,
         "(Tensor?[] grads, Tensor(a!)[] params, Tensor(b!)[] copies, int[] rows_with_copy, Tensor(c!)[] state1, "
         "Tensor(d!)[] state2, Tensor(e!) steps, Tensor(f!)? norms, Tensor? inv_scale, Tensor? found_inf, "
-        f"Tensor? gradient_norm, Tensor? lr_tensor, float lr, *, {_HYPERPARAMETERS}) -> ()",
+        f"Tensor? gradient_norm, Tensor? lr_tensor, float lr, *, {_hyperparameters}) -> ()",
         fake_nothing,
     )

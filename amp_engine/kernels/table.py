@@ -9,14 +9,14 @@ from torch import Tensor
 
 from amp_engine.kernels.backend import Checks, TensorList
 from amp_engine.kernels.choice import backend_for
-from amp_engine.kernels.hyperparameters import Hyperparameters
+from amp_engine.kernels.formulas import Formula
 
 
 class StepTable:
     """The tensors of one optimizer, stepped together.
 
     Args:
-        kind: "adam", "sgd", "adagrad", "novograd" or "lamb".
+        kind: a key of `kernels.FORMULAS`: "adam", "sgd", "adagrad", "novograd" or "lamb".
         weights: n masters (float32), or parameters (of any of the three types).
         copies: n low-precision parameters that the new weights are rounded into, or None.
         state1: n, float32: exp_avg, momentum buffer or sum; None where the optimizer keeps none.
@@ -48,7 +48,7 @@ class StepTable:
         self,
         grads: TensorList,
         scaled: Sequence[bool],
-        groups: Sequence[Hyperparameters],
+        groups: Sequence[Formula],
         *,
         inv_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
@@ -62,7 +62,7 @@ class StepTable:
         Args:
             grads: n, of the weights' shapes and strides, or None. Not written.
             scaled: n: which of them are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
-            groups: hyperparameters of each group.
+            groups: hyperparameters of each group, of the kind's class in formulas.py.
             inv_scale: float32, shape []; None is 1.
             found_inf: float32, shape []; None is 0.
             norm: float32, shape []: of all unscaled gradients. None: not clipped.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from amp_engine.kernels import Hyperparameters
+from amp_engine.kernels.formulas import Adagrad
 from amp_engine.optimizers.base import FusedOptimizer, Params, check_not_negative
 from amp_engine.optimizers.rules import Group, Rule
 
 
-def _hyperparameters(group: Group) -> Hyperparameters:
-    return Hyperparameters(
+def _hyperparameters(group: Group) -> Adagrad:
+    return Adagrad(
         lr=group["lr"],
         maximize=group.get("maximize", False),
         lr_decay=group.get("lr_decay", 0.0),

@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from amp_engine.errors import AmpStateError
-from amp_engine.kernels import Hyperparameters
+from amp_engine.kernels.formulas import Adam
 from amp_engine.optimizers.base import MasterKeepingOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
 from amp_engine.optimizers.rules import Group, Rule
 
 
-def _hyperparameters(group: Group) -> Hyperparameters:
+def _hyperparameters(group: Group) -> Adam:
     beta1, beta2 = group["betas"]
-    return Hyperparameters(
+    return Adam(
         lr=group["lr"],
         beta1=beta1,
         beta2=beta2,

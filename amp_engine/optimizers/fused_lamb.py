@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from amp_engine.kernels import Hyperparameters
+from amp_engine.kernels.formulas import Lamb
 from amp_engine.optimizers.base import FusedOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
 from amp_engine.optimizers.rules import Group, Rule
 
 
-def _hyperparameters(group: Group) -> Hyperparameters:
+def _hyperparameters(group: Group) -> Lamb:
     beta1, beta2 = group["betas"]
-    return Hyperparameters(
+    return Lamb(
         lr=group["lr"],
         maximize=group.get("maximize", False),
         beta1=beta1,
@@ -47,7 +47,7 @@ class FusedLAMB(FusedOptimizer):
     Raises AmpStateError for `amsgrad`, AmpValueError for values outside of these.
     """
 
-    rule = Rule("lamb", "exp_avg", "exp_avg_sq", _hyperparameters, reads_sums=True)
+    rule = Rule("lamb", "exp_avg", "exp_avg_sq", _hyperparameters)
     settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
 
     def __init__(

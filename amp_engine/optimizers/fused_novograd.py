@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from amp_engine.errors import AmpStateError
-from amp_engine.kernels import Hyperparameters
+from amp_engine.kernels.formulas import NovoGrad
 from amp_engine.optimizers.base import FusedOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
 from amp_engine.optimizers.rules import Group, Rule
 
 
-def _hyperparameters(group: Group) -> Hyperparameters:
+def _hyperparameters(group: Group) -> NovoGrad:
     beta1, beta2 = group["betas"]
-    return Hyperparameters(
+    return NovoGrad(
         lr=group["lr"],
         maximize=group.get("maximize", False),
         beta1=beta1,
@@ -49,7 +49,7 @@ class FusedNovoGrad(FusedOptimizer):
     Raises AmpStateError for `amsgrad` and other norms, AmpValueError for values outside of these.
     """
 
-    rule = Rule("novograd", "exp_avg", None, _hyperparameters, reads_sums=True, keeps_norm=True)
+    rule = Rule("novograd", "exp_avg", None, _hyperparameters)
 
     def __init__(
         self,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch.optim.optimizer import required
 
 from amp_engine.errors import AmpValueError
-from amp_engine.kernels import Hyperparameters
+from amp_engine.kernels.formulas import Sgd
 from amp_engine.optimizers.base import FusedOptimizer, Params, check_not_negative
 from amp_engine.optimizers.rules import Group, Rule
 
 
-def _hyperparameters(group: Group) -> Hyperparameters:
-    return Hyperparameters(
+def _hyperparameters(group: Group) -> Sgd:
+    return Sgd(
         lr=group["lr"],
         maximize=group.get("maximize", False),
         momentum=group["momentum"],

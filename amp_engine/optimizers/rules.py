@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from amp_engine.kernels import Hyperparameters
+from amp_engine.kernels import FORMULAS, Formula
+from amp_engine.kernels.formulas import Adam as AdamFormula
+from amp_engine.kernels.formulas import Sgd as SgdFormula
 
 Group = Mapping[str, Any]
 
@@ -24,8 +26,6 @@ class Rule:
         state2: name of the second one, or None.
         hyperparameters: one parameter group in the kernels' terms.
         keeps_step: whether `state[p]["step"]` counts the steps, as a float32 tensor of shape [].
-        reads_sums: whether the step needs the norms of the gradients, which pass 1 has taken.
-        keeps_norm: whether `state[p]["exp_avg_sq"]` is one float32 norm for the whole tensor.
         needs_state1: whether tensors of this group have the first state at all.
         supports: whether the kernels compute what this group asks for.
     """
@@ -33,17 +33,25 @@ class Rule:
     kind: str
     state1: str
     state2: str | None
-    hyperparameters: Callable[[Group], Hyperparameters]
+    hyperparameters: Callable[[Group], Formula]
     keeps_step: bool = True
-    reads_sums: bool = False
-    keeps_norm: bool = False
     needs_state1: Callable[[Group], bool] = lambda group: True
     supports: Callable[[Group], bool] = lambda group: True
 
+    @property
+    def reads_sums(self) -> bool:
+        """Whether the step needs the norms of the gradients, which pass 1 has taken."""
+        return FORMULAS[self.kind].reads_sums
 
-def _torch_adam(group: Group) -> Hyperparameters:
+    @property
+    def keeps_norm(self) -> bool:
+        """Whether `state[p]["exp_avg_sq"]` is one float32 norm for the whole tensor."""
+        return FORMULAS[self.kind].keeps_norm
+
+
+def _torch_adam(group: Group) -> AdamFormula:
     beta1, beta2 = group["betas"]
-    return Hyperparameters(
+    return AdamFormula(
         lr=group["lr"],
         beta1=beta1,
         beta2=beta2,
@@ -59,12 +67,12 @@ def _supports_torch_adam(group: Group) -> bool:
     return not (group["amsgrad"] or group["differentiable"] or tensors)
 
 
-def _torch_adamw(group: Group) -> Hyperparameters:
+def _torch_adamw(group: Group) -> AdamFormula:
     return _torch_adam({**group, "decoupled_weight_decay": True})
 
 
-def _torch_sgd(group: Group) -> Hyperparameters:
-    return Hyperparameters(
+def _torch_sgd(group: Group) -> SgdFormula:
+    return SgdFormula(
         lr=group["lr"],
         momentum=group["momentum"],
         dampening=group["dampening"],

@@ -18,7 +18,12 @@ ChunkKernels const kAvx2 = {
     "avx2",
     avx2::check,
     avx2::scale,
-    {avx2::step<Adam>, avx2::step<Sgd>, avx2::step<Adagrad>, avx2::step<NovoGrad>, avx2::lamb_apply},
+    {
+#define X(name, type) avx2::step<type>,
+        AMP_ONE_STAGE_OPTIMIZERS(X)
+#undef X
+            avx2::lamb_apply,
+    },
     avx2::lamb_moments,
 };
 

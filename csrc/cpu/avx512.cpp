@@ -21,7 +21,12 @@ ChunkKernels const kAvx512 = {
     "avx512",
     avx512::check,
     avx512::scale,
-    {avx512::step<Adam>, avx512::step<Sgd>, avx512::step<Adagrad>, avx512::step<NovoGrad>, avx512::lamb_apply},
+    {
+#define X(name, type) avx512::step<type>,
+        AMP_ONE_STAGE_OPTIMIZERS(X)
+#undef X
+            avx512::lamb_apply,
+    },
     avx512::lamb_moments,
 };
 

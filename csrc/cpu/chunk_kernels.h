@@ -12,7 +12,7 @@ struct ChunkKernels {
   // As above without the sums.
   void (*scale)(ListRow const& row, int64_t chunk, float a, float b);
   // One per Kind; LAMB's is its second stage. `coefficients` is the optimizer's Coefficients.
-  void (*step[5])(Row const& row, Entry const& gradient, int64_t chunk, void const* coefficients);
+  void (*step[kKinds])(Row const& row, Entry const& gradient, int64_t chunk, void const* coefficients);
   // LAMB's first stage; gives the sums of the weight and of the step.
   void (*lamb_moments)(Row const& row, Entry const& gradient, int64_t chunk, float* step, void const* coefficients,
                        Partial* of_weight, Partial* of_step);

@@ -2,11 +2,7 @@
 // instruction set. Lanes::kWidth divides kAccumulators.
 
 #include "cpu/chunk_kernels.h"
-#include "math/adagrad.h"
-#include "math/adam.h"
-#include "math/lamb.h"
-#include "math/novograd.h"
-#include "math/sgd.h"
+#include "math/optimizers.h"
 
 namespace amp_engine::cpu::SET {
 namespace {

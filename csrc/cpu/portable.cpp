@@ -10,7 +10,12 @@ ChunkKernels const kPortable = {
     "portable",
     portable::check,
     portable::scale,
-    {portable::step<Adam>, portable::step<Sgd>, portable::step<Adagrad>, portable::step<NovoGrad>, portable::lamb_apply},
+    {
+#define X(name, type) portable::step<type>,
+        AMP_ONE_STAGE_OPTIMIZERS(X)
+#undef X
+            portable::lamb_apply,
+    },
     portable::lamb_moments,
 };
 

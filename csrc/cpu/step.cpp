@@ -1,13 +1,9 @@
 // The steps: coefficients of each tensor first, then every element once (LAMB: twice).
 #include <memory>
+#include <type_traits>
 
 #include "cpu/chunk_kernels.h"
 #include "cpu/parallel.h"
-#include "math/adagrad.h"
-#include "math/adam.h"
-#include "math/lamb.h"
-#include "math/novograd.h"
-#include "math/sgd.h"
 
 namespace amp_engine::cpu {
 namespace {
@@ -26,30 +22,32 @@ double norm_of_all(StepArgs const& args) {
   }));
 }
 
-double norm_of_one(StepArgs const& args, int64_t t, double factor) {
-  bool const infinity = args.groups[args.rows[t].group].infinity_norm;
-  return ::fabs(factor) * (infinity ? double(args.largest[t]) : ::sqrt(args.sum_squares[t]));
-}
-
 void* coefficients_of(StepArgs const& args, int64_t t) {
   return static_cast<char*>(args.coefficients) + t * kCoefficientBytes;
 }
 
+double learning_rate(Group const& group) { return group.lr_on_device ? double(*group.lr_on_device) : group.lr; }
+
 template <class Update>
 void prepare(StepArgs const& args) {
   static_assert(sizeof(typename Update::Coefficients) <= kCoefficientBytes);
-  bool const is_lamb = args.kind == Kind::lamb;
+  constexpr bool is_lamb = std::is_same_v<Update, LambMoments>;
   double const norm = is_lamb ? norm_of_all(args) : 0.0;
   for (int64_t t = 0; t < args.n_tensors; ++t) {
     if (!args.gradients[t].data) {
       continue;
     }
     Group const& group = args.groups[args.rows[t].group];
-    double const factor = factor_of(args, t);
-    Prepared const prepared{factor, double(args.steps[t] += 1.0f),
-                            args.kind == Kind::novograd ? norm_of_one(args, t, factor) : 0.0,
-                            args.norms ? args.norms + t : nullptr, is_lamb ? lamb_clip(group, norm) : 1.0};
-    *static_cast<typename Update::Coefficients*>(coefficients_of(args, t)) = Update::prepare(group, prepared);
+    auto const& hyper = HyperOf<Update>::in(group);
+    Prepared prepared{learning_rate(group), factor_of(args, t), double(args.steps[t] += 1.0f), 0.0, nullptr, 1.0};
+    if constexpr (Update::kNorm) {
+      prepared.gradient_norm = ::fabs(prepared.factor) * Update::norm_of(hyper, args.sum_squares[t], args.largest[t]);
+      prepared.norm = args.norms + t;
+    }
+    if constexpr (is_lamb) {
+      prepared.clip = lamb_clip(hyper, norm);
+    }
+    *static_cast<typename Update::Coefficients*>(coefficients_of(args, t)) = Update::prepare(hyper, prepared);
   }
 }
 
@@ -79,8 +77,9 @@ void lamb(StepArgs const& args) {
     Row const& row = args.rows[t];
     Partial const* const of_weight = args.partials + row.first_chunk;
     steps[t] = {args.lamb_steps[t], Type::float32, 0};
+    Group const& group = args.groups[row.group];
     *static_cast<float*>(coefficients_of(args, t)) =
-        lamb_minus_rate(args.groups[row.group], ::sqrt(tensor_sum(of_weight, row.n_chunks)),
+        lamb_minus_rate(group.lamb, learning_rate(group), ::sqrt(tensor_sum(of_weight, row.n_chunks)),
                         ::sqrt(tensor_sum(of_weight + args.n_chunks, row.n_chunks)));
   }
   update(args, steps.get());
@@ -93,18 +92,12 @@ void step(StepArgs const& args) {
     return;
   }
   switch (args.kind) {
-    case Kind::adam:
-      prepare<Adam>(args);
-      break;
-    case Kind::sgd:
-      prepare<Sgd>(args);
-      break;
-    case Kind::adagrad:
-      prepare<Adagrad>(args);
-      break;
-    case Kind::novograd:
-      prepare<NovoGrad>(args);
-      break;
+#define X(name, type)    \
+  case Kind::name:       \
+    prepare<type>(args); \
+    break;
+    AMP_ONE_STAGE_OPTIMIZERS(X)
+#undef X
     case Kind::lamb:
       return lamb(args);
   }

@@ -3,7 +3,6 @@
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/step.cuh"
-#include "math/lamb.h"
 
 namespace amp_engine::cuda {
 namespace {
@@ -32,8 +31,8 @@ __global__ void __launch_bounds__(kListThreads) gradient_norm(StepArgs const arg
 }
 
 __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) {
-  prepare_tensor<LambMoments>(args, [&](Prepared& prepared, int64_t, Group const& group) {
-    prepared.clip = lamb_clip(group, args.gradient_norm ? double(*args.gradient_norm) : *norm_of_all(args));
+  prepare_tensor<LambMoments>(args, [&](Prepared& prepared, int64_t, LambMoments::Hyper const& hyper) {
+    prepared.clip = lamb_clip(hyper, args.gradient_norm ? double(*args.gradient_norm) : *norm_of_all(args));
   });
 }
 
@@ -117,7 +116,9 @@ __global__ void __launch_bounds__(kPrepareThreads) ratios(StepArgs const args) {
   int64_t const leaves = args.rows[t].n_chunks;
   double const weight_norm = ::sqrt(sum_tensor(of_weight, leaves).sum_squares);
   double const step_norm = ::sqrt(sum_tensor(of_weight + args.n_chunks, leaves).sum_squares);
-  *reinterpret_cast<float*>(coefficients_of(args, t)) = lamb_minus_rate(group_of(args, t), weight_norm, step_norm);
+  Group const group = args.groups[args.rows[t].group];
+  *reinterpret_cast<float*>(coefficients_of(args, t)) =
+      lamb_minus_rate(group.lamb, learning_rate(group), weight_norm, step_norm);
 }
 
 // The second stage as an update by a gradient that is the step.

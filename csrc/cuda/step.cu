@@ -3,20 +3,15 @@
 
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
-#include "math/adagrad.h"
-#include "math/adam.h"
-#include "math/novograd.h"
-#include "math/sgd.h"
 
 namespace amp_engine::cuda {
 namespace {
 
 template <class Update>
 __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) {
-  prepare_tensor<Update>(args, [&](Prepared& prepared, int64_t t, Group const& group) {
-    if (args.kind == Kind::novograd) {
-      double const norm = group.infinity_norm ? double(args.largest[t]) : ::sqrt(args.sum_squares[t]);
-      prepared.gradient_norm = ::fabs(prepared.factor) * norm;
+  prepare_tensor<Update>(args, [&](Prepared& prepared, int64_t t, auto const& hyper) {
+    if constexpr (Update::kNorm) {
+      prepared.gradient_norm = ::fabs(prepared.factor) * Update::norm_of(hyper, args.sum_squares[t], args.largest[t]);
       prepared.norm = args.norms + t;
     }
   });
@@ -45,14 +40,11 @@ void run(StepArgs const& args, cudaStream_t stream) {
 
 void step(StepArgs const& args, cudaStream_t stream) {
   switch (args.kind) {
-    case Kind::adam:
-      return run<Adam>(args, stream);
-    case Kind::sgd:
-      return run<Sgd>(args, stream);
-    case Kind::adagrad:
-      return run<Adagrad>(args, stream);
-    case Kind::novograd:
-      return run<NovoGrad>(args, stream);
+#define X(name, type) \
+  case Kind::name:    \
+    return run<type>(args, stream);
+    AMP_ONE_STAGE_OPTIMIZERS(X)
+#undef X
     case Kind::lamb:
       return lamb(args, stream);
   }

@@ -3,7 +3,6 @@
 
 #include "../backend.h"
 #include "cuda/octet.cuh"
-#include "math/coefficients.h"
 
 namespace amp_engine::cuda {
 
@@ -11,21 +10,15 @@ AMP_DEVICE bool is_skipped(StepArgs const& args) {
   return args.control.found_inf && *args.control.found_inf != 0.0f;
 }
 
-// A copy without a pointer to look behind.
-AMP_DEVICE Group group_of(StepArgs const& args, int64_t t) {
-  Group group = args.groups[args.rows[t].group];
-  if (group.lr_on_device) {
-    group.lr = double(float_of(load_4(group.lr_on_device)));
-  }
-  group.lr_on_device = nullptr;
-  return group;
+AMP_DEVICE double learning_rate(Group const& group) {
+  return group.lr_on_device ? double(float_of(load_4(group.lr_on_device))) : group.lr;
 }
 
 AMP_DEVICE char* coefficients_of(StepArgs const& args, int64_t t) {
   return static_cast<char*>(args.coefficients) + t * kCoefficientBytes;
 }
 
-// One thread per tensor: counts the step and writes the tensor's coefficients. `prepared(p, t, group)` fills in what
+// One thread per tensor: counts the step and writes the tensor's coefficients. `fill(prepared, t, hyper)` adds what
 // the optimizer asks for besides.
 template <class Update, class Fill>
 AMP_DEVICE void prepare_tensor(StepArgs const& args, Fill const& fill) {
@@ -38,12 +31,14 @@ AMP_DEVICE void prepare_tensor(StepArgs const& args, Fill const& fill) {
   if (!gradient.data) {
     return;
   }
-  Group const group = group_of(args, t);
+  Group const group = args.groups[args.rows[t].group];
+  auto const& hyper = HyperOf<Update>::in(group);
   float const step = args.steps[t] + 1.0f;
   args.steps[t] = step;
-  Prepared prepared{gradient_factor(args.control, gradient.scaled, group.maximize), double(step), 0.0, nullptr, 1.0};
-  fill(prepared, t, group);
-  *reinterpret_cast<typename Update::Coefficients*>(coefficients_of(args, t)) = Update::prepare(group, prepared);
+  double const factor = gradient_factor(args.control, gradient.scaled, group.maximize);
+  Prepared prepared{learning_rate(group), factor, double(step), 0.0, nullptr, 1.0};
+  fill(prepared, t, hyper);
+  *reinterpret_cast<typename Update::Coefficients*>(coefficients_of(args, t)) = Update::prepare(hyper, prepared);
 }
 
 // Small blocks: a thousand tensors keep eight multiprocessors busy, not four, with arithmetic in float64.

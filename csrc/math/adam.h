@@ -8,25 +8,37 @@ namespace amp_engine {
 struct Adam {
   static constexpr bool kState1 = true;   // exp_avg
   static constexpr bool kState2 = true;   // exp_avg_sq
+  static constexpr bool kNorm = false;
+
+  struct Hyper {
+    double beta1, beta2, eps, weight_decay;
+    uint32_t decoupled;  // weight decay acts on the weight (AdamW), not on the gradient (L2)
+    uint32_t bias_correction;
+
+    template <class Visit>
+    void visit(Visit const& visit) {
+      visit("beta1", beta1), visit("beta2", beta2), visit("eps", eps), visit("weight_decay", weight_decay);
+      visit("decoupled", decoupled), visit("bias_correction", bias_correction);
+    }
+  };
 
   struct Coefficients {
     float factor, l2, minus_decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, minus_step_size;
   };
 
-  static AMP_HD Coefficients prepare(Group const& group, Prepared const& p) {
-    double const lr = learning_rate(group);
-    double const bias1 = group.bias_correction ? 1.0 - integer_power(group.beta1, p.step) : 1.0;
-    double const bias2 = group.bias_correction ? 1.0 - integer_power(group.beta2, p.step) : 1.0;
+  static AMP_HD Coefficients prepare(Hyper const& h, Prepared const& p) {
+    double const bias1 = h.bias_correction ? 1.0 - integer_power(h.beta1, p.step) : 1.0;
+    double const bias2 = h.bias_correction ? 1.0 - integer_power(h.beta2, p.step) : 1.0;
     return {float(p.factor),
-            float(group.decoupled ? 0.0 : group.weight_decay),
-            float(group.decoupled ? -lr * group.weight_decay : 0.0),
-            float(group.beta1),
-            float(1.0 - group.beta1),
-            float(group.beta2),
-            float(1.0 - group.beta2),
+            float(h.decoupled ? 0.0 : h.weight_decay),
+            float(h.decoupled ? -p.lr * h.weight_decay : 0.0),
+            float(h.beta1),
+            float(1.0 - h.beta1),
+            float(h.beta2),
+            float(1.0 - h.beta2),
             float(1.0 / ::sqrt(bias2)),
-            float(group.eps),
-            float(-lr / bias1)};
+            float(h.eps),
+            float(-p.lr / bias1)};
   }
 
   template <class V>

@@ -37,10 +37,9 @@ AMP_HD double gradient_factor(Control const& control, bool scaled, bool maximize
   return maximize ? -factor : factor;
 }
 
-AMP_HD double learning_rate(Group const& group) { return group.lr_on_device ? double(*group.lr_on_device) : group.lr; }
-
 // What `prepare` of an optimizer gets to know about one tensor.
 struct Prepared {
+  double lr;
   double factor;         // of the gradient: gradient_factor
   double step;           // number of this step, from 1
   double gradient_norm;  // of this tensor's gradient times the factor; 0 where the optimizer did not ask for it

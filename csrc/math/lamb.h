@@ -7,23 +7,43 @@ namespace amp_engine {
 
 // Writes the moments and the step `u`. Norms of weight and step are taken on the way.
 struct LambMoments {
+  static constexpr bool kState1 = true;  // exp_avg
+  static constexpr bool kState2 = true;  // exp_avg_sq
+  static constexpr bool kNorm = false;
+
+  struct Hyper {
+    double beta1, beta2, eps, weight_decay, max_grad_norm;
+    uint32_t decoupled;  // weight decay acts on the step, not on the gradient (L2)
+    uint32_t bias_correction;
+    uint32_t grad_averaging;  // the gradient enters the first moment times 1 - beta1, else times 1
+    uint32_t use_nvlamb;      // trust ratio also where weight decay is 0
+
+    template <class Visit>
+    void visit(Visit const& visit) {
+      visit("beta1", beta1), visit("beta2", beta2), visit("eps", eps), visit("weight_decay", weight_decay);
+      visit("max_grad_norm", max_grad_norm), visit("decoupled", decoupled);
+      visit("bias_correction", bias_correction), visit("grad_averaging", grad_averaging);
+      visit("use_nvlamb", use_nvlamb);
+    }
+  };
+
   struct Coefficients {
     float factor, l2, decoupled, beta1, beta2, beta3, one_minus_beta2, inv_bias1, inv_sqrt_bias2, eps;
   };
 
-  static AMP_HD Coefficients prepare(Group const& group, Prepared const& p) {
-    double const bias1 = group.bias_correction ? 1.0 - integer_power(group.beta1, p.step) : 1.0;
-    double const bias2 = group.bias_correction ? 1.0 - integer_power(group.beta2, p.step) : 1.0;
+  static AMP_HD Coefficients prepare(Hyper const& h, Prepared const& p) {
+    double const bias1 = h.bias_correction ? 1.0 - integer_power(h.beta1, p.step) : 1.0;
+    double const bias2 = h.bias_correction ? 1.0 - integer_power(h.beta2, p.step) : 1.0;
     return {float(p.factor / p.clip),
-            float(group.decoupled ? 0.0 : group.weight_decay),
-            float(group.decoupled ? group.weight_decay : 0.0),
-            float(group.beta1),
-            float(group.beta2),
-            float(group.grad_averaging ? 1.0 - group.beta1 : 1.0),
-            float(1.0 - group.beta2),
+            float(h.decoupled ? 0.0 : h.weight_decay),
+            float(h.decoupled ? h.weight_decay : 0.0),
+            float(h.beta1),
+            float(h.beta2),
+            float(h.grad_averaging ? 1.0 - h.beta1 : 1.0),
+            float(1.0 - h.beta2),
             float(1.0 / bias1),
             float(1.0 / ::sqrt(bias2)),
-            float(group.eps)};
+            float(h.eps)};
   }
 
   template <class V>
@@ -38,14 +58,14 @@ struct LambMoments {
 };
 
 // LAMB's clipping by the norm over all of the optimizer's gradients.
-AMP_HD double lamb_clip(Group const& group, double norm) {
-  return group.max_grad_norm > 0.0 && norm > group.max_grad_norm ? norm / group.max_grad_norm : 1.0;
+AMP_HD double lamb_clip(LambMoments::Hyper const& h, double norm) {
+  return h.max_grad_norm > 0.0 && norm > h.max_grad_norm ? norm / h.max_grad_norm : 1.0;
 }
 
 // What the step is multiplied by: minus the learning rate times the trust ratio.
-AMP_HD float lamb_minus_rate(Group const& group, double weight_norm, double step_norm) {
-  bool const adapts = (group.use_nvlamb || group.weight_decay != 0.0) && weight_norm != 0.0 && step_norm != 0.0;
-  return float(-learning_rate(group) * (adapts ? weight_norm / step_norm : 1.0));
+AMP_HD float lamb_minus_rate(LambMoments::Hyper const& h, double lr, double weight_norm, double step_norm) {
+  bool const adapts = (h.use_nvlamb || h.weight_decay != 0.0) && weight_norm != 0.0 && step_norm != 0.0;
+  return float(-lr * (adapts ? weight_norm / step_norm : 1.0));
 }
 
 }  // namespace amp_engine

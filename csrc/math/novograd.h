@@ -8,29 +8,51 @@ namespace amp_engine {
 struct NovoGrad {
   static constexpr bool kState1 = true;  // exp_avg
   static constexpr bool kState2 = false;
+  static constexpr bool kNorm = true;
+
+  struct Hyper {
+    double beta1, beta2, eps, weight_decay;
+    uint32_t bias_correction;
+    uint32_t grad_averaging;       // the gradient enters the first moment times 1 - beta1, else times 1
+    uint32_t decay_inside_moment;  // apex's reg_inside_moment
+    uint32_t infinity_norm;        // the norm of a gradient is its largest magnitude
+    uint32_t init_zero;            // the first second moment is 0, not the first norm
+
+    template <class Visit>
+    void visit(Visit const& visit) {
+      visit("beta1", beta1), visit("beta2", beta2), visit("eps", eps), visit("weight_decay", weight_decay);
+      visit("bias_correction", bias_correction), visit("grad_averaging", grad_averaging);
+      visit("decay_inside_moment", decay_inside_moment), visit("infinity_norm", infinity_norm);
+      visit("init_zero", init_zero);
+    }
+  };
+
+  // Of a gradient as given, from what the check found in it.
+  static AMP_HD double norm_of(Hyper const& h, double sum_squares, float largest) {
+    return h.infinity_norm ? double(largest) : ::sqrt(sum_squares);
+  }
 
   struct Coefficients {
     float factor, inv_denominator, decay, beta1, beta3, inv_bias1, minus_lr;
     uint32_t inside_moment;
   };
 
-  static AMP_HD Coefficients prepare(Group const& group, Prepared const& p) {
-    double const lr = learning_rate(group);
-    double const bias1 = group.bias_correction ? 1.0 - integer_power(group.beta1, p.step) : 1.0;
-    double const bias2 = group.bias_correction ? ::sqrt(1.0 - integer_power(group.beta2, p.step)) : 1.0;
-    double const before = p.step > 1.0 ? double(*p.norm) : group.init_zero ? 0.0 : p.gradient_norm;
-    double const n = p.gradient_norm, b2 = group.beta2;
-    double const norm = group.infinity_norm ? b2 * before + (1.0 - b2) * n
+  static AMP_HD Coefficients prepare(Hyper const& h, Prepared const& p) {
+    double const bias1 = h.bias_correction ? 1.0 - integer_power(h.beta1, p.step) : 1.0;
+    double const bias2 = h.bias_correction ? ::sqrt(1.0 - integer_power(h.beta2, p.step)) : 1.0;
+    double const before = p.step > 1.0 ? double(*p.norm) : h.init_zero ? 0.0 : p.gradient_norm;
+    double const n = p.gradient_norm, b2 = h.beta2;
+    double const norm = h.infinity_norm ? b2 * before + (1.0 - b2) * n
                                             : ::sqrt(b2 * before * before + (1.0 - b2) * n * n);
     *p.norm = float(norm);
     return {float(p.factor),
-            float(1.0 / (norm / bias2 + group.eps)),
-            float(group.weight_decay),
-            float(group.beta1),
-            float(group.grad_averaging ? 1.0 - group.beta1 : 1.0),
+            float(1.0 / (norm / bias2 + h.eps)),
+            float(h.weight_decay),
+            float(h.beta1),
+            float(h.grad_averaging ? 1.0 - h.beta1 : 1.0),
             float(1.0 / bias1),
-            float(-lr),
-            group.decay_inside_moment};
+            float(-p.lr),
+            h.decay_inside_moment};
   }
 
   template <class V>

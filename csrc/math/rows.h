@@ -38,22 +38,6 @@ struct Chunk {
   uint32_t index;
 };
 
-// Hyperparameters of one parameter group. `lr_on_device`, where not null, is read instead of `lr`.
-struct Group {
-  double lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, max_grad_norm;
-  float const* lr_on_device;
-  uint32_t decoupled;             // weight decay acts on the weight (AdamW), not on the gradient (L2)
-  uint32_t bias_correction;
-  uint32_t maximize;
-  uint32_t nesterov;
-  uint32_t decay_after_momentum;  // FusedSGD's wd_after_momentum
-  uint32_t grad_averaging;        // the gradient enters the first moment times 1 - beta1, else times 1
-  uint32_t use_nvlamb;            // trust ratio also where weight decay is 0
-  uint32_t decay_inside_moment;   // NovoGrad's reg_inside_moment
-  uint32_t infinity_norm;         // NovoGrad's norm_type=inf
-  uint32_t init_zero;             // NovoGrad: the first second moment is 0, not the first norm
-};
-
 // What a step reads besides its rows, in the memory of the rows' device. Null pointers stand for 1 and "clean".
 struct Control {
   float const* inv_scale;    // of the backward whose gradients these are

@@ -9,23 +9,37 @@ namespace amp_engine {
 struct Sgd {
   static constexpr bool kState1 = true;  // momentum_buffer; null without momentum
   static constexpr bool kState2 = false;
+  static constexpr bool kNorm = false;
+
+  struct Hyper {
+    double momentum, dampening, weight_decay;
+    uint32_t nesterov;
+    uint32_t decay_after_momentum;  // FusedSGD's wd_after_momentum
+
+    bool has_state1() const { return momentum != 0.0; }
+
+    template <class Visit>
+    void visit(Visit const& visit) {
+      visit("momentum", momentum), visit("dampening", dampening), visit("weight_decay", weight_decay);
+      visit("nesterov", nesterov), visit("decay_after_momentum", decay_after_momentum);
+    }
+  };
 
   struct Coefficients {
     float factor, decay_before, decay_after, momentum, one_minus_dampening, minus_lr;
     uint32_t nesterov, first, has_momentum;
   };
 
-  static AMP_HD Coefficients prepare(Group const& group, Prepared const& p) {
-    double const lr = learning_rate(group);
+  static AMP_HD Coefficients prepare(Hyper const& h, Prepared const& p) {
     return {float(p.factor),
-            float(group.decay_after_momentum ? 0.0 : group.weight_decay),
-            float(group.decay_after_momentum ? group.weight_decay : 0.0),
-            float(group.momentum),
-            float(1.0 - group.dampening),
-            float(-lr),
-            group.nesterov,
+            float(h.decay_after_momentum ? 0.0 : h.weight_decay),
+            float(h.decay_after_momentum ? h.weight_decay : 0.0),
+            float(h.momentum),
+            float(1.0 - h.dampening),
+            float(-p.lr),
+            h.nesterov,
             p.step == 1.0,
-            group.momentum != 0.0};
+            h.momentum != 0.0};
   }
 
   template <class V>

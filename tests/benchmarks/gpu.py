@@ -248,7 +248,7 @@ class Kernels:
 
     def step(self) -> None:
         """Pass 2."""
-        hyperparameters = kernels.Hyperparameters(lr=LEARNING_RATE, weight_decay=0.01, decoupled=True)
+        hyperparameters = kernels.FORMULAS["adam"](lr=LEARNING_RATE, weight_decay=0.01, decoupled=True)
         self.table.step(
             self.gradients,
             [True] * len(self.gradients),

@@ -88,7 +88,7 @@ def kernels_alone(count: int, numel: int, dtype: torch.dtype, rounds: int) -> Re
     copies = [master.to(dtype) for master in masters]
     table = kernels.StepTable("adam", masters, copies, *moments, [0] * count, torch.zeros(count))
     look = kernels.ListCheck()
-    settings = [kernels.Hyperparameters(lr=LEARNING_RATE, weight_decay=0.01, decoupled=True)]
+    settings = [kernels.FORMULAS["adam"](lr=LEARNING_RATE, weight_decay=0.01, decoupled=True)]
     scale, found_inf, norm = torch.tensor(2.0**16), torch.zeros(()), torch.zeros(())
     scaled = [True] * count
 

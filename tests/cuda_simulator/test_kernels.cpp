@@ -1,7 +1,11 @@
 // The sources of csrc/cuda on the simulator against the CPU backend: the same bits, each element once.
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <map>
+#include <string>
+#include <type_traits>
 
 #include "cuda/backend.h"
 #include "cuda/octet.cuh"
@@ -306,39 +310,39 @@ struct StepCase {
   }
 };
 
-Group any_group(float const* lr_on_device) {
-  return {.lr = 0.01,
-          .beta1 = 0.9,
-          .beta2 = 0.95,
-          .eps = pick({0.0, 1e-8, 1e-3}),
-          .weight_decay = pick({0.0, 0.01}),
-          .momentum = pick({0.0, 0.9}),
-          .dampening = pick({0.0, 0.1}),
-          .lr_decay = pick({0.0, 0.01}),
-          .max_grad_norm = pick({0.0, 1.0}),
-          .lr_on_device = chance(3) ? lr_on_device : nullptr,
-          .decoupled = chance(2),
-          .bias_correction = chance(2),
-          .maximize = chance(3),
-          .nesterov = chance(2),
-          .decay_after_momentum = chance(2),
-          .grad_averaging = chance(2),
-          .use_nvlamb = chance(2),
-          .decay_inside_moment = chance(2),
-          .infinity_norm = chance(2),
-          .init_zero = chance(2)};
+Group any_group(Kind kind, bool has_momentum, float const* lr_on_device) {
+  Group group;
+  std::memset(&group, 0, sizeof group);
+  group.lr = 0.01;
+  group.lr_on_device = chance(3) ? lr_on_device : nullptr;
+  group.maximize = chance(3);
+  std::map<std::string, double> const numbers{{"beta1", 0.9},
+                                              {"beta2", 0.95},
+                                              {"eps", pick({0.0, 1e-8, 1e-3})},
+                                              {"weight_decay", pick({0.0, 0.01})},
+                                              {"momentum", has_momentum ? pick({0.0, 0.9}) : 0.0},
+                                              {"dampening", pick({0.0, 0.1})},
+                                              {"lr_decay", pick({0.0, 0.01})},
+                                              {"max_grad_norm", pick({0.0, 1.0})}};
+  with_optimizer(kind, [&](auto update) {
+    HyperOf<decltype(update)>::in(group).visit([&](char const* name, auto& value) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(value)>, double>) {
+        value = numbers.at(name);
+      } else {
+        value = chance(2);
+      }
+    });
+  });
+  return group;
 }
 
 void test_steps() {
   static float const inv_scale = 0.125f, norm = 3.0f, found = 1.0f, clean = 0.0f, lr = 0.02f;
   for (int number = 0; number < 200; ++number) {
     StepCase c;
-    c.kind = Kind(number % 5);
+    c.kind = Kind(number % kKinds);
     c.has_state1 = c.kind != Kind::sgd || chance(2);
-    c.groups = {any_group(&lr), any_group(&lr)};
-    for (Group& group : c.groups) {
-      group.momentum = c.has_state1 ? group.momentum : 0.0;
-    }
+    c.groups = {any_group(c.kind, c.has_state1, &lr), any_group(c.kind, c.has_state1, &lr)};
     bool const others_are_odd = chance(4);
     for (size_t t = random_bits() % 6; t > 0; --t) {
       int64_t const numel = any_numel();
@@ -392,7 +396,10 @@ void test_each_element_is_visited_once() {
       c.states2.emplace_back(Type::float32, numel, 0);
       c.present = c.has_copy = c.scaled = {true};
       c.group_of = {0};
-      c.groups.emplace_back().lr = -1.0;
+      Group group;
+      std::memset(&group, 0, sizeof group);
+      group.lr = -1.0;
+      c.groups = {group};
       c.steps = c.norms = c.largest = {0.0f};
       c.sum_squares = {0.0};
       Stepped const gpu = c.run([](StepArgs const& args) { cuda::step(args, nullptr); });

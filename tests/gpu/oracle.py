@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_engine.kernels import Hyperparameters
+from amp_engine.kernels.formulas import Adagrad, Adam, Lamb, NovoGrad, Sgd
 
 State = tuple[Tensor, Tensor, Tensor]
 
 
-def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, h: Hyperparameters) -> State:
+def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, h: Adam) -> State:
     """Kingma & Ba 2015; decoupled: Loshchilov & Hutter 2019."""
     g = -g if h.maximize else g
     if h.decoupled:
@@ -27,7 +27,7 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, h: Hyperparamete
     return p - h.lr * (m / c1) / ((v / c2).sqrt() + h.eps), m, v
 
 
-def sgd(p: Tensor, g: Tensor, buffer: Tensor, unused: Tensor, step: int, h: Hyperparameters) -> State:
+def sgd(p: Tensor, g: Tensor, buffer: Tensor, unused: Tensor, step: int, h: Sgd) -> State:
     """As torch.optim.SGD documents it."""
     g = -g if h.maximize else g
     if not h.decay_after_momentum:
@@ -40,7 +40,7 @@ def sgd(p: Tensor, g: Tensor, buffer: Tensor, unused: Tensor, step: int, h: Hype
     return p - h.lr * g, buffer, unused
 
 
-def adagrad(p: Tensor, g: Tensor, total: Tensor, unused: Tensor, step: int, h: Hyperparameters) -> State:
+def adagrad(p: Tensor, g: Tensor, total: Tensor, unused: Tensor, step: int, h: Adagrad) -> State:
     """Duchi et al. 2011."""
     g = -g if h.maximize else g
     if not h.decoupled:
@@ -50,7 +50,7 @@ def adagrad(p: Tensor, g: Tensor, total: Tensor, unused: Tensor, step: int, h: H
     return p - h.lr / (1 + (step - 1) * h.lr_decay) * update, total, unused
 
 
-def novograd(p: Tensor, g: Tensor, m: Tensor, norm: Tensor | None, step: int, h: Hyperparameters) -> State:
+def novograd(p: Tensor, g: Tensor, m: Tensor, norm: Tensor | None, step: int, h: NovoGrad) -> State:
     """Ginsburg et al. 2019, with norms where they have squares."""
     g = -g if h.maximize else g
     now = g.abs().max() if h.infinity_norm else g.norm()
@@ -68,7 +68,7 @@ def novograd(p: Tensor, g: Tensor, m: Tensor, norm: Tensor | None, step: int, h:
     return p - h.lr * ((m / c1) / (norm / c2 + h.eps) + h.weight_decay * p), m, norm
 
 
-def lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, h: Hyperparameters, clip: float) -> State:
+def lamb(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, h: Lamb, clip: float) -> State:
     """You et al. 2020; the gradient is divided by `clip` first."""
     g = (-g if h.maximize else g) / clip
     if not h.decoupled:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from amp_engine import kernels
-from amp_engine.kernels import Hyperparameters
+from amp_engine.kernels import Formula
+from amp_engine.kernels.formulas import Adagrad, Adam, Lamb, NovoGrad, Sgd
 from tests.gpu import oracle
 from tests.gpu.support import (
     FLOATS,
@@ -28,23 +29,27 @@ from tests.gpu.support import (
 pytestmark = needs_gpu
 
 # eps: large enough that a gradient near 0 does not blow its rounding up.
-BASE = Hyperparameters(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.1)
-HYPERPARAMETERS = {
+MOMENTS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-2, "weight_decay": 0.1}
+BASE = Adam(lr=0.01, **MOMENTS)
+HYPERPARAMETERS: dict[str, list[Formula]] = {
     "adam": [BASE, replace(BASE, decoupled=True, maximize=True), replace(BASE, bias_correction=False)],
     "sgd": [
-        replace(BASE, momentum=0.0),
-        replace(BASE, momentum=0.9, nesterov=True),
-        replace(BASE, momentum=0.9, dampening=0.1, decay_after_momentum=True),
+        Sgd(lr=0.01, weight_decay=0.1),
+        Sgd(lr=0.01, weight_decay=0.1, momentum=0.9, nesterov=True),
+        Sgd(lr=0.01, weight_decay=0.1, momentum=0.9, dampening=0.1, decay_after_momentum=True),
     ],
-    "adagrad": [replace(BASE, lr_decay=0.1), replace(BASE, decoupled=True)],
+    "adagrad": [
+        Adagrad(lr=0.01, eps=1e-2, weight_decay=0.1, lr_decay=0.1),
+        Adagrad(lr=0.01, eps=1e-2, weight_decay=0.1, decoupled=True),
+    ],
     "novograd": [
-        BASE,
-        replace(BASE, decay_inside_moment=True, grad_averaging=False),
-        replace(BASE, infinity_norm=True, init_zero=True),
+        NovoGrad(lr=0.01, **MOMENTS),
+        NovoGrad(lr=0.01, **MOMENTS, decay_inside_moment=True, grad_averaging=False),
+        NovoGrad(lr=0.01, **MOMENTS, infinity_norm=True, init_zero=True),
     ],
     "lamb": [
-        replace(BASE, max_grad_norm=1.0),
-        replace(BASE, decoupled=True, weight_decay=0.0, use_nvlamb=True),
+        Lamb(lr=0.01, **MOMENTS, max_grad_norm=1.0),
+        Lamb(lr=0.01, **{**MOMENTS, "weight_decay": 0.0}, decoupled=True, use_nvlamb=True),
     ],
 }
 CASES = [pytest.param(kind, h, id=f"{kind}{i}") for kind, hs in HYPERPARAMETERS.items() for i, h in enumerate(hs)]
@@ -76,7 +81,7 @@ class Problem:
         lists = self.weights, self.copies, self.state1, self.state2
         return kernels.StepTable(self.kind, *lists, groups, self.steps, self.norms)
 
-    def step(self, table: kernels.StepTable, k: int, h: Hyperparameters, **keywords: object) -> None:
+    def step(self, table: kernels.StepTable, k: int, h: Formula, **keywords: object) -> None:
         scaled = [True] * len(self.weights)
         table.step(self.gradients[k], scaled, [h], **keywords)
 

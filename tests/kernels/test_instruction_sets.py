@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_engine import kernels
-from amp_engine.kernels import Hyperparameters, _native
+from amp_engine.kernels import FORMULAS, _native
 
 from .lists import FLOATS, Arena, Rows, bits, rows, same_values
 from .test_steps import KINDS, NATIVE, SCALE, step
@@ -46,7 +46,7 @@ def stepped(kind: str, stream_copies: bool) -> list[Tensor]:
         steps.step(
             r.grads,
             [True] * 36,
-            [Hyperparameters(**KINDS[kind])],
+            [FORMULAS[kind](**KINDS[kind])],
             torch.tensor(1 / SCALE),
             None,
             None,

@@ -5,7 +5,8 @@ import torch
 
 from amp_engine import kernels
 from amp_engine.errors import AmpValueError
-from amp_engine.kernels import Hyperparameters
+from amp_engine.kernels import FORMULAS
+from amp_engine.kernels.formulas import Adam, Sgd
 
 from .lists import copies, same_bits
 
@@ -293,7 +294,7 @@ def table(kind="sgd", **changes):
 
 
 def test_a_table_is_of_a_known_kind():
-    with pytest.raises(AmpValueError, match="kind is 'adamw'.*adam, sgd, adagrad, novograd or lamb"):
+    with pytest.raises(AmpValueError, match="kind is 'adamw'.*one of adam, sgd, adagrad, novograd, lamb"):
         table("adamw")
 
 
@@ -306,22 +307,29 @@ def test_a_table_has_a_group_for_each_weight():
     with pytest.raises(AmpValueError, match="groups has 2 entries, but weights has 3"):
         table(groups=[0, 0])
     with pytest.raises(AmpValueError, match=r"weights\[1\] is in group 4 of 1"):
-        table(groups=[0, 4, 0]).step(made(), [True] * 3, [Hyperparameters(lr=0.1)])
+        table(groups=[0, 4, 0]).step(made(), [True] * 3, [Sgd(lr=0.1)])
 
 
 @pytest.mark.parametrize(("kind", "h"), [("sgd", {"momentum": 0.9}), ("adam", {}), ("lamb", {}), ("adagrad", {})])
 def test_a_gradient_without_state(kind, h):
     weights = made()
     steps = table(kind, weights=weights)
-    steps.step([None] * 3, [True] * 3, [Hyperparameters(lr=0.1, **h)])
+    steps.step([None] * 3, [True] * 3, [FORMULAS[kind](lr=0.1, **h)])
     with pytest.raises(AmpValueError, match=r"weights\[2\] has a gradient, but no optimizer state"):
-        steps.step([None, None, made(1)[0]], [True] * 3, [Hyperparameters(lr=0.1, **h)])
+        steps.step([None, None, made(1)[0]], [True] * 3, [FORMULAS[kind](lr=0.1, **h)])
+    assert all(map(same_bits, weights, made()))
+
+
+def test_a_table_takes_the_hyperparameters_of_its_kind():
+    weights = made()
+    with pytest.raises(TypeError, match="groups holds no hyperparameters of sgd: there is no momentum"):
+        table(weights=weights).step(made(), [True] * 3, [Adam(lr=0.1)])
     assert all(map(same_bits, weights, made()))
 
 
 def test_a_table_is_given_as_many_gradients_and_scales_as_it_has_weights():
     steps = table()
     with pytest.raises(AmpValueError, match="has 2 entries, but weights has 3"):
-        steps.step(made(2), [True] * 3, [Hyperparameters(lr=0.1)])
+        steps.step(made(2), [True] * 3, [Sgd(lr=0.1)])
     with pytest.raises(AmpValueError, match="scaled has 2 entries, but weights has 3"):
-        steps.step(made(), [True] * 2, [Hyperparameters(lr=0.1)])
+        steps.step(made(), [True] * 2, [Sgd(lr=0.1)])

@@ -2,12 +2,14 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 
 import pytest
 import torch
 
 from amp_engine import kernels
-from amp_engine.kernels import Hyperparameters, _native
+from amp_engine.kernels import FORMULAS, _native
+from amp_engine.kernels.formulas import Sgd
 
 from . import oracle
 from .lists import SIZES, Arena, Rows, copies, rows, same_bits, same_values
@@ -101,8 +103,9 @@ def assert_stepped(kind: str, r: Rows, old: list[oracle.State], factors: list[fl
 
 
 def test_every_option_of_the_steps_is_tried():
-    tried = {name for _, h in CASES for name in h}
-    assert tried == set(Hyperparameters.__slots__)
+    for kind, formula in FORMULAS.items():
+        tried = {name for one, h in CASES if one == kind for name in h}
+        assert tried == {field.name for field in fields(formula)}, kind
 
 
 @pytest.mark.parametrize(("kind", "h"), CASES, ids=NAMES)
@@ -190,7 +193,7 @@ def test_table_of_two_groups_partly_scaled_and_clipped(kind, give_checks):
     steps.step(
         r.grads,
         scaled,
-        [Hyperparameters(**h) for h in hs],
+        [FORMULAS[kind](**h) for h in hs],
         inv_scale=torch.tensor(1 / SCALE),
         found_inf=torch.tensor(0.0),
         norm=norm,
@@ -206,7 +209,7 @@ def test_table_of_two_groups_partly_scaled_and_clipped(kind, give_checks):
 def test_clipping_only_shrinks(norm, factor):
     grad, weight = torch.ones(5), torch.zeros(5)
     steps = kernels.StepTable("sgd", [weight], [None], [None], [None], [0], torch.zeros(1))
-    steps.step([grad], [True], [Hyperparameters(lr=1.0)], norm=torch.tensor(norm), max_norm=2.0)
+    steps.step([grad], [True], [Sgd(lr=1.0)], norm=torch.tensor(norm), max_norm=2.0)
     assert weight.tolist() == pytest.approx([-factor] * 5, rel=1e-6)
 
 
@@ -442,7 +445,7 @@ def test_two_threads_do_not_step_one_table_at_once(backend):
     n = 1 << 16
     weight, momentum, counts = torch.zeros(n), torch.zeros(n), torch.zeros(1)
     one = kernels.StepTable("sgd", [weight], [None], [momentum], [None], [0], counts)
-    hyperparameters = Hyperparameters(1.0, momentum=0.5)
+    hyperparameters = Sgd(lr=1.0, momentum=0.5)
 
     def run() -> list[str]:
         refusals = []

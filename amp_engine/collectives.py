@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.master import written_memory
 from amp_engine.stepping.rows import announce_broadcast
 from amp_engine.torch_private import after_ad_inplace_or_view, is_copy_on_write
@@ -60,11 +60,13 @@ _REGISTERING = threading.Lock()
 
 
 def watch() -> Watch:
-    """Have collectives move versions until what is returned is dropped."""
+    """Have collectives move versions until what is returned is discarded."""
     with _REGISTERING:
         if not _REGISTERED and torch.distributed.is_available():
             writing, reading = ([n for n in names if hasattr(torch.ops.c10d, n)] for names in (WRITING, READING))
-            _REGISTERED.append(walk.watch_collectives(writing, reading, _written) or _register(writing, reading))
+            _REGISTERED.append(
+                tensor_lists.watch_collectives(writing, reading, _written) or _register(writing, reading)
+            )
     result = Watch()
     _WATCHES.add(result)
     return result

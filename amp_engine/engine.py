@@ -165,7 +165,7 @@ class Engine:
         """
         with patcher.changing():  # one thread at a time, here and in `close`
             self.backwards.refuse_inside("initialize")
-            casting.forget_interrupted()
+            casting.discard_interrupted()
             if not enabled:
                 self.reporter.verbosity = verbosity
                 self.policy, self.scalers = levels.DISABLED, []
@@ -233,7 +233,7 @@ class Engine:
             delay_overflow_check: leave the scale alone; an overflow counts at the next check of this scaler.
 
         Raises AmpStateError, AmpTypeError or AmpIndexError before the body is run. If the body raises,
-        gradients are put back as they were at the entry; only what `delay_unscale` had left scaled is dropped, if
+        gradients are put back as they were at the entry; only what `delay_unscale` had left scaled is discarded, if
         the body ran a backward into it. No host sync.
         """
         del model
@@ -250,7 +250,7 @@ class Engine:
                 f"scale_loss() takes the loss as a tensor, not a {type(loss).__name__}.  Pass what backward() would be "
                 "called on."
             )
-        casting.forget_interrupted()
+        casting.discard_interrupted()
         self.function_casts.note_use(bool(self.policy.patch_torch_functions))
         stepped = list(dict.fromkeys(map(self._initialized.stepped_by, arguments.as_list(optimizers))))
         scaler = self._scaling.scaler(loss_id)
@@ -384,10 +384,10 @@ class Engine:
         """
         with patcher.changing():
             self.backwards.refuse_inside("close")
-            casting.forget_interrupted()
+            casting.discard_interrupted()
             self.function_casts.remove()
             self._initialized.release()
-            self.function_casts.forget()
+            self.function_casts.discard_lists()
             self.policy, self.scalers = None, []
 
     def _initialized_policy(self, call: str) -> Policy:

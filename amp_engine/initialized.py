@@ -46,7 +46,7 @@ def _without_collections() -> Iterator[None]:
 
 
 class Initialized:
-    """Cast models and stepped optimizers, held weakly: a model or optimizer that is dropped is gone.
+    """Cast models and stepped optimizers, held weakly: a model or optimizer that is discarded is gone.
 
     Args:
         backwards: is told of each optimizer.
@@ -198,7 +198,9 @@ class Initialized:
         stepped = self._backwards.get(inner)
         assert stepped is not None, "it was asked for before"
         if isinstance(wrapper, LARC):
-            self._wrappers[wrapper] = wrapper.register_step_pre_hook(lambda _: self._backwards.settle(stepped))
+            self._wrappers[wrapper] = wrapper.register_step_pre_hook(
+                lambda _: self._backwards.close_windows_into(stepped)
+            )
         else:
             self._wrappers[wrapper] = None
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

@@ -129,7 +129,7 @@ class CastModel:
         self._handles.append(model.register_forward_pre_hook(follow_masters, prepend=True))
 
     def take_over(self, earlier: CastModel) -> None:
-        """Stand for `earlier`, done to the same model, as well: drop its hooks, keep its way back."""
+        """Stand for `earlier`, done to the same model, as well: discard its hooks, keep its way back."""
         earlier.remove_hooks()
         self._dtypes = {**self._dtypes, **earlier._dtypes}
 

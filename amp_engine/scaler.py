@@ -55,7 +55,7 @@ class ScaleSnapshot:
             self._inv_scale = self.scale.double().reciprocal().float()
         return self._inv_scale
 
-    def settle(self, inv_scale: Tensor) -> None:
+    def learn_inverse(self, inv_scale: Tensor) -> None:
         """Take the inverse from the kernel that adjusted the scale, which saves computing it."""
         self._inv_scale = inv_scale
 
@@ -131,7 +131,7 @@ class LossScaler:
         self.found_inf.copy_(torch.maximum(self.found_inf, bad))
 
     def update_(self, closed: ScaleSnapshot | None = None) -> Tensor:
-        """Adjust the scale after one backward and forget the overflow. No host sync.
+        """Adjust the scale after one backward and discard the overflow. No host sync.
 
         Args:
             closed: the snapshot of this backward, which learns its own inverse on the way, unless the scale has
@@ -140,7 +140,7 @@ class LossScaler:
         Returns:
             float32 tensor of shape [], != 0 if this backward overflowed.
         """
-        settles = closed is not None and closed.is_still(self.scale)
+        is_still = closed is not None and closed.is_still(self.scale)
         found_inf = torch.empty_like(self.found_inf)
         inv_scale = torch.empty_like(self.scale)
         kernels.update_scale_(
@@ -156,13 +156,13 @@ class LossScaler:
             inv_scale_used=inv_scale,
             found_inf_used=found_inf,
         )
-        if closed is not None and settles:
-            closed.settle(inv_scale)
+        if closed is not None and is_still:
+            closed.learn_inverse(inv_scale)
         self._last_found_inf = found_inf
         return found_inf
 
     def clear_overflow_state(self) -> None:
-        """Forget what `record_` remembered, and what the last update found."""
+        """Discard what `record_` remembered, and what the last update found."""
         self.found_inf.zero_()
         self._last_found_inf = None
 

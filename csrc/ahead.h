@@ -1,4 +1,4 @@
-// Lists of tensors, walked ahead of themselves. What a tensor is lies elsewhere than the list, on several cache lines
+// Lists of tensors, read ahead of themselves. What a tensor is lies elsewhere than the list, on several cache lines
 // that a backward or a step has put out of the caches, and in a loop each is waited for by itself.
 #pragma once
 

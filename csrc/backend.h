@@ -43,7 +43,7 @@ struct CheckArgs {
 };
 
 struct StepArgs {
-  Kind kind;
+  Formula formula;
   Row const* rows;
   Entry const* gradients;     // [n_tensors]; data null: the tensor takes no part
   Chunk const* chunks;

@@ -9,7 +9,7 @@
 #include "collectives.h"
 #include "ops.h"
 #include "patch/function.h"
-#include "walk.h"
+#include "tensor_lists.h"
 
 #ifdef AMP_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -81,32 +81,32 @@ bool have_bytes_of_stamps(ParamsOrList const& tensors, std::variant<py::bytes, p
 
 py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }
 
-Kind kind_of(std::string const& name) {
-#define X(kind, type)  \
-  if (name == #kind) { \
-    return Kind::kind; \
+Formula formula_of(std::string const& name) {
+#define X(formula, type)  \
+  if (name == #formula) { \
+    return Formula::formula; \
   }
   AMP_OPTIMIZERS(X)
 #undef X
   std::string known;
-#define X(kind, type) known += (known.empty() ? "" : ", ") + std::string(#kind);
+#define X(formula, type) known += (known.empty() ? "" : ", ") + std::string(#formula);
   AMP_OPTIMIZERS(X)
 #undef X
-  throw py::value_error("StepTable: kind is '" + name + "', but must be one of " + known + ".");
+  throw py::value_error("StepTable: formula is '" + name + "', but must be one of " + known + ".");
 }
 
-char const* name_of(Kind kind) {
+char const* name_of(Formula formula) {
 #define X(name, type) \
-  case Kind::name:    \
+  case Formula::name:    \
     return #name;
-  switch (kind) { AMP_OPTIMIZERS(X) }
+  switch (formula) { AMP_OPTIMIZERS(X) }
 #undef X
   return "";
 }
 
 // From the class of amp_engine.kernels.formulas that the optimizer has. Keeps a learning rate that is on the
 // device alive in `learning_rates`.
-Group group_of(Kind kind, py::handle h, at::Device device, std::vector<at::Tensor>& learning_rates) {
+Group group_of(Formula formula, py::handle h, at::Device device, std::vector<at::Tensor>& learning_rates) {
   Group group;
   std::memset(&group, 0, sizeof group);  // uploaded where its bytes have changed
   py::object const lr = h.attr("lr");
@@ -122,10 +122,10 @@ Group group_of(Kind kind, py::handle h, at::Device device, std::vector<at::Tenso
     group.lr = lr.cast<double>();
   }
   group.maximize = h.attr("maximize").cast<bool>();
-  with_optimizer(kind, [&](auto update) {
+  with_optimizer(formula, [&](auto update) {
     HyperOf<decltype(update)>::in(group).visit([&](char const* name, auto& value) {
       if (!py::hasattr(h, name)) {
-        throw py::type_error("StepTable.step: groups holds no hyperparameters of " + std::string(name_of(kind)) +
+        throw py::type_error("StepTable.step: groups holds no hyperparameters of " + std::string(name_of(formula)) +
                              ": there is no " + name + " in it.");
       }
       if constexpr (std::is_same_v<std::decay_t<decltype(value)>, double>) {
@@ -226,7 +226,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("hysteresis"), py::arg("min_scale"), py::arg("max_scale"), py::arg("dynamic") = true,
       py::arg("found_inf_used") = py::none(), "The dynamic loss scale after one backward, in place.");
 
-  py::class_<Params>(m, "Params", "Tensors whose Python list was walked once.")
+  py::class_<Params>(m, "Params", "Tensors whose Python list was read once.")
       .def(py::init([](py::iterable const& tensors) {
         Params params;
         for (py::handle const tensor : tensors) {
@@ -242,7 +242,7 @@ PYBIND11_MODULE(_C, m) {
       "gradients",
       [](ParamsOrList const& params) {
         Gradients found = gradients(in(params));
-        return py::make_tuple(TensorList{std::move(found.tensors)}, py::bytes(found.walks), std::move(found.devices));
+        return py::make_tuple(TensorList{std::move(found.tensors)}, py::bytes(found.accesses), std::move(found.devices));
       },
       "The gradient of each parameter, how the kernels can take it, and on which devices they find them.");
   py::class_<TensorList>(m, "TensorList", "Tensors and Nones that have no Python objects until somebody looks.")
@@ -255,7 +255,7 @@ PYBIND11_MODULE(_C, m) {
       });
   m.def(
       "copies",
-      [](TensorsOrList const& tensors, py::bytes const& walks) { return TensorList{copies(in(tensors), walks)}; },
+      [](TensorsOrList const& tensors, py::bytes const& accesses) { return TensorList{copies(in(tensors), accesses)}; },
       "A copy of each, copy-on-write where it has its own memory.");
   m.def("gradient_stamps", &bytes_of_stamps<GradientStamp>,
         "What tells that a gradient was replaced or written, 16 bytes each.");
@@ -272,7 +272,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("same_objects", &same_objects, "Whether two sequences have the very same objects.");
   m.def("same_entries", &same_entries, "Whether each dictionary has its object under a name.");
   m.def(
-      "drop_gradients", [](ParamsOrList const& tensors) { drop_gradients(in(tensors)); },
+      "discard_gradients", [](ParamsOrList const& tensors) { discard_gradients(in(tensors)); },
       "tensor.grad = None for each.");
 
   m.def("watch_collectives", &watch_collectives, py::arg("writing"), py::arg("reading"), py::arg("listener"),
@@ -292,14 +292,14 @@ PYBIND11_MODULE(_C, m) {
           py::arg("found_inf") = py::none(), py::arg("norm") = py::none(), py::arg("norm_scale") = py::none());
 
   py::class_<StepTable>(m, "StepTable", "The tensors of one optimizer, stepped together.")
-      .def(py::init([](std::string const& kind, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
+      .def(py::init([](std::string const& formula, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
                        OptionalTensors state2, std::vector<uint32_t> const& groups, at::Tensor steps,
                        OptionalTensor norms, std::optional<bool> stream_copies) {
-             return std::make_unique<StepTable>(kind_of(kind), std::move(weights), std::move(copies), std::move(state1),
+             return std::make_unique<StepTable>(formula_of(formula), std::move(weights), std::move(copies), std::move(state1),
                                                 std::move(state2), groups, std::move(steps), std::move(norms),
                                                 stream_copies);
            }),
-           py::arg("kind"), py::arg("weights"), py::arg("copies"), py::arg("state1"), py::arg("state2"),
+           py::arg("formula"), py::arg("weights"), py::arg("copies"), py::arg("state1"), py::arg("state2"),
            py::arg("groups"), py::arg("steps"), py::arg("norms") = py::none(), py::arg("stream_copies") = py::none())
       .def("is_current", &StepTable::is_current)
       .def("__len__", &StepTable::size)
@@ -312,7 +312,7 @@ PYBIND11_MODULE(_C, m) {
             std::vector<at::Tensor> learning_rates;
             std::vector<Group> native;
             for (py::handle group : groups) {
-              native.push_back(group_of(self.kind(), group, self.device(), learning_rates));
+              native.push_back(group_of(self.formula(), group, self.device(), learning_rates));
             }
             StepTable::Stepping const stepping(self);
             py::gil_scoped_release const no_gil;

@@ -61,7 +61,7 @@ inline void check_tensors(Named const& list, at::Device device, bool low_precisi
     TORCH_CHECK_VALUE(is_float32 || (low_precision_too && is_low), list.at(i), " is ", text(t), ", but the type must be ",
                       low_precision_too ? "float32, float16 or bfloat16." : "float32.");
     TORCH_CHECK_VALUE(t.layout() == at::kStrided, list.at(i), " is a ", t.layout(),
-                      " tensor, but only dense (strided) ones are walked.");
+                      " tensor, but only dense (strided) ones are allowed.");
     TORCH_CHECK_VALUE(t.device() == device, list.at(i), " is ", text(t), ", but the first tensor of the call is on ",
                       device, ".");
     TORCH_CHECK_VALUE(t.is_non_overlapping_and_dense(), list.at(i), " is ", text(t),

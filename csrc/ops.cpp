@@ -203,10 +203,10 @@ bool reads_state1(Group const& group) {
   }
 }
 
-StepTable::StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
+StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
                      OptionalTensors state2, std::vector<uint32_t> const& groups, at::Tensor steps,
                      std::optional<at::Tensor> norms, std::optional<bool> stream_copies)
-    : kind_(kind),
+    : formula_(formula),
       weights_(std::move(weights)),
       copies_(std::move(copies)),
       state1_(std::move(state1)),
@@ -232,7 +232,7 @@ StepTable::StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies,
   }
   check_vector(op, "steps", steps_, int64_t(n), at::kFloat, device);
   check_vector(op, "norms", norms_, int64_t(n), at::kFloat, device);
-  bool const keeps_norms = with_optimizer(kind, [](auto update) { return decltype(update)::kNorm; });
+  bool const keeps_norms = with_optimizer(formula, [](auto update) { return decltype(update)::kNorm; });
   TORCH_CHECK_VALUE(!keeps_norms || norms_, op, ": novograd keeps norms; pass a float32 tensor of shape [", n,
                     "].");
   check_memory(op, nullptr);
@@ -326,7 +326,7 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
   check_scalar(op, "gradient_norm", gradient_norm, at::kFloat, device);
   check_vector(op, "sum_squares", sum_squares, int64_t(n), at::kDouble, device);
   check_vector(op, "largest", largest, int64_t(n), at::kFloat, device);
-  bool const needs_state2 = with_optimizer(kind_, [](auto update) { return decltype(update)::kState2; });
+  bool const needs_state2 = with_optimizer(formula_, [](auto update) { return decltype(update)::kState2; });
   for (size_t t = 0; t < n; ++t) {
     TORCH_CHECK_VALUE(rows_[t].group < groups.size(), op, ": weights[", t, "] is in group ", rows_[t].group, " of ",
                       groups.size(), ".");
@@ -334,7 +334,7 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
       continue;
     }
     Group const& group = groups[rows_[t].group];
-    bool const needs_state1 = with_optimizer(kind_, [&](auto update) { return reads_state1<decltype(update)>(group); });
+    bool const needs_state1 = with_optimizer(formula_, [&](auto update) { return reads_state1<decltype(update)>(group); });
     TORCH_CHECK_VALUE(weights_[t].has_value(), op, ": gradients[", t, "] is given, but weights[", t, "] is None.");
     TORCH_CHECK_VALUE((!needs_state1 || state1_[t]) && (!needs_state2 || state2_[t]), op, ": weights[", t,
                       "] has a gradient, but no optimizer state.");
@@ -343,7 +343,7 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
     check_memory(op, &gradients);
     was_stepped_ = true;
   }
-  bool const needs_sums = norms_ || kind_ == Kind::lamb;
+  bool const needs_sums = norms_ || formula_ == Formula::lamb;
   if (needs_sums && !(sum_squares && largest)) {
     Checks const checks = sums_.run(op, gradients, nullptr, nullptr, {}, false, {}, {}, {}, {}, true);
     sum_squares = checks.sum_squares;
@@ -354,7 +354,7 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
     entries_[t] = read(gradients[t], scaled[t]);
   }
   StepArgs args{};
-  args.kind = kind_;
+  args.formula = formula_;
   args.n_tensors = int64_t(n);
   args.n_chunks = int64_t(chunking_->chunks.size());
   args.control = {pointer<float>(inv_scale), pointer<float>(found_inf), pointer<float>(norm), max_norm};
@@ -364,7 +364,7 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
   args.largest = pointer<float>(largest);
   args.gradient_norm = pointer<float>(gradient_norm);
   args.coefficients = coefficients_.mutable_data_ptr();
-  if (kind_ == Kind::lamb) {
+  if (formula_ == Formula::lamb) {
     args.partials = partials_.get(2 * args.n_chunks, device);
     if (!lamb_scratch_.defined()) {
       // Each tensor's begins where the last one's has ended, at a multiple of 64 bytes.

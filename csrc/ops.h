@@ -82,7 +82,7 @@ class StepTable {
   //   groups          index of each tensor's hyperparameters
   //   steps, norms    float32 [n]: counts of steps taken; NovoGrad's norms
   //   stream_copies   whether copies are written past a CPU's caches; by itself where the step does not fit into them
-  StepTable(Kind kind, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1, OptionalTensors state2,
+  StepTable(Formula formula, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1, OptionalTensors state2,
             std::vector<uint32_t> const& groups, at::Tensor steps, std::optional<at::Tensor> norms,
             std::optional<bool> stream_copies = std::nullopt);
   ~StepTable();
@@ -118,14 +118,14 @@ class StepTable {
             std::optional<at::Tensor> largest, std::optional<at::Tensor> const& gradient_norm);
 
   at::Device device() const { return steps_.device(); }
-  Kind kind() const { return kind_; }
+  Formula formula() const { return formula_; }
   size_t size() const { return rows_.size(); }
 
  private:
   // Refuses tensors that overlap. Gradients are looked at in the first step of a table only: it takes a sort.
   void check_memory(char const* op, OptionalTensors const* gradients) const;
 
-  Kind kind_;
+  Formula formula_;
   OptionalTensors weights_, copies_, state1_, state2_;
   at::Tensor steps_;
   std::optional<at::Tensor> norms_;

@@ -235,7 +235,7 @@ def test_running_out_of_memory_at_the_exit_leaves_no_gradient_scaled(engine, mon
         raise torch.cuda.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("amp_engine.kernels.walk.copies", fail)
+        patch.setattr("amp_engine.kernels.tensor_lists.copies", fail)
         with pytest.raises(torch.cuda.OutOfMemoryError):
             backward(engine, model, optimizer)
     assert all(map(torch.equal, gradients(engine, optimizer), before))

@@ -30,6 +30,7 @@ from torch import Tensor
 from amp_engine import kernels
 from amp_engine.apex import float64_steps
 from amp_engine.errors import AmpValueError
+from amp_engine.kernels.formulas import Adagrad, Adam
 from amp_engine.kernels.refusals import check_apart, check_lists
 from amp_engine.policy import LOWEST_SCALE
 
@@ -475,7 +476,8 @@ def multi_tensor_adagrad(
     grads, params, sums = lists
     if params and params[0].dtype is torch.float64:
         _check_float64(op, tensor_lists)
-        float64_steps.adagrad_(lists, lr=lr, eps=epsilon, decoupled=mode == 1, weight_decay=weight_decay)
+        adagrad = Adagrad(lr=lr, eps=epsilon, decoupled=mode == 1, weight_decay=weight_decay)
+        float64_steps.step_(adagrad, lists)
         return
     with _refusals_by_place(op, tensor_lists, written=[1, 2]), _in_float32(sums) as sums_f32:
         kernels.adagrad_(
@@ -576,20 +578,16 @@ def _adam(
     is_decoupled, is_corrected = mode == 1, bool(bias_correction)
     if params and params[0].dtype is torch.float64:
         _check_float64(op, places)
-        float64_steps.adam_(
-            lists,
-            copies,
+        adam = Adam(
             lr=lr,
             beta1=beta1,
             beta2=beta2,
             eps=eps,
-            step=step.double() if isinstance(step, Tensor) else step,
+            weight_decay=weight_decay,
             decoupled=is_decoupled,
             bias_correction=is_corrected,
-            weight_decay=weight_decay,
-            inv_scale=inv_scale,
-            skips=skips,
         )
+        float64_steps.step_(adam, lists, copies, step=step, inv_scale=inv_scale, skips=skips)
     else:
         with (
             _refusals_by_place(op, places, written=range(1, len(places))),

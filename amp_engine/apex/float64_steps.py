@@ -11,58 +11,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp_engine.kernels.formulas import Formula, Row, State
+
 TensorLists = Sequence[Sequence[Tensor]]
 
 
 @torch.no_grad()
-def adam_(
+def step_(
+    formula: Formula,
     lists: TensorLists,
-    copies: Sequence[Tensor] | None,
+    copies: Sequence[Tensor] | None = None,
     *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int | Tensor,
-    decoupled: bool,
-    bias_correction: bool,
-    weight_decay: float,
+    step: int | Tensor = 1,
     inv_scale: Tensor | None = None,
     skips: Tensor | None = None,
 ) -> None:
-    """Adam over (gradients, parameters, exp_avg, exp_avg_sq); new parameters also into `copies`."""
-    bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-    for i, (grad, param, exp_avg, exp_avg_sq) in enumerate(zip(*lists, strict=True)):
+    """One step of a formula over (gradients, parameters, first states, second states where it has any).
+
+    New parameters are written into `copies` as well. `step` counts from 1.
+    """
+    count = step if isinstance(step, Tensor) else torch.tensor(step, dtype=torch.float64)
+    for i, (grad, param, *state) in enumerate(zip(*lists, strict=True)):
         g = grad.double() if inv_scale is None else grad.double() * inv_scale.double()
-        weight = param.double()
-        if not decoupled:
-            g = g + weight_decay * weight
-        m = beta1 * exp_avg.double() + (1 - beta1) * g
-        v = beta2 * exp_avg_sq.double() + (1 - beta2) * g * g
-        update = (m / bias1) / ((v / bias2).sqrt() + eps)
-        if decoupled:
-            update = update + weight_decay * weight
-        weight = weight - lr * update
-        _write(param, weight, skips)
-        _write(exp_avg, m, skips)
-        _write(exp_avg_sq, v, skips)
+        state1, state2 = (*(s.double() for s in state), None)[:2]
+        new = formula.update(
+            g, State(param.double(), state1, state2), Row(count.to(param.device), None, None, None, None)
+        )
+        for tensor, value in zip([param, *state], [new.weight, new.state1, new.state2], strict=False):
+            assert value is not None
+            _write(tensor, value, skips)
         if copies is not None:
-            _write(copies[i], weight, skips)
-
-
-@torch.no_grad()
-def adagrad_(lists: TensorLists, *, lr: float, eps: float, decoupled: bool, weight_decay: float) -> None:
-    """Adagrad over (gradients, parameters, sums)."""
-    for grad, param, total in zip(*lists, strict=True):
-        g, weight = grad.double(), param.double()
-        if not decoupled:
-            g = g + weight_decay * weight
-        h = total.double() + g * g
-        update = g / (h.sqrt() + eps)
-        if decoupled:
-            update = update + weight_decay * weight
-        _write(param, weight - lr * update, None)
-        _write(total, h, None)
+            _write(copies[i], new.weight, skips)
 
 
 @torch.no_grad()

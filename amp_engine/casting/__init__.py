@@ -3,7 +3,7 @@
 from amp_engine.casting.engine_casts import EngineCasts as EngineCasts
 from amp_engine.casting.explain import Explanation as Explanation
 from amp_engine.casting.function_casts import FunctionCasts as FunctionCasts
-from amp_engine.casting.keep_float import forget_interrupted as forget_interrupted
+from amp_engine.casting.keep_float import discard_interrupted as discard_interrupted
 from amp_engine.casting.keep_float import keep_float as keep_float
 from amp_engine.casting.original import original as original
 from amp_engine.casting.registration import Registration as Registration
@@ -15,7 +15,7 @@ __all__ = [
     "FunctionCasts",
     "Registration",
     "deferred",
-    "forget_interrupted",
+    "discard_interrupted",
     "keep_float",
     "original",
 ]

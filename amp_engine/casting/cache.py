@@ -37,18 +37,18 @@ class _Entry:
 class WeightCache:
     """Casts of `nn.Parameter`s in training.
 
-    A cast is reused while its weight is the same object with the same version, storage and `requires_grad`, its memory
-    is watched and nobody else has it. An address that somebody kept as a number is seen by nothing, so the owner of the
-    cache also calls `after_step` after every optimizer step, `lapse` after every `scale_loss`, and `discard` when a
-    weight's `.data` is taken.
+    A cast is reused while its weight is the same object with the same version, storage and `requires_grad`, its
+    memory is watched and nobody else has it. An address that somebody kept as a number is seen by nothing, so the
+    owner of the cache also calls `after_step` after every optimizer step, `after_backward` after every `scale_loss`,
+    and `discard` when a weight's `.data` is taken.
 
     Nothing is kept while gradients are off: there a copy would go stale between a load and the next
     forward, hold memory through evaluation, and be reused in training without its autograd edge. Nothing is kept
     under torch.compile, functorch or a dispatch mode either, where tensors are not what they seem, and nothing under
     torch.jit.trace or the capture of a CUDA graph, which would take the cast for a constant.
 
-    The cast's autograd node keeps its weight alive until the entry is dropped, at the latest by `drop_orphans` in a
-    collection of garbage.
+    The cast's autograd node keeps its weight alive until the entry is discarded, at the latest by `discard_orphans` in
+    a collection of garbage.
     """
 
     native: CompiledWeightCache | None = None
@@ -93,22 +93,22 @@ class WeightCache:
         return cast
 
     def discard(self, weight: Tensor) -> None:
-        """Forget the cast of one weight, which may be given as a view."""
+        """Discard the cast of one weight, which may be given as a view."""
         self._changes += 1
         self._entries.pop(id(weight), None)
         if weight._base is not None:
             self._entries.pop(id(weight._base), None)
 
-    def lapse(self) -> None:
+    def after_backward(self) -> None:
         """Anybody may have written any weight."""
         self._changes += 1
         self._entries.clear()
 
     def after_step(self) -> None:
         """An optimizer has stepped: anybody's weights may be written, unless it told which."""
-        self.lapse()
+        self.after_backward()
 
-    def drop_orphans(self) -> None:
+    def discard_orphans(self) -> None:
         """Free the weights that nobody but their own casts keeps alive."""
         for key, entry in list(self._entries.items()):
             weight: Any = entry.weight()
@@ -117,7 +117,7 @@ class WeightCache:
                 self._entries.pop(key, None)
 
     def clear(self) -> None:
-        """Forget every cast."""
+        """Discard every cast."""
         self._changes += 1
         self._entries.clear()
 
@@ -160,19 +160,19 @@ class NativeWeightCache(WeightCache):
         return cast
 
     def discard(self, weight: Tensor) -> None:
-        """Forget the cast of one weight: somebody may write it."""
+        """Discard the cast of one weight: somebody may write it."""
         self.native.discard(weight)
 
-    def lapse(self) -> None:
+    def after_backward(self) -> None:
         """Anybody may have written any weight."""
-        self.native.lapse()
+        self.native.after_backward()
 
-    def drop_orphans(self) -> None:
+    def discard_orphans(self) -> None:
         """Free the weights that nobody but their own casts keeps alive."""
-        self.native.drop_orphans()
+        self.native.discard_orphans()
 
     def clear(self) -> None:
-        """Forget every cast."""
+        """Discard every cast."""
         self.native.clear()
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
@@ -191,7 +191,7 @@ class NativeWeightCache(WeightCache):
     def after_step(self) -> None:
         """An optimizer has stepped: anybody's weights may be written, unless it told which."""
         if not getattr(self._steps, "told", False):
-            self.native.lapse()
+            self.native.after_backward()
         self._steps.told = False
 
 
@@ -219,7 +219,7 @@ def _watch(weight: nn.Parameter) -> bool:
     if not is_copy_on_write(weight):
         weight.data_ptr()  # a writer, to the compiled cache, whose watch this one would meet
         try:
-            lazy_clone(weight.detach())  # which is dropped at once
+            lazy_clone(weight.detach())  # which is discarded at once
         except RuntimeError:
             return False
     return _is_untouched(weight)

@@ -28,7 +28,7 @@ def dynamo_if_free() -> Iterator[bool]:
             lock.release()
 
 
-def forget_compiled() -> None:
+def discard_compiled() -> None:
     """Dynamo guards functions but not methods, operators and hooks."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
@@ -36,7 +36,7 @@ def forget_compiled() -> None:
 
 def know_originals() -> None:
     """Have Dynamo look torch's functions up, which it does by name and once, while they are the originals."""
-    forget_compiled()
+    discard_compiled()
     trace_rules = importlib.import_module("torch._dynamo.trace_rules")
     trace_rules.get_tensor_method.cache_clear()
     known = trace_rules.get_torch_obj_rule_map()

@@ -93,38 +93,38 @@ class EngineCasts:
             return f"Function casts are not on at {level}, which casts the model instead; O1 and O4 cast functions."
         return f"Function casts are not on at {level}; O1 and O4 cast functions."
 
-    def lapse(self) -> None:
+    def after_backward(self) -> None:
         """A backward is over, and anybody may have written any weight."""
         casts = self.casts
         if casts is not None:
-            casts.cache.lapse()
+            casts.cache.after_backward()
 
     # Lists.
 
     @property
     def registrations(self) -> list[Registration]:
-        """What was registered since the last `forget`; the first one of a function counts."""
+        """What was registered since the last `discard_lists`; the first one of a function counts."""
         return list(self._registrations)
 
     @property
     def removals(self) -> list[tuple[Any, str]]:
-        """Owner and name of what was taken off the lists since the last `forget`; a registration wins over it."""
+        """Owner and name of what was taken off the lists since `discard_lists`; a registration wins over it."""
         return list(self._removals)
 
     def register(self, registration: Registration) -> None:
-        """Cast one more function wherever O1 or O4 is on, until `forget`."""
+        """Cast one more function wherever O1 or O4 is on, until `discard_lists`."""
         check_patchable(registration.module, registration.name)
         self._change_lists([*self._registrations, registration], self._removals)
 
     def unregister(self, module: Any, name: str) -> None:
-        """Run `module.name` without casts, registered or listed as it may be, until `forget` or `register`."""
+        """Run `module.name` without casts, registered or listed as it may be, until `discard_lists` or `register`."""
         check_patchable(module, name)
         removal = (module, name)
         registrations = [registration for registration in self._registrations if not _names(removal, registration)]
         self._change_lists(registrations, [*self._removals, removal])
 
-    def forget(self) -> None:
-        """Drop registrations and removals."""
+    def discard_lists(self) -> None:
+        """Discard registrations and removals."""
         self._registrations, self._removals = [], []
 
     def check_environment(self) -> None:
@@ -221,7 +221,7 @@ class EngineCasts:
             self.remove()
         if patcher.newest() is not None:
             gc.collect()  # of a model that is in a cycle and not in use
-        patcher.abandon_switches()
+        patcher.discard_switches()
         newest = patcher.newest()
         if newest is not None:
             newest.note_use()

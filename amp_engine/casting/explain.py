@@ -84,14 +84,14 @@ class Explanation:
             counts = self._counts.setdefault(key, [0, 0, 0, 0])
             for i, more in enumerate((1, len(call.casts), call.cached, moved)):
                 counts[i] += more
-        patcher.remove_abandoned()
+        patcher.remove_discarded()
 
     @property
     def records(self) -> list[Record]:
         """So far: those that moved most bytes first, then the most called."""
         with locks.shared:
             records = [Record(*key, *counts) for key, counts in self._counts.items()]
-        patcher.remove_abandoned()
+        patcher.remove_discarded()
         return sorted(records, key=lambda r: (-r.bytes_moved, -r.calls, r.function, str(r.dtype)))
 
     def __repr__(self) -> str:

@@ -94,12 +94,12 @@ class FunctionCasts:
             if casts is not None and casts._modules is not None:
                 casts._modules.pop(ref.key, None)
                 if not casts._modules and casts.were_used:
-                    casts.abandon()
+                    casts.discard()
 
         def end(ref: weakref.ref[Owner]) -> None:
             casts = this()
             if casts is not None:
-                casts.abandon()
+                casts.discard()
 
         if modules is not None:
             self._modules = {id(module): weakref.KeyedRef(module, forget, id(module)) for module in modules}
@@ -188,11 +188,11 @@ class FunctionCasts:
         """Restore torch, or the casts that were in force before. Does nothing if not installed."""
         patcher.remove(self)
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """As `remove`, for a finalizer: waits for no other thread, of which one may do it later."""
         self.has_ended = True
         if not sys.is_finalizing():
-            patcher.abandon(self)
+            patcher.discard(self)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -35,7 +35,7 @@ class InstallableCasts(Casts, Protocol):
     def modules(self) -> list[nn.Module] | None:
         """Those whose end is theirs and that are still there; None if they last until they are removed."""
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """End them, now or when no other thread is in the way."""
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting import in_force
-from amp_engine.casting.compiled import forget_compiled
+from amp_engine.casting.compiled import discard_compiled
 from amp_engine.casting.float_region import float_region
 from amp_engine.containers import cast_tensors
 from amp_engine.dtypes import LOW_PRECISION
@@ -70,7 +70,7 @@ def keep_float(module: M, keep: bool = True) -> M:
             module.register_forward_hook(leave_float, prepend=True, always_call=True)
         else:
             _remove_hooks(module)
-        forget_compiled()
+        discard_compiled()
     return module
 
 
@@ -88,7 +88,7 @@ def kept_modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
             within.update(module.modules())
 
 
-def forget_interrupted(compiled: bool = True) -> None:
+def discard_interrupted(compiled: bool = True) -> None:
     """Leave the modules of this thread that an interrupt has left without us.
 
     compiled: those too that compiled code entered, which tells no frame. None of them must be running.
@@ -112,7 +112,7 @@ def enter_float(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | 
         return None
     caller = None
     if not torch.compiler.is_compiling():
-        forget_interrupted(compiled=False)
+        discard_interrupted(compiled=False)
         caller = sys._getframe(1)
     args, kwargs = (cast_tensors(value, torch.float32, LOW_PRECISION) for value in (args, kwargs))
     region = _region()

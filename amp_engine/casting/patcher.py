@@ -40,19 +40,19 @@ from amp_engine.kernels.choice import CASTS
 
 _LISTED = tuple((pkgutil.resolve_name(name), lists) for name, lists in NAMESPACES)
 _WRITTEN_IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
-_abandoned: deque[InstallableCasts] = deque()
+_discarded: deque[InstallableCasts] = deque()
 _patches = Patches()
 
 
 @contextmanager
 def changing() -> Iterator[None]:
-    """Holds `locks.install`. Afterwards removes what finalizers in other threads abandoned meanwhile."""
+    """Holds `locks.install`. Afterwards removes what finalizers in other threads discarded meanwhile."""
     try:
         with locks.install.held():
             _applying.finish()
             yield
     finally:
-        remove_abandoned()
+        remove_discarded()
 
 
 def install(casts: InstallableCasts) -> None:
@@ -72,36 +72,36 @@ def remove(casts: InstallableCasts) -> None:
         _take_out(casts)
 
 
-def abandon(casts: InstallableCasts) -> None:
+def discard(casts: InstallableCasts) -> None:
     """As `remove`, for finalizers, which may run wherever something is allocated: waits for no other thread.
 
     Where a lock is taken, whoever has it removes the casts. While Dynamo compiles, whose caches go with them, they stay
     until the next collection of garbage, optimizer step or call that concerns casts.
     """
-    _abandoned.append(casts)
-    remove_abandoned()
+    _discarded.append(casts)
+    remove_discarded()
 
 
-def remove_abandoned() -> None:
+def remove_discarded() -> None:
     """Remove what finalizers could not, as they ran under a lock: to be called where one was released."""
-    while _abandoned and not locks.is_shared_held_here():
+    while _discarded and not locks.is_shared_held_here():
         with locks.install.held_if_free() as is_held, dynamo_if_free() as is_free:
             if not (is_held and is_free):
                 return
-            if _abandoned:
-                _take_out(_abandoned.popleft())
+            if _discarded:
+                _take_out(_discarded.popleft())
 
 
-def abandon_switches() -> None:
+def discard_switches() -> None:
     """Remove casts, of any engine, whose models were gone before anything was cast."""
     for casts in list(STACK):
         if casts.modules == []:
-            casts.abandon()
+            casts.discard()
 
 
 def newest() -> InstallableCasts | None:
     """The casts that patched functions do, switched on or off."""
-    remove_abandoned()
+    remove_discarded()
     return STACK[-1] if STACK else None
 
 
@@ -117,7 +117,7 @@ def tell_native() -> None:
         else:
             through_python = casts.is_observed or not casts.were_used
             CASTS.put_in_force(casts.dtype, cache, casts.enable_caching, through_python)
-    remove_abandoned()
+    remove_discarded()
 
 
 def _take_out(casts: InstallableCasts) -> None:
@@ -191,7 +191,7 @@ def _patch() -> None:
     for namespace, lists in _LISTED:
         _patch_lists(namespace, lists, taken, casts.cache.native is not None)
     _patch_recurrent()
-    watch_weights(casts.cache, _patches, remove_abandoned)
+    watch_weights(casts.cache, _patches, remove_discarded)
     _leave_saved_tensors()
     _switch_off_fast_path()
 

@@ -56,7 +56,7 @@ _step_hooks = _StepHooks()  # one for ever: handles of what is added while it st
 
 
 def watch_weights(cache: WeightCache, patches: Patches, afterwards: Callable[[], None]) -> None:
-    """Drop casts of weights that may be written without moving their version.
+    """Discard casts of weights that may be written without moving their version.
 
     Most third-party optimizers write through `p.data`.
 
@@ -79,15 +79,15 @@ def watch_weights(cache: WeightCache, patches: Patches, afterwards: Callable[[],
 
     def on_collection(phase: str, info: dict[str, int]) -> None:
         if phase == "start" and drops_orphans and info["generation"] == 2:
-            cache.drop_orphans()
+            cache.discard_orphans()
         elif phase == "stop":
             afterwards()
 
-    def forget_collections() -> None:
+    def discard_collections() -> None:
         if on_collection in gc.callbacks:
             gc.callbacks.remove(on_collection)
 
-    patches.on_undo(forget_collections)
+    patches.on_undo(discard_collections)
     gc.callbacks.append(on_collection)
 
     descriptor: Any = TensorBase.data

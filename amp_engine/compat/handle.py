@@ -54,7 +54,7 @@ class Handle:
         return self._engine.casts is not None and self._engine.casts.verbose
 
     def remove_cache(self, param: nn.Parameter) -> None:
-        """Forget the cast of one weight."""
+        """Discard the cast of one weight."""
         if self._engine.casts is not None:
             self._engine.casts.cache.discard(param)
 

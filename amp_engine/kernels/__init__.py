@@ -25,7 +25,7 @@ from amp_engine.kernels.steps import lamb_ as lamb_
 from amp_engine.kernels.steps import novograd_ as novograd_
 from amp_engine.kernels.steps import sgd_ as sgd_
 from amp_engine.kernels.table import StepTable as StepTable
-from amp_engine.kernels.walk import stamps as stamps
+from amp_engine.kernels.tensor_lists import stamps as stamps
 
 __all__ = [
     "FLOATS",

@@ -38,12 +38,12 @@ class Gradients(NamedTuple):
 
     Attributes:
         tensors: n; None where there is none.
-        walks: n; how the kernels can take each.
+        accesses: n; how the kernels can take each.
         devices: where those are that can be taken, each device once.
     """
 
     tensors: TensorList
-    walks: bytes
+    accesses: bytes
     devices: list[torch.device]
 
 
@@ -82,7 +82,7 @@ class BuiltTable(Protocol):
 
 
 class Backend(Protocol):
-    """Multi-tensor operations on one kind of device. Arguments are those of the functions in ops.py and table.py."""
+    """Multi-tensor operations on one type of device. Arguments are those of the functions in ops.py and table.py."""
 
     def check(self, tensors: Sequence[Tensor], /) -> Checks:
         """Look at every element once."""
@@ -146,7 +146,7 @@ class Backend(Protocol):
 
     def built_table(
         self,
-        kind: str,
+        formula: str,
         weights: Sequence[Tensor],
         copies: TensorList,
         state1: TensorList,
@@ -160,14 +160,14 @@ class Backend(Protocol):
         ...
 
 
-class Walks(Protocol):
+class TensorLists(Protocol):
     """Loops over parameters, on the host. No subclass of Tensor is asked for anything.
 
     They are called many times an iteration, and Python takes a microsecond or more a tensor.
     """
 
     def params(self, tensors: Sequence[Tensor], /) -> Sequence[Tensor]:
-        """`tensors` in a form that the others walk fastest, for lists that are walked again and again."""
+        """`tensors` in a form that the others read fastest, for lists that are read again and again."""
         ...
 
     def stamps(self, tensors: Sequence[Tensor], /) -> Stamps:
@@ -182,8 +182,8 @@ class Walks(Protocol):
         """The gradient of each parameter."""
         ...
 
-    def copies(self, tensors: TensorList, walks: bytes, /) -> TensorList:
-        """A copy of each tensor whose walk is not NONE; None for the others.
+    def copies(self, tensors: TensorList, accesses: bytes, /) -> TensorList:
+        """A copy of each tensor whose access is not NONE; None for the others.
 
         Copy-on-write where it has memory of its own: writing to either leaves the other alone, and is when memory is
         copied. Memory that is shared (a bucket of DDP) must not become copy-on-write as a whole, and is copied at once.
@@ -214,7 +214,7 @@ class Walks(Protocol):
         """Whether `dicts[i].get(name) is objects[i]` for every i."""
         ...
 
-    def drop_gradients(self, tensors: Sequence[Tensor], /) -> None:
+    def discard_gradients(self, tensors: Sequence[Tensor], /) -> None:
         """`tensor.grad = None` for each."""
         ...
 
@@ -238,19 +238,19 @@ class CompiledWeightCache(Protocol):
         ...
 
     def discard(self, weight: Tensor, /) -> None:
-        """Forget the copy of one weight."""
+        """Discard the copy of one weight."""
         ...
 
-    def lapse(self) -> None:
+    def after_backward(self) -> None:
         """Anybody may have written any weight."""
         ...
 
-    def drop_orphans(self) -> None:
+    def discard_orphans(self) -> None:
         """Free the weights that nobody but their own copies keeps alive."""
         ...
 
     def clear(self) -> None:
-        """Forget every copy."""
+        """Discard every copy."""
         ...
 
     def copies(self, weights: Sequence[Tensor], unfinished: int, /) -> tuple[int, list[Tensor | None]]:

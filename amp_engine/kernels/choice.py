@@ -1,6 +1,6 @@
 """Which backend computes: chosen once, by what is compiled.
 
-No operation asks whether there are compiled kernels: it has `backend_for` a device, or the walks of the host.
+No operation asks whether there are compiled kernels: it has `backend_for` a device, or `TENSOR_LISTS` on the host.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from amp_engine.kernels import _native, reference, reference_walks
-from amp_engine.kernels.backend import Backend, CompiledCasts, Walks
-from amp_engine.kernels.native import NativeBackend, NativeWalks
+from amp_engine.kernels import _native, reference, reference_tensor_lists
+from amp_engine.kernels.backend import Backend, CompiledCasts, TensorLists
+from amp_engine.kernels.native import NativeBackend, NativeTensorLists
 
 
 def native_backends(module: Any) -> dict[str, Backend]:
@@ -23,7 +23,7 @@ def native_backends(module: Any) -> dict[str, Backend]:
 
 
 REFERENCE: Backend = reference
-WALKS: Walks = reference_walks if _native.module is None else NativeWalks(_native.module)
+TENSOR_LISTS: TensorLists = reference_tensor_lists if _native.module is None else NativeTensorLists(_native.module)
 CASTS: CompiledCasts | None = _native.module
 _NATIVE = native_backends(_native.module)
 

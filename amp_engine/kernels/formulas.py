@@ -12,7 +12,7 @@ from amp_engine.kernels.backend import Checks
 
 
 class State(NamedTuple):
-    """What one tensor's update reads and returns; None where there is none. All float32."""
+    """What one tensor's update reads and returns; None where there is none. All float32, or all float64."""
 
     weight: Tensor
     state1: Tensor | None
@@ -59,7 +59,7 @@ class Formula:
         """The step of one tensor.
 
         Args:
-            grad: float32, of the weight's shape: unscaled, clipped, negated if `maximize`.
+            grad: of the weight's shape and type: unscaled, clipped, negated if `maximize`.
             old: before the step.
             row: what else there is.
 
@@ -284,7 +284,7 @@ class Lamb(Formula):
 
 
 FORMULAS: dict[str, type[Formula]] = {"adam": Adam, "sgd": Sgd, "adagrad": Adagrad, "novograd": NovoGrad, "lamb": Lamb}
-"""By the kind of a `StepTable`."""
+"""By the `formula` of a `StepTable`."""
 
 
 def _bias(corrects: bool, step: Tensor, beta: float) -> Tensor:
@@ -294,8 +294,8 @@ def _bias(corrects: bool, step: Tensor, beta: float) -> Tensor:
 
 
 def times(tensor: Tensor, factor: float | Tensor) -> Tensor:
-    """`tensor * factor` with the factor rounded to float32 first; a 0-d float64 one would widen a 0-d tensor."""
-    return tensor * (factor.float() if isinstance(factor, Tensor) else factor)
+    """`tensor * factor`, the factor in the tensor's type first: a 0-d float64 one would widen a 0-d tensor."""
+    return tensor * (factor.to(tensor.dtype) if isinstance(factor, Tensor) else factor)
 
 
 def minus(weight: Tensor, lr: float | Tensor, update: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and which of them the kernels can walk."""
+"""How tensors lie in memory, and which of them the kernels can read and write."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def walk_of(grad: Tensor, param: Tensor) -> int:
+def access_of(grad: Tensor, param: Tensor) -> int:
     """How the kernels can take the gradient of `param`."""
-    walked = type(grad) is Tensor and grad.dtype in FLOATS and is_dense(grad) and same_layout(grad, param)
-    if not walked or is_lazy(grad):
+    readable = type(grad) is Tensor and grad.dtype in FLOATS and is_dense(grad) and same_layout(grad, param)
+    if not readable or is_lazy(grad):
         return OTHER
     shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
     return SHARED if shared else OWN
 
 
-def devices_of(tensors: Sequence[Tensor | None], walks: bytes) -> list[torch.device]:
+def devices_of(tensors: Sequence[Tensor | None], accesses: bytes) -> list[torch.device]:
     """The devices of what the kernels can take of `tensors`, each once."""
     return list(
-        dict.fromkeys(t.device for t, how in zip(tensors, walks, strict=True) if t is not None and how != OTHER)
+        dict.fromkeys(t.device for t, how in zip(tensors, accesses, strict=True) if t is not None and how != OTHER)
     )

@@ -107,7 +107,7 @@ class NativeBackend:
 
     def built_table(
         self,
-        kind: str,
+        formula: str,
         weights: Sequence[Tensor],
         copies: TensorList,
         state1: TensorList,
@@ -117,7 +117,7 @@ class NativeBackend:
         norms: Tensor | None,
     ) -> NativeTable:
         """The table of one optimizer's tensors."""
-        table = _call(self._module.StepTable, kind, weights, copies, state1, state2, groups, steps, norms)
+        table = _call(self._module.StepTable, formula, weights, copies, state1, state2, groups, steps, norms)
         return NativeTable(table)
 
 
@@ -161,7 +161,7 @@ class NativeTable:
             raise AmpValueError(str(e)) from e
 
 
-class NativeWalks:
+class NativeTensorLists:
     """The loops of the native module: its very functions, since a call of Python's around one costs as much as it."""
 
     def __init__(self, module: Any) -> None:
@@ -177,7 +177,7 @@ class NativeWalks:
         self.any_gradient = module.any_gradient
         self.same_objects = module.same_objects
         self.same_entries = module.same_entries
-        self.drop_gradients = module.drop_gradients
+        self.discard_gradients = module.discard_gradients
 
     def gradients(self, params: Sequence[Tensor]) -> Gradients:
         """The gradient of each parameter."""

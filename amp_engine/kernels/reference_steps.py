@@ -20,7 +20,7 @@ class StepTable:
 
     def __init__(
         self,
-        kind: str,
+        formula: str,
         weights: Sequence[Tensor],
         copies: TensorList,
         state1: TensorList,
@@ -29,8 +29,8 @@ class StepTable:
         steps: Tensor,
         norms: Tensor | None,
     ) -> None:
-        if kind not in FORMULAS:
-            raise AmpValueError(f"StepTable: kind is {kind!r}, but must be one of {', '.join(FORMULAS)}.")
+        if formula not in FORMULAS:
+            raise AmpValueError(f"StepTable: formula is {formula!r}, but must be one of {', '.join(FORMULAS)}.")
         lists = {"weights": weights, "copies": copies, "state1": state1, "state2": state2}
         device, n = steps.device, len(weights)
         check_lists("StepTable", lists, float32=("state1", "state2"), device=device)
@@ -38,9 +38,9 @@ class StepTable:
             raise AmpValueError(f"StepTable: groups has {len(groups)} entries, but weights has {n}.")
         check_vector("StepTable", "steps", steps, n, torch.float32, device)
         check_vector("StepTable", "norms", norms, n, torch.float32, device)
-        if FORMULAS[kind].keeps_norm and norms is None:
+        if FORMULAS[formula].keeps_norm and norms is None:
             raise AmpValueError(f"StepTable: novograd keeps norms; pass a float32 tensor of shape [{n}].")
-        self._kind, self._formula = kind, FORMULAS[kind]
+        self._name, self._formula = formula, FORMULAS[formula]
         self._weights, self._copies = list(weights), list(copies)
         self._state1, self._state2 = list(state1), list(state2)
         self._groups = list(groups)
@@ -122,7 +122,7 @@ class StepTable:
             missing = [field.name for field in fields(self._formula) if not hasattr(groups[group], field.name)]
             if missing:
                 raise AmpTypeError(
-                    f"{op}: groups holds no hyperparameters of {self._kind}: there is no {missing[0]} in it."
+                    f"{op}: groups holds no hyperparameters of {self._name}: there is no {missing[0]} in it."
                 )
             if grad is not None and (
                 (groups[group].needs_state1 and self._state1[i] is None)

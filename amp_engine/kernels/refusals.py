@@ -25,7 +25,7 @@ def check_lists(
     float32: Sequence[str] = (),
     device: torch.device | None = None,
 ) -> None:
-    """Raise AmpValueError for lists that the kernels cannot walk together. No host sync.
+    """Raise AmpValueError for lists that the kernels cannot take together. No host sync.
 
     Args:
         op: what messages call the operation.
@@ -149,7 +149,7 @@ def _check_tensor(place: str, tensor: Tensor, device: torch.device, dtypes: Sequ
         allowed = "float32." if len(dtypes) == 1 else "float32, float16 or bfloat16."
         raise AmpValueError(f"{place} is {_text(tensor)}, but the type must be {allowed}")
     if tensor.layout is not torch.strided:
-        raise AmpValueError(f"{place} is {_text(tensor)}, but only dense (strided) ones are walked.")
+        raise AmpValueError(f"{place} is {_text(tensor)}, but only dense (strided) ones are allowed.")
     if tensor.device != device:
         raise AmpValueError(f"{place} is {_text(tensor)}, but the first tensor of the call is on {device}.")
     if not is_dense(tensor):

@@ -356,7 +356,7 @@ def _eager_step(op: str) -> Callable[..., None]:
     return step
 
 
-_EAGER_STEPS = {f"{kind}_": _eager_step(f"{kind}_") for kind in FORMULAS}
+_EAGER_STEPS = {f"{name}_": _eager_step(f"{name}_") for name in FORMULAS}
 for _op, _eager in _EAGER_STEPS.items():
     _own = fields(FORMULAS[_op.removesuffix("_")])
     _hyperparameters = ", ".join(f"{field.type} {field.name}={field.default}" for field in _own if field.name != "lr")

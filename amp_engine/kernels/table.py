@@ -1,4 +1,4 @@
-"""The hot path behind the steps: the tensors of one optimizer as a table, built once and walked each step."""
+"""The hot path behind the steps: the tensors of one optimizer as a table, built once and used each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StepTable:
     """The tensors of one optimizer, stepped together.
 
     Args:
-        kind: a key of `kernels.FORMULAS`: "adam", "sgd", "adagrad", "novograd" or "lamb".
+        formula: a key of `kernels.FORMULAS`: "adam", "sgd", "adagrad", "novograd" or "lamb".
         weights: n masters (float32), or parameters (of any of the three types).
         copies: n low-precision parameters that the new weights are rounded into, or None.
         state1: n, float32: exp_avg, momentum buffer or sum; None where the optimizer keeps none.
@@ -28,7 +28,7 @@ class StepTable:
 
     def __init__(
         self,
-        kind: str,
+        formula: str,
         weights: Sequence[Tensor],
         copies: TensorList,
         state1: TensorList,
@@ -38,7 +38,7 @@ class StepTable:
         norms: Tensor | None = None,
     ) -> None:
         backend = backend_for(steps.device)
-        self._table = backend.built_table(kind, weights, copies, state1, state2, groups, steps, norms)
+        self._table = backend.built_table(formula, weights, copies, state1, state2, groups, steps, norms)
 
     def is_current(self) -> bool:
         """Whether every tensor still has the memory that the table points to."""
@@ -62,7 +62,7 @@ class StepTable:
         Args:
             grads: n, of the weights' shapes and strides, or None. Not written.
             scaled: n: which of them are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
-            groups: hyperparameters of each group, of the kind's class in formulas.py.
+            groups: hyperparameters of each group, of the formula's class in formulas.py.
             inv_scale: float32, shape []; None is 1.
             found_inf: float32, shape []; None is 0.
             norm: float32, shape []: of all unscaled gradients. None: not clipped.

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_engine import kernels
 from amp_engine.dtypes import followed
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, Plan, fused_step_of
 from amp_engine.optimizers.rules import Rule
 from amp_engine.optimizers.state_form import NORM
@@ -40,7 +40,7 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.settings}}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, or with `set_to_none=False` fill them with 0.
+        """Discard the gradients, or with `set_to_none=False` fill them with 0.
 
         Args:
             set_to_none: None stands for `set_grad_none` of the constructor.
@@ -76,8 +76,8 @@ class FusedOptimizer(Optimizer):
         fused = fused_step_of(self)
         assert fused is not None
         weights = [p for group in self.param_groups for p in group["params"]]
-        gradients, walks, _ = walk.gradients(weights)
-        known = walk.OTHER not in walks and not walk.asks_for_gradients(weights)
+        gradients, accesses, _ = tensor_lists.gradients(weights)
+        known = tensor_lists.OTHER not in accesses and not tensor_lists.asks_for_gradients(weights)
         if not known:
             gradients = [p.grad for p in weights]
         plan = None if self._keeps_masters else fused.plan(weights, gradients, known=known)
@@ -254,7 +254,7 @@ class MasterKeepingOptimizer(FusedOptimizer):
 
 
 def _one_order(master: Tensor, param: Tensor) -> bool:
-    """Whether a master can be walked beside its parameter, or has to be by itself, which has gaps in memory."""
+    """Whether a master can be stepped beside its parameter, or has to be by itself, which has gaps in memory."""
     return master.shape != param.shape or not kernels.is_dense(param) or kernels.same_layout(master, param)
 
 

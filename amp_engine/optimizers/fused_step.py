@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from amp_engine import kernels
 from amp_engine.devices import moved
 from amp_engine.errors import AmpValueError
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.refusals import check_apart
 from amp_engine.optimizers.rules import TORCH_RULES, Rule
 from amp_engine.optimizers.state_form import NORM, StateForm, fits
@@ -38,7 +38,7 @@ def fused_step_of(optimizer: Optimizer) -> FusedStep | None:
 
 
 def release_fused_step(optimizer: Optimizer) -> None:
-    """Give a class of torch.optim its state in its own form, and forget it. Waits for the device."""
+    """Give a class of torch.optim its state in its own form, and discard its fused step. Waits for the device."""
     fused = _FUSED_STEPS.get(optimizer)
     if fused is not None and type(optimizer) in TORCH_RULES:
         del _FUSED_STEPS[optimizer]
@@ -113,7 +113,7 @@ class FusedStep:
         if not known and not all(g is None or _is_plain(g) for g in gradients):
             return None
         is_current = self._is_current(weights, gradients)
-        is_current = is_current and (copies is None or walk.same_objects(copies, self._copies))
+        is_current = is_current and (copies is None or tensor_lists.same_objects(copies, self._copies))
         plan = Plan(params, weights, gradients, [None] * len(weights) if copies is None else copies, is_current)
         return plan if is_current or self.obstacle(plan) is None else None
 
@@ -143,7 +143,7 @@ class FusedStep:
         weights, gradients = plan.weights, plan.gradients
         copies = plan.copies if copies is None else copies
         scaled = [False] * len(weights) if scaled is None else scaled
-        is_current = plan.is_current and walk.same_objects(copies, self._copies)
+        is_current = plan.is_current and tensor_lists.same_objects(copies, self._copies)
         if isinstance(gradients, list) or not is_current:  # and not a native list of what is laid out as the table
             gradients = [laid_out_as(w, g) for w, g in zip(weights, gradients, strict=True)]
         if not is_current:
@@ -230,8 +230,8 @@ class FusedStep:
 
     def _is_current(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
         return (
-            walk.same_objects(weights, self._weights)
-            and walk.same_objects(list(self._live_optimizer().state.values()), self._inner)
+            tensor_lists.same_objects(weights, self._weights)
+            and tensor_lists.same_objects(list(self._live_optimizer().state.values()), self._inner)
             and all(table.is_current(self.rule) for table in self._tables)
             and all(gradients[i] is None for i in self._stateless)
             and [self.rule.needs_state1(group) for group in self._live_optimizer().param_groups] == self._needs_state1
@@ -317,15 +317,17 @@ class _Table:
         if rule.keeps_norm:
             norms = torch.tensor([float(state.get(NORM) or 0.0) for state in inner], dtype=torch.float32, device=device)
             self._norms = _put(inner, NORM, norms)
-        self.native = kernels.StepTable(rule.kind, weights, copies, self.state1, self.state2, groups, self.steps, norms)
+        self.native = kernels.StepTable(
+            rule.formula, weights, copies, self.state1, self.state2, groups, self.steps, norms
+        )
 
     def is_current(self, rule: Rule) -> bool:
         """Whether the optimizer's state is still what the table points to."""
         return (
-            walk.same_entries(self.inner, rule.state1, self.state1)
-            and (rule.state2 is None or walk.same_entries(self.inner, rule.state2, self.state2))
-            and (not rule.keeps_step or walk.same_entries(self.inner, "step", self._counts))
-            and (not rule.keeps_norm or walk.same_entries(self.inner, NORM, self._norms))
+            tensor_lists.same_entries(self.inner, rule.state1, self.state1)
+            and (rule.state2 is None or tensor_lists.same_entries(self.inner, rule.state2, self.state2))
+            and (not rule.keeps_step or tensor_lists.same_entries(self.inner, "step", self._counts))
+            and (not rule.keeps_norm or tensor_lists.same_entries(self.inner, NORM, self._norms))
             and self.native.is_current()
         )
 
@@ -357,7 +359,7 @@ def _is_plain(grad: Tensor) -> bool:
 
 
 def laid_out_as(weight: Tensor, grad: Tensor | None) -> Tensor | None:
-    """`grad` in the memory order of `weight`, which the kernels walk. Autograd gives it so; users may not.
+    """`grad` in the memory order of `weight`, which the kernels need. Autograd gives it so; users may not.
 
     What lies negated in memory, or nowhere, is written out.
     """

@@ -21,7 +21,7 @@ class Rule:
     """How one optimizer class is stepped by the kernels.
 
     Attributes:
-        kind: of `kernels.StepTable`.
+        formula: of `kernels.StepTable`.
         state1: name of the first state tensor, shaped as the weight: exp_avg, momentum_buffer or sum.
         state2: name of the second one, or None.
         hyperparameters: one parameter group in the kernels' terms.
@@ -30,7 +30,7 @@ class Rule:
         supports: whether the kernels compute what this group asks for.
     """
 
-    kind: str
+    formula: str
     state1: str
     state2: str | None
     hyperparameters: Callable[[Group], Formula]
@@ -41,12 +41,12 @@ class Rule:
     @property
     def reads_sums(self) -> bool:
         """Whether the step needs the norms of the gradients, which pass 1 has taken."""
-        return FORMULAS[self.kind].reads_sums
+        return FORMULAS[self.formula].reads_sums
 
     @property
     def keeps_norm(self) -> bool:
         """Whether `state[p]["exp_avg_sq"]` is one float32 norm for the whole tensor."""
-        return FORMULAS[self.kind].keeps_norm
+        return FORMULAS[self.formula].keeps_norm
 
 
 def _torch_adam(group: Group) -> AdamFormula:

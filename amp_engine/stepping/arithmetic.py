@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import kernels
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 
 
-def without(rows: Sequence[int], grads: Sequence[Tensor | None], walks: bytes) -> tuple[Sequence[Tensor | None], bytes]:
+def without(
+    rows: Sequence[int], grads: Sequence[Tensor | None], accesses: bytes
+) -> tuple[Sequence[Tensor | None], bytes]:
     """The gradients, and how they can be taken, without those of some rows."""
-    left_grads, left_walks = list(grads), bytearray(walks)
+    left_grads, left_accesses = list(grads), bytearray(accesses)
     for row in rows:
-        left_grads[row], left_walks[row] = None, walk.NONE
-    return left_grads, bytes(left_walks)
+        left_grads[row], left_accesses[row] = None, tensor_lists.NONE
+    return left_grads, bytes(left_accesses)
 
 
 def readable(param: nn.Parameter) -> Tensor:
@@ -24,7 +26,7 @@ def readable(param: nn.Parameter) -> Tensor:
     grad = param.grad
     assert grad is not None
     if not grad.is_sparse:
-        return walk.written_out(grad)
+        return tensor_lists.written_out(grad)
     # One entry an index, so that values that overflow together are seen to.
     return grad.coalesce()
 
@@ -63,6 +65,6 @@ def own_memory(grad: Tensor) -> Tensor:
     # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
     if grad.is_sparse:
         return grad
-    grad = walk.written_out(grad)
+    grad = tensor_lists.written_out(grad)
     shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
     return grad.clone() if shared else grad

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.master import Master
 
 
@@ -23,7 +23,7 @@ class Columns(NamedTuple):
         plain_rows: and where they are;
         plain_mask: n; not 0 there.
         asks: whether some of `plain` have a `.grad` of their own to be asked, as masters of another optimizer do;
-        weight_handle, param_handle, plain_handle: `weights`, `params` and `plain`, to be walked fast.
+        weight_handle, param_handle, plain_handle: `weights`, `params` and `plain`, in the form that loops read fastest.
     """
 
     weights: tuple[nn.Parameter, ...]
@@ -48,8 +48,8 @@ def columns_of(groups: list[dict[str, Any]], find: Callable[[nn.Parameter], Mast
     plain_rows = tuple(row for row, m in enumerate(masters) if m is None)
     plain = tuple(weights[row] for row in plain_rows)
     mask = bytes(m is None for m in masters)
-    handles = [walk.params(tensors) for tensors in (weights, params, plain)]
-    asks = walk.asks_for_gradients(plain)
+    handles = [tensor_lists.params(tensors) for tensors in (weights, params, plain)]
+    asks = tensor_lists.asks_for_gradients(plain)
     return Columns(weights, params, masters, copies, plain, plain_rows, mask, asks, *handles)
 
 

@@ -87,7 +87,7 @@ class StepHook:
                 f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "
                 "and backward with amp.scale_loss yourself, then call step() without arguments."
             )
-        self._backwards.settle(stepped)
+        self._backwards.close_windows_into(stepped)
         stepped.look_at_gradients()
         # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
         is_plain = len(args) == 1 and not kwargs and not hasattr(optimizer, "found_inf")

@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from amp_engine import kernels
 from amp_engine.dtypes import followed
 from amp_engine.errors import AmpValueError
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.master_parameter import GRAD, MasterParameter, own
 from amp_engine.stepping.slots import NO_SLOTS, Slots
 from amp_engine.torch_private import disable_dynamo
@@ -39,14 +39,14 @@ class Shared:
         slots: has the low-precision gradients that stand for theirs.
     """
 
-    def __init__(self, params: walk.Stamps, weights: walk.Stamps, slots: Slots | None = None) -> None:
+    def __init__(self, params: tensor_lists.Stamps, weights: tensor_lists.Stamps, slots: Slots | None = None) -> None:
         self.params = params
         self.weights = weights
         self.slots = slots or NO_SLOTS
 
 
 # Of a master that no scan has seen.
-_NOT_SCANNED = Shared(walk.stamps([]), walk.stamps([]))
+_NOT_SCANNED = Shared(tensor_lists.stamps([]), tensor_lists.stamps([]))
 
 
 class Master:
@@ -95,7 +95,7 @@ class Master:
         _MASTERS[param] = [weakref.ref(master) for master in (*others, self)]
 
     def gradient(self) -> Tensor | None:
-        """The master's float32 gradient if it has one by now; what is kept is left alone."""
+        """The master's float32 gradient if it has one by now; what is held is left alone."""
         return GRAD.__get__(self.weight)
 
     def total(self) -> Tensor | None:
@@ -106,18 +106,18 @@ class Master:
             GRAD.__set__(self.weight, grad)
         return grad
 
-    def is_kept(self) -> bool:
+    def is_held(self) -> bool:
         """Whether a low-precision gradient stands for its own."""
-        return self.row is not None and self._shared.slots.keeps(self.row)
+        return self.row is not None and self._shared.slots.holds(self.row)
 
-    def forget_kept(self) -> None:
-        """Drop the kept gradient, if there is one."""
+    def discard_held(self) -> None:
+        """Discard the held gradient, if there is one."""
         if self.row is not None:
             self._shared.slots.empty(self.row)
 
     def materialize(self) -> None:
-        """Make the float32 gradient from the kept one, if there is one, and add it to what autograd wrote meanwhile."""
-        if self.row is None or not self._shared.slots.keeps(self.row):
+        """Make the float32 gradient from the held one, if there is one, and add it to what autograd wrote meanwhile."""
+        if self.row is None or not self._shared.slots.holds(self.row):
             return
         # Whoever looks first may be in inference mode; the gradient is for those who come later, too.
         with torch.no_grad(), torch.inference_mode(False):
@@ -126,11 +126,11 @@ class Master:
 
     def in_sync(self) -> bool:
         """Whether nobody but us moved the parameter since it was last stamped."""
-        return walk.have_stamps([self.param], walk.stamps_of(self._shared.params, self._place))
+        return tensor_lists.have_stamps([self.param], tensor_lists.stamps_of(self._shared.params, self._place))
 
     def was_written(self) -> bool:
         """Whether somebody but us wrote the master since the two last agreed."""
-        return not walk.have_stamps([self.weight], walk.stamps_of(self._shared.weights, self._place))
+        return not tensor_lists.have_stamps([self.weight], tensor_lists.stamps_of(self._shared.weights, self._place))
 
     def mark_in_sync(self) -> None:
         """Declare that master and parameter agree."""
@@ -138,20 +138,20 @@ class Master:
         self.is_doubted = False
         self._memory = self.param.untyped_storage()
         _PLACES.clear()  # the parameter may have moved
-        shared.params = walk.put_stamps(shared.params, self._place, walk.stamps([self.param]))
-        shared.weights = walk.put_stamps(shared.weights, self._place, walk.stamps([self.weight]))
+        shared.params = tensor_lists.put_stamps(shared.params, self._place, tensor_lists.stamps([self.param]))
+        shared.weights = tensor_lists.put_stamps(shared.weights, self._place, tensor_lists.stamps([self.weight]))
 
     def mark_weight(self) -> None:
         """Declare what the master holds to be what the two agreed on."""
         shared = self._shared
-        shared.weights = walk.put_stamps(shared.weights, self._place, walk.stamps([self.weight]))
+        shared.weights = tensor_lists.put_stamps(shared.weights, self._place, tensor_lists.stamps([self.weight]))
 
-    def marked_as(self) -> tuple[walk.Stamps, walk.Stamps]:
+    def marked_as(self) -> tuple[tensor_lists.Stamps, tensor_lists.Stamps]:
         """The stamps of parameter and weight when they last agreed."""
         shared = self._shared
         if shared is _NOT_SCANNED:
-            return walk.stamps([self.param]), walk.stamps([self.weight])
-        return walk.stamps_of(shared.params, self._place), walk.stamps_of(shared.weights, self._place)
+            return tensor_lists.stamps([self.param]), tensor_lists.stamps([self.weight])
+        return tensor_lists.stamps_of(shared.params, self._place), tensor_lists.stamps_of(shared.weights, self._place)
 
     def share(self, shared: Shared, place: int, row: int) -> None:
         """Keep the stamps, and the gradient, in `shared`, which has them already, from now on."""
@@ -275,7 +275,7 @@ def write_back_all(masters: Sequence[Master]) -> None:
             master.param.copy_(master.weight)
 
 
-def forget_master(master: Master) -> None:
+def discard_master(master: Master) -> None:
     """Its parameter is float32 again."""
     _MASTERS[master.param].remove(weakref.ref(master))
     _PLACES.clear()

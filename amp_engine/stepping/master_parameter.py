@@ -1,4 +1,4 @@
-"""The gradient of a master: kept in half after a backward, made in float32 when somebody looks at it."""
+"""The gradient of a master: held in half after a backward, made in float32 when somebody looks at it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Owner(Protocol):
     """What a master parameter asks about its gradient."""
 
     def materialize(self) -> None:
-        """Make the float32 gradient from the kept one, if there is one."""
+        """Make the float32 gradient from the held one, if there is one."""
 
-    def forget_kept(self) -> None:
-        """Drop the kept gradient, if there is one."""
+    def discard_held(self) -> None:
+        """Discard the held gradient, if there is one."""
 
 
 # Id of a master weight -> its owner. Not an attribute of the weight, which would be pickled with it.
 _OWNERS: dict[int, weakref.ref[Owner]] = {}
 
-KEEPING: set[int] = set()
+HOLDING: set[int] = set()
 """Ids of those that keep gradients. While there is none, as from a step to the next backward, `.grad` asks no owner."""
 
 GRAD: Any = torch.Tensor.grad
@@ -57,8 +57,8 @@ def _owner(key: int) -> Owner | None:
 class MasterParameter(nn.Parameter):
     """A float32 parameter whose `.grad` is made when somebody looks at it.
 
-    After a backward the half gradient is kept as it is, and the step reads that. Looking at `.grad` unscales it
-    into 4 bytes an element; assigning to `.grad` drops what is kept. Copies and pickles are plain parameters. Writes
+    After a backward the half gradient is held as it is, and the step reads that. Looking at `.grad` unscales it
+    into 4 bytes an element; assigning to `.grad` discards what is held. Copies and pickles are plain parameters. Writes
     through `.data` move the version, as all others do, so that the model can follow them.
     """
 
@@ -66,7 +66,7 @@ class MasterParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The unscaled float32 gradient, or None."""
         key = id(self)  # before the branch: here torch.compile, which makes gradients as it traces, gives up tracing
-        if KEEPING and (owner := _owner(key)) is not None:
+        if HOLDING and (owner := _owner(key)) is not None:
             owner.materialize()
         return GRAD.__get__(self)
 
@@ -74,8 +74,8 @@ class MasterParameter(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         GRAD.__set__(self, value)  # raises for what is no gradient of this parameter
         key = id(self)
-        if KEEPING and (owner := _owner(key)) is not None:
-            owner.forget_kept()
+        if HOLDING and (owner := _owner(key)) is not None:
+            owner.discard_held()
 
     @grad.deleter
     def grad(self) -> None:

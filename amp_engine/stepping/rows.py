@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
 from amp_engine.stepping.master import (
     Master,
     Shared,
+    discard_master,
     exact_value_of,
-    forget_master,
     laid_out_as,
     masters_of,
     write_back_all,
@@ -94,10 +94,10 @@ class Rows:
         self._by_weight: dict[int, Master] = {}  # by id of the master weight
         self._by_param: dict[int, Master] = {}  # by id of the parameter
         # The parameters and weights of `masters`.
-        self._low = self._high = walk.params([])
+        self._low = self._high = tensor_lists.params([])
         self._columns = NO_COLUMNS
         self._scanned: list[tuple[nn.Parameter, ...]] = []  # the groups' parameters, as of the last scan
-        self._shared = Shared(walk.stamps([]), walk.stamps([]))
+        self._shared = Shared(tensor_lists.stamps([]), tensor_lists.stamps([]))
         self._adopt_data_writes = adopt_data_writes
         self._is_fresh = True  # until masters are refreshed for the first time
         if makes_masters:
@@ -121,13 +121,13 @@ class Rows:
             self._take_state(master)
 
     def _take_state(self, master: Master) -> None:
-        """Have what is kept by parameter kept by master."""
+        """Have what is held by parameter held by master."""
         for state in self._states():
             if state and master.param in state:
                 state[master.weight] = _widened(state.pop(master.param))
 
     def _states(self) -> Iterator[dict[Any, Any]]:
-        """What is kept by parameter: the optimizer's state, and that of wrappers that have one of their own."""
+        """What is held by parameter: the optimizer's state, and that of wrappers that have one of their own."""
         own = self._live_optimizer().state
         yield own
         for ref in self._wrappers:
@@ -154,18 +154,20 @@ class Rows:
         if len(self.masters) < len(self._by_weight):
             self._by_weight = {id(m.weight): m for m in self.masters}
             self._by_param = {id(m.param): m for m in self.masters}
-        self._low = walk.params([m.param for m in self.masters])
-        self._high = walk.params([m.weight for m in self.masters])
+        self._low = tensor_lists.params([m.param for m in self.masters])
+        self._high = tensor_lists.params([m.weight for m in self.masters])
         self._scanned = [tuple(group["params"]) for group in groups]
         self._columns = columns_of(groups, self.find)
         slots = self.slots
         if slots.count > 0:
             slots = slots.rearranged([None if m is None else m.row for m in self._columns.masters])
         if are_new:
-            self._shared = Shared(walk.stamps(self._low), walk.stamps(self._high), slots)
+            self._shared = Shared(tensor_lists.stamps(self._low), tensor_lists.stamps(self._high), slots)
         else:
             marks = [master.marked_as() for master in self.masters]
-            self._shared = Shared(walk.joined(p for p, _ in marks), walk.joined(w for _, w in marks), slots)
+            self._shared = Shared(
+                tensor_lists.joined(p for p, _ in marks), tensor_lists.joined(w for _, w in marks), slots
+            )
         rows = [row for row, master in enumerate(self._columns.masters) if master is not None]
         for place, (master, row) in enumerate(zip(self.masters, rows, strict=True)):
             master.share(self._shared, place, row)
@@ -174,7 +176,7 @@ class Rows:
         if len(groups) != len(self._scanned):
             return False
         for group, was in zip(groups, self._scanned, strict=True):  # no generator: asked five times an iteration
-            if not walk.same_objects(group["params"], was):
+            if not tensor_lists.same_objects(group["params"], was):
                 return False
         return not (self.makes_masters and any(is_low_precision(p) and p.requires_grad for p in self._columns.plain))
 
@@ -215,7 +217,7 @@ class Rows:
                 elif master.in_sync() and not master.is_doubted:
                     master.adopt()
                     master.mark_in_sync()
-        if is_first or not walk.have_stamps(self._low, self._shared.params):
+        if is_first or not tensor_lists.have_stamps(self._low, self._shared.params):
             for master in self.masters:
                 master.refresh()
         if adopt_data_writes and not is_first:
@@ -229,7 +231,7 @@ class Rows:
 
         A step whose gradients leave a master out, or that is skipped, writes nothing of it into the model.
         """
-        if not walk.have_stamps(self._high, self._shared.weights):
+        if not tensor_lists.have_stamps(self._high, self._shared.weights):
             written = [master for master in self.masters if master.was_written() and master.in_sync()]
             write_back_all(written)
             for master in written:
@@ -244,8 +246,8 @@ class Rows:
 
     def mark_in_sync(self) -> None:
         """Declare that masters and parameters agree."""
-        self._shared.params = walk.stamps(self._low)
-        self._shared.weights = walk.stamps(self._high)
+        self._shared.params = tensor_lists.stamps(self._low)
+        self._shared.weights = tensor_lists.stamps(self._high)
 
     # Gradients.
 
@@ -257,30 +259,30 @@ class Rows:
     @slots.setter
     def slots(self, slots: Slots) -> None:
         if self._shared.slots.count > 0:
-            self._shared.slots.drop()
+            self._shared.slots.discard()
         self._shared.slots = slots
 
     def step_rows(self) -> StepRows:
         """What the next step has to do, as of the last scan."""
         columns, slots = self.columns, self.slots
-        written = walk.any_gradient(self._high)
+        written = tensor_lists.any_gradient(self._high)
         if written:
             for master in self.masters:
                 if master.gradient() is not None:
-                    master.materialize()  # autograd wrote into the master itself, beside what is kept
+                    master.materialize()  # autograd wrote into the master itself, beside what is held
         if slots.count > 0 and slots.is_whole and not written and not columns.plain:
             return StepRows(columns.weights, slots.gradients, bytes(slots.states), columns.copies)
-        kept = bytes(slots.states) if slots.count > 0 else bytes(len(columns.weights))
+        held = bytes(slots.states) if slots.count > 0 else bytes(len(columns.weights))
         own: Sequence[Tensor | None]
         if columns.asks:
-            own = [None if k else w.grad for k, w in zip(kept, columns.weights, strict=True)]
-            states = bytes(Slot.EMPTY if grad is None else Slot.FOREIGN for grad in own)  # nobody walked it
+            own = [None if k else w.grad for k, w in zip(held, columns.weights, strict=True)]
+            states = bytes(Slot.EMPTY if grad is None else Slot.FOREIGN for grad in own)  # nobody looked at it
         else:
-            own, walks, _ = walk.gradients(columns.weight_handle)
-            states = walks.translate(OWN_SLOTS)
+            own, accesses, _ = tensor_lists.gradients(columns.weight_handle)
+            states = accesses.translate(OWN_SLOTS)
         if slots.count > 0:
-            own = walk.either(kept, slots.gradients, own)
-            states = bytes(map(or_, kept, states))  # a row that is KEPT has no gradient of its own by now
+            own = tensor_lists.either(held, slots.gradients, own)
+            states = bytes(map(or_, held, states))  # a row that is HELD has no gradient of its own by now
         return StepRows(columns.weights, own, states, columns.copies)
 
     def whole_check(self) -> WholeCheck | None:
@@ -288,8 +290,8 @@ class Rows:
         check = self.slots.check
         if check is None or not (
             self.slots.is_whole
-            and walk.same_objects(self.columns.weights, check.weights)
-            and not walk.any_gradient(self._high)
+            and tensor_lists.same_objects(self.columns.weights, check.weights)
+            and not tensor_lists.any_gradient(self._high)
             and (check.unscaled is None or check.unscaled.is_untouched())
         ):
             return None
@@ -297,42 +299,44 @@ class Rows:
 
     def has_parameter_gradients(self) -> bool:
         """Whether a parameter that has a master has a gradient."""
-        return walk.any_gradient(self._low)
+        return tensor_lists.any_gradient(self._low)
 
-    def gradient_stamps(self) -> walk.GradientStamps:
+    def gradient_stamps(self) -> tensor_lists.GradientStamps:
         """Of the gradients that parameters with masters have."""
-        return walk.gradient_stamps(self._low)
+        return tensor_lists.gradient_stamps(self._low)
 
-    def gradients_written_since(self, before: walk.GradientStamps) -> bool:
-        """Whether one of them was written since `gradient_stamps()`; not if it was replaced or dropped."""
-        return not walk.have_gradient_stamps(self._low, before) and walk.any_gradient_written(self._low, before)
+    def gradients_written_since(self, before: tensor_lists.GradientStamps) -> bool:
+        """Whether one of them was written since `gradient_stamps()`; not if it was replaced or discarded."""
+        return not tensor_lists.have_gradient_stamps(self._low, before) and tensor_lists.any_gradient_written(
+            self._low, before
+        )
 
     def totals(self) -> dict[int, Tensor]:
         """The float32 gradients that masters have by now, by row, for the kernels to add to."""
-        if not walk.any_gradient(self._high):
+        if not tensor_lists.any_gradient(self._high):
             return {}
         found = ((row, m.total()) for row, m in enumerate(self._columns.masters) if m is not None)
         return {row: total for row, total in found if total is not None}
 
     def materialize(self) -> None:
-        """Make every kept gradient a float32 gradient: 4 bytes an element."""
+        """Make every held gradient a float32 gradient: 4 bytes an element."""
         if self.slots.count > 0:
             for master in self.masters:
                 master.materialize()
         self.slots = NO_SLOTS
 
-    def drop_parameter_gradients(self) -> None:
-        """Drop the gradients of parameters that have a master."""
-        walk.drop_gradients(self._low)
+    def discard_parameter_gradients(self) -> None:
+        """Discard the gradients of parameters that have a master."""
+        tensor_lists.discard_gradients(self._low)
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients of masters and of their parameters, as after every step."""
-        self.drop_master_gradients()
-        self.drop_parameter_gradients()
+    def discard_gradients(self) -> None:
+        """Discard the gradients of masters and of their parameters, as after every step."""
+        self.discard_master_gradients()
+        self.discard_parameter_gradients()
 
-    def drop_master_gradients(self) -> None:
-        """Drop the gradients of masters, and leave those of their parameters."""
-        walk.drop_gradients(self._high)
+    def discard_master_gradients(self) -> None:
+        """Discard the gradients of masters, and leave those of their parameters."""
+        tensor_lists.discard_gradients(self._high)
         self.slots = NO_SLOTS
 
     def find(self, weight: Tensor) -> Master | None:
@@ -360,11 +364,11 @@ class Rows:
                 master.param.grad = None
                 master.param.data = p.detach()
                 master.param.grad = grad
-                forget_master(master)
+                discard_master(master)
         self._by_weight, self._by_param, self.masters = {}, {}, []
-        self._low = self._high = walk.params([])
+        self._low = self._high = tensor_lists.params([])
         self._scanned = []
-        self._columns, self._shared = NO_COLUMNS, Shared(walk.stamps([]), walk.stamps([]))
+        self._columns, self._shared = NO_COLUMNS, Shared(tensor_lists.stamps([]), tensor_lists.stamps([]))
 
     def _create(self, param: nn.Parameter, exact_f32: Tensor | None) -> Master:
         others = list(masters_of(param))
@@ -373,7 +377,7 @@ class Rows:
             value_f32 = (param if exact_f32 is None else exact_f32).detach().to(torch.float32, copy=True)
         else:
             value_f32 = exact_f32.to(torch.float32, copy=bool(others))  # another optimizer's master has this memory
-        master = Master(param, laid_out_as(param, walk.written_out(value_f32)), others)
+        master = Master(param, laid_out_as(param, tensor_lists.written_out(value_f32)), others)
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
         self._take_state(master)

@@ -21,7 +21,7 @@ from amp_engine.stepping.stepped import SteppedOptimizer
 class CopiesOfWeights(Protocol):
     """The copies of weights that function casts made for a forward."""
 
-    def lapse(self) -> None:
+    def after_backward(self) -> None:
         """A backward is over, and anybody may have written any weight."""
 
 
@@ -95,7 +95,7 @@ class ScaledBackwards:
             return PassedThrough(loss, self.casts)
         return ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
-    def settle(self, stepped: SteppedOptimizer) -> None:
+    def close_windows_into(self, stepped: SteppedOptimizer) -> None:
         """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
         for other in self._windows_into([stepped]):
             if not other.window.is_in_body:
@@ -114,7 +114,7 @@ class ScaledBackwards:
                 one.close_window(backward, check, unscaled)
         except BaseException:  # out of memory, say: no gradient stays scaled
             for one in stepped:
-                one.window.abandon()
+                one.window.discard_backward()
             raise
         if delay_overflow_check:
             return
@@ -222,7 +222,7 @@ class ScaledBackward:
             return loss.float() * moved(backward.snapshot.scale, loss.device)
         except BaseException:
             for one in entered:
-                one.window.abandon()
+                one.window.discard_backward()
             raise
 
     def __exit__(
@@ -231,14 +231,14 @@ class ScaledBackward:
         try:
             if kind is not None:
                 for one in self._stepped:
-                    one.window.abandon()
+                    one.window.discard_backward()
             elif self._delay_unscale:
                 for one in self._stepped:
                     one.window.leave_open(self._backward.loss)
             else:
                 self._backwards.close_windows(self._stepped, self._backward, self._delay_overflow_check)
         finally:
-            self._backwards.casts.lapse()
+            self._backwards.casts.after_backward()
 
 
 class PassedThrough:
@@ -254,4 +254,4 @@ class PassedThrough:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._casts.lapse()
+        self._casts.after_backward()

@@ -12,26 +12,29 @@ from torch import Tensor, nn
 
 from amp_engine import kernels
 from amp_engine.devices import moved
-from amp_engine.kernels import walk
-from amp_engine.stepping.master_parameter import KEEPING
+from amp_engine.kernels import tensor_lists
+from amp_engine.stepping.master_parameter import HOLDING
 
 
 class Slot(IntEnum):
     """What a step finds as the gradient of a row."""
 
     EMPTY = 0
-    KEPT = 1  # the model's low-precision gradient, still scaled, which stands for its master's
+    HELD = 1  # the model's low-precision gradient, still scaled, which stands for its master's
     OWN = 2  # the weight's own `.grad`, unscaled, as the kernels take it
     FOREIGN = 3  # the weight's own, which they may not take: sparse, or of another type, class or layout
 
 
-# From how a gradient of a weight's own can be walked.
+# From how the kernels can access a gradient of a weight's own.
 OWN_SLOTS = bytes.maketrans(
-    bytes([walk.NONE, walk.OWN, walk.SHARED, walk.OTHER]), bytes([Slot.EMPTY, Slot.OWN, Slot.OWN, Slot.FOREIGN])
+    bytes([tensor_lists.NONE, tensor_lists.OWN, tensor_lists.SHARED, tensor_lists.OTHER]),
+    bytes([Slot.EMPTY, Slot.OWN, Slot.OWN, Slot.FOREIGN]),
 )
 
-# From how a parameter's gradient was walked which is kept now.
-_KEPT_SLOTS = bytes.maketrans(bytes([walk.NONE, walk.OWN, walk.SHARED]), bytes([Slot.EMPTY, Slot.KEPT, Slot.KEPT]))
+# From how the kernels can access a parameter's gradient that is held now.
+_HELD_SLOTS = bytes.maketrans(
+    bytes([tensor_lists.NONE, tensor_lists.OWN, tensor_lists.SHARED]), bytes([Slot.EMPTY, Slot.HELD, Slot.HELD])
+)
 
 
 class Scale(Protocol):
@@ -67,11 +70,11 @@ class Unscaled(NamedTuple):
 
     param_handle: Sequence[Tensor]
     grads: Sequence[Tensor | None]
-    stamps: walk.GradientStamps
+    stamps: tensor_lists.GradientStamps
 
     def is_untouched(self) -> bool:
         """Whether each gradient is the same object with the same version."""
-        return walk.have_gradient_stamps(self.param_handle, self.stamps)
+        return tensor_lists.have_gradient_stamps(self.param_handle, self.stamps)
 
 
 class WholeCheck(NamedTuple):
@@ -95,50 +98,50 @@ class WholeCheck(NamedTuple):
 class Slots:
     """What one backward left for the step of one optimizer.
 
-    Only KEPT gradients are held here. What a weight has by itself stays in its `.grad`, where anybody may write, and is
+    Only HELD gradients are held here. What a weight has by itself stays in its `.grad`, where anybody may write, and is
     asked for at the step.
 
     Args:
-        gradients: n, one for each row; low-precision and scaled where they are kept.
-        walked: n; how each was walked, `walk.NONE` where it is not kept.
-        scale: of the kept ones.
+        gradients: n, one for each row; low-precision and scaled where they are held.
+        accesses: n; how the kernels can access each, `tensor_lists.NONE` where it is not held.
+        scale: of the held ones.
 
     Attributes:
-        states: n; KEPT or EMPTY.
-        count: how many are kept.
-        is_whole: whether everything is kept that was in the beginning.
-        norm, max_norm: kept gradients are still to be clipped by this norm; None: they are not.
+        states: n; HELD or EMPTY.
+        count: how many are held.
+        is_whole: whether everything is held that was in the beginning.
+        norm, max_norm: held gradients are still to be clipped by this norm; None: they are not.
         check: what the check found, if it saw all that was in the gradients after the backward.
     """
 
     def __init__(
         self,
         gradients: Sequence[Tensor | None] = (),
-        walked: bytes = b"",
+        accesses: bytes = b"",
         scale: Scale | None = None,
         check: WholeCheck | None = None,
     ) -> None:
         self.gradients = gradients
-        self.states = bytearray(walked.translate(_KEPT_SLOTS))
-        self.count = len(walked) - walked.count(Slot.EMPTY)
+        self.states = bytearray(accesses.translate(_HELD_SLOTS))
+        self.count = len(accesses) - accesses.count(Slot.EMPTY)
         self.is_whole = True
         self.norm: Tensor | None = None
         self.max_norm = math.inf
         self.check = check
         self._scale = scale
         if self.count > 0:
-            KEEPING.add(id(self))
+            HOLDING.add(id(self))
 
     def __del__(self) -> None:
-        KEEPING.discard(id(self))
+        HOLDING.discard(id(self))
 
     @property
     def inv_scale(self) -> Tensor | None:
-        """What kept gradients are to be multiplied by: float32, shape []; None where there are none."""
+        """What held gradients are to be multiplied by: float32, shape []; None where there are none."""
         return None if self._scale is None or self.count == 0 else self._scale.inv_scale
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Multiply kept gradients by `min(1, max_norm / (norm + 1e-6))` as well, torch's clip_grad_norm_'s factor.
+        """Multiply held gradients by `min(1, max_norm / (norm + 1e-6))` as well, torch's clip_grad_norm_'s factor.
 
         Args:
             norm: of all unscaled gradients; float32, shape [].
@@ -146,53 +149,53 @@ class Slots:
         """
         self.norm, self.max_norm = norm, max_norm
 
-    def keeps(self, row: int) -> bool:
-        """Whether a gradient is kept for a row."""
-        return self.count > 0 and self.states[row] == Slot.KEPT
+    def holds(self, row: int) -> bool:
+        """Whether a gradient is held for a row."""
+        return self.count > 0 and self.states[row] == Slot.HELD
 
     def take(self, row: int) -> Tensor | None:
-        """Empty a slot, and give its gradient in float32, unscaled and clipped; None if none is kept."""
+        """Empty a slot, and give its gradient in float32, unscaled and clipped; None if none is held."""
         grad = self._emptied(row)
         return None if grad is None else grad.to(torch.float32, copy=True).mul_(moved(self._factor(), grad.device))
 
     def empty(self, row: int) -> None:
-        """Drop the gradient of a row, if one is kept."""
+        """Discard the gradient of a row, if one is held."""
         self._emptied(row)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Keep nothing any more."""
         self.gradients = [None] * len(self.states)
         self.states = bytearray(len(self.states))
         self.count = 0
         self.is_whole = False
-        KEEPING.discard(id(self))
+        HOLDING.discard(id(self))
 
     def rearranged(self, rows: Sequence[int | None]) -> Slots:
-        """What is kept, in other rows: of each the present one, or None. This keeps nothing afterwards."""
+        """What is held, in other rows: of each the present one, or None. This keeps nothing afterwards."""
         states = bytes(Slot.EMPTY if row is None else self.states[row] for row in rows)
         gradients = [
             self.gradients[row] if row is not None and s else None for row, s in zip(rows, states, strict=True)
         ]
-        result = Slots(gradients, bytes(walk.OWN if s else walk.NONE for s in states), self._scale)
+        result = Slots(gradients, bytes(tensor_lists.OWN if s else tensor_lists.NONE for s in states), self._scale)
         result.norm, result.max_norm = self.norm, self.max_norm
         result.is_whole = self.is_whole
-        self.drop()
+        self.discard()
         return result
 
     def _emptied(self, row: int) -> Tensor | None:
-        if not self.keeps(row):
+        if not self.holds(row):
             return None
         grad = self.gradients[row]
         self.states[row] = Slot.EMPTY
         self.count -= 1
         self.is_whole = False
         if self.count == 0:
-            self.drop()
+            self.discard()
         return grad
 
     def _factor(self) -> Tensor:
         """1 / scale and the clip factor: float64, rounded once to float32, as the kernels have it. No host sync."""
-        assert self._scale is not None, "nothing is kept without a scale"
+        assert self._scale is not None, "nothing is held without a scale"
         factor = self._scale.inv_scale.double()
         if self.norm is not None:
             factor = factor * clip_factor(self.norm, self.max_norm)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from amp_engine.devices import moved
 from amp_engine.errors import AmpStateError
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, Plan, release_fused_step
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping import strays
@@ -26,7 +26,7 @@ from amp_engine.stepping.slots import Slot, clip_factor
 from amp_engine.stepping.window import Window
 from amp_engine.torch_private import lazy_clone
 
-_KEPT = int(Slot.KEPT)  # which compares in a third of the time
+_KEPT = int(Slot.HELD)  # which compares in a third of the time
 
 
 class WeightCopies(Protocol):
@@ -137,7 +137,7 @@ class SteppedOptimizer:
 
     def _begin(self) -> None:
         self.pending.hear(wait=False)
-        self._drop_left_gradients()
+        self._discard_left_gradients()
         self.rows.slots.check = None
         self.look_for_parameters()
 
@@ -168,18 +168,18 @@ class SteppedOptimizer:
             if not self.window.is_left_open:
                 self.window.leave_open(self.window.backward.loss)
         elif not value and self.window.is_left_open:
-            self.window.forget()
+            self.window.close_as_is()
 
     def skipped_by_caller(self) -> None:
         """The step was skipped without us, and all that was decided about it is past."""
         self.pending.skipped_by_caller()
         self.backward_seen = False
-        self.rows.drop_gradients()
+        self.rows.discard_gradients()
 
     def _adopt_gradients(self) -> None:
         """Have an open window, if need be one around the gradients that are there."""
         if self.window.is_closed:
-            self._drop_left_gradients()
+            self._discard_left_gradients()
             self.rows.slots.check = None
             self.look_for_parameters()
             self.window.adopt(self._stand_in())
@@ -221,12 +221,12 @@ class SteppedOptimizer:
     # The step.
 
     def look_at_gradients(self) -> None:
-        """Before a step: drop what an earlier step left, and say what never reaches the masters.
+        """Before a step: discard what an earlier step left, and say what never reaches the masters.
 
         Raises AmpStateError where torch.amp.GradScaler is to step such gradients.
         """
         if self._left_gradients and not self.backward_seen and self.rows.has_parameter_gradients():
-            self._drop_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
+            self._discard_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
         self.pending.hear(wait=False)
         if hasattr(self.optimizer, "found_inf"):
             self.refuse_foreign_scaler()
@@ -269,23 +269,23 @@ class SteppedOptimizer:
             else:
                 self._step_unfused(args, kwargs)
             if self._is_wrapped:
-                rows.drop_parameter_gradients()
+                rows.discard_parameter_gradients()
                 self._left_gradients = True
             else:
-                rows.drop_gradients()
+                rows.discard_gradients()
         finally:
             rows.slots.check = None
 
     def _skip(self) -> None:
-        """Do nothing but drop what the step would have."""
-        self.rows.drop_gradients()
+        """Do nothing but discard what the step would have."""
+        self.rows.discard_gradients()
         if self._is_wrapped:
-            walk.drop_gradients(self.rows.columns.plain)  # nothing for a wrapper to go by
+            tensor_lists.discard_gradients(self.rows.columns.plain)  # nothing for a wrapper to go by
 
-    def _drop_left_gradients(self) -> None:
-        """Drop the gradients of the last step that a wrapper was to see."""
+    def _discard_left_gradients(self) -> None:
+        """Discard the gradients of the last step that a wrapper was to see."""
         if self._left_gradients:
-            self.rows.drop_master_gradients()
+            self.rows.discard_master_gradients()
         self._left_gradients = False
 
     def _plan(self, fused: FusedStep) -> Planned | None:
@@ -296,7 +296,7 @@ class SteppedOptimizer:
         plan = fused.plan(
             weights, gradients if known else list(gradients), copies if self.rows.makes_masters else None, known
         )
-        are_all = slots.count(Slot.KEPT) == len(slots)
+        are_all = slots.count(Slot.HELD) == len(slots)
         scaled = [True] * len(slots) if are_all else [slot == _KEPT for slot in slots]
         return None if plan is None else Planned(fused, plan, scaled)
 
@@ -342,7 +342,7 @@ class SteppedOptimizer:
         if not self.window.is_closed:
             self.window.discard()
         self.pending.hear(wait=True)
-        self._drop_left_gradients()
+        self._discard_left_gradients()
         release_fused_step(self.optimizer)
         if self.pending.overflowed():
             for group in self.optimizer.param_groups:

@@ -7,7 +7,7 @@ import warnings
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.rows import Rows
 
 
@@ -18,7 +18,7 @@ class WrittenGradients:
     """
 
     def __init__(self) -> None:
-        self._stamps: walk.GradientStamps = b""
+        self._stamps: tensor_lists.GradientStamps = b""
         self._looks = 64
 
     def note(self, rows: Rows) -> None:
@@ -46,7 +46,7 @@ class WrittenGradients:
 
 def warn_of_unseen_gradients(optimizer: Optimizer, rows: Rows) -> None:
     """Of a backward outside of `scale_loss`, whose gradients never reach the masters."""
-    if any(m.param.grad is not None and not m.is_kept() and m.gradient() is None for m in rows.masters):
+    if any(m.param.grad is not None and not m.is_held() and m.gradient() is None for m in rows.masters):
         warnings.warn(
             f"{type(optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
             "which never reach the FP32 masters that it steps.  Use `with amp.scale_loss(loss, optimizer) as "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from amp_engine import kernels
 from amp_engine.devices import moved
 from amp_engine.errors import AmpStateError
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
@@ -97,7 +97,7 @@ class Window:
         """Entry of `scale_loss`: set aside what is there, or go on with what was left open. Raises AmpStateError.
 
         Args:
-            backward: the scale of what is to come. The rest of what was left open with another one is forgotten: the
+            backward: the scale of what is to come. The rest of what was left open with another one is discarded: the
                 scaler may be another one than in an earlier body of this window, since `initialize` makes new ones.
         """
         self._enter(State.OPEN, backward)
@@ -125,8 +125,8 @@ class Window:
         self._backward, self._is_claimed = backward, False
         columns = self._rows.columns
         self._rows.materialize()  # this backward is to be added to
-        self._rows.drop_parameter_gradients()  # of an earlier step, still scaled
-        for p in columns.plain if columns.asks or walk.any_gradient(columns.plain_handle) else ():
+        self._rows.discard_parameter_gradients()  # of an earlier step, still scaled
+        for p in columns.plain if columns.asks or tensor_lists.any_gradient(columns.plain_handle) else ():
             if p.grad is not None:
                 self._earlier[id(p)] = arithmetic.own_memory(p.grad)
                 p.grad = None
@@ -170,7 +170,7 @@ class Window:
         """Exit: afterwards `.grad` of every stepped parameter is, or gives, the unscaled gradient in its own type.
 
         Only gradients of this window are checked, not those that they are added to. What was found goes into
-        `backward`, and what is kept into the slots of the rows. No host sync.
+        `backward`, and what is held into the slots of the rows. No host sync.
 
         Args:
             backward: of all optimizers of this `scale_loss`.
@@ -180,31 +180,35 @@ class Window:
         """
         self._take_back()
         columns, snapshot = self._rows.columns, backward.snapshot
-        grads, walks, devices = walk.gradients(columns.param_handle)
+        grads, accesses, devices = tensor_lists.gradients(columns.param_handle)
         done = [row for row in columns.plain_rows if id(columns.params[row]) in unscaled] if unscaled else []
         if done:
-            grads, walks = arithmetic.without(done, grads, walks)
-            devices = walk.devices_of(grads, walks)
-        others = [row for row, how in enumerate(walks) if how == walk.OTHER] if walk.OTHER in walks else []
-        arrived = [row for row in columns.plain_rows if walks[row] != walk.NONE]
+            grads, accesses = arithmetic.without(done, grads, accesses)
+            devices = tensor_lists.devices_of(grads, accesses)
+        others = (
+            [row for row, how in enumerate(accesses) if how == tensor_lists.OTHER]
+            if tensor_lists.OTHER in accesses
+            else []
+        )
+        arrived = [row for row in columns.plain_rows if accesses[row] != tensor_lists.NONE]
         if others:
-            grads, walks = arithmetic.without(others, grads, walks)
+            grads, accesses = arithmetic.without(others, grads, accesses)
         totals = self._rows.totals()
         first = not self._earlier and not totals
 
-        looks = [self._look(columns, grads, walks, device, backward, check, len(devices) == 1) for device in devices]
+        looks = [self._look(columns, grads, accesses, device, backward, check, len(devices) == 1) for device in devices]
         backward.checked += [look for look, _ in looks]
         if others:
             both = [(columns.params[row], columns.masters[row]) for row in others]
             backward.checked.append(self._close_others(both, backward, check))
         in_place = None
         if arrived:
-            unmastered = walk.either(columns.plain_mask, grads)
-            in_place = Unscaled(columns.plain_handle, unmastered, walk.gradient_stamps(columns.plain_handle))
+            unmastered = tensor_lists.either(columns.plain_mask, grads)
+            in_place = Unscaled(columns.plain_handle, unmastered, tensor_lists.gradient_stamps(columns.plain_handle))
         unscaled |= {id(columns.params[row]) for row in arrived}
         is_whole = first and len(looks) == 1 and not others and not done
         whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
-        self._rows.slots = self._kept(columns, grads, walks, totals, backward, whole)
+        self._rows.slots = self._held(columns, grads, accesses, totals, backward, whole)
         self._restore_earlier(add=True)
         self._add_to(totals, grads, devices, backward)
         self._become(State.CLOSED)
@@ -213,7 +217,7 @@ class Window:
         self,
         columns: Columns,
         grads: Sequence[Tensor | None],
-        walks: bytes,
+        accesses: bytes,
         device: torch.device,
         backward: Backward,
         check: bool,
@@ -222,10 +226,10 @@ class Window:
         """Check what arrived on one device and unscale, in place, what has no master."""
         if not is_only:
             elsewhere = [row for row, g in enumerate(grads) if g is not None and g.device != device]
-            grads, walks = arithmetic.without(elsewhere, grads, walks)
+            grads, accesses = arithmetic.without(elsewhere, grads, accesses)
         outputs, scaler = None, backward.scaler
         if not backward.snapshot.is_identity and len(columns.plain) > 0:
-            outputs = walk.either(columns.plain_mask, grads)
+            outputs = tensor_lists.either(columns.plain_mask, grads)
         found_inf = scaler.found_inf
         if not check or found_inf.device != device:
             found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -233,28 +237,28 @@ class Window:
         checks = self._list_check.run(grads, outputs, moved(backward.snapshot.scale, device), found_inf, norm)
         if check and found_inf is not scaler.found_inf:
             scaler.record_(found_inf != 0)
-        return Checked(columns.params, walks, checks), norm
+        return Checked(columns.params, accesses, checks), norm
 
-    def _kept(
+    def _held(
         self,
         columns: Columns,
         grads: Sequence[Tensor | None],
-        walks: bytes,
+        accesses: bytes,
         totals: Mapping[int, Tensor],
         backward: Backward,
         check: WholeCheck | None,
     ) -> Slots:
         """Keep the gradients of masters that have none yet, as copy-on-write clones of the model's own.
 
-        Whoever clips, zeroes or drops the model's gradients then changes nothing of ours, as in apex.
+        Whoever clips, zeroes or discards the model's gradients then changes nothing of ours, as in apex.
         """
         if not self._rows.masters:
             return Slots(check=check)
-        walked = bytearray(walks)
+        accesses_held = bytearray(accesses)
         for row in (*columns.plain_rows, *totals):
-            walked[row] = walk.NONE
-        kept = bytes(walked)
-        return Slots(walk.copies(grads, kept), kept, backward.snapshot, check)
+            accesses_held[row] = tensor_lists.NONE
+        held = bytes(accesses_held)
+        return Slots(tensor_lists.copies(grads, held), held, backward.snapshot, check)
 
     def _add_to(
         self,
@@ -284,7 +288,7 @@ class Window:
     def _close_others(
         self, arrived: list[tuple[nn.Parameter, Master | None]], backward: Backward, check: bool
     ) -> Checked:
-        """Sparse gradients, negative views, and types that the kernels do not walk, by PyTorch's own operations."""
+        """Sparse gradients, negative views, and types that the kernels do not take, by PyTorch's own operations."""
         nonfinite, snapshot = [], backward.snapshot
         for param, master in arrived:
             grad = arithmetic.readable(param)
@@ -301,29 +305,29 @@ class Window:
         nothing = torch.zeros(len(arrived), dtype=torch.float64, device=flags.device)
         return Checked(
             [param for param, _ in arrived],
-            bytes([walk.OTHER]) * len(arrived),
+            bytes([tensor_lists.OTHER]) * len(arrived),
             kernels.Checks(flags, nothing, nothing.float()),
         )
 
-    def abandon(self) -> None:
+    def discard_backward(self) -> None:
         """The body of `scale_loss` raised: put back what was there at its entry.
 
         The window stays open if it was, and this body ran no backward. What half a backward adds to the gradients of
-        an open window cannot be told apart again; then they are dropped.
+        an open window cannot be told apart again; then they are discarded.
         """
         if self._reentered and all(one.is_untouched() for one in self._reentered):
             self.leave_open(self.backward.loss)
         elif not self.is_closed:
             self.discard()
 
-    def forget(self) -> None:
+    def close_as_is(self) -> None:
         """Close the window with gradients as they are, neither unscaled nor checked."""
         self._take_back()
         self._restore_earlier(add=True)
         self._become(State.CLOSED)
 
     def discard(self) -> None:
-        """Close the window, drop its gradients, and put back those of earlier backwards."""
+        """Close the window, discard its gradients, and put back those of earlier backwards."""
         self._take_back()
         self._rows.slots = NO_SLOTS
         for p in self._written_params():

@@ -11,8 +11,8 @@ struct ChunkKernels {
   Partial (*check)(ListRow const& row, int64_t chunk, float a, float b);
   // As above without the sums.
   void (*scale)(ListRow const& row, int64_t chunk, float a, float b);
-  // One per Kind; LAMB's is its second stage. `coefficients` is the optimizer's Coefficients.
-  void (*step[kKinds])(Row const& row, Entry const& gradient, int64_t chunk, void const* coefficients);
+  // One per Formula; LAMB's is its second stage. `coefficients` is the optimizer's Coefficients.
+  void (*step[kFormulas])(Row const& row, Entry const& gradient, int64_t chunk, void const* coefficients);
   // LAMB's first stage; gives the sums of the weight and of the step.
   void (*lamb_moments)(Row const& row, Entry const& gradient, int64_t chunk, float* step, void const* coefficients,
                        Partial* of_weight, Partial* of_step);

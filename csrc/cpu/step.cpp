@@ -52,7 +52,7 @@ void prepare(StepArgs const& args) {
 }
 
 void update(StepArgs const& args, Entry const* gradients) {
-  auto const kernel = chunk_kernels().step[int(args.kind)];
+  auto const kernel = chunk_kernels().step[int(args.formula)];
   for_each_chunk(
       args.chunks, args.n_chunks, [&](int64_t t) { return args.gradients[t].data != nullptr; },
       [&](int64_t t, int64_t chunk) { kernel(args.rows[t], gradients[t], chunk, coefficients_of(args, t)); });
@@ -91,14 +91,14 @@ void step(StepArgs const& args) {
   if (args.control.found_inf && *args.control.found_inf != 0.0f) {
     return;
   }
-  switch (args.kind) {
+  switch (args.formula) {
 #define X(name, type)    \
-  case Kind::name:       \
+  case Formula::name:       \
     prepare<type>(args); \
     break;
     AMP_ONE_STAGE_OPTIMIZERS(X)
 #undef X
-    case Kind::lamb:
+    case Formula::lamb:
       return lamb(args);
   }
   update(args, args.gradients);

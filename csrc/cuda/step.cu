@@ -39,13 +39,13 @@ void run(StepArgs const& args, cudaStream_t stream) {
 }  // namespace
 
 void step(StepArgs const& args, cudaStream_t stream) {
-  switch (args.kind) {
+  switch (args.formula) {
 #define X(name, type) \
-  case Kind::name:    \
+  case Formula::name:    \
     return run<type>(args, stream);
     AMP_ONE_STAGE_OPTIMIZERS(X)
 #undef X
-    case Kind::lamb:
+    case Formula::lamb:
       return lamb(args, stream);
   }
 }

@@ -21,12 +21,12 @@
 
 namespace amp_engine {
 
-enum class Kind : int {
+enum class Formula : int {
 #define X(name, type) name,
   AMP_OPTIMIZERS(X)
 #undef X
 };
-constexpr int kKinds = int(Kind::lamb) + 1;
+constexpr int kFormulas = int(Formula::lamb) + 1;
 
 // Hyperparameters of one parameter group. `lr_on_device`, where not null, is read instead of `lr`.
 struct Group {
@@ -51,16 +51,16 @@ struct HyperOf;
 AMP_OPTIMIZERS(X)
 #undef X
 
-// `call(type{})` for the type of `kind`. On the host.
+// `call(type{})` for the type of `formula`. On the host.
 template <class Call>
-auto with_optimizer(Kind kind, Call const& call) {
-  switch (kind) {
+auto with_optimizer(Formula formula, Call const& call) {
+  switch (formula) {
 #define X(name, type) \
-  case Kind::name:    \
+  case Formula::name:    \
     return call(type{});
     AMP_ONE_STAGE_OPTIMIZERS(X)
 #undef X
-    case Kind::lamb:
+    case Formula::lamb:
       break;
   }
   return call(LambMoments{});

@@ -1,4 +1,4 @@
-// What an operation walks: plain structs that the host fills and either backend reads.
+// What an operation works on: plain structs that the host fills and either backend reads.
 #pragma once
 
 #include "types.h"

@@ -152,8 +152,8 @@ class SpareTuple {
     for (size_t i = 0; keep && i < size_; ++i) {
       Py_DECREF(std::exchange(at(i), Py_NewRef(Py_None)));
     }
-    PyObject* const dropped = keep ? std::exchange(spare[size_], tuple_) : tuple_;
-    Py_XDECREF(dropped);
+    PyObject* const discarded = keep ? std::exchange(spare[size_], tuple_) : tuple_;
+    Py_XDECREF(discarded);
   }
 
   PyObject* get() const { return tuple_; }

@@ -532,8 +532,8 @@ void bind(py::module_& m) {
           },
           py::arg("weight"), py::arg("dtype"))
       .def("discard", &WeightCache::discard)
-      .def("lapse", &WeightCache::lapse)
-      .def("drop_orphans", &WeightCache::drop_orphans)
+      .def("after_backward", &WeightCache::after_backward)
+      .def("discard_orphans", &WeightCache::discard_orphans)
       .def("clear", &WeightCache::clear)
       .def(
           "copies",

@@ -13,7 +13,7 @@
 
 #include "cast.h"
 #include "storage.h"
-#include "walk.h"
+#include "tensor_lists.h"
 
 namespace py = pybind11;
 
@@ -128,7 +128,7 @@ void WeightCache::discard(at::Tensor const& weight) {
     return;
   }
   Entry& entry = found->second;
-  std::pair<Alias, Alias> const dropped{std::move(entry.connected), std::move(entry.plain)};
+  std::pair<Alias, Alias> const discarded{std::move(entry.connected), std::move(entry.plain)};
   at::Tensor const memory = entry.copy;
   if (entry.stepped) {
     entry.state = State::wrong;
@@ -137,10 +137,10 @@ void WeightCache::discard(at::Tensor const& weight) {
   }
 }
 
-void WeightCache::lapse() {
+void WeightCache::after_backward() {
   ++changes_;
-  // What is dropped may run Python that comes back here.
-  std::vector<Entry> dropped;
+  // What is discarded may run Python that comes back here.
+  std::vector<Entry> discarded;
   std::vector<Alias> aliases;
   for (auto it = entries_.begin(); it != entries_.end();) {
     Entry& entry = it->second;
@@ -150,16 +150,16 @@ void WeightCache::lapse() {
       aliases.push_back(std::move(entry.plain));
       // A step that writes the copy now does not know of what was written meanwhile.
       bool const stays = entry.state != State::wrong && entry.writer != Writer::step;
-      entry.state = stays ? State::lapsed : State::wrong;
+      entry.state = stays ? State::outdated : State::wrong;
       ++it;
     } else {
-      dropped.push_back(std::move(entry));
+      discarded.push_back(std::move(entry));
       it = entries_.erase(it);
     }
   }
 }
 
-void WeightCache::drop_orphans() {
+void WeightCache::discard_orphans() {
   std::vector<Alias> edges;
   std::vector<at::Tensor> held;
   for (auto& item : entries_) {
@@ -185,7 +185,7 @@ size_t WeightCache::size() const {
 
 void WeightCache::clear() {
   ++changes_;
-  auto const dropped = std::exchange(entries_, {});
+  auto const discarded = std::exchange(entries_, {});
 }
 
 WeightCache::Handed WeightCache::copies(std::vector<at::Tensor> const& weights, uint64_t unfinished) {
@@ -194,7 +194,7 @@ WeightCache::Handed WeightCache::copies(std::vector<at::Tensor> const& weights, 
   handed.copies.reserve(weights.size());
   for (at::Tensor const& weight : weights) {
     handed.copies.emplace_back();
-    drop_aliases(weight);
+    discard_aliases(weight);
     auto found = entries_.find(weight.unsafeGetTensorImpl());
     if (found == entries_.end()) {
       continue;
@@ -258,7 +258,7 @@ void WeightCache::written(std::vector<at::Tensor> const& weights, uint64_t step)
 void WeightCache::leave(std::vector<at::Tensor> const& weights) {
   ++changes_;
   for (at::Tensor const& weight : weights) {
-    drop_aliases(weight);
+    discard_aliases(weight);
     auto found = entries_.find(weight.unsafeGetTensorImpl());
     if (found == entries_.end()) {
       found = entries_.emplace(weight.unsafeGetTensorImpl(), Entry{WeakImpl(weight.getIntrusivePtr())}).first;
@@ -283,11 +283,11 @@ void WeightCache::stamp(Entry& entry, at::Tensor const& weight) {
   entry.address = weight.const_data_ptr();
 }
 
-void WeightCache::drop_aliases(at::Tensor const& weight) {
-  std::pair<Alias, Alias> dropped;
+void WeightCache::discard_aliases(at::Tensor const& weight) {
+  std::pair<Alias, Alias> discarded;
   auto const found = entries_.find(weight.unsafeGetTensorImpl());
   if (found != entries_.end()) {
-    dropped = {std::move(found->second.connected), std::move(found->second.plain)};
+    discarded = {std::move(found->second.connected), std::move(found->second.plain)};
   }
 }
 
@@ -300,7 +300,7 @@ WeightCache::Alias WeightCache::alias(at::Tensor tensor) {
 at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
   c10::InferenceMode const off(false);
   Impl* const key = weight.unsafeGetTensorImpl();
-  drop_aliases(weight);
+  discard_aliases(weight);
   auto found = entries_.find(key);
   if (found != entries_.end() && found->second.is_left) {
     return copied(weight, low, {});
@@ -309,9 +309,9 @@ at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
   uint32_t const version = version_of(weight);
   void const* const address = weight.const_data_ptr();
   if (!watch(weight)) {
-    std::optional<Entry> dropped;
+    std::optional<Entry> discarded;
     if (found != entries_.end()) {
-      dropped = std::move(found->second);
+      discarded = std::move(found->second);
       entries_.erase(found);
     }
     return copied(weight, low, {});
@@ -343,7 +343,7 @@ at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
   }
   Entry& entry = found->second;
   // All at once: to free one lets other threads come, which would leave an alias of the copy that was.
-  std::pair<Alias, Alias> const dropped{std::move(entry.connected), std::move(entry.plain)};
+  std::pair<Alias, Alias> const discarded{std::move(entry.connected), std::move(entry.plain)};
   at::Tensor const replaced = std::exchange(entry.copy, copy);
   entry.version = version;
   entry.copy_version = version_of(copy);
@@ -354,10 +354,10 @@ at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
 }
 
 void WeightCache::sweep() {
-  std::vector<Entry> dropped;
+  std::vector<Entry> discarded;
   for (auto it = entries_.begin(); it != entries_.end();) {
     if (it->second.weight.expired()) {
-      dropped.push_back(std::move(it->second));
+      discarded.push_back(std::move(it->second));
       it = entries_.erase(it);
     } else {
       ++it;

@@ -33,13 +33,13 @@ class WeightCache {
 
   // Anybody may have written any weight: no copy is a cast any more. Those that a step writes, or may write next, keep
   // their memory.
-  void lapse();
+  void after_backward();
 
   // Free the weights that nobody but their own casts keeps alive. Only where a tensor that C++ holds keeps the
   // reference count of its Python object up.
-  void drop_orphans();
+  void discard_orphans();
 
-  // Forget everything.
+  // Discard everything.
   void clear();
 
   struct Handed {
@@ -62,7 +62,7 @@ class WeightCache {
   using Impl = c10::TensorImpl;
   using WeakImpl = c10::weak_intrusive_ptr<Impl, c10::UndefinedTensorImpl>;
 
-  enum class State : char { current, lapsed, wrong };
+  enum class State : char { current, outdated, wrong };
 
   // Who may write a copy while other threads run.
   enum class Writer : char { none, renewal, step };
@@ -95,7 +95,7 @@ class WeightCache {
   static void stamp(Entry& entry, at::Tensor const& weight);
   static Alias alias(at::Tensor tensor);
   at::Tensor renew(at::Tensor const& weight, at::ScalarType low);
-  void drop_aliases(at::Tensor const& weight);
+  void discard_aliases(at::Tensor const& weight);
   void sweep();
 
   // Whatever makes or frees a Python object lets other threads, and collections of garbage, come here: entries are

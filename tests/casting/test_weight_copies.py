@@ -1184,7 +1184,7 @@ def test_a_copy_that_a_forward_makes_during_a_step_is_not_taken_for_what_the_ste
     handed = casts.cache.copies(weights)
     outputs = []  # of another thread, which hold what they were made with
     for _ in range(2):
-        casts.cache.lapse()
+        casts.cache.after_backward()
         outputs.append(model(X))
     for weight, copy_of_it in zip(weights, handed, strict=True):
         with torch.no_grad():
@@ -1195,7 +1195,7 @@ def test_a_copy_that_a_forward_makes_during_a_step_is_not_taken_for_what_the_ste
     assert_fresh(model)
 
 
-@pytest.mark.parametrize("hear", ["discard", "lapse"])
+@pytest.mark.parametrize("hear", ["discard", "after_backward"])
 def test_a_write_of_another_thread_during_a_step_is_seen(hear: str, level: str) -> None:
     model, optimizer = initialized(level)
     iterate(model, optimizer)
@@ -1215,7 +1215,7 @@ def test_a_write_of_another_thread_during_a_step_is_seen(hear: str, level: str) 
     else:
         data.fill_(2.0)
         del data
-        casts.cache.lapse()
+        casts.cache.after_backward()
     casts.cache.written(weights)
     assert_fresh(model)
 
@@ -1251,7 +1251,7 @@ def test_a_graph_has_the_weights_it_ran_with_though_another_thread_runs_and_step
     expected = torch.autograd.grad(total(model(x)), x)[0]
 
     def work() -> None:
-        amp.current_engine().casts.cache.lapse()  # as at the end of each scale_loss
+        amp.current_engine().casts.cache.after_backward()  # as at the end of each scale_loss
         iterate(model, optimizer)
         torch.autograd.grad(total(model(x)), x)
 

@@ -244,7 +244,7 @@ struct Stepped {
 };
 
 struct StepCase {
-  Kind kind;
+  Formula formula;
   std::vector<Tensor> gradients, weights, copies, states1, states2;
   std::vector<bool> present, has_copy, scaled;
   std::vector<uint32_t> group_of;
@@ -290,7 +290,7 @@ struct StepCase {
     std::unique_ptr<char, decltype(&std::free)> coefficients(
         static_cast<char*>(std::aligned_alloc(64, n * kCoefficientBytes)), &std::free);
     std::vector<Partial> partials(2 * chunks.size() + 1);
-    backend(StepArgs{.kind = kind,
+    backend(StepArgs{.formula = formula,
                      .rows = rows.data(),
                      .gradients = entries.data(),
                      .chunks = chunks.data(),
@@ -299,7 +299,7 @@ struct StepCase {
                      .groups = groups.data(),
                      .control = {inv_scale, found_inf, norm, 0.7},
                      .steps = r.steps.data(),
-                     .norms = kind == Kind::novograd ? r.norms.data() : nullptr,
+                     .norms = formula == Formula::novograd ? r.norms.data() : nullptr,
                      .sum_squares = sum_squares.data(),
                      .largest = largest.data(),
                      .gradient_norm = gradient_norm,
@@ -310,7 +310,7 @@ struct StepCase {
   }
 };
 
-Group any_group(Kind kind, bool has_momentum, float const* lr_on_device) {
+Group any_group(Formula formula, bool has_momentum, float const* lr_on_device) {
   Group group;
   std::memset(&group, 0, sizeof group);
   group.lr = 0.01;
@@ -324,7 +324,7 @@ Group any_group(Kind kind, bool has_momentum, float const* lr_on_device) {
                                               {"dampening", pick({0.0, 0.1})},
                                               {"lr_decay", pick({0.0, 0.01})},
                                               {"max_grad_norm", pick({0.0, 1.0})}};
-  with_optimizer(kind, [&](auto update) {
+  with_optimizer(formula, [&](auto update) {
     HyperOf<decltype(update)>::in(group).visit([&](char const* name, auto& value) {
       if constexpr (std::is_same_v<std::decay_t<decltype(value)>, double>) {
         value = numbers.at(name);
@@ -340,9 +340,9 @@ void test_steps() {
   static float const inv_scale = 0.125f, norm = 3.0f, found = 1.0f, clean = 0.0f, lr = 0.02f;
   for (int number = 0; number < 200; ++number) {
     StepCase c;
-    c.kind = Kind(number % kKinds);
-    c.has_state1 = c.kind != Kind::sgd || chance(2);
-    c.groups = {any_group(c.kind, c.has_state1, &lr), any_group(c.kind, c.has_state1, &lr)};
+    c.formula = Formula(number % kFormulas);
+    c.has_state1 = c.formula != Formula::sgd || chance(2);
+    c.groups = {any_group(c.formula, c.has_state1, &lr), any_group(c.formula, c.has_state1, &lr)};
     bool const others_are_odd = chance(4);
     for (size_t t = random_bits() % 6; t > 0; --t) {
       int64_t const numel = any_numel();
@@ -351,7 +351,7 @@ void test_steps() {
           .fill(-1.0f, 1.0f);
       c.copies.emplace_back(pick({Type::float16, Type::bfloat16, Type::float32}), numel, any_offset()).fill(9.0f, 9.0f);
       c.states1.emplace_back(Type::float32, numel, others_are_odd ? any_offset() : 0)
-          .fill(c.kind == Kind::adagrad ? 0.0f : -1.0f, 1.0f);
+          .fill(c.formula == Formula::adagrad ? 0.0f : -1.0f, 1.0f);
       c.states2.emplace_back(Type::float32, numel, others_are_odd ? any_offset() : 0).fill(0.0f, 1.0f);
       c.present.push_back(!chance(5));
       c.has_copy.push_back(chance(2));
@@ -370,7 +370,7 @@ void test_steps() {
     Stepped const cpu = c.run([](StepArgs const& args) { cpu::step(args); });
     simulator::launches = 0;
     Stepped const gpu = c.run([](StepArgs const& args) { cuda::step(args, nullptr); });
-    EXPECT(simulator::launches <= (c.kind == Kind::lamb ? 6 : 2), "case %d: %d launches", number, simulator::launches);
+    EXPECT(simulator::launches <= (c.formula == Formula::lamb ? 6 : 2), "case %d: %d launches", number, simulator::launches);
     for (size_t t = 0; t < c.weights.size(); ++t) {
       EXPECT(same(cpu.weights[t], gpu.weights[t]), "case %d, tensor %zu", number, t);
       EXPECT(same(cpu.copies[t], gpu.copies[t]), "case %d, tensor %zu", number, t);
@@ -388,7 +388,7 @@ void test_each_element_is_visited_once() {
   for (int64_t numel : {0, 1, 7, 8, 31, 4096, 32767, 32768, 32769, 65537}) {
     for (int64_t offset : {0, 1}) {
       StepCase c{};
-      c.kind = Kind::sgd;
+      c.formula = Formula::sgd;
       c.gradients.emplace_back(Type::bfloat16, numel, offset).fill(1.0f, 1.0f);
       c.weights.emplace_back(Type::float32, numel, offset).fill(0.0f, 0.0f);
       c.copies.emplace_back(Type::float16, numel, offset).fill(0.0f, 0.0f);

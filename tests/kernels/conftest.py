@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from amp_engine import kernels
-from amp_engine.kernels import _native, choice, reference_walks, walk
-from amp_engine.kernels.backend import Walks
+from amp_engine.kernels import _native, choice, reference_tensor_lists, tensor_lists
+from amp_engine.kernels.backend import TensorLists
 
-WALKS = [name for name in vars(Walks) if not name.startswith("_")]
+TENSOR_LISTS = [name for name in vars(TensorLists) if not name.startswith("_")]
 
 
 @pytest.fixture(params=["reference", "native"], autouse=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "reference":
         monkeypatch.setattr(choice, "_NATIVE", {})
-        monkeypatch.setattr(kernels, "stamps", reference_walks.stamps)
-        for name in WALKS:
-            monkeypatch.setattr(walk, name, getattr(reference_walks, name))
+        monkeypatch.setattr(kernels, "stamps", reference_tensor_lists.stamps)
+        for name in TENSOR_LISTS:
+            monkeypatch.setattr(tensor_lists, name, getattr(reference_tensor_lists, name))
     elif _native.module is None:
         pytest.skip(f"no native kernels: {_native.reason}")
     return request.param

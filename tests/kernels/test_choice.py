@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from amp_engine import kernels
-from amp_engine.kernels import _native, choice, native, walk
+from amp_engine.kernels import _native, choice, native, tensor_lists
 
-from .conftest import WALKS
+from .conftest import TENSOR_LISTS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -33,12 +33,14 @@ def test_the_reference_computes_where_nothing_is_compiled(monkeypatch, module, c
 def test_every_test_runs_on_the_backend_that_it_asks_for(backend):
     computes = native.NativeBackend if backend == "native" else type(choice.REFERENCE)
     assert isinstance(choice.backend_for(CPU), computes)
-    for name in WALKS:
-        is_reference = getattr(getattr(walk, name), "__module__", None) == "amp_engine.kernels.reference_walks"
+    for name in TENSOR_LISTS:
+        is_reference = (
+            getattr(getattr(tensor_lists, name), "__module__", None) == "amp_engine.kernels.reference_tensor_lists"
+        )
         assert is_reference == (backend == "reference"), name
 
 
-def test_walks_are_the_native_functions(backend):
+def test_tensor_listss_are_the_native_functions(backend):
     if backend == "native":
-        for name in ("any_gradient", "drop_gradients", "have_stamps", "same_entries", "same_objects", "stamps"):
-            assert getattr(walk, name) is getattr(_native.module, name)
+        for name in ("any_gradient", "discard_gradients", "have_stamps", "same_entries", "same_objects", "stamps"):
+            assert getattr(tensor_lists, name) is getattr(_native.module, name)

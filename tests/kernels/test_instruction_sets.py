@@ -16,7 +16,7 @@ from amp_engine import kernels
 from amp_engine.kernels import FORMULAS, _native
 
 from .lists import FLOATS, Arena, Rows, bits, rows, same_values
-from .test_steps import KINDS, NATIVE, SCALE, step
+from .test_steps import ARGUMENTS, NATIVE, SCALE, step
 
 SETS = ("portable", "avx2", "avx512")
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,18 +35,18 @@ def streamed_rows() -> Rows:
     return r
 
 
-def stepped(kind: str, stream_copies: bool) -> list[Tensor]:
+def stepped(formula: str, stream_copies: bool) -> list[Tensor]:
     """What two steps write, of a table that writes its copies so."""
     r = streamed_rows()
-    second = r.second if kind in ("adam", "lamb") else [None] * 36
+    second = r.second if formula in ("adam", "lamb") else [None] * 36
     steps = _native.module.StepTable(
-        kind, r.params, r.copies, r.first, second, [0] * 36, r.steps, r.norms, stream_copies=stream_copies
+        formula, r.params, r.copies, r.first, second, [0] * 36, r.steps, r.norms, stream_copies=stream_copies
     )
     for _ in range(2):
         steps.step(
             r.grads,
             [True] * 36,
-            [FORMULAS[kind](**KINDS[kind])],
+            [FORMULAS[formula](**ARGUMENTS[formula])],
             torch.tensor(1 / SCALE),
             None,
             None,
@@ -61,10 +61,10 @@ def stepped(kind: str, stream_copies: bool) -> list[Tensor]:
 def outcome() -> list[Tensor]:
     """What every operation writes and returns."""
     results = []
-    for kind, h in KINDS.items():
+    for formula, h in ARGUMENTS.items():
         r = rows(Arena(), SCALE)
-        step(kind, r, h, inv_scale=torch.tensor(1 / SCALE))
-        results += [*r.tensors(), *stepped(kind, stream_copies=True)]
+        step(formula, r, h, inv_scale=torch.tensor(1 / SCALE))
+        results += [*r.tensors(), *stepped(formula, stream_copies=True)]
     arena = Arena(seed=1)
     # Beyond float16's range too, and below its normal numbers.
     r = rows(arena, 1e5)
@@ -94,9 +94,9 @@ def test_every_instruction_set_gives_the_same_bits(tmp_path):
 
 
 @NATIVE
-@pytest.mark.parametrize("kind", KINDS)
-def test_copies_written_past_the_caches_are_the_same(kind):
-    for streamed, plain in zip(stepped(kind, True), stepped(kind, False), strict=True):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_copies_written_past_the_caches_are_the_same(formula):
+    for streamed, plain in zip(stepped(formula, True), stepped(formula, False), strict=True):
         assert torch.equal(bits(streamed), bits(plain))
 
 

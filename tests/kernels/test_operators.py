@@ -23,8 +23,8 @@ def scalar(value=0.5):
     return torch.tensor(value)
 
 
-def step_arguments(kind):
-    """As the operator takes them: one gradient missing, one copy, all options that matter to this kind."""
+def step_arguments(formula):
+    """As the operator takes them: one gradient missing, one copy, all options that matter to this formula."""
     weights = tensors(FLOAT, FLOAT, HALF)
     grads = tensors(HALF, FLOAT, HALF)
     grads[1] = None
@@ -35,16 +35,16 @@ def step_arguments(kind):
         [torch.zeros_like(weights[2], dtype=torch.bfloat16)],
         [2],
         state[0],
-        state[1] if kind in ("adam_", "lamb_") else [],
+        state[1] if formula in ("adam_", "lamb_") else [],
         torch.zeros(3),
-        torch.zeros(3) if kind == "novograd_" else None,
+        torch.zeros(3) if formula == "novograd_" else None,
         scalar(),
         scalar(0.0),
         None,
         scalar(0.1),
         0.0,
     )
-    own = {field.name for field in fields(kernels.FORMULAS[kind.removesuffix("_")])}
+    own = {field.name for field in fields(kernels.FORMULAS[formula.removesuffix("_")])}
     keywords = {"momentum": 0.9, "weight_decay": 0.1, "decoupled": True}
     return args, {name: value for name, value in keywords.items() if name in own}
 
@@ -65,7 +65,7 @@ CALLS = {
     "cast_copy_": lambda: ((tensors(HALF, FLOAT), tensors(FLOAT, HALF)), {}),
     "update_scale_": lambda: scale_arguments(kept=True),
     "update_scale_ alone": lambda: scale_arguments(kept=False),
-    **{kind: lambda kind=kind: step_arguments(kind) for kind in ("adam_", "sgd_", "adagrad_", "novograd_", "lamb_")},
+    **{name: lambda name=name: step_arguments(name) for name in ("adam_", "sgd_", "adagrad_", "novograd_", "lamb_")},
 }
 
 

@@ -1,4 +1,4 @@
-"""A list that the kernels cannot walk is refused by name and index, and nothing is written."""
+"""A list that the kernels cannot take is refused by name and index, and nothing is written."""
 
 import pytest
 import torch
@@ -288,13 +288,13 @@ def test_steps_are_one_float32_each(steps):
     assert all(map(same_bits, params, made()))
 
 
-def table(kind="sgd", **changes):
+def table(formula="sgd", **changes):
     given = {"weights": made(), "copies": [None] * 3, "state1": [None] * 3, "state2": [None] * 3, "groups": [0] * 3}
-    return kernels.StepTable(kind, **{**given, "steps": torch.zeros(3), "norms": None, **changes})
+    return kernels.StepTable(formula, **{**given, "steps": torch.zeros(3), "norms": None, **changes})
 
 
-def test_a_table_is_of_a_known_kind():
-    with pytest.raises(AmpValueError, match="kind is 'adamw'.*one of adam, sgd, adagrad, novograd, lamb"):
+def test_a_table_is_of_a_known_formula():
+    with pytest.raises(AmpValueError, match="formula is 'adamw'.*one of adam, sgd, adagrad, novograd, lamb"):
         table("adamw")
 
 

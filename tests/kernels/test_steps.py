@@ -44,29 +44,29 @@ CASES = [
     ("lamb", {**LAMB, "weight_decay": 0.0, "grad_averaging": False, "maximize": True}),
     ("lamb", {**LAMB, "max_grad_norm": 1e6}),
 ]
-NAMES = [f"{kind}{len([k for k, _ in CASES[:i] if k == kind])}" for i, (kind, _) in enumerate(CASES)]
-KINDS = dict(reversed(CASES)) | {"sgd": CASES[6][1]}
+NAMES = [f"{formula}{len([k for k, _ in CASES[:i] if k == formula])}" for i, (formula, _) in enumerate(CASES)]
+ARGUMENTS = dict(reversed(CASES)) | {"sgd": CASES[6][1]}
 SCALE = 1024.0
 NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
 
 
-def step(kind: str, r: Rows, h: dict, **scalars) -> None:
-    """By the function of this kind."""
+def step(formula: str, r: Rows, h: dict, **scalars) -> None:
+    """By the function of this formula."""
     state = {
         "adam": (r.first, r.second, r.steps),
         "sgd": (r.first if h.get("momentum") else None, r.steps),
         "adagrad": (r.first, r.steps),
         "novograd": (r.first, r.norms, r.steps),
         "lamb": (r.first, r.second, r.steps),
-    }[kind]
-    getattr(kernels, f"{kind}_")(r.grads, r.params, *state, r.copies, **h, **scalars)
+    }[formula]
+    getattr(kernels, f"{formula}_")(r.grads, r.params, *state, r.copies, **h, **scalars)
 
 
-def table(kind: str, r: Rows, groups: list[int] | None = None) -> kernels.StepTable:
+def table(formula: str, r: Rows, groups: list[int] | None = None) -> kernels.StepTable:
     n = len(r.params)
-    second = r.second if kind in ("adam", "lamb") else [None] * n
+    second = r.second if formula in ("adam", "lamb") else [None] * n
     groups = [0] * n if groups is None else groups
-    return kernels.StepTable(kind, r.params, r.copies, r.first, second, groups, r.steps, r.norms)
+    return kernels.StepTable(formula, r.params, r.copies, r.first, second, groups, r.steps, r.norms)
 
 
 def states(r: Rows) -> list[oracle.State]:
@@ -74,7 +74,9 @@ def states(r: Rows) -> list[oracle.State]:
     return [oracle.State(p.detach().double(), m.double(), v.double(), n) for p, m, v, n in both]
 
 
-def assert_stepped(kind: str, r: Rows, old: list[oracle.State], factors: list[float], hs: list[dict], counts) -> None:
+def assert_stepped(
+    formula: str, r: Rows, old: list[oracle.State], factors: list[float], hs: list[dict], counts
+) -> None:
     """Each row that has a gradient went from `old` to where float64 goes."""
     true_grads = [None if g is None else g.double() * f for g, f in zip(r.grads, factors, strict=True)]
     norm_of_all = oracle.norm([g for g in true_grads if g is not None])
@@ -82,18 +84,18 @@ def assert_stepped(kind: str, r: Rows, old: list[oracle.State], factors: list[fl
         if g is None or not g.numel():
             continue
         h, t = hs[i], int(counts[i]) + 1
-        new = oracle.STEPS[kind](-g if h.get("maximize") else g, old[i], t, h, norm_of_all)
+        new = oracle.STEPS[formula](-g if h.get("maximize") else g, old[i], t, h, norm_of_all)
         assert r.steps[i] == t
         param, half = r.params[i], r.copies[i]
         eps = torch.finfo(param.dtype).eps if param.dtype != torch.float32 else 2e-6
         near = {"rtol": eps, "atol": max(1e-6, eps * 1e-3), "msg": lambda m, i=i: f"row {i}: {m}"}
         torch.testing.assert_close(param.detach().double(), new.weight, **near)
         near.update(rtol=3e-6, atol=1e-7)
-        if new.first is not None and (kind != "sgd" or h.get("momentum")):
+        if new.first is not None and (formula != "sgd" or h.get("momentum")):
             torch.testing.assert_close(r.first[i].double(), new.first, **near)
         if new.second is not None:
             torch.testing.assert_close(r.second[i].double(), new.second, **near)
-        if kind == "novograd":
+        if formula == "novograd":
             assert r.norms[i].item() == pytest.approx(new.norm, rel=1e-6)
         if half is not None and param.dtype == torch.float32:
             assert same_bits(half, param.detach().to(half.dtype))
@@ -103,19 +105,19 @@ def assert_stepped(kind: str, r: Rows, old: list[oracle.State], factors: list[fl
 
 
 def test_every_option_of_the_steps_is_tried():
-    for kind, formula in FORMULAS.items():
-        tried = {name for one, h in CASES if one == kind for name in h}
-        assert tried == {field.name for field in fields(formula)}, kind
+    for name, formula in FORMULAS.items():
+        tried = {key for one, h in CASES if one == name for key in h}
+        assert tried == {field.name for field in fields(formula)}, name
 
 
-@pytest.mark.parametrize(("kind", "h"), CASES, ids=NAMES)
-def test_three_steps_from_the_first_one_on(kind, h):
+@pytest.mark.parametrize(("formula", "h"), CASES, ids=NAMES)
+def test_three_steps_from_the_first_one_on(formula, h):
     arena = Arena()
     r = rows(arena, SCALE)
     r.steps.zero_()
     for first in (*r.first, *r.second):
         first.zero_()
-    if kind == "sgd":  # the first step does not read the buffer
+    if formula == "sgd":  # the first step does not read the buffer
         for first in r.first:
             first.fill_(math.nan)
     inv_scale, found_inf = torch.tensor(1 / SCALE), torch.tensor(0.0)
@@ -124,9 +126,9 @@ def test_three_steps_from_the_first_one_on(kind, h):
         r.grads = [None if (i + turn) % 5 == 4 else g for i, g in enumerate(all_grads)]
         before, old, counts = copies(r.tensors()), states(r), r.steps.clone()
         grads_before = copies(r.grads)
-        step(kind, r, h, inv_scale=inv_scale, found_inf=found_inf)
+        step(formula, r, h, inv_scale=inv_scale, found_inf=found_inf)
         n = len(r.params)
-        assert_stepped(kind, r, old, [1 / SCALE] * n, [h] * n, counts)
+        assert_stepped(formula, r, old, [1 / SCALE] * n, [h] * n, counts)
         missing = [i for i, g in enumerate(r.grads) if g is None]
         assert all(same_bits(r.params[i].double(), old[i].weight) for i in missing)
         assert torch.equal(r.steps[missing], counts[missing])
@@ -135,52 +137,52 @@ def test_three_steps_from_the_first_one_on(kind, h):
     assert arena.is_intact()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_skipped_step_leaves_every_bit(kind):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_a_skipped_step_leaves_every_bit(formula):
     r = rows(Arena(), sizes=(1, 31, 4096))
     r.grads[3][:] = math.nan
     before = copies(r.tensors())
     for flag in (1.0, 2.0, math.nan):
-        step(kind, r, KINDS[kind], inv_scale=torch.tensor(0.5), found_inf=torch.tensor(flag))
+        step(formula, r, ARGUMENTS[formula], inv_scale=torch.tensor(0.5), found_inf=torch.tensor(flag))
         assert all(map(same_bits, r.tensors(), before))
-    step(kind, r, KINDS[kind], found_inf=torch.tensor(0.0))
+    step(formula, r, ARGUMENTS[formula], found_inf=torch.tensor(0.0))
     assert r.steps.tolist() == [3.0] * 36
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_gradient_or_no_tensor_is_no_step(kind):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_no_gradient_or_no_tensor_is_no_step(formula):
     r = rows(Arena(), sizes=(1, 31))
     r.grads = [None] * 36
     before = copies(r.tensors())
-    step(kind, r, KINDS[kind], inv_scale=torch.tensor(0.5))
+    step(formula, r, ARGUMENTS[formula], inv_scale=torch.tensor(0.5))
     assert all(map(same_bits, r.tensors(), before))
-    step(kind, Rows([], [], [], [], [], torch.zeros(0), torch.zeros(0)), KINDS[kind])
+    step(formula, Rows([], [], [], [], [], torch.zeros(0), torch.zeros(0)), ARGUMENTS[formula])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_tensor_counts_its_steps(kind):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_an_empty_tensor_counts_its_steps(formula):
     r = rows(Arena(), sizes=(0, 3))
-    step(kind, r, KINDS[kind])
+    step(formula, r, ARGUMENTS[formula])
     assert r.steps.tolist() == [3.0] * 36
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_learning_rate_may_be_a_tensor(kind):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_learning_rate_may_be_a_tensor(formula):
     a, b = rows(Arena(), sizes=(7, 4096)), rows(Arena(), sizes=(7, 4096))
     lr = torch.tensor(0.03)
-    step(kind, a, {**KINDS[kind], "lr": lr})
-    step(kind, b, {**KINDS[kind], "lr": lr.item()})
+    step(formula, a, {**ARGUMENTS[formula], "lr": lr})
+    step(formula, b, {**ARGUMENTS[formula], "lr": lr.item()})
     assert all(map(same_bits, a.tensors(), b.tensors()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("formula", ARGUMENTS)
 @pytest.mark.parametrize("give_checks", [False, True])
-def test_table_of_two_groups_partly_scaled_and_clipped(kind, give_checks):
+def test_table_of_two_groups_partly_scaled_and_clipped(formula, give_checks):
     r = rows(Arena(), SCALE)
     groups = [i % 2 for i in range(36)]
-    hs = [{**KINDS[kind]}, {**KINDS[kind], "lr": 0.002, "weight_decay": 0.0}]
+    hs = [{**ARGUMENTS[formula]}, {**ARGUMENTS[formula], "lr": 0.002, "weight_decay": 0.0}]
     scaled = [i % 3 != 0 for i in range(36)]
-    steps = table(kind, r, groups)
+    steps = table(formula, r, groups)
     norm, max_norm = torch.tensor(5.0), 2.0
     for i in range(0, 36, 3):
         r.grads[i] = r.grads[i] / SCALE
@@ -193,7 +195,7 @@ def test_table_of_two_groups_partly_scaled_and_clipped(kind, give_checks):
     steps.step(
         r.grads,
         scaled,
-        [FORMULAS[kind](**h) for h in hs],
+        [FORMULAS[formula](**h) for h in hs],
         inv_scale=torch.tensor(1 / SCALE),
         found_inf=torch.tensor(0.0),
         norm=norm,
@@ -201,7 +203,7 @@ def test_table_of_two_groups_partly_scaled_and_clipped(kind, give_checks):
         checks=checks,
     )
     factor = max_norm / (5.0 + 1e-6) / SCALE
-    assert_stepped(kind, r, old, [factor if s else 1.0 for s in scaled], [hs[g] for g in groups], counts)
+    assert_stepped(formula, r, old, [factor if s else 1.0 for s in scaled], [hs[g] for g in groups], counts)
     assert r.steps[11] == 2
 
 
@@ -231,29 +233,31 @@ def test_lamb_has_no_trust_ratio_where_a_norm_is_zero(weight, grad):
     assert p.tolist() == pytest.approx([weight - LAMB["lr"] * grad] * 9, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_overflowing_copy_is_inf_and_the_weight_is_not(kind):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_an_overflowing_copy_is_inf_and_the_weight_is_not(formula):
     weight, copy = torch.full((20,), 1e5), torch.zeros(20, dtype=torch.float16)
     r = Rows([torch.ones(20)], [weight], [copy], [torch.zeros(20)], [torch.zeros(20)], torch.zeros(1), torch.zeros(1))
-    step(kind, r, {**KINDS[kind], "weight_decay": 0.0})
+    step(formula, r, {**ARGUMENTS[formula], "weight_decay": 0.0})
     assert copy.isinf().all()
     assert weight.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("formula", ARGUMENTS)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_bad_element_stays_alone_if_nobody_skips(kind, bad):
+def test_a_bad_element_stays_alone_if_nobody_skips(formula, bad):
     r = rows(Arena(), sizes=(31,))
     for g in r.grads:
         g[9] = bad
-    step(kind, r, {**KINDS[kind], "weight_decay": 0.0, **({"max_grad_norm": 0.0} if kind == "lamb" else {})})
-    if kind != "novograd":  # its norm is of the whole tensor
+    step(
+        formula, r, {**ARGUMENTS[formula], "weight_decay": 0.0, **({"max_grad_norm": 0.0} if formula == "lamb" else {})}
+    )
+    if formula != "novograd":  # its norm is of the whole tensor
         for p in r.params:
             assert p[[*range(9), *range(10, 31)]].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_channels_last_is_stepped_in_its_own_order(kind):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_channels_last_is_stepped_in_its_own_order(formula):
     def made(memory_format):
         generator = torch.Generator().manual_seed(3)
 
@@ -272,20 +276,20 @@ def test_channels_last_is_stepped_in_its_own_order(kind):
         )
 
     a, b = made(torch.channels_last), made(torch.contiguous_format)
-    step(kind, a, KINDS[kind])
-    step(kind, b, KINDS[kind])
+    step(formula, a, ARGUMENTS[formula])
+    step(formula, b, ARGUMENTS[formula])
     assert a.params[0].is_contiguous(memory_format=torch.channels_last)
     for x, y in zip(a.tensors(), b.tensors(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_subnormal_gradients_count(kind):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_subnormal_gradients_count(formula):
     tiny = torch.full((40,), 2.0**-24, dtype=torch.float16)
     r = Rows([tiny], [torch.ones(40)], [None], [torch.zeros(40)], [torch.zeros(40)], torch.zeros(1), torch.zeros(1))
     old = states(r)
-    step(kind, r, KINDS[kind], inv_scale=torch.tensor(2.0**20))
-    assert_stepped(kind, r, old, [2.0**20], [KINDS[kind]], [0])
+    step(formula, r, ARGUMENTS[formula], inv_scale=torch.tensor(2.0**20))
+    assert_stepped(formula, r, old, [2.0**20], [ARGUMENTS[formula]], [0])
 
 
 def test_a_table_knows_when_memory_moved():
@@ -381,14 +385,14 @@ def test_adam_errs_at_most_twice_as_much_as_torch(decoupled):
 
 @NATIVE
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_threads_gives_the_same_bits(kind):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_any_number_of_threads_gives_the_same_bits(formula):
     results = []
     for n in (1, 2, 3):
         torch.set_num_threads(n)
         r = rows(Arena(), sizes=SIZES)
-        step(kind, r, KINDS[kind])
-        step(kind, r, KINDS[kind], inv_scale=torch.tensor(0.3))
+        step(formula, r, ARGUMENTS[formula])
+        step(formula, r, ARGUMENTS[formula], inv_scale=torch.tensor(0.3))
         checks = kernels.check(r.params)
         results.append([*r.tensors(), *checks[1:], *kernels.l2norm(r.params)])
     for other in results[1:]:
@@ -396,10 +400,10 @@ def test_any_number_of_threads_gives_the_same_bits(kind):
 
 
 @NATIVE
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_order_of_the_list_gives_the_same_bits(kind):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_any_order_of_the_list_gives_the_same_bits(formula):
     straight = rows(Arena())
-    step(kind, straight, KINDS[kind])
+    step(formula, straight, ARGUMENTS[formula])
     for seed in range(3):
         order = torch.randperm(36, generator=torch.Generator().manual_seed(seed)).tolist()
         r = rows(Arena())
@@ -408,7 +412,7 @@ def test_any_order_of_the_list_gives_the_same_bits(kind):
             steps=r.steps[order],
             norms=r.norms[order],
         )
-        step(kind, shuffled, KINDS[kind])
+        step(formula, shuffled, ARGUMENTS[formula])
         for j, i in enumerate(order):
             assert same_bits(shuffled.params[j], straight.params[i])
             assert same_bits(shuffled.first[j], straight.first[i])
@@ -429,13 +433,13 @@ def test_any_order_of_the_list_gives_the_same_norm():
 
 
 @NATIVE
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_address_of_a_tensor_changes_no_bit(kind):
+@pytest.mark.parametrize("formula", ARGUMENTS)
+def test_the_address_of_a_tensor_changes_no_bit(formula):
     at_odd, aligned = rows(Arena()), rows(Arena())
     for name in ("grads", "params", "copies", "first", "second"):
         setattr(aligned, name, copies(getattr(aligned, name)))
-    step(kind, at_odd, KINDS[kind])
-    step(kind, aligned, KINDS[kind])
+    step(formula, at_odd, ARGUMENTS[formula])
+    step(formula, aligned, ARGUMENTS[formula])
     assert all(map(same_values, at_odd.tensors(), aligned.tensors()))
 
 

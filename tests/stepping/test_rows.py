@@ -42,7 +42,7 @@ def test_the_step_finds_half_gradients_as_they_are(make: Any) -> None:
     room = make.room(low, high, idle)
     room.run(2.0, 3.0, None)
     rows = room.rows.step_rows()
-    assert list(rows.slots) == [Slot.KEPT, Slot.OWN, Slot.EMPTY]
+    assert list(rows.slots) == [Slot.HELD, Slot.OWN, Slot.EMPTY]
     assert rows.gradients[0].dtype == torch.float16
     assert rows.gradients[0].tolist() == [16.0, 16.0], "scaled still"
     assert rows.gradients[1].tolist() == [3.0, 3.0]
@@ -71,7 +71,7 @@ def test_a_gradient_that_is_dropped_stays_dropped_when_groups_move(make: Any) ->
     room.weights[0].grad = None
     room.optimizer.param_groups.reverse()
     room.rows.scan()
-    assert slots_of(room) == [Slot.KEPT, Slot.EMPTY]
+    assert slots_of(room) == [Slot.HELD, Slot.EMPTY]
     assert room.gradients() == [2.0, None]
 
 

@@ -69,7 +69,7 @@ def test_forgetting_leaves_gradients_as_they_are(make: Any) -> None:
     room = make.room(make.full(2))
     room.window.open(room.backward())
     room.accumulate(2.0)
-    room.window.forget()
+    room.window.close_as_is()
     assert room.gradients() == [16.0]
 
 
@@ -100,7 +100,7 @@ def test_a_body_that_raises_before_its_backward_leaves_the_window_open(make: Any
     room.accumulate(1.0)
     room.window.leave_open(torch.ones(()))
     room.window.open(room.backward())
-    room.window.abandon()
+    room.window.discard_backward()
     assert room.window.is_left_open
     assert room.params[0].grad is not None
 
@@ -112,7 +112,7 @@ def test_a_body_that_raises_in_its_backward_drops_what_was_left(make: Any) -> No
     room.window.leave_open(torch.ones(()))
     room.window.open(room.backward())
     room.accumulate(1.0)
-    room.window.abandon()
+    room.window.discard_backward()
     assert room.window.is_closed
     assert room.gradients() == [None]
 

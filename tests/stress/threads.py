@@ -74,7 +74,7 @@ def test_two_threads_run_one_model_and_neither_writes_what_the_other_saved(level
     casts = amp.current_engine().casts
 
     def work() -> None:
-        casts.cache.lapse()  # as at the end of each scale_loss, of which several add up
+        casts.cache.after_backward()  # as at the end of each scale_loss, of which several add up
         of_mine = x.clone().requires_grad_()
         torch.autograd.grad(model(of_mine).float().sum(), of_mine)
 
@@ -89,7 +89,7 @@ def test_a_write_while_another_thread_casts_the_weight_is_seen(casts: FunctionCa
     def write() -> None:
         for value in (0.0, 1.0, 2.0):  # one after another, so that casts of one are made while the next is written
             weight.data.fill_(value)
-            casts.cache.lapse()
+            casts.cache.after_backward()
 
     for _ in range(ROUNDS):
         in_threads(write, times(3, lambda: casts.cache.cast(weight, casts.dtype)))
@@ -105,7 +105,7 @@ def test_threads_may_cast_drop_and_step_the_copies_of_one_model(casts: FunctionC
         expected = model(x).detach()
         drop: list[Callable[[], Any]] = [
             casts.cache.clear,
-            casts.cache.lapse,
+            casts.cache.after_backward,
             lambda first=weights[0]: casts.cache.discard(first),
             lambda all_of_them=weights: casts.cache.copies(all_of_them),
         ]

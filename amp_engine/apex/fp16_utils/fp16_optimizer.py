@@ -16,7 +16,7 @@ from amp_engine.apex.fp16_utils.fp16util import clip_grad_norm
 from amp_engine.devices import HostNumber, moved
 from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 from amp_engine.report import Reporter
 from amp_engine.scaler import LossScaler
 
@@ -126,7 +126,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
                 nonfinite.append(kernels.nonfinite([grad.coalesce().values()]).any())
                 target.grad = grad.float() * inv_scale
                 continue
-            given = walk.written_out(grad if kernels.is_dense(grad) else grad.contiguous())
+            given = tensor_lists.written_out(grad if kernels.is_dense(grad) else grad.contiguous())
             output = target.grad
             unfit = output is None or not kernels.is_dense(output) or kernels.is_lazy(output)
             if output is None or unfit or not kernels.same_layout(output, given):

@@ -1,4 +1,4 @@
-"""Loops over parameters. `backend.Walks` says what those do of which there are two."""
+"""Loops over parameters. `backend.TensorLists` says what those do of which there are two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from amp_engine.kernels.backend import Gradients as Gradients
 from amp_engine.kernels.backend import GradientStamps as GradientStamps
 from amp_engine.kernels.backend import Stamps as Stamps
-from amp_engine.kernels.choice import WALKS
+from amp_engine.kernels.choice import TENSOR_LISTS
 from amp_engine.kernels.layout import NONE as NONE
 from amp_engine.kernels.layout import OTHER as OTHER
 from amp_engine.kernels.layout import OWN as OWN
@@ -23,19 +23,19 @@ from amp_engine.kernels.layout import written_out as written_out
 
 _GRAD: Any = torch.Tensor.grad
 
-params = WALKS.params
-stamps = WALKS.stamps
-have_stamps = WALKS.have_stamps
-gradients = WALKS.gradients
-copies = WALKS.copies
-gradient_stamps = WALKS.gradient_stamps
-have_gradient_stamps = WALKS.have_gradient_stamps
-either = WALKS.either
-any_gradient = WALKS.any_gradient
-same_objects = WALKS.same_objects
-same_entries = WALKS.same_entries
-drop_gradients = WALKS.drop_gradients
-watch_collectives = WALKS.watch_collectives
+params = TENSOR_LISTS.params
+stamps = TENSOR_LISTS.stamps
+have_stamps = TENSOR_LISTS.have_stamps
+gradients = TENSOR_LISTS.gradients
+copies = TENSOR_LISTS.copies
+gradient_stamps = TENSOR_LISTS.gradient_stamps
+have_gradient_stamps = TENSOR_LISTS.have_gradient_stamps
+either = TENSOR_LISTS.either
+any_gradient = TENSOR_LISTS.any_gradient
+same_objects = TENSOR_LISTS.same_objects
+same_entries = TENSOR_LISTS.same_entries
+discard_gradients = TENSOR_LISTS.discard_gradients
+watch_collectives = TENSOR_LISTS.watch_collectives
 
 
 def stamps_of(stamps: Stamps, place: int) -> Stamps:

@@ -1,4 +1,4 @@
-"""Loops over parameters in plain Python. `backend.Walks` says what each of them does."""
+"""Loops over parameters in plain Python. `backend.TensorLists` says what each of them does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_engine.kernels.backend import Gradients, GradientStamps, Stamps, TensorList
-from amp_engine.kernels.layout import NONE, OWN, devices_of, walk_of
+from amp_engine.kernels.layout import NONE, OWN, access_of, devices_of
 from amp_engine.torch_private import lazy_clone
 
 _GRAD: Any = torch.Tensor.grad
@@ -34,15 +34,15 @@ def have_stamps(tensors: Sequence[Tensor], before: Stamps) -> bool:
 def gradients(params: Sequence[Tensor]) -> Gradients:
     """The gradients, how and where they can be taken."""
     grads = [_GRAD.__get__(p) for p in params]
-    walks = bytes(NONE if g is None else walk_of(g, p) for p, g in zip(params, grads, strict=True))
-    return Gradients(grads, walks, devices_of(grads, walks))
+    accesses = bytes(NONE if g is None else access_of(g, p) for p, g in zip(params, grads, strict=True))
+    return Gradients(grads, accesses, devices_of(grads, accesses))
 
 
-def copies(tensors: TensorList, walks: bytes) -> TensorList:
+def copies(tensors: TensorList, accesses: bytes) -> TensorList:
     """Copies, on write where memory is a tensor's own."""
     return [
         None if t is None or how == NONE else lazy_clone(t) if how == OWN else t.clone()
-        for t, how in zip(tensors, walks, strict=True)
+        for t, how in zip(tensors, accesses, strict=True)
     ]
 
 
@@ -77,7 +77,7 @@ def same_entries(dicts: list[dict[str, Any]], name: str, objects: Sequence[objec
     return all(d.get(name) is o for d, o in zip(dicts, objects, strict=True))
 
 
-def drop_gradients(tensors: Sequence[Tensor]) -> None:
+def discard_gradients(tensors: Sequence[Tensor]) -> None:
     """`tensor.grad = None` for each."""
     for t in tensors:
         _GRAD.__set__(t, None)

@@ -1,4 +1,4 @@
-#include "walk.h"
+#include "tensor_lists.h"
 
 #include <ATen/ops/_lazy_clone_native.h>
 #include <c10/core/GradMode.h>
@@ -10,15 +10,15 @@
 namespace amp_engine {
 namespace {
 
-Walk walk_of(at::Tensor const& grad, at::Tensor const& param) {
+Access access_of(at::Tensor const& grad, at::Tensor const& param) {
   auto const type = grad.scalar_type();
   if (grad.layout() != at::kStrided || (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) ||
       grad.unsafeGetTensorImpl()->is_python_dispatch() || is_lazy(grad) || !grad.is_non_overlapping_and_dense() ||
       !same_layout(grad, param)) {
-    return Walk::other;
+    return Access::other;
   }
   bool const shared = grad.is_view() || grad.storage().nbytes() > size_t(grad.numel() * grad.element_size());
-  return shared ? Walk::shared : Walk::own;
+  return shared ? Access::shared : Access::own;
 }
 
 int64_t version_or_none(at::Tensor const& t) { return t.is_inference() ? -1 : int64_t(version_of(t)); }
@@ -41,30 +41,30 @@ GradientStamp GradientStamp::of(at::Tensor const& param) {
 Gradients gradients(Tensors const& params) {
   Gradients result;
   result.tensors.resize(params.size());
-  result.walks.resize(params.size(), char(Walk::none));
+  result.accesses.resize(params.size(), char(Access::none));
   auto& devices = result.devices;
   for_each(params, [&](size_t i, at::Tensor const& param) {
     at::Tensor const& grad = grad_of(param);
     if (!grad.defined()) {
       return;
     }
-    Walk const walk = walk_of(grad, param);
+    Access const access = access_of(grad, param);
     result.tensors[i] = grad;
-    result.walks[i] = char(walk);
-    if (walk != Walk::other && std::find(devices.begin(), devices.end(), grad.device()) == devices.end()) {
+    result.accesses[i] = char(access);
+    if (access != Access::other && std::find(devices.begin(), devices.end(), grad.device()) == devices.end()) {
       devices.push_back(grad.device());
     }
   });
   return result;
 }
 
-OptionalTensors copies(OptionalTensors const& tensors, std::string const& walks) {
+OptionalTensors copies(OptionalTensors const& tensors, std::string const& accesses) {
   c10::NoGradGuard const no_grad;
   OptionalTensors result(tensors.size());
   for_each(tensors, [&](size_t i, at::Tensor const& t) {
-    if (i < walks.size() && Walk(walks[i]) != Walk::none) {
+    if (i < accesses.size() && Access(accesses[i]) != Access::none) {
       // Past the dispatcher, which takes longer than the clone: what has its own memory is a plain, dense tensor.
-      result[i] = Walk(walks[i]) == Walk::own ? at::native::_lazy_clone(t) : t.clone();
+      result[i] = Access(accesses[i]) == Access::own ? at::native::_lazy_clone(t) : t.clone();
     }
   });
   return result;
@@ -95,7 +95,7 @@ bool any_gradient(Tensors const& tensors) {
   return false;
 }
 
-void drop_gradients(Tensors const& tensors) {
+void discard_gradients(Tensors const& tensors) {
   for_each(tensors, [](size_t, at::Tensor const& t) {
     if (grad_of(t).defined()) {
       t.mutable_grad() = at::Tensor();

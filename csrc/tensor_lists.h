@@ -1,5 +1,5 @@
-// Loops over parameters, for which Python would take a microsecond or more each. amp_engine/kernels/reference_walks.py has the
-// same in Python.
+// Loops over parameters, for which Python would take a microsecond or more each. amp_engine/kernels/reference_tensor_lists.py
+// has the same in Python.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -59,22 +59,22 @@ bool have_stamps(Tensors const& tensors, char const* stamps) {
 }
 
 // How the kernels can take a gradient.
-enum class Walk : char { none, own, shared, other };
+enum class Access : char { none, own, shared, other };
 
 struct Gradients {
   // The gradient of each parameter, and how it can be taken: `own` memory, memory `shared` with other tensors, or not
   // at all (`other`: sparse, of another type, a subclass with a dispatch of its own, in another order than its parameter,
   // a view that negates its memory).
   OptionalTensors tensors;
-  std::string walks;
+  std::string accesses;
   // Where those are that can be taken: each device once.
   std::vector<at::Device> devices;
 };
 Gradients gradients(Tensors const& params);
 
-// A copy of each whose walk is not `none`: copy-on-write of its own memory, at once of shared memory, which must not
+// A copy of each whose access is not `none`: copy-on-write of its own memory, at once of shared memory, which must not
 // become copy-on-write as a whole.
-OptionalTensors copies(OptionalTensors const& tensors, std::string const& walks);
+OptionalTensors copies(OptionalTensors const& tensors, std::string const& accesses);
 
 // first[i] where mask[i] != 0, else second[i], or none without a second.
 OptionalTensors either(std::string const& mask, OptionalTensors const& first, OptionalTensors const* second);
@@ -83,6 +83,6 @@ OptionalTensors either(std::string const& mask, OptionalTensors const& first, Op
 bool any_gradient(Tensors const& tensors);
 
 // tensor.grad = None for each.
-void drop_gradients(Tensors const& tensors);
+void discard_gradients(Tensors const& tensors);
 
 }  // namespace amp_engine

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_engine.kernels import walk
+from amp_engine.kernels import tensor_lists
 
 
 class Incomparable(Tensor):
@@ -20,12 +20,12 @@ class Incomparable(Tensor):
 
 def test_objects_are_the_same_only_if_they_are_the_very_objects() -> None:
     a, b = (torch.zeros(2).as_subclass(Incomparable) for _ in range(2))
-    assert walk.same_objects([a, b], (a, b))
-    assert walk.same_objects((), [])
-    assert not walk.same_objects([a, b], (b, a))
-    assert not walk.same_objects([a, b], (a,))
-    assert not walk.same_objects([a], (a, b))
-    assert not walk.same_objects([a, None], [a, b])
+    assert tensor_lists.same_objects([a, b], (a, b))
+    assert tensor_lists.same_objects((), [])
+    assert not tensor_lists.same_objects([a, b], (b, a))
+    assert not tensor_lists.same_objects([a, b], (a,))
+    assert not tensor_lists.same_objects([a], (a, b))
+    assert not tensor_lists.same_objects([a, None], [a, b])
 
 
 def test_gradients_come_with_how_and_where_they_can_be_taken() -> None:
@@ -34,25 +34,31 @@ def test_gradients_come_with_how_and_where_they_can_be_taken() -> None:
     params = [nn.Parameter(torch.zeros(4)) for _ in grads]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
-    found = walk.gradients(walk.params(params))
+    found = tensor_lists.gradients(tensor_lists.params(params))
     assert [found.tensors[i] is g for i, g in enumerate(grads)] == [True] * 5
-    assert list(found.walks) == [walk.NONE, walk.OWN, walk.SHARED, walk.OTHER, walk.NONE]
+    assert list(found.accesses) == [
+        tensor_lists.NONE,
+        tensor_lists.OWN,
+        tensor_lists.SHARED,
+        tensor_lists.OTHER,
+        tensor_lists.NONE,
+    ]
     assert found.devices == [torch.device("cpu")]
-    assert walk.gradients(walk.params(params[3:])).devices == []
+    assert tensor_lists.gradients(tensor_lists.params(params[3:])).devices == []
 
 
 @pytest.mark.parametrize("lazy", [torch._neg_view(torch.ones(4)), torch._efficientzerotensor((4,))])
 def test_gradients_that_are_not_what_lies_in_their_memory_are_not_taken(lazy: Tensor) -> None:
     params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
     params[0].grad, params[1].grad = lazy, torch.ones(4)
-    assert list(walk.gradients(walk.params(params)).walks) == [walk.OTHER, walk.OWN]
-    assert not walk.is_lazy(walk.written_out(lazy))
-    assert torch.equal(walk.written_out(lazy), lazy.clone())
-    assert walk.written_out(params[1]) is params[1]
+    assert list(tensor_lists.gradients(tensor_lists.params(params)).accesses) == [tensor_lists.OTHER, tensor_lists.OWN]
+    assert not tensor_lists.is_lazy(tensor_lists.written_out(lazy))
+    assert torch.equal(tensor_lists.written_out(lazy), lazy.clone())
+    assert tensor_lists.written_out(params[1]) is params[1]
 
 
 @pytest.mark.parametrize("n", [0, 1, 8, 9, 16, 17, 24, 25, 40])  # native loops ask for what is 8, 16 and 24 ahead
-@pytest.mark.parametrize("listed", [lambda tensors: walk.params(tensors), list], ids=["params", "list"])
+@pytest.mark.parametrize("listed", [lambda tensors: tensor_lists.params(tensors), list], ids=["params", "list"])
 def test_lists_of_any_length_are_walked_to_their_end(
     n: int, listed: Callable[[list[Tensor]], Sequence[Tensor]]
 ) -> None:
@@ -62,36 +68,39 @@ def test_lists_of_any_length_are_walked_to_their_end(
     for i, param in enumerate(params):
         one = torch.ones_like(param)
         param.grad = (one, None, one.to_sparse(), unversioned if i % 3 == 0 else None)[i % 4]
-    walked = listed(params)
-    found = walk.gradients(walked)
+    listed_params = listed(params)
+    found = tensor_lists.gradients(listed_params)
     assert [found.tensors[i] is p.grad for i, p in enumerate(params)] == [True] * n
-    assert list(found.walks) == [
-        walk.NONE if p.grad is None else walk.OTHER if p.grad.is_sparse else walk.OWN for p in params
+    assert list(found.accesses) == [
+        tensor_lists.NONE if p.grad is None else tensor_lists.OTHER if p.grad.is_sparse else tensor_lists.OWN
+        for p in params
     ]
-    copies = walk.copies(found.tensors, bytes(0 if how == walk.OTHER else how for how in found.walks))
-    assert [copies[i] is not None for i in range(n)] == [how == walk.OWN for how in found.walks]
+    copies = tensor_lists.copies(
+        found.tensors, bytes(0 if how == tensor_lists.OTHER else how for how in found.accesses)
+    )
+    assert [copies[i] is not None for i in range(n)] == [how == tensor_lists.OWN for how in found.accesses]
 
-    before, gradients_before = walk.stamps(walked), walk.gradient_stamps(walked)
+    before, gradients_before = tensor_lists.stamps(listed_params), tensor_lists.gradient_stamps(listed_params)
     for p in params[-1:]:
         torch.autograd.graph.increment_version(p)
         p.grad = torch.ones_like(p)
-    moved = [walk.stamps_of(before, i) != walk.stamps([p]) for i, p in enumerate(params)]
+    moved = [tensor_lists.stamps_of(before, i) != tensor_lists.stamps([p]) for i, p in enumerate(params)]
     assert moved == [i == n - 1 for i in range(n)]
-    assert (walk.gradient_stamps(walked) != gradients_before) == (n > 0)
+    assert (tensor_lists.gradient_stamps(listed_params) != gradients_before) == (n > 0)
 
-    assert walk.any_gradient(walked) == (n > 0)
-    walk.drop_gradients(walked)
+    assert tensor_lists.any_gradient(listed_params) == (n > 0)
+    tensor_lists.discard_gradients(listed_params)
     assert all(p.grad is None for p in params)
-    assert not walk.any_gradient(walked)
+    assert not tensor_lists.any_gradient(listed_params)
     for p in params[-1:]:
         p.grad = torch.ones_like(p)
-    assert walk.any_gradient(walked) == (n > 0)
+    assert tensor_lists.any_gradient(listed_params) == (n > 0)
 
 
 def test_a_copy_leaves_the_gradient_alone_and_is_left_alone() -> None:
     bucket = torch.ones(8)
     grads = [torch.ones(4), bucket[:4], torch.ones(4)]
-    copies = walk.copies(grads, bytes([walk.OWN, walk.SHARED, walk.NONE]))
+    copies = tensor_lists.copies(grads, bytes([tensor_lists.OWN, tensor_lists.SHARED, tensor_lists.NONE]))
     for grad in grads:
         grad.add_(1)
     first, second = copies[0], copies[1]
@@ -107,18 +116,18 @@ def test_a_copy_leaves_the_gradient_alone_and_is_left_alone() -> None:
 def test_gradient_stamps_tell_what_was_replaced_or_written() -> None:
     params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
     params[0].grad, params[1].grad = torch.ones(4), torch.ones(4)
-    handle = walk.params(params)
-    alive = walk.gradients(handle)
-    before = walk.gradient_stamps(handle)
-    assert walk.gradient_stamps(handle) == before
+    handle = tensor_lists.params(params)
+    alive = tensor_lists.gradients(handle)
+    before = tensor_lists.gradient_stamps(handle)
+    assert tensor_lists.gradient_stamps(handle) == before
     params[0].grad.mul_(2)
-    written = walk.gradient_stamps(handle)
+    written = tensor_lists.gradient_stamps(handle)
     params[1].grad = torch.ones(4)
-    replaced = walk.gradient_stamps(handle)
+    replaced = tensor_lists.gradient_stamps(handle)
     params[2].grad = torch.ones(4)
-    added = walk.gradient_stamps(handle)
+    added = tensor_lists.gradient_stamps(handle)
     params[0].grad = params[1].grad = params[2].grad = None
-    dropped = walk.gradient_stamps(handle)
+    dropped = tensor_lists.gradient_stamps(handle)
     assert all(
         a != b
         for i, a in enumerate((before, written, replaced, added, dropped))
@@ -132,28 +141,28 @@ def test_gradients_without_a_version_have_stamps() -> None:
     with torch.inference_mode():
         grad = torch.ones(4)
     param.grad = grad
-    assert walk.gradient_stamps([param]) == walk.gradient_stamps([param])
+    assert tensor_lists.gradient_stamps([param]) == tensor_lists.gradient_stamps([param])
 
 
 def test_either_chooses_by_the_mask() -> None:
     a, b = [torch.zeros(1), None, torch.zeros(1)], [torch.ones(1), torch.ones(1), None]
-    chosen = walk.either(bytes([1, 2, 0]), a, b)
+    chosen = tensor_lists.either(bytes([1, 2, 0]), a, b)
     assert [chosen[i] for i in range(3)] == [a[0], None, None]
-    assert [walk.either(bytes([0, 0, 1]), a, b)[i] for i in range(3)] == [b[0], b[1], a[2]]
-    assert [walk.either(bytes([0, 0, 1]), walk.either(bytes(3), a))[i] for i in range(3)] == [None] * 3
+    assert [tensor_lists.either(bytes([0, 0, 1]), a, b)[i] for i in range(3)] == [b[0], b[1], a[2]]
+    assert [tensor_lists.either(bytes([0, 0, 1]), tensor_lists.either(bytes(3), a))[i] for i in range(3)] == [None] * 3
     with pytest.raises(ValueError, match="either|zip"):
-        walk.either(bytes(2), a)
+        tensor_lists.either(bytes(2), a)
 
 
 def test_stamps_of_one_are_replaced_in_place():
     params = [torch.ones(2), torch.ones(3), torch.ones(4)]
-    stamps = walk.stamps(params)
+    stamps = tensor_lists.stamps(params)
     params[1].mul_(2)
-    assert not walk.have_stamps(params, stamps)
-    replaced = walk.put_stamps(stamps, 1, walk.stamps([params[1]]))
-    assert walk.have_stamps(params, replaced)
-    assert replaced == walk.stamps(params)
+    assert not tensor_lists.have_stamps(params, stamps)
+    replaced = tensor_lists.put_stamps(stamps, 1, tensor_lists.stamps([params[1]]))
+    assert tensor_lists.have_stamps(params, replaced)
+    assert replaced == tensor_lists.stamps(params)
     params[2].mul_(2)
-    assert walk.put_stamps(replaced, 2, walk.stamps([params[2]])) is replaced
-    assert walk.have_stamps(params, replaced)
-    assert walk.joined(walk.stamps_of(replaced, i) for i in range(3)) == walk.stamps(params)
+    assert tensor_lists.put_stamps(replaced, 2, tensor_lists.stamps([params[2]])) is replaced
+    assert tensor_lists.have_stamps(params, replaced)
+    assert tensor_lists.joined(tensor_lists.stamps_of(replaced, i) for i in range(3)) == tensor_lists.stamps(params)

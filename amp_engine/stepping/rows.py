@@ -7,7 +7,7 @@ state, so state never passes through half. A row without a master is one whose w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import or_
 from typing import Any, NamedTuple
@@ -117,17 +117,12 @@ class Rows:
         """Expect `wrapper`, which shares the groups, to write masters after their step; give it its state by master."""
         self.written_outside = True
         self._wrappers.append(weakref.ref(wrapper))
+        states = list(self._states())
         for master in self.masters:
-            self._take_state(master)
-
-    def _take_state(self, master: Master) -> None:
-        """Have what is held by parameter held by master."""
-        for state in self._states():
-            if state and master.param in state:
-                state[master.weight] = _widened(state.pop(master.param))
+            _take_state(master, states)
 
     def _states(self) -> Iterator[dict[Any, Any]]:
-        """What is held by parameter: the optimizer's state, and that of wrappers that have one of their own."""
+        """State by parameter: the optimizer's, and that of wrappers that have one of their own."""
         own = self._live_optimizer().state
         yield own
         for ref in self._wrappers:
@@ -191,11 +186,12 @@ class Rows:
                     f"{type(self._live_optimizer()).__name__}, which already steps its FP32 master.  Leave it out of "
                     "add_param_group()."
                 )
+        states = [state for state in self._states() if state]
         for group in groups if unmastered else ():
             params = group["params"]
             for i, p in enumerate(params):
                 if id(p) in unmastered:
-                    master = self._by_param.get(id(p)) or self._create(p, exact.get(id(p)))
+                    master = self._by_param.get(id(p)) or self._create(p, exact.get(id(p)), states)
                     params[i] = master.weight
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
@@ -370,17 +366,19 @@ class Rows:
         self._scanned = []
         self._columns, self._shared = NO_COLUMNS, Shared(tensor_lists.stamps([]), tensor_lists.stamps([]))
 
-    def _create(self, param: nn.Parameter, exact_f32: Tensor | None) -> Master:
+    def _create(self, param: nn.Parameter, exact_f32: Tensor | None, states: Sequence[dict[Any, Any]]) -> Master:
         others = list(masters_of(param))
         if exact_f32 is None:
             exact_f32 = exact_value_of(others)
             value_f32 = (param if exact_f32 is None else exact_f32).detach().to(torch.float32, copy=True)
+        elif others or exact_f32.dtype is not torch.float32:  # another optimizer's master has this memory
+            value_f32 = exact_f32.to(torch.float32, copy=bool(others))
         else:
-            value_f32 = exact_f32.to(torch.float32, copy=bool(others))  # another optimizer's master has this memory
+            value_f32 = exact_f32
         master = Master(param, laid_out_as(param, tensor_lists.written_out(value_f32)), others)
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
-        self._take_state(master)
+        _take_state(master, states)
         master.compares = self._is_fresh or self._adopt_data_writes
         return master
 
@@ -388,6 +386,13 @@ class Rows:
         optimizer = self._optimizer()
         assert optimizer is not None, "called from a hook of the optimizer or with it in hand"
         return optimizer
+
+
+def _take_state(master: Master, states: Iterable[dict[Any, Any]]) -> None:
+    """Give the master the optimizer state of its parameter, in each of `states`."""
+    for state in states:
+        if master.param in state:
+            state[master.weight] = _widened(state.pop(master.param))
 
 
 def _widened(state: Any) -> Any:

@@ -42,8 +42,9 @@ STRESS := tests/stress/threads.py tests/stress/forks.py
 stress: $(INSTALLED)  ## run what only luck finds, in threads and forks, ROUNDS=2000 times
 	$(BIN)/python -m pytest -o faulthandler_timeout=0 $(STRESS) $(ARGS)
 
-bench: $(INSTALLED)  ## time step, casts and training against their peers: step.json, dispatch.json, train.json in build/bench
+bench: $(INSTALLED)  ## time step, host, casts and training: step.json, host.json, dispatch.json, train.json in build/bench
 	$(BIN)/python -m tests.benchmarks.step $(ARGS)
+	$(BIN)/python -m tests.benchmarks.host $(ARGS)
 	$(BIN)/python -m tests.benchmarks.dispatch $(ARGS)
 	$(BIN)/python -m tests.benchmarks.train $(ARGS)
 

@@ -289,7 +289,13 @@ PYBIND11_MODULE(_C, m) {
                                      norm, norm_scale, true));
           },
           py::arg("xs"), py::arg("outputs") = py::none(), py::arg("factor") = py::none(), py::arg("reciprocal") = false,
-          py::arg("found_inf") = py::none(), py::arg("norm") = py::none(), py::arg("norm_scale") = py::none());
+          py::arg("found_inf") = py::none(), py::arg("norm") = py::none(), py::arg("norm_scale") = py::none())
+      .def(
+          "multiply",
+          [](ListOperation& self, TensorsOrList const& xs, at::Tensor const& factor) {
+            self.run("multiply_", in(xs), &in(xs), nullptr, factor, false, {}, {}, {}, {}, false);
+          },
+          py::arg("xs"), py::arg("factor"));
 
   py::class_<StepTable>(m, "StepTable", "The tensors of one optimizer, stepped together.")
       .def(py::init([](std::string const& formula, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,

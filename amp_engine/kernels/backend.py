@@ -56,6 +56,10 @@ class RepeatedCheck(Protocol):
         """See `kernels.ListCheck.run`."""
         ...
 
+    def multiply_(self, tensors: TensorList, factor: Tensor, /) -> None:
+        """See `kernels.ListCheck.multiply_`."""
+        ...
+
 
 class BuiltTable(Protocol):
     """The tensors of one optimizer, stepped together."""

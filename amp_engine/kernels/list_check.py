@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from amp_engine.kernels.backend import Backend, Checks, RepeatedCheck, TensorList
@@ -34,8 +35,20 @@ class ListCheck:
         Returns:
             What was found, of the values before; 0 where a tensor takes no part.
         """
-        backend = backend_for(norm.device)
+        return self._on(norm.device).run(tensors, outputs, scale, found_inf, norm)
+
+    def multiply_(self, tensors: TensorList, factor: Tensor) -> None:
+        """`t *= factor` for each, computed in float32 and rounded once to the type of t. No host sync.
+
+        Args:
+            tensors: as `run` has them.
+            factor: float32, shape [], on their device.
+        """
+        self._on(factor.device).multiply_(tensors, factor)
+
+    def _on(self, device: torch.device) -> RepeatedCheck:
+        backend = backend_for(device)
         check = self._checks.get(backend)
         if check is None:
             check = self._checks[backend] = backend.repeated_check()
-        return check.run(tensors, outputs, scale, found_inf, norm)
+        return check

@@ -125,13 +125,17 @@ class NativeCheck:
     """`check` and `unscale_` over one list in one pass; on a GPU what did not change since the last run stays there."""
 
     def __init__(self, operation: Any) -> None:
-        self._check = operation.check
+        self._check, self._multiply = operation.check, operation.multiply
 
     def run(
         self, tensors: TensorList, outputs: TensorList | None, scale: Tensor, found_inf: Tensor, norm: Tensor
     ) -> Checks:
         """See `kernels.ListCheck.run`."""
         return Checks._make(_call(self._check, tensors, outputs, scale, True, found_inf, norm, scale))
+
+    def multiply_(self, tensors: TensorList, factor: Tensor) -> None:
+        """See `kernels.ListCheck.multiply_`."""
+        _call(self._multiply, tensors, factor)
 
 
 class NativeTable:

@@ -240,6 +240,14 @@ class ListCheck:
             scale_([o for o, _ in pairs], [t for _, t in pairs], inv_scale)
         return checks
 
+    @torch.no_grad()
+    def multiply_(self, tensors: TensorList, factor: Tensor) -> None:
+        """See `kernels.ListCheck.multiply_`."""
+        check_lists("multiply_", {"xs": tensors, "outputs": tensors}, ["outputs"], device=factor.device)
+        for t in tensors:
+            if t is not None:
+                t.copy_(t.float() * factor)
+
 
 def _scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: Tensor) -> None:
     for output, given in zip(outputs, inputs, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from amp_engine import kernels
-from amp_engine.dtypes import followed
+from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.master_parameter import GRAD, MasterParameter, own
@@ -298,3 +298,19 @@ def laid_out_as(param: Tensor, value_f32: Tensor) -> Tensor:
     if is_laid_out_as(param, value_f32):
         return value_f32
     return torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(value_f32)
+
+
+def take_state(master: Master, states: Iterable[dict[Any, Any]]) -> None:
+    """Give the master the optimizer state of its parameter, in each of `states`."""
+    for state in states:
+        if master.param in state:
+            state[master.weight] = _widened(state.pop(master.param))
+
+
+def _widened(state: Any) -> Any:
+    """Optimizer state in float32 where it was low precision; widening is exact."""
+    if isinstance(state, Tensor):
+        return state.float() if is_low_precision(state) else state
+    if isinstance(state, dict):
+        return {key: _widened(value) for key, value in state.items()}
+    return state

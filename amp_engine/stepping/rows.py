@@ -7,7 +7,7 @@ state, so state never passes through half. A row without a master is one whose w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import or_
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from amp_engine.stepping.master import (
     exact_value_of,
     laid_out_as,
     masters_of,
+    take_state,
     write_back_all,
 )
 from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, Slots, WholeCheck
@@ -119,7 +120,7 @@ class Rows:
         self._wrappers.append(weakref.ref(wrapper))
         states = list(self._states())
         for master in self.masters:
-            _take_state(master, states)
+            take_state(master, states)
 
     def _states(self) -> Iterator[dict[Any, Any]]:
         """State by parameter: the optimizer's, and that of wrappers that have one of their own."""
@@ -378,7 +379,7 @@ class Rows:
         master = Master(param, laid_out_as(param, tensor_lists.written_out(value_f32)), others)
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
-        _take_state(master, states)
+        take_state(master, states)
         master.compares = self._is_fresh or self._adopt_data_writes
         return master
 
@@ -386,19 +387,3 @@ class Rows:
         optimizer = self._optimizer()
         assert optimizer is not None, "called from a hook of the optimizer or with it in hand"
         return optimizer
-
-
-def _take_state(master: Master, states: Iterable[dict[Any, Any]]) -> None:
-    """Give the master the optimizer state of its parameter, in each of `states`."""
-    for state in states:
-        if master.param in state:
-            state[master.weight] = _widened(state.pop(master.param))
-
-
-def _widened(state: Any) -> Any:
-    """Optimizer state in float32 where it was low precision; widening is exact."""
-    if isinstance(state, Tensor):
-        return state.float() if is_low_precision(state) else state
-    if isinstance(state, dict):
-        return {key: _widened(value) for key, value in state.items()}
-    return state

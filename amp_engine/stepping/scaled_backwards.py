@@ -108,7 +108,7 @@ class ScaledBackwards:
         """Unscale and check gradients, then move the scale; gradients go if that fails. No host sync."""
         backward.skips = backward.scaler.dynamic or self._scaling.skip_on_overflow
         check = backward.skips or backward.loss_id not in self._scaling.reported
-        unscaled: set[int] = set()
+        unscaled: set[int] | None = set() if len(stepped) > 1 else None
         try:
             for one in stepped:
                 one.close_window(backward, check, unscaled)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_engine import kernels
 from amp_engine.devices import moved
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
@@ -26,7 +27,7 @@ from amp_engine.stepping.slots import Slot, clip_factor
 from amp_engine.stepping.window import Window
 from amp_engine.torch_private import lazy_clone
 
-_KEPT = int(Slot.HELD)  # which compares in a third of the time
+_HELD = int(Slot.HELD)  # which compares in a third of the time
 
 
 class WeightCopies(Protocol):
@@ -83,6 +84,7 @@ class SteppedOptimizer:
         self._scaling = scaling
         self._is_wrapped = False
         self._written_gradients = strays.WrittenGradients()
+        self._clipping = kernels.ListCheck()  # of its own: on a GPU what it has uploaded stays
         self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
         # Held by the optimizer; here weakly, or the two would wait for a collection of garbage.
         self.hook: Callable[[], Hook | None] = lambda: None
@@ -116,7 +118,7 @@ class SteppedOptimizer:
         self._begin()
         self.window.open(backward)
 
-    def close_window(self, backward: Backward, check: bool, unscaled: set[int]) -> None:
+    def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""
         self.window.close(backward, check, unscaled)
         self.backward_seen = True
@@ -159,7 +161,7 @@ class SteppedOptimizer:
         for weight in self.rows.columns.weights[:1]:
             scaler.to(weight.device)
         self.window.claim(Backward(scaler, 0, scaler.snapshot()))
-        self.close_window(self.window.backward, True, set())
+        self.close_window(self.window.backward, True)
 
     def set_left_open(self, value: bool) -> None:
         """Declare the gradients that are there scaled, or not, without looking at them."""
@@ -210,13 +212,7 @@ class SteppedOptimizer:
         slots = self.rows.slots
         slots.clip(lazy_clone(norm), max_norm)
         if slots.check is not None and slots.check.unscaled is not None:
-            factor = clip_factor(norm, max_norm).float()
-            grads = [g for g in slots.check.unscaled.grads if g is not None]
-            if floats := [g for g in grads if g.dtype == torch.float32]:
-                torch._foreach_mul_(floats, factor)
-            for g in grads:
-                if g.dtype != torch.float32:  # a 0-d factor would be rounded to their type
-                    g.copy_(g.float() * factor)
+            self._clipping.multiply_(slots.check.unscaled.grads, clip_factor(norm, max_norm).float())
 
     # The step.
 
@@ -296,8 +292,8 @@ class SteppedOptimizer:
         plan = fused.plan(
             weights, gradients if known else list(gradients), copies if self.rows.makes_masters else None, known
         )
-        are_all = slots.count(Slot.HELD) == len(slots)
-        scaled = [True] * len(slots) if are_all else [slot == _KEPT for slot in slots]
+        held = slots.count(Slot.HELD)
+        scaled = [held > 0] * len(slots) if held in (0, len(slots)) else [slot == _HELD for slot in slots]
         return None if plan is None else Planned(fused, plan, scaled)
 
     def _step_fused(self, planned: Planned, flags: Sequence[Tensor], weight_copies: WeightCopies | None) -> None:

@@ -166,7 +166,7 @@ class Window:
             smallest.grad = torch.full_like(smallest, 1e-30)
             self._sentinel = seen(smallest)
 
-    def close(self, backward: Backward, check: bool, unscaled: set[int]) -> None:
+    def close(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit: afterwards `.grad` of every stepped parameter is, or gives, the unscaled gradient in its own type.
 
         Only gradients of this window are checked, not those that they are added to. What was found goes into
@@ -176,7 +176,7 @@ class Window:
             backward: of all optimizers of this `scale_loss`.
             check: without it no overflow is recorded in the scaler.
             unscaled: ids of parameters whose gradients another optimizer of this backward has unscaled in
-                place; those that are done here are added.
+                place; those that are done here are added. None: there is no other one.
         """
         self._take_back()
         columns, snapshot = self._rows.columns, backward.snapshot
@@ -190,7 +190,9 @@ class Window:
             if tensor_lists.OTHER in accesses
             else []
         )
-        arrived = [row for row in columns.plain_rows if accesses[row] != tensor_lists.NONE]
+        arrived = any(accesses[row] for row in columns.plain_rows)  # stops at the first; NONE is 0
+        if unscaled is not None:
+            unscaled |= {id(columns.params[row]) for row in columns.plain_rows if accesses[row] != tensor_lists.NONE}
         if others:
             grads, accesses = arithmetic.without(others, grads, accesses)
         totals = self._rows.totals()
@@ -205,7 +207,6 @@ class Window:
         if arrived:
             unmastered = tensor_lists.either(columns.plain_mask, grads)
             in_place = Unscaled(columns.plain_handle, unmastered, tensor_lists.gradient_stamps(columns.plain_handle))
-        unscaled |= {id(columns.params[row]) for row in arrived}
         is_whole = first and len(looks) == 1 and not others and not done
         whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
         self._rows.slots = self._held(columns, grads, accesses, totals, backward, whole)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 Run = Callable[[], object]
 
@@ -114,7 +115,7 @@ def micros(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) * 1e6
 
 
-def write(records: Sequence[Record], path: Path) -> None:
+def write(records: Sequence[Record | Any], path: Path) -> None:
     """Write `records` as JSON and print them as a table."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(record) for record in records], indent=2) + "\n")

@@ -47,6 +47,26 @@ def test_only_what_has_an_output_is_written():
     assert arena.is_intact()
 
 
+def test_multiplied_in_float32_and_rounded_once():
+    arena, list_check = Arena(), kernels.ListCheck()
+    tensors = [None if dtype is None else arena.randn(40000, dtype) for dtype in (*FLOATS, None, *FLOATS)]
+    before, factor = copies([t for t in tensors if t is not None]), torch.tensor(0.3)
+    versions = [t._version for t in tensors if t is not None]
+    list_check.multiply_(tensors, factor)
+    present = [t for t in tensors if t is not None]
+    for t, b in zip(present, before, strict=True):
+        assert same_bits(t, (b.float() * factor).to(b.dtype))
+    assert [t._version for t in present] == [version + 1 for version in versions]
+    assert arena.is_intact()
+
+
+def test_nothing_is_multiplied_of_a_list_that_is_refused():
+    tensors = [torch.ones(3), torch.ones(3, dtype=torch.float64)]
+    with pytest.raises(AmpValueError, match=r"\[1\] is a"):
+        kernels.ListCheck().multiply_(tensors, torch.tensor(2.0))
+    assert torch.equal(tensors[0], torch.ones(3))
+
+
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_flag_is_set_and_never_taken_back(bad):
     list_check, found_inf = kernels.ListCheck(), torch.tensor(0.0)

@@ -14,6 +14,7 @@ from amp_engine.kernels.backend import Backend, CompiledCasts, TensorLists
 from amp_engine.kernels.native import NativeBackend, NativeTensorLists
 
 
+# At import, not at each call: asking took a third of a call over four tensors.
 def native_backends(module: Any) -> dict[str, Backend]:
     """By the type of a device what the native `module` computes there, if there is a module."""
     if module is None:

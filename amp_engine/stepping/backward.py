@@ -45,6 +45,7 @@ class Backward:
 
     def conclude(self, found_inf: Tensor) -> None:
         """All gradients were checked, and the scaler was updated, which gave `found_inf`. No host sync."""
+        # Found by the largest magnitude: finite gradients whose squares overflow are no overflow.
         self.found_inf = found_inf
         self.overflow = HostNumber(found_inf)
         self.adjusted = HostNumber(self.scaler.scale)

@@ -76,6 +76,8 @@ def _copied(value: Any) -> Any:
         return value
 
 
+# Hiding the gradients, the obvious way to skip a step, moves what optimizers count in their groups all the same, and
+# leaves them hidden when the step raises.
 class Ghosts:
     """Those of one optimizer. Which kind its class can step is found out once."""
 

@@ -251,6 +251,7 @@ class SteppedOptimizer:
         if rows.makes_masters:
             rows.scan()
         rows.follow()
+        # Planned once, before the decision: a group that came between two plans could be stepped on inf.
         planned = None if fused is None else self._plan(fused)
         # A wrapper goes on after this step by what it finds, so the host decides.
         decision = self.pending.decide(on_device=planned is not None and not self._is_wrapped)

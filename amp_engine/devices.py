@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from amp_engine.errors import AmpStateError
+
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` on `device`, without waiting unless the host is where it goes.
@@ -15,36 +17,56 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
-class HostNumber:
-    """A 0-d device tensor on its way to the host. Creating one does not wait; reading one may.
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is queued on `device` goes into a CUDA graph now, so that nothing may wait for it."""
+    if device.type != "cuda":
+        return False
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):  # torch asks the stream of the current device
+        return torch.cuda.is_current_stream_capturing()
 
-    While a CUDA graph is captured nothing travels: a replay would not tell the host. Such a number is never known.
+
+class HostNumbers:
+    """0-d tensors of one device on their way to the host, in one message. Creating it does not wait; reading may.
+
+    While a CUDA graph is captured nothing travels: a replay would not tell the host. Such numbers are never known.
     """
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, *values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        is_cuda = value.device.type == "cuda"  # not `.is_cuda`, which drivers of tests on a CPU are known to fake
-        self.is_captured = is_cuda and torch.cuda.is_current_stream_capturing()
-        self._host: Tensor | float
-        if value.is_cpu:
-            self._host = value.item()
+        self._device = device = values[0].device
+        self.is_captured = is_capturing(device)
+        self._host: Tensor | list[float]
+        if values[0].is_cpu:
+            self._host = [value.item() for value in values]
             return
-        if self.is_captured or not is_cuda:
-            self._host = value.detach().clone()
+        both = torch.stack(values).detach()
+        # Not `.is_cuda`, which drivers of tests on a CPU are known to fake.
+        if self.is_captured or device.type != "cuda":
+            self._host = both
             return
-        self._host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
-        self._host.copy_(value, non_blocking=True)
+        self._host = torch.empty_like(both, device="cpu", pin_memory=True)
+        self._host.copy_(both, non_blocking=True)
         self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(value.device))
+        self._event.record(torch.cuda.current_stream(device))
 
     def is_known(self) -> bool:
-        """Whether the value has arrived. Does not wait. During a capture nothing is known that came from a GPU."""
+        """Whether the values have arrived. Does not wait. During a capture nothing is known that came from a GPU."""
         if self._event is None:
             return not self.is_captured
-        return not torch.cuda.is_current_stream_capturing() and self._event.query()  # a query would end the capture
+        return not is_capturing(self._device) and self._event.query()  # a query would end the capture
 
-    def read(self) -> float:
-        """The value. Waits until it has arrived."""
+    def read(self, place: int = 0) -> float:
+        """One of the values. Waits until it has arrived.
+
+        Raises AmpStateError during a capture, which waiting would break.
+        """
         if self._event is not None:
+            if is_capturing(self._device):
+                raise AmpStateError(
+                    "Whether a step is skipped, or a loss scale, was asked for inside of a CUDA graph's capture, where "
+                    "nothing may wait for the GPU.  Ask before the capture, or after it."
+                )
             self._event.synchronize()
-        return float(self._host)
+        return float(self._host[place])

@@ -30,7 +30,7 @@ class OverflowWatch:
     def skipped(self, skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
         """A step was skipped because of `backwards`, which are not empty."""
         for loss_id, b in {b.loss_id: b for b in backwards}.items():
-            scale = b.adjusted.read() if b.scaler.dynamic else b.scaler.loss_scale()
+            scale = b.adjusted_scale() if b.scaler.dynamic else b.scaler.loss_scale()
             self._reporter.say(overflow_message(loss_id, scale, b.scaler.dynamic))
         if skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS:
             self._reporter.say(str(self.diagnose(skips_in_a_row, backwards[-1])))

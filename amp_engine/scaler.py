@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_engine import kernels
+from amp_engine import devices, kernels
 from amp_engine.devices import moved
-from amp_engine.errors import AmpValueError
+from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.policy import LOWEST_SCALE, LossScale, parse_loss_scale
 
 DEFAULT_MIN_LOSS_SCALE = 2.0**-24
@@ -115,8 +115,16 @@ class LossScaler:
         return float(self.scale) if self._static_scale is None else self._static_scale
 
     def to(self, device: torch.device) -> None:
-        """Move the state to `device`, where the losses are. Waits only if that is the CPU."""
+        """Move the state to `device`, where the losses are. Waits only if that is the CPU.
+
+        Raises AmpStateError during the capture of a CUDA graph, which such a copy would break.
+        """
         if self.scale.device != device:
+            if devices.is_capturing(device):
+                raise AmpStateError(
+                    f"scale_loss() is captured in a CUDA graph, but its loss scale is on {self.scale.device} still.  "
+                    "Run at least one iteration (scale_loss, backward, step, zero_grad) outside of the capture first."
+                )
             self.scale = moved(self.scale, device)
             self.unskipped = moved(self.unskipped, device)
             self.found_inf = moved(self.found_inf, device)

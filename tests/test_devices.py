@@ -1,34 +1,68 @@
 """Numbers on their way from a device, as far as a machine without one can tell."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 
-from amp_engine.devices import HostNumber, moved
+from amp_engine import devices
+from amp_engine.devices import HostNumbers, moved
+from amp_engine.errors import AmpStateError
 
 
 class Event:
     """A CUDA event that may be asked only while nothing is captured, as CUDA has it."""
 
     def query(self) -> bool:
-        assert not torch.cuda.is_current_stream_capturing()
+        assert not devices.is_capturing(torch.device("cuda"))
         return True
 
     def synchronize(self) -> None:
-        assert not torch.cuda.is_current_stream_capturing()
+        assert not devices.is_capturing(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_what_comes_from_a_gpu_is_not_asked_for_during_a_capture(monkeypatch, capturing):
-    number = HostNumber(torch.tensor(2.0))
+    number = HostNumbers(torch.tensor(2.0))
     number._event = Event()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(devices, "is_capturing", lambda device: capturing)
     assert number.is_known() is not capturing
+    with pytest.raises(AmpStateError, match="capture") if capturing else nullcontext():
+        assert number.read() == 2.0
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_stream_of_the_device_is_asked_whether_it_captures(monkeypatch, current):
+    asked = []
+
+    @contextmanager
+    def device(of: torch.device) -> Iterator[None]:
+        before, where[0] = where[0], of.index
+        yield
+        where[0] = before
+
+    where = [current]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: where[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append(where[0]) or where[0] == 1)
+    assert devices.is_capturing(torch.device("cuda", 1))
+    assert not devices.is_capturing(torch.device("cuda", 0))
+    assert asked == [1, 0]
+    assert not devices.is_capturing(torch.device("cpu"))
 
 
 def test_a_number_of_the_host_is_known_at_once():
-    number = HostNumber(torch.tensor(2.0))
+    number = HostNumbers(torch.tensor(2.0))
     assert number.is_known()
     assert number.read() == 2.0
+
+
+def test_several_numbers_come_in_one_message():
+    numbers = HostNumbers(torch.tensor(0.0), torch.tensor(512.0))
+    assert [numbers.read(0), numbers.read(1)] == [0.0, 512.0]
+    elsewhere = HostNumbers(torch.tensor(0.0, device="meta"), torch.tensor(512.0, device="meta"))
+    assert elsewhere._host.shape == (2,)
 
 
 def test_what_is_there_is_not_moved():

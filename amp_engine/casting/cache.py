@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_engine import devices
 from amp_engine.kernels.backend import CompiledCasts, CompiledWeightCache
 from amp_engine.torch_private import current_dispatch_mode, functorch_level, is_copy_on_write, lazy_clone, storage_users
 
@@ -185,7 +186,7 @@ class NativeWeightCache(WeightCache):
         self._steps.told = True
         step, self._steps.has_copies = getattr(self._steps, "has_copies", 0), 0
         self.native.written(weights, step)
-        if any(weight.is_cuda for weight in weights[:1]) and torch.cuda.is_current_stream_capturing():
+        if len(weights) > 0 and devices.is_capturing(weights[0].device):
             self.native.leave(weights)
 
     def after_step(self) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import kernels
+from amp_engine import devices, kernels
 from amp_engine.devices import moved
-from amp_engine.errors import AmpValueError
+from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.refusals import check_apart
 from amp_engine.optimizers.rules import TORCH_RULES, Rule
@@ -147,11 +147,17 @@ class FusedStep:
         if isinstance(gradients, list) or not is_current:  # and not a native list of what is laid out as the table
             gradients = [laid_out_as(w, g) for w, g in zip(weights, gradients, strict=True)]
         if not is_current:
+            if len(weights) > 0 and devices.is_capturing(weights[0].device):
+                raise AmpStateError(
+                    f"{type(optimizer).__name__}.step() is captured in a CUDA graph, but the tensors are not those of "
+                    "the last step, and what is made once for them cannot be made inside of a capture.  Run at least "
+                    "one iteration (scale_loss, backward, step, zero_grad) outside of it first."
+                )
             self._build(plan.params, weights, copies, gradients)
         groups = [self.rule.hyperparameters(group) for group in optimizer.param_groups]
         for table in self._tables:
             device, rows = table.device, table.rows
-            table.is_captured |= device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            table.is_captured |= devices.is_capturing(device)
             table.native.step(
                 gradients if rows is None else [gradients[i] for i in rows],
                 scaled if rows is None else [scaled[i] for i in rows],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_engine.devices import HostNumber
+from amp_engine.devices import HostNumbers
 from amp_engine.scaler import LossScaler, ScaleSnapshot
 from amp_engine.stepping.slots import Checked
 
@@ -27,13 +27,11 @@ class Backward:
         checked: what was found, for each optimizer and device.
         skips: whether an overflow skips the step, or is only reported.
         found_inf: float32, shape []: != 0 is an overflow.
-        overflow: the same on its way to the host,
-        adjusted: and the scale after it. These three are there after `conclude`.
+        overflow: the same on its way to the host, with the scale after it. These two are there after `conclude`.
     """
 
     found_inf: Tensor
-    overflow: HostNumber
-    adjusted: HostNumber
+    overflow: HostNumbers
 
     def __init__(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot, loss: Tensor = NO_LOSS) -> None:
         self.scaler = scaler
@@ -47,5 +45,8 @@ class Backward:
         """All gradients were checked, and the scaler was updated, which gave `found_inf`. No host sync."""
         # Found by the largest magnitude: finite gradients whose squares overflow are no overflow.
         self.found_inf = found_inf
-        self.overflow = HostNumber(found_inf)
-        self.adjusted = HostNumber(self.scaler.scale)
+        self.overflow = HostNumbers(found_inf, self.scaler.scale)
+
+    def adjusted_scale(self) -> float:
+        """The scale after `conclude`. Waits until the host knows."""
+        return self.overflow.read(1)

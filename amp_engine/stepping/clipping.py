@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_engine import devices
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import is_lazy
 from amp_engine.stepping.stepped import SteppedOptimizer
@@ -36,6 +37,11 @@ def clip_grad_norm_(
             if (grad := p.grad) is not None and is_lazy(grad):
                 p.grad = grad.clone()  # torch writes no list of these
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    if error_if_nonfinite and devices.is_capturing(norm.device):
+        raise AmpStateError(
+            "amp.clip_grad_norm_(..., error_if_nonfinite=True) is captured in a CUDA graph, where nothing may wait for "
+            "the norm.  Leave out error_if_nonfinite: the step is skipped on the GPU where the norm is not finite."
+        )
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise AmpStateError(
             f"The norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be clipped.  Leave "

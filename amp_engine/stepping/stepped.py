@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_engine import kernels
+from amp_engine import devices, kernels
 from amp_engine.devices import moved
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
@@ -247,12 +247,14 @@ class SteppedOptimizer:
         Waits for the device if the host has to decide and does not know yet.
         """
         rows = self.rows
-        backward_seen, self.backward_seen = self.backward_seen, False
         if rows.makes_masters:
             rows.scan()
         rows.follow()
         # Planned once, before the decision: a group that came between two plans could be stepped on inf.
         planned = None if fused is None else self._plan(fused)
+        if planned is None or self._is_wrapped:
+            self._refuse_capture()
+        backward_seen, self.backward_seen = self.backward_seen, False
         # A wrapper goes on after this step by what it finds, so the host decides.
         decision = self.pending.decide(on_device=planned is not None and not self._is_wrapped)
         try:
@@ -272,6 +274,17 @@ class SteppedOptimizer:
                 rows.discard_gradients()
         finally:
             rows.slots.check = None
+
+    def _refuse_capture(self) -> None:
+        """Raise AmpStateError in a CUDA graph's capture: here the host decides, and a replay would not ask it."""
+        weights = self.rows.columns.weights
+        if self.pending.backwards and weights and devices.is_capturing(weights[0].device):
+            raise AmpStateError(
+                f"{type(self.optimizer).__name__}.step() is captured in a CUDA graph, but whether it is skipped is "
+                "decided on the host: only exactly Adam, AdamW, SGD of torch.optim and the fused optimizers, not "
+                "wrapped by another, on dense gradients skip on the GPU.  Capture forward and backward, and call "
+                "step() outside."
+            )
 
     def _skip(self) -> None:
         """Do nothing but discard what the step would have."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from amp_engine import Engine, amp, kernels
-from amp_engine.devices import HostNumber
+from amp_engine.devices import HostNumbers
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -1107,8 +1107,8 @@ class Late:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     """No flag is known to the host until `late.known` says so; waiting for one gives it as ever."""
-    late, is_known = Late(), HostNumber.is_known
-    monkeypatch.setattr(HostNumber, "is_known", lambda flag: late.known and is_known(flag))
+    late, is_known = Late(), HostNumbers.is_known
+    monkeypatch.setattr(HostNumbers, "is_known", lambda flag: late.known and is_known(flag))
     return late
 
 
@@ -1379,11 +1379,11 @@ def test_a_step_that_the_kernels_cannot_take_any_more_heeds_the_flag(
 def test_exit_clip_and_step_wait_for_nothing(
     name: str, clipping: bool, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wait(flag: HostNumber) -> bool:
+    def wait(flag: HostNumbers) -> bool:
         raise AssertionError("the host waited for the device")
 
     model, optimizer = started(OPTIMIZERS[name], verbosity=1)
-    monkeypatch.setattr(HostNumber, "read", wait)
+    monkeypatch.setattr(HostNumbers, "read", wait)
     for index, outcome in enumerate("cococ"):
         optimizer.zero_grad(set_to_none=True)
         backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, overflow=outcome == "o")

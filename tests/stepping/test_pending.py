@@ -21,7 +21,7 @@ class Flag:
     def is_known(self) -> bool:
         return self._is_known
 
-    def read(self) -> float:
+    def read(self, place: int = 0) -> float:
         self._is_known = True
         return self.value
 
@@ -29,7 +29,7 @@ class Flag:
 def backward(overflowed: bool, is_known: bool = True, skips: bool = True, is_captured: bool = False) -> Any:
     result = Backward(SimpleNamespace(), 0, SimpleNamespace())  # type: ignore[arg-type]
     result.found_inf = torch.tensor(float(overflowed))
-    result.overflow = result.adjusted = Flag(float(overflowed), is_known, is_captured)  # type: ignore[assignment]
+    result.overflow = Flag(float(overflowed), is_known, is_captured)  # type: ignore[assignment]
     result.skips = skips
     return result
 

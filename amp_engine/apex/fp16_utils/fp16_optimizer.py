@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from amp_engine import kernels
 from amp_engine.apex.fp16_utils.fp16util import clip_grad_norm
-from amp_engine.devices import HostNumber, moved
+from amp_engine.devices import HostNumbers, moved
 from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.kernels import tensor_lists
@@ -83,7 +83,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
         # Of the gradients that were checked last, until a step has drawn its conclusion.
-        self._found_inf: HostNumber | None = None
+        self._found_inf: HostNumbers | None = None
         # Gradients of float32 parameters that are unscaled already, while others still grow by scaled backwards.
         self._unscaled: list[Tensor] = []
         self._is_static_reported = False
@@ -138,7 +138,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             nonfinite.append(checks.nonfinite.any())
         self._unscaled = [p.grad for p in chain.from_iterable(self.fp32_from_fp32_groups) if p.grad is not None]
         found = [moved(flag, nonfinite[0].device) for flag in nonfinite]
-        self._found_inf = HostNumber(torch.stack(found).any().float() if found else torch.tensor(0.0))
+        self._found_inf = HostNumbers(torch.stack(found).any().float() if found else torch.tensor(0.0))
         self.overflow = self._can_skip and self._found_inf.read() != 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

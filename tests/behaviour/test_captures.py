@@ -1,0 +1,104 @@
+"""What the capture of a CUDA graph would break on is refused before it does, and nothing has changed then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from amp_engine import amp, devices
+from amp_engine.errors import AmpStateError
+from amp_engine.optimizers import FusedSGD
+from amp_engine.scaler import LossScaler
+from tests.models import MLP
+from tests.support import backward, frozen, group_params, started, train
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """A context in which every device says that it captures, as far as a machine without a GPU can tell."""
+
+    @contextmanager
+    def capture() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "is_capturing", lambda device: True)
+            yield
+
+    return capture
+
+
+class OwnStep(torch.optim.SGD):
+    """What the kernels do not step, since it might compute anything."""
+
+
+def sgd(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def own_step(params: Any) -> Optimizer:
+    return OwnStep(params, lr=0.1, momentum=0.9)
+
+
+def refused(capture: Callable[[], Any], call: Callable[[], object], optimizer: Optimizer, match: str) -> None:
+    before = frozen([group_params(optimizer), optimizer.state_dict()])
+    with capture(), pytest.raises(AmpStateError, match=match):
+        call()
+    torch.testing.assert_close(frozen([group_params(optimizer), optimizer.state_dict()]), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_that_the_host_decides_is_refused_and_may_follow(capture: Callable[[], Any], level: str) -> None:
+    outcomes = []
+    for captured in (False, True):
+        model, optimizer = started(level, own_step, MLP)
+        train(MLP, model, optimizer, "c")
+        backward(MLP.loss(model, MLP.batch(1)), optimizer)
+        if captured:
+            refused(capture, optimizer.step, optimizer, "decided on the host")
+        optimizer.step()
+        outcomes.append(frozen(group_params(optimizer)))
+        amp.close()
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_without_one_before_is_refused(capture: Callable[[], Any], level: str) -> None:
+    model, optimizer = started(level, sgd, MLP)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer)
+    refused(capture, optimizer.step, optimizer, "at least one iteration")
+    train(MLP, model, optimizer, "cc")
+    backward(MLP.loss(model, MLP.batch(2)), optimizer)
+    before = frozen(group_params(optimizer))
+    with capture():
+        optimizer.step()
+    assert not any(torch.equal(p, b) for p, b in zip(group_params(optimizer), before, strict=True))
+
+
+def test_so_is_that_of_a_fused_optimizer_without_amp(capture: Callable[[], Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = FusedSGD([weight], lr=0.1)
+    refused(capture, optimizer.step, optimizer, "at least one iteration")
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(3) - 0.1)
+
+
+def test_a_loss_scale_that_is_elsewhere_is_refused(capture: Callable[[], Any]) -> None:
+    scaler = LossScaler("dynamic")
+    with capture(), pytest.raises(AmpStateError, match="its loss scale is on cpu still"):
+        scaler.to(torch.device("meta"))
+    assert scaler.scale.device == torch.device("cpu")
+
+
+def test_an_error_for_a_norm_that_is_not_finite_is_refused(capture: Callable[[], Any]) -> None:
+    model, optimizer = started("O2", sgd, MLP)
+    train(MLP, model, optimizer, "c")
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    with capture():
+        with pytest.raises(AmpStateError, match="Leave out error_if_nonfinite"):
+            amp.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+        assert amp.clip_grad_norm_(optimizer, 1.0) > 0

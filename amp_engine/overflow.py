@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-
-import torch
 
 from amp_engine.report import OverflowDiagnosis, Reporter, overflow_message, static_overflow_message
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.pending import SKIPS_BEFORE_DIAGNOSIS
 from amp_engine.stepping.scaling import Scaling
-
-SKIPS_BEFORE_DIAGNOSIS = 8
 
 
 class OverflowWatch:
@@ -44,17 +42,27 @@ class OverflowWatch:
     def diagnose(self, skips: int, backward: Backward) -> OverflowDiagnosis:
         """Which gradients of `backward` were not finite, and whether the loss was. Waits for the device."""
         names = self._parameter_names()
+        # NaN has more bits than inf, so the largest magnitude is NaN if there is one.
         nonfinite = [
-            names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
+            (param, math.isnan(largest))
             for checked in backward.checked
-            for param, bad in zip(checked.params, checked.checks.nonfinite.tolist(), strict=True)
+            for param, bad, largest in zip(
+                checked.params, checked.checks.nonfinite.tolist(), checked.checks.largest.tolist(), strict=True
+            )
             if bad
         ]
+        named = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param, _ in nonfinite]
+        # A backward goes from the last to the first, so the last one was reached first. In the order of the optimizer
+        # where the graph tells none, or one for all.
+        order = [(backward.order.get(id(param), 0), row) for row, (param, _) in enumerate(nonfinite)]
+        first = max(order, default=(0, None))[1]
         return OverflowDiagnosis(
             skips=skips,
             loss_id=backward.loss_id,
             loss_scale=backward.scaler.loss_scale(),
-            loss_is_finite=bool(torch.isfinite(backward.loss).all()),
-            nonfinite=tuple(nonfinite),
+            loss=float(backward.loss.float().sum()),
+            nonfinite=tuple(named),
+            first=None if first is None else named[first],
+            is_nan=first is not None and nonfinite[first][1],
             checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -68,34 +69,46 @@ class OverflowDiagnosis:
         skips: how many in a row.
         loss_id: whose scaler.
         loss_scale: what the scale is now.
-        loss_is_finite: whether the loss, before scaling, was.
+        loss: before scaling; the sum if there are several.
         nonfinite: names of the parameters whose gradients were not finite, in optimizer order.
+        first: the one of them that the backward reached first, the last in the forward; None if there is none.
+        is_nan: whether there is a NaN in its gradient, and not inf alone.
         checked: how many gradients were looked at.
     """
 
     skips: int
     loss_id: int
     loss_scale: float
-    loss_is_finite: bool
+    loss: float
     nonfinite: tuple[str, ...]
+    first: str | None
+    is_nan: bool
     checked: int
 
+    @property
+    def loss_is_finite(self) -> bool:
+        """Whether the loss, before scaling, was."""
+        return math.isfinite(self.loss)
+
     def __str__(self) -> str:
-        if self.loss_is_finite:
-            cause = (
-                "The loss is finite, so the backward pass overflows.  Look at the first of these parameters, keep the "
-                "module it belongs to in FP32, or use bfloat16 (opt_level='O4' or 'O5')."
-            )
-        else:
+        if not self.loss_is_finite:
             cause = (
                 "The loss itself is not finite, so no scale can help.  Look at the forward pass: the learning rate, "
                 "the input, a logarithm or a division, or an overflow of float16 (bfloat16 has none: 'O4', 'O5')."
             )
+        elif self.first is not None:
+            cause = (
+                f"The loss is finite, so the backward pass overflows: first, as it goes from the loss to the input, in "
+                f"the gradient of {self.first} ({'nan' if self.is_nan else 'inf'}).  Keep its module and the one "
+                "behind it in FP32 (amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
+            )
+        else:
+            cause = "The loss is finite, and so is each gradient that was looked at."
         shown = ", ".join(self.nonfinite[:8]) + (", ..." if len(self.nonfinite) > 8 else "")
         return (
             f"Amp diagnosis:  {self.skips} steps in a row were skipped; loss scaler {self.loss_id} is at "
-            f"{self.loss_scale}.  Loss finite: {'yes' if self.loss_is_finite else 'no'}.  Non-finite gradients: "
-            f"{len(self.nonfinite)} of {self.checked} ({shown or 'none'}).  {cause}"
+            f"{self.loss_scale}.  Loss finite: {'yes' if self.loss_is_finite else 'no'} ({self.loss:.6g}).  Non-finite "
+            f"gradients: {len(self.nonfinite)} of {self.checked} ({shown or 'none'}).  {cause}"
         )
 
 

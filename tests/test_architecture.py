@@ -41,7 +41,7 @@ LAYERS = [
     ["optimizers"],
     ["stepping.master_parameter", "stepping.arithmetic"],
     ["stepping.own_step", "stepping.slots", "stepping.seen"],
-    ["stepping.ghost"],
+    ["stepping.ghost", "stepping.forward_order"],
     ["report", "scaler", "arguments", "stepping.master"],
     ["stepping.columns", "stepping.scaling", "stepping.backward"],
     ["stepping.rows"],

@@ -18,6 +18,7 @@ LISTED = PACKAGE / "torch_private.py"
 OWNERS = {
     torch.Tensor: torch.zeros(1),
     torch.UntypedStorage: torch.zeros(1).untyped_storage(),
+    torch.autograd.graph.Node: torch.zeros(1, requires_grad=True).exp().grad_fn,
     nn.Module: nn.Module(),
     torch.optim.Optimizer: torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1),
 }

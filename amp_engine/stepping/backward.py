@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ class Backward:
     Attributes:
         loss: the last one that was backpropagated; any shape.
         checked: what was found, for each optimizer and device.
+        order: of parameters in the forward, by id, larger for later ones; empty unless a diagnosis is near.
         skips: whether an overflow skips the step, or is only reported.
         found_inf: float32, shape []: != 0 is an overflow.
         overflow: the same on its way to the host, with the scale after it. These two are there after `conclude`.
@@ -39,6 +42,7 @@ class Backward:
         self.snapshot = snapshot
         self.loss = loss
         self.checked: list[Checked] = []
+        self.order: Mapping[int, int] = {}
         self.skips = True
 
     def conclude(self, found_inf: Tensor) -> None:

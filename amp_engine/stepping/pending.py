@@ -10,6 +10,8 @@ from torch import Tensor
 
 from amp_engine.stepping.backward import Backward
 
+SKIPS_BEFORE_DIAGNOSIS = 8
+
 
 class Take(NamedTuple):
     """The step is taken.
@@ -50,6 +52,11 @@ class Pending:
         """Whether the last step was skipped. Waits for the device if that decided."""
         self.hear(wait=True)
         return self._skipped
+
+    @property
+    def is_near_diagnosis(self) -> bool:
+        """Whether so many steps in a row were skipped that why is about to be said; a GPU tells of them late."""
+        return SKIPS_BEFORE_DIAGNOSIS - 4 <= self.skips_in_a_row < SKIPS_BEFORE_DIAGNOSIS
 
     @property
     def skips_next(self) -> bool:

@@ -14,6 +14,7 @@ from amp_engine.devices import moved
 from amp_engine.errors import AmpStateError
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.forward_order import forward_order
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 
@@ -219,6 +220,8 @@ class ScaledBackward:
             for one in self._stepped:
                 one.enter_backward(backward)
                 entered.append(one)
+            if any(one.pending.is_near_diagnosis for one in self._stepped):
+                backward.order = forward_order(loss)
             return loss.float() * moved(backward.snapshot.scale, loss.device)
         except BaseException:
             for one in entered:

@@ -83,11 +83,56 @@ def test_the_diagnosis_says_when_the_loss_itself_is_not_finite(level: str, capsy
     assert "sound.weight" in rest
 
 
+class Chain(nn.Module):
+    """Registered from the last to the first, as a decoder before its encoder may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dec, self.mid, self.enc = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.bad = 1.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        between = self.mid(self.enc(inputs))
+        if between.requires_grad and self.bad != 1.0:
+            between.register_hook(lambda grad: grad * self.bad)
+        return self.dec(between)
+
+
+@pytest.mark.parametrize(("bad", "said"), [(float("inf"), "inf"), (float("nan"), "nan")])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_the_first_that_the_backward_reached_is_named(
+    level: str, bad: float, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic")
+    model.bad = bad
+    for _ in range(8):
+        optimizer.zero_grad()
+        backward(model(torch.randn(8, 4)).float().square().mean(), optimizer)
+        optimizer.step()
+    _, rest = split(capsys.readouterr().out)
+    found = re.search(r"in the gradient of (\S+) \((\w+)\)", rest)
+    assert found is not None
+    assert found[1] in ("mid.weight", "mid.bias")  # not enc's, though those are the last in the optimizer
+    assert found[2] == said or bad == float("inf")  # inf times 0 is nan
+    assert "4 of 6" in rest
+
+
+def test_where_the_loss_is_not_finite_its_value_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started("O2")
+    for _ in range(8):
+        step(model, optimizer, ill=False, loss_ill=True)
+    _, rest = split(capsys.readouterr().out)
+    assert "Loss finite: no (nan)" in rest
+    assert "in the gradient of" not in rest
+
+
 def test_the_diagnosis_is_printed_once_in_a_long_row(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = started("O2")
     for _ in range(30):
         step(model, optimizer, ill=True)
-    assert capsys.readouterr().out.count("rotten.weight") == 1
+    assert capsys.readouterr().out.count("Amp diagnosis:") == 1
 
 
 def test_a_clean_step_starts_the_count_again(capsys: pytest.CaptureFixture[str]) -> None:

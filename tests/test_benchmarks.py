@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.benchmarks import dispatch, train
+from tests.benchmarks import dispatch, host, train
 from tests.benchmarks.processes import ContestantError, interleaved, race
 from tests.benchmarks.timing import Judged, Record, judged, write
 
@@ -64,9 +64,18 @@ def test_files_hold_the_agreed_fields(tmp_path):
     record = Record("a case", 1.0, "a peer", 2.0, 0.5)
     for one, keys in ((record, STEP_KEYS), (judged("", [1.0], "", [1.0], None), [*STEP_KEYS, "median_ratio", "limit"])):
         write([one], tmp_path / "file.json")
-        (read,) = json.loads((tmp_path / "file.json").read_text())
-        assert list(read) == keys
+        read = json.loads((tmp_path / "file.json").read_text())
+        assert list(read["records"][0]) == keys
+        assert list(read["machine"]) == ["cpu", "instructions", "cores", "torch", "date"]
     assert issubclass(Judged, Record)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_host_is_timed_in_iterations_that_step(level):
+    plain, runs = torch.mm, host.iterations(level, 3)
+    assert [len(next(runs)) for _ in range(3)] == [4] * 3
+    runs.close()
+    assert torch.mm is plain
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork beside the threads of other tests

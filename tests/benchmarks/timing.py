@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 Run = Callable[[], object]
 
@@ -115,10 +119,33 @@ def micros(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) * 1e6
 
 
-def write(records: Sequence[Record | Any], path: Path) -> None:
-    """Write `records` as JSON and print them as a table."""
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile")
+
+
+def machine() -> dict[str, Any]:
+    """What the records were measured on."""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in found.items()}
+    flags = fields.get("flags", "").split()
+    return {
+        "cpu": fields.get("model name", platform.processor() or platform.machine()),
+        "instructions": [
+            flag for flag in ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile") if flag in flags
+        ],
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def write(records: Sequence[Any], path: Path) -> None:
+    """Write `records`, dataclasses, and the machine as JSON; print them as a table."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(record) for record in records], indent=2) + "\n")
+    found = machine()
+    data = {"machine": found, "records": [asdict(record) for record in records]}
+    path.write_text(json.dumps(data, indent=2) + "\n")
+    print(f"{found['date']}, {found['cpu']} ({', '.join(found['instructions'])}), torch {found['torch']}")
     if any(isinstance(record, Judged) for record in records):
         print(f"{'':64} {'ours':>13} {'p25':>6} {'median':>6}   limit")
     for record in records:

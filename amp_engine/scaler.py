@@ -229,7 +229,8 @@ class LossScaler:
         if scales is None:
             return moved(self.snapshot().inv_scale, device), None
         have, stashed_have, wanted = scales
-        a, b = (torch.tensor(wanted / scale, dtype=torch.float32, device=device) for scale in (have, stashed_have))
+        # Filled on the device: a tensor of a number is copied there, which the host waits for.
+        a, b = (torch.full((), wanted / scale, dtype=torch.float32, device=device) for scale in (have, stashed_have))
         return a, b
 
     def state_dict(self) -> dict[str, float | int]:

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/_lazy_clone_native.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/COW.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
@@ -22,6 +24,21 @@ Access access_of(at::Tensor const& grad, at::Tensor const& param) {
 }
 
 int64_t version_or_none(at::Tensor const& t) { return t.is_inference() ? -1 : int64_t(version_of(t)); }
+
+// Not memory of others (numpy, DLPack), which copy-on-write cannot hold. On a GPU not beside the default stream: there
+// torch makes a copy that somebody writes its own with a plain cudaMemcpy, which other streams do not wait for and a
+// capture, whose stream is never the default one, does not allow.
+bool may_be_copied_on_write(at::Tensor const& t) {
+  c10::StorageImpl const& storage = *t.storage().unsafeGetStorageImpl();
+  if (!c10::impl::cow::has_simple_data_ptr(storage) && !c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) {
+    return false;
+  }
+  if (t.is_cpu()) {
+    return true;
+  }
+  c10::impl::VirtualGuardImpl const guard(t.device().type());
+  return guard.getStream(t.device()) == guard.getDefaultStream(t.device());
+}
 
 // tensor.grad() asks first whether it is a leaf, to warn.
 at::Tensor const& grad_of(at::Tensor const& t) { return t.unsafeGetTensorImpl()->grad(); }
@@ -64,7 +81,8 @@ OptionalTensors copies(OptionalTensors const& tensors, std::string const& access
   for_each(tensors, [&](size_t i, at::Tensor const& t) {
     if (i < accesses.size() && Access(accesses[i]) != Access::none) {
       // Past the dispatcher, which takes longer than the clone: what has its own memory is a plain, dense tensor.
-      result[i] = Access(accesses[i]) == Access::own ? at::native::_lazy_clone(t) : t.clone();
+      bool const shares = Access(accesses[i]) == Access::own && may_be_copied_on_write(t);
+      result[i] = shares ? at::native::_lazy_clone(t) : t.clone();
     }
   });
   return result;

@@ -41,9 +41,20 @@ def gradients(params: Sequence[Tensor]) -> Gradients:
 def copies(tensors: TensorList, accesses: bytes) -> TensorList:
     """Copies, on write where memory is a tensor's own."""
     return [
-        None if t is None or how == NONE else lazy_clone(t) if how == OWN else t.clone()
+        None if t is None or how == NONE else _copied_on_write(t) if how == OWN else t.clone()
         for t, how in zip(tensors, accesses, strict=True)
     ]
+
+
+def _copied_on_write(tensor: Tensor) -> Tensor:
+    # Not on a GPU beside the default stream, as csrc/tensor_lists.cpp has it.
+    device = tensor.device
+    if device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
+        return tensor.clone()
+    try:
+        return lazy_clone(tensor)
+    except RuntimeError:  # memory of others (numpy, DLPack), which copy-on-write cannot hold
+        return tensor.clone()
 
 
 def gradient_stamps(params: Sequence[Tensor]) -> GradientStamps:

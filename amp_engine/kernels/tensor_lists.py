@@ -38,6 +38,13 @@ discard_gradients = TENSOR_LISTS.discard_gradients
 watch_collectives = TENSOR_LISTS.watch_collectives
 
 
+def copy(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that has its own memory, which takes none until one of the two is written, if it can."""
+    copied = copies([tensor], bytes([OWN]))[0]
+    assert copied is not None
+    return copied
+
+
 def stamps_of(stamps: Stamps, place: int) -> Stamps:
     """Of many stamps those of one tensor, as `stamps([tensor])` gives them."""
     n = _stride(stamps)

@@ -25,7 +25,6 @@ from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.slots import Slot, clip_factor
 from amp_engine.stepping.window import Window
-from amp_engine.torch_private import lazy_clone
 
 _HELD = int(Slot.HELD)  # which compares in a third of the time
 
@@ -205,12 +204,12 @@ class SteppedOptimizer:
         if norm_type == math.inf:
             return (check.checked.checks.largest.max().double() * check.scale.inv_scale.double()).float()
         # The caller's to write to.
-        return lazy_clone(check.norm)
+        return tensor_lists.copy(check.norm)
 
     def clip_grads_with_norm_(self, norm: Tensor, max_norm: float) -> None:
         """Multiply the gradients by `min(1, max_norm / (norm + 1e-6))`: masters' in the step. After `grad_norm`."""
         slots = self.rows.slots
-        slots.clip(lazy_clone(norm), max_norm)
+        slots.clip(tensor_lists.copy(norm), max_norm)
         if slots.check is not None and slots.check.unscaled is not None:
             self._clipping.multiply_(slots.check.unscaled.grads, clip_factor(norm, max_norm).float())
 

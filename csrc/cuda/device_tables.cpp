@@ -3,7 +3,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <cstring>
 #include <map>
 
 #include "cuda/backend.h"
@@ -41,8 +40,7 @@ T const* upload(std::unique_ptr<cuda::Mirror>& mirror, std::vector<T> const& tab
     };
     mirror = std::make_unique<cuda::Mirror>(cuda::slots(device.index()), allocate, bytes);
   }
-  std::memcpy(mirror->host(), table.data(), bytes);
-  return static_cast<T const*>(mirror->upload(stream));
+  return static_cast<T const*>(mirror->upload(table.data(), stream));
 }
 
 TablesOfOne& existing(std::shared_ptr<DeviceTables>& tables, at::Device device) {

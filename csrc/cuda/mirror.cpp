@@ -10,6 +10,7 @@ namespace {
 
 constexpr size_t kSmallestSlot = 4096;
 constexpr int kSpares = 1;  // per mirror
+constexpr size_t kAsked = 8;  // slots, each of which takes about a microsecond
 
 size_t capacity_for(size_t bytes) { return std::bit_ceil(std::max(bytes, kSmallestSlot)); }
 
@@ -22,10 +23,12 @@ Slot Slots::take(size_t bytes) {
   while (size.spare.size() < size.reserved) {
     size.spare.push_back(device_.make_slot(capacity));
   }
-  if (!size.used.empty() && device_.is_done(size.used.front().event)) {
-    Slot const slot = size.used.front();
-    size.used.pop_front();
-    return slot;
+  for (size_t i = 0; i < std::min(size.used.size(), kAsked); ++i) {
+    if (device_.is_done(size.used[i].event)) {
+      Slot const slot = size.used[i];
+      size.used.erase(size.used.begin() + std::ptrdiff_t(i));
+      return slot;
+    }
   }
   return device_.make_slot(capacity);
 }
@@ -58,46 +61,47 @@ void Slots::release(size_t bytes, int count) {
 }
 
 Mirror::Mirror(Slots& slots, Allocate allocate, size_t bytes)
-    : slots_(slots), allocate_(std::move(allocate)), host_(bytes) {
+    : slots_(slots), allocate_(std::move(allocate)), bytes_(bytes) {
   slots_.reserve(bytes, kSpares);
 }
 
-Mirror::~Mirror() { slots_.release(host_.size(), kSpares); }
+Mirror::~Mirror() { slots_.release(bytes_, kSpares); }
 
-void* Mirror::upload(Stream stream) {
-  if (host_.empty()) {
+void* Mirror::upload(void const* table, Stream stream) {
+  if (bytes_ == 0) {
     return nullptr;
   }
   if (slots_.device().is_capturing(stream)) {
-    return upload_captured(stream);
+    return upload_captured(table, stream);
   }
-  if (host_ == uploaded_) {
+  if (!uploaded_.empty() && !std::memcmp(uploaded_.data(), table, bytes_)) {
     return buffer_.get();
   }
   if (!buffer_) {
-    buffer_ = allocate_(host_.size());
+    buffer_ = allocate_(bytes_);
   }
   uploaded_.clear();  // unknown until the copy is queued
-  Slot const slot = slots_.take(host_.size());
-  std::memcpy(slot.memory, host_.data(), host_.size());
-  slots_.device().copy(buffer_.get(), slot.memory, host_.size(), stream);
+  Slot const slot = slots_.take(bytes_);
+  std::memcpy(slot.memory, table, bytes_);
+  slots_.device().copy(buffer_.get(), slot.memory, bytes_, stream);
   slots_.device().record(slot.event, stream);
-  slots_.give_back(slot, host_.size());
-  uploaded_ = host_;
+  slots_.give_back(slot, bytes_);
+  auto const* const begin = static_cast<std::byte const*>(table);
+  uploaded_.assign(begin, begin + bytes_);
   return buffer_.get();
 }
 
 // The copy is captured again even where the content was captured before: this graph may be replayed first.
-void* Mirror::upload_captured(Stream stream) {
-  auto const same = [&](Captured const& c) { return !std::memcmp(c.slot.memory, host_.data(), host_.size()); };
+void* Mirror::upload_captured(void const* table, Stream stream) {
+  auto const same = [&](Captured const& c) { return !std::memcmp(c.slot.memory, table, bytes_); };
   auto found = std::find_if(captured_.begin(), captured_.end(), same);
   if (found == captured_.end()) {
-    Buffer buffer = allocate_(host_.size());
-    Slot const slot = slots_.take_for_capture(host_.size());
-    std::memcpy(slot.memory, host_.data(), host_.size());
+    Buffer buffer = allocate_(bytes_);
+    Slot const slot = slots_.take_for_capture(bytes_);
+    std::memcpy(slot.memory, table, bytes_);
     found = captured_.insert(captured_.end(), {slot, std::move(buffer)});
   }
-  slots_.device().copy(found->buffer.get(), found->slot.memory, host_.size(), stream);
+  slots_.device().copy(found->buffer.get(), found->slot.memory, bytes_, stream);
   return found->buffer.get();
 }
 

@@ -36,8 +36,9 @@ class Device {
 };
 
 // The pinned memory of one device, by powers of two. It is never given back: freeing it could wait for the device.
-// A slot is used again once its copy is done; if the oldest one's is not, there is another slot. In steady use there
-// are as many as steps that the host runs ahead. Safe from several threads.
+// A slot is used again once its copy is done; where none of the oldest few is, there is another slot: copies of one stream
+// end in order, but one that waits must not hold up those of others. In steady use there are as many as steps that the
+// host runs ahead. Safe from several threads.
 class Slots {
  public:
   explicit Slots(Device& device) : device_(device) {}
@@ -68,10 +69,9 @@ class Slots {
 using Buffer = std::shared_ptr<void>;
 using Allocate = std::function<Buffer(size_t bytes)>;
 
-// A table of fixed size on the host and its copy on the device.
+// The copy on the device of a table of fixed size.
 //
-//   std::memcpy(mirror.host(), ...);
-//   kernel<<<..., stream>>>(mirror.upload(stream));
+//   kernel<<<..., stream>>>(mirror.upload(table, stream));
 //
 // In a capture each content gets a slot and a buffer of its own that are never written again: the copy is part of the
 // graph and reads the slot at every replay. So a replay can neither see the tables of later eager steps nor overwrite
@@ -83,12 +83,11 @@ class Mirror {
   Mirror(Mirror const&) = delete;
   Mirror& operator=(Mirror const&) = delete;
 
-  void* host() { return host_.data(); }
-  size_t size() const { return host_.size(); }
+  size_t size() const { return bytes_; }
 
-  // Address on the device of the bytes that `host` has now, in order of `stream`; null if there are none. It holds for
-  // work queued on the stream before the next upload.
-  void* upload(Stream stream);
+  // Address on the device of what `table`, of `size()` bytes, is now, in order of `stream`; null if there are none. It
+  // holds for work queued on the stream before the next upload. The table may be written as soon as this returns.
+  void* upload(void const* table, Stream stream);
 
  private:
   struct Captured {
@@ -96,12 +95,12 @@ class Mirror {
     Buffer buffer;
   };
 
-  void* upload_captured(Stream stream);
+  void* upload_captured(void const* table, Stream stream);
 
   Slots& slots_;
   Allocate allocate_;
-  std::vector<std::byte> host_;
-  std::vector<std::byte> uploaded_;  // what `buffer_` holds; empty before the first upload
+  size_t bytes_;
+  std::vector<std::byte> uploaded_;  // what `buffer_` holds; empty where that is not known
   Buffer buffer_;
   std::vector<Captured> captured_;
 };

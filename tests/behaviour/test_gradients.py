@@ -965,3 +965,26 @@ def test_an_optimizer_that_a_parameter_refers_to_is_freed() -> None:
     del model, optimizer
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.filterwarnings("ignore:Gradients of the model were written")
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_in_memory_of_others_are_stepped_and_may_be_written_after_the_exit(level: str) -> None:
+    outcomes = []
+    for of_others in (False, True):
+        model, optimizer = started(level, task=MLP)
+        with amp.scale_loss(MLP.loss(model, MLP.batch(0)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            for p in model.parameters() if of_others else ():
+                assert p.grad is not None
+                if p.dim() == 1:  # a view is copied in any case
+                    memory = bytearray(p.grad.numel() * p.grad.element_size())  # as numpy and DLPack give it
+                    p.grad = torch.frombuffer(memory, dtype=p.dtype).copy_(p.grad)
+        if level in MASTER_LEVELS:
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.fill_(7.0)
+        optimizer.step()
+        outcomes.append([p.detach().clone() for p in group_params(optimizer)])
+        amp.close()
+    assert_bitwise(outcomes[0], outcomes[1])

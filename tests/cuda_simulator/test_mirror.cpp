@@ -99,9 +99,10 @@ struct Table {
   FakeDevice device;
   Slots slots{device};
   Mirror mirror{slots, allocate, kBytes};
+  std::string content = std::string(kBytes, 0);
 
-  void write(char letter) { std::memset(mirror.host(), letter, kBytes); }
-  void* upload() { return mirror.upload(nullptr); }
+  void write(char letter) { content.assign(kBytes, letter); }
+  void* upload() { return mirror.upload(content.data(), nullptr); }
 };
 
 char content(void const* p) {
@@ -152,6 +153,22 @@ void test_pending_slots_are_left_alone() {
     EXPECT(content(p) == letter);
   }
   EXPECT(t.device.slots == 4 + spare);
+}
+
+// A stream that waits for long holds its slot, and nothing else: others find theirs again.
+void test_a_stalled_stream_does_not_hold_up_others() {
+  FakeDevice device;
+  Slots slots(device);
+  Slot const stalled = slots.take(kBytes), other = slots.take(kBytes);
+  device.record(stalled.event, nullptr);
+  slots.give_back(stalled, kBytes);
+  slots.give_back(other, kBytes);
+  for (int i = 0; i < 5; ++i) {
+    Slot const slot = slots.take(kBytes);
+    EXPECT(slot.memory == other.memory);
+    slots.give_back(slot, kBytes);
+  }
+  EXPECT(device.slots == 2);
 }
 
 void test_captured_replayed_then_eager() {
@@ -222,13 +239,12 @@ void test_slots_of_a_graph_outlive_the_mirror() {
   Graph graph;
   {
     Mirror mirror(slots, [&](size_t) { return buffer; }, kBytes);
-    std::memset(mirror.host(), 'a', kBytes);
-    graph = device.captured([&] { mirror.upload(nullptr); });
+    std::string const table(kBytes, 'a');
+    graph = device.captured([&] { mirror.upload(table.data(), nullptr); });
   }
   for (char letter : {'b', 'c', 'd'}) {
     Mirror other(slots, allocate, kBytes);
-    std::memset(other.host(), letter, kBytes);
-    other.upload(nullptr);
+    other.upload(std::string(kBytes, letter).data(), nullptr);
     device.synchronize();
   }
   device.replay(graph);
@@ -241,7 +257,7 @@ void test_temporary_mirrors_share_slots() {
   Slots slots(device);
   for (int i = 0; i < 10; ++i) {
     Mirror mirror(slots, allocate, kBytes - size_t(i));
-    mirror.upload(nullptr);
+    mirror.upload(std::string(kBytes, 'a').data(), nullptr);
     device.synchronize();
   }
   EXPECT(device.slots == 2);  // one in use, one spare
@@ -271,7 +287,7 @@ void test_nothing_to_upload() {
   FakeDevice device;
   Slots slots(device);
   Mirror mirror(slots, allocate, 0);
-  EXPECT(mirror.upload(nullptr) == nullptr && device.copies == 0);
+  EXPECT(mirror.upload(nullptr, nullptr) == nullptr && device.copies == 0);
 }
 
 }  // namespace
@@ -282,6 +298,7 @@ int main() {
   test_unchanged_bytes_are_sent_once();
   test_zero_bytes_are_sent_too();
   test_pending_slots_are_left_alone();
+  test_a_stalled_stream_does_not_hold_up_others();
   test_captured_replayed_then_eager();
   test_unchanged_bytes_are_captured_nevertheless();
   test_several_contents_in_captures();

@@ -168,6 +168,30 @@ def test_addresses_that_change_while_the_host_runs_ahead():
     assert_same_bits(ours.outcome(), on_cpu.outcome())
 
 
+@pytest.mark.parametrize("on_side_stream", [False, True])
+def test_gradients_written_after_the_exit_change_nothing_on_any_stream(on_side_stream):
+    """What torch copies before such a write is ordered with the stream that the backward ran on."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4096, 4096, device=GPU)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stream = torch.cuda.Stream() if on_side_stream else torch.cuda.default_stream()
+    torch.cuda.synchronize()
+    with Engine() as engine, torch.cuda.stream(stream):
+        engine.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        before = model.weight.detach().clone()
+        with engine.scale_loss(model(torch.ones(8, 4096, device=GPU)).float().mean(), optimizer) as scaled_loss:
+            torch.cuda._sleep(50_000_000)
+            scaled_loss.backward()
+        expected = model.weight.grad.float().clone()
+        for p in model.parameters():
+            p.grad.fill_(7.0)
+        gradient = next(engine.master_params(optimizer)).grad.clone()
+        optimizer.step()
+        stream.synchronize()
+        assert torch.equal(gradient, expected)
+        assert not torch.equal(model.weight, before)
+
+
 def test_work_is_queued_on_the_current_stream():
     x = torch.ones(1 << 20, device=GPU)
     half = torch.tensor(0.5, device=GPU)

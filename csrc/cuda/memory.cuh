@@ -13,6 +13,9 @@ namespace amp_engine::cuda {
 
 AMP_DEVICE bool is_wide(void const* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
+// A vector of that many bytes may be accessed.
+AMP_DEVICE bool is_aligned(void const* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % uint32_t(bytes) == 0; }
+
 // 16 bytes; the address is a multiple of 16.
 AMP_DEVICE void load_16(uint32_t* to, void const* from) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -23,6 +26,25 @@ AMP_DEVICE void load_16(uint32_t* to, void const* from) {
 AMP_DEVICE void store_16(void* to, uint32_t const* from) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
                "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]));
+}
+
+// The same where a warp takes only half of each sector at a time, so that the other half is found in L1.
+AMP_DEVICE void load_16_of_32(uint32_t* to, void const* from) {
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "l"(__cvta_generic_to_global(from)));
+}
+
+// 8 bytes; the address is a multiple of 8.
+AMP_DEVICE void load_8(uint32_t* to, void const* from) {
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(to[0]), "=r"(to[1])
+               : "l"(__cvta_generic_to_global(from)));
+}
+
+AMP_DEVICE void store_8(void* to, uint32_t const* from) {
+  asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(from[0]),
+               "r"(from[1]));
 }
 
 AMP_DEVICE uint32_t load_4(void const* from) {

@@ -76,8 +76,8 @@ struct List {
   AMP_DEVICE Raw load_wide(int i) const {
     Raw raw;
     if (type == Type::float32) {
-      load_16(raw.word, start + int64_t(i) * 4);
-      load_16(raw.word + 4, start + int64_t(i) * 4 + 16);
+      load_16_of_32(raw.word, start + int64_t(i) * 4);
+      load_16_of_32(raw.word + 4, start + int64_t(i) * 4 + 16);
     } else {
       load_16(raw.word, start + int64_t(i) * 2);
     }
@@ -139,18 +139,75 @@ struct List {
     }
   }
 
-  AMP_DEVICE float load_one(int i) const {
-    if (type == Type::float32) {
-      return float_of(load_4(start + int64_t(i) * 4));
+  AMP_DEVICE bool has_quads() const { return is_aligned(start, 4 * int(size_of(type))); }
+};
+
+// Where the order of elements does not matter a thread takes its eight so that those of a warp lie side by side, and each
+// access has whole sectors. An octet of float32 has not: a warp's first 16 bytes of each touch every sector for half of it.
+
+// Elements i to i + 3, and as many half a stride on; of lists whose quads are aligned.
+struct Quads {
+  static constexpr int kFirst = 4;  // times the thread's number: its first element
+  AMP_DEVICE static Raw load(List const& list, int i, int) {
+    Raw raw;
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      int64_t const at = i + q * (kStride / 2);
+      if (list.type == Type::float32) {
+        load_16(raw.word + 4 * q, list.start + at * 4);
+      } else {
+        load_8(raw.word + 2 * q, list.start + at * 2);
+      }
     }
-    uint32_t const bits = load_2(start + int64_t(i) * 2);
-    return type == Type::float16 ? widened_f16(bits) : float_of(bits << 16);
+    return raw;
   }
-  AMP_DEVICE void store_one(int i, float x) const {
-    if (type == Type::float32) {
-      store_4(start + int64_t(i) * 4, bits_of(x));
+  AMP_DEVICE static void store(List const& list, int i, int, Raw const& raw) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      int64_t const at = i + q * (kStride / 2);
+      if (list.type == Type::float32) {
+        store_16(list.start + at * 4, raw.word + 4 * q);
+      } else {
+        store_8(list.start + at * 2, raw.word + 2 * q);
+      }
+    }
+  }
+};
+
+// Elements i, i + kThreads, i + 2 * kThreads and so on, eight of them, of which those from n on are 0 and not stored; of
+// any list.
+struct Singles {
+  static constexpr int kFirst = 1;
+  AMP_DEVICE static Raw load(List const& list, int i, int n) {
+    Raw raw;
+    if (list.type == Type::float32) {
+#pragma unroll
+      for (int k = 0; k < kOctet; ++k) {
+        raw.word[k] = i + k * kThreads < n ? load_4(list.start + int64_t(i + k * kThreads) * 4) : 0u;
+      }
     } else {
-      store_2(start + int64_t(i) * 2, type == Type::float16 ? packed_f16(x, 0.0f) : packed_bf16(x, 0.0f));
+#pragma unroll
+      for (int k = 0; k < kOctet; k += 2) {
+        int const j = i + k * kThreads;
+        uint32_t const low = j < n ? load_2(list.start + int64_t(j) * 2) : 0u;
+        uint32_t const high = j + kThreads < n ? load_2(list.start + int64_t(j + kThreads) * 2) : 0u;
+        raw.word[k / 2] = low | high << 16;
+      }
+    }
+    return raw;
+  }
+  AMP_DEVICE static void store(List const& list, int i, int n, Raw const& raw) {
+#pragma unroll
+    for (int k = 0; k < kOctet; ++k) {
+      int const j = i + k * kThreads;
+      if (j >= n) {
+        continue;
+      }
+      if (list.type == Type::float32) {
+        store_4(list.start + int64_t(j) * 4, raw.word[k]);
+      } else {
+        store_2(list.start + int64_t(j) * 2, raw.word[k / 2] >> k % 2 * 16);
+      }
     }
   }
 };

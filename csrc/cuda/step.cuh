@@ -46,8 +46,7 @@ constexpr int kPrepareThreads = 128;
 
 inline int64_t prepare_blocks(StepArgs const& args) { return (args.n_tensors + kPrepareThreads - 1) / kPrepareThreads; }
 
-// One chunk of `update`: every list wide or, in the loop, gradient and copy narrow, for they are views as others made
-// them. A weight or state that is not aligned sends its tensor through the loop over single elements.
+// One chunk of `update`: whole strides by quads where every list has them, the rest, or all, element by element.
 template <class Update>
 AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gradient) {
   Row const row = args.rows[chunk.tensor];
@@ -60,18 +59,18 @@ AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gra
   List const state2(row.state2, Type::float32, chunk.index);
   bool const has_state1 = Update::kState1 && row.state1;
   bool const has_copy = row.copy;
-  bool const wide = weight.wide && (!has_state1 || state1.wide) && (!Update::kState2 || state2.wide);
-  if (wide) {
-    for (int i = int(threadIdx.x) * kOctet; i + kOctet <= n; i += kStride) {
-      Raw const raw_g = g.load(i, kOctet);
-      Raw const raw_weight = weight.load_wide(i);
+  auto const take = [&]<class Access>(int begin, int end) {
+#pragma unroll 1
+    for (int i = begin + int(threadIdx.x) * Access::kFirst; i < end; i += kStride) {
+      Raw const raw_g = Access::load(g, i, end);
+      Raw const raw_weight = Access::load(weight, i, end);
       Raw raw1 = {};
       Raw raw2 = {};
       if (has_state1) {
-        raw1 = state1.load_wide(i);
+        raw1 = Access::load(state1, i, end);
       }
       if constexpr (Update::kState2) {
-        raw2 = state2.load_wide(i);
+        raw2 = Access::load(state2, i, end);
       }
       Floats const x = widened(raw_g, g.type);
       Floats w = widened(raw_weight, weight.type);
@@ -84,35 +83,22 @@ AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gra
         raw2.word[k] = bits_of(s2);
       }
       if (has_state1) {
-        state1.store_wide(i, raw1);
+        Access::store(state1, i, end, raw1);
       }
       if constexpr (Update::kState2) {
-        state2.store_wide(i, raw2);
+        Access::store(state2, i, end, raw2);
       }
-      weight.store_wide(i, rounded(w, weight.type));
+      Access::store(weight, i, end, rounded(w, weight.type));
       if (has_copy) {
-        copy.store(i, kOctet, rounded(w, copy.type));
+        Access::store(copy, i, end, rounded(w, copy.type));
       }
     }
-  }
-#pragma unroll 1
-  for (int i = (wide ? n / kOctet * kOctet : 0) + int(threadIdx.x); i < n; i += kThreads) {
-    float const x = g.load_one(i);
-    float w = weight.load_one(i);
-    float s1 = has_state1 ? state1.load_one(i) : 0.0f;
-    float s2 = Update::kState2 ? state2.load_one(i) : 0.0f;
-    Update::update(x, w, s1, s2, c);
-    weight.store_one(i, w);
-    if (has_state1) {
-      state1.store_one(i, s1);
-    }
-    if constexpr (Update::kState2) {
-      state2.store_one(i, s2);
-    }
-    if (has_copy) {
-      copy.store_one(i, w);
-    }
-  }
+  };
+  bool const quads = g.has_quads() && weight.has_quads() && (!has_copy || copy.has_quads()) &&
+                     (!has_state1 || state1.has_quads()) && (!Update::kState2 || state2.has_quads());
+  int const whole = quads ? n / kStride * kStride : 0;
+  take.template operator()<Quads>(0, whole);
+  take.template operator()<Singles>(whole, n);
 }
 
 void lamb(StepArgs const& args, cudaStream_t stream);

@@ -16,6 +16,7 @@ inline void aligned(void const* p, size_t size) {
 }
 
 inline bool is_wide(void const* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+inline bool is_aligned(void const* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % uint32_t(bytes) == 0; }
 
 inline void load_16(uint32_t* to, void const* from) {
   aligned(from, 16);
@@ -24,6 +25,15 @@ inline void load_16(uint32_t* to, void const* from) {
 inline void store_16(void* to, uint32_t const* from) {
   aligned(to, 16);
   std::memcpy(to, from, 16);
+}
+inline void load_16_of_32(uint32_t* to, void const* from) { load_16(to, from); }
+inline void load_8(uint32_t* to, void const* from) {
+  aligned(from, 8);
+  std::memcpy(to, from, 8);
+}
+inline void store_8(void* to, uint32_t const* from) {
+  aligned(to, 8);
+  std::memcpy(to, from, 8);
 }
 inline uint32_t load_4(void const* from) {
   aligned(from, 4);

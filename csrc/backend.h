@@ -34,6 +34,7 @@ struct CheckArgs {
   float const* a;        // out = x * a; null: 1
   bool reciprocal;       // out = x * (1 / a) instead, with 1 / a rounded once from float64
   float const* b;        // axpby: out = fma(a, x, b * y)
+  bool writes;           // whether any row has an output
   Partial* partials;     // [n_chunks], scratch; null: nothing is checked, all of the following are ignored
   Sums sums;
   double* total;         // [], sum of squares over all tensors; null: not wanted

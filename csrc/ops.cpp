@@ -145,6 +145,7 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, OptionalTen
   args.a = pointer<float>(a);
   args.reciprocal = reciprocal;
   args.b = pointer<float>(b);
+  args.writes = outs != nullptr;
   if (checked) {
     auto const options = at::TensorOptions().device(device);
     result = {at::empty({n}, options.dtype(at::kBool)), at::empty({n}, options.dtype(at::kDouble)),

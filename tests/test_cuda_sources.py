@@ -82,6 +82,7 @@ def test_the_report_tells_kinds_of_access_apart():
     mangled = "_ZN10amp_engine4cuda3abc6updateINS_4AdamEEEvNS_8StepArgsE"
     assert report.kernel_name(mangled) == "update<Adam>"
     assert report.kernel_name("_ZN10amp_engine4cuda3abc3mapILb1EEEvNS_9CheckArgsE") == "map<true>"
+    assert report.kernel_name("_ZN10amp_engine4cuda3abc3mapILb1ELb0EEEvNS_9CheckArgsE") == "map<true,false>"
 
 
 def test_only_one_file_holds_instructions():

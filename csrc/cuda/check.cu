@@ -35,45 +35,48 @@ AMP_DEVICE void write(ListRow const& row, uint32_t chunk, Factors factors, int i
 
 template <bool kSums, bool kWrites>
 AMP_DEVICE void map_chunk(CheckArgs const& args, ListRow const& row, Chunk chunk) {
-  // As many octets of float16 are loaded before the first of them is used, and of float32. More spill.
-  constexpr int kBatch16 = kWrites ? 2 - kSums : 4;
-  constexpr int kBatch32 = kWrites ? 1 : 2;
+  // As many octets of 16 bits are loaded before the first of them is used, and of 32. More spill on sm_80.
+  constexpr int kBatch16 = kWrites && kSums ? 2 : 4;
+  constexpr int kBatch32 = kWrites && kSums ? 2 : 2;
   Factors const factors = factors_of(args);
   List const x(row.x.data, row.x.type, chunk.index);
   int const n = elements_of(chunk.index, row.numel);
   Leaf leaf;
-  auto const take = [&](Raw const& raw, int i, int count) {
-    Floats const values = widened(raw, x.type);
+  auto const take = [&](Raw const& raw, Type type, int i, int count) {
+    Floats const values = widened(raw, type);
     if constexpr (kSums) {
-      leaf.add(raw, values, x.type);
+      leaf.add(raw, values, type);
     }
     if constexpr (kWrites) {
       write(row, chunk.index, factors, i, count, values);
     }
   };
   int i = int(threadIdx.x) * kOctet;
-  auto const take_wide = [&]<int kCount>() {
+  // A loop for each type: in one for all an octet of 16 bits would keep the registers of one of 32.
+  auto const take_wide = [&]<int kCount, Type kType>() {
     for (; i + (kCount - 1) * kStride + kOctet <= n; i += kCount * kStride) {
       Raw raw[kCount];
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        raw[k] = x.load_wide(i + k * kStride);
+        raw[k] = x.load_octet<kType>(i + k * kStride);
       }
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        take(raw[k], i + k * kStride, kOctet);
+        take(raw[k], kType, i + k * kStride, kOctet);
       }
     }
   };
   if (x.wide && x.type == Type::float32) {
-    take_wide.template operator()<kBatch32>();
+    take_wide.template operator()<kBatch32, Type::float32>();
+  } else if (x.wide && x.type == Type::float16) {
+    take_wide.template operator()<kBatch16, Type::float16>();
   } else if (x.wide) {
-    take_wide.template operator()<kBatch16>();
+    take_wide.template operator()<kBatch16, Type::bfloat16>();
   }
 #pragma unroll 1
   for (; i < n; i += kStride) {
     int const count = octet_size(i, n);
-    take(x.load(i, count), i, count);
+    take(x.load(i, count), x.type, i, count);
   }
   if constexpr (kSums) {
     Partial const partial = leaf.sum(x.type);
@@ -83,14 +86,14 @@ AMP_DEVICE void map_chunk(CheckArgs const& args, ListRow const& row, Chunk chunk
   }
 }
 
-template <bool kSums>
-__global__ void __launch_bounds__(kThreads, 4) map(CheckArgs const args) {
+template <bool kSums, bool kWrites>
+__global__ void __launch_bounds__(kThreads, kWrites ? 3 : 5) map(CheckArgs const args) {
   Chunk const chunk = args.chunks[blockIdx.x];
   ListRow const row = args.rows[chunk.tensor];
   if (!row.x.data) {
     return;
   }
-  if (row.out.data) {
+  if (kWrites && row.out.data) {
     map_chunk<kSums, true>(args, row, chunk);
   } else if (kSums) {
     map_chunk<kSums, false>(args, row, chunk);
@@ -141,9 +144,9 @@ __global__ void move_scale(ScaleState const state, ScaleRule const rule) { amp_e
 
 void check(CheckArgs const& args, cudaStream_t stream) {
   if (!args.partials) {
-    return launch(map<false>, args.n_chunks, kThreads, stream, args);
+    return launch(map<false, true>, args.n_chunks, kThreads, stream, args);
   }
-  launch(map<true>, args.n_chunks, kThreads, stream, args);
+  launch(args.writes ? map<true, true> : map<true, false>, args.n_chunks, kThreads, stream, args);
   launch(segments, (args.n_chunks + kThreads - 1) / kThreads, kThreads, stream, args);
   launch(total, 1, kListThreads, stream, args);
 }

@@ -74,8 +74,13 @@ struct List {
 
   // Octets whose eight elements all exist, of a list that is wide.
   AMP_DEVICE Raw load_wide(int i) const {
+    return type == Type::float32 ? load_octet<Type::float32>(i) : load_octet<Type::float16>(i);
+  }
+  // The same where the type is known; one of 16 bits is as good as the other.
+  template <Type kType>
+  AMP_DEVICE Raw load_octet(int i) const {
     Raw raw;
-    if (type == Type::float32) {
+    if constexpr (kType == Type::float32) {
       load_16_of_32(raw.word, start + int64_t(i) * 4);
       load_16_of_32(raw.word + 4, start + int64_t(i) * 4 + 16);
     } else {

@@ -21,7 +21,15 @@ FOLDER = Path(__file__).parents[1] / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90")
 FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-I", str(FOLDER.parent)]
 # 65,536 registers over the threads of the resident blocks that each kernel was designed for.
-REGISTERS = {"map": 64, "apply": 64, "update": 80, "moments": 128, "total": 64, "gradient_norm": 64}
+REGISTERS = {
+    "map": 80,
+    "map<true,false>": 48,
+    "apply": 64,
+    "update": 80,
+    "moments": 128,
+    "total": 64,
+    "gradient_norm": 64,
+}
 OTHERS = 128
 
 
@@ -38,7 +46,7 @@ class Kernel:
     @property
     def faults(self) -> list[str]:
         """What is wrong with it, in words."""
-        limit = REGISTERS.get(self.name.partition("<")[0], OTHERS)
+        limit = REGISTERS.get(self.name, REGISTERS.get(self.name.partition("<")[0], OTHERS))
         faults = [f"{self.registers} registers, more than {limit}"] if self.registers > limit else []
         faults += [f"a stack frame of {self.stack} bytes"] if self.stack else []
         return faults + ([f"{self.spills} bytes of spills"] if self.spills else [])
@@ -52,10 +60,11 @@ def kernel_name(mangled: str) -> str:
         end = start + int(match[1])
         names.append(rest[start:end])
         rest = rest[end:]
-    arguments = re.match(r"I(?:Lb(?P<flag>\d)E|NS_\d+(?P<type>[A-Za-z]+?)E)E", rest)
+    arguments = re.match(r"I(?:(?P<flags>(?:Lb\dE)+)|NS_\d+(?P<type>[A-Za-z]+?)E)E", rest)
     if not arguments:
         return names[-1]
-    return f"{names[-1]}<{arguments['type'] or ('false', 'true')[int(arguments['flag'])]}>"
+    flags = [("false", "true")[int(flag)] for flag in re.findall(r"Lb(\d)E", arguments["flags"] or "")]
+    return f"{names[-1]}<{arguments['type'] or ','.join(flags)}>"
 
 
 def compiled(source: Path, architecture: str, cubin: Path) -> list[Kernel]:

@@ -154,6 +154,7 @@ struct ListCase {
                       .a = a,
                       .reciprocal = reciprocal,
                       .b = b,
+                      .writes = in_place || !out.empty(),
                       .partials = sums ? partials.data() : nullptr,
                       .sums = {result.sum_squares.data(), result.largest.data(), result.nonfinite.get()},
                       .total = &result.total,

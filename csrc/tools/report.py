@@ -1,5 +1,7 @@
 """Compiles each kernel for sm_80 and sm_90 and prints what it costs: `python csrc/tools/report.py`.
 
+With `--table FILE` it also writes docs/cuda_kernels.md, which needs an nvdisasm.
+
 Exits with 1 where a kernel spills, has a stack frame, takes more registers than its occupancy allows, or reads or
 writes through generic addresses (LD, ST instead of LDG, STG). Needs nvcc, not a GPU. The machine code is read with
 nvdisasm, from the toolkit or from Triton's wheel; without one the PTX is read instead, which is said so.
@@ -7,6 +9,7 @@ nvdisasm, from the toolkit or from Triton's wheel; without one the PTX is read i
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import shutil
@@ -14,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90")
@@ -31,17 +36,36 @@ REGISTERS = {
     "gradient_norm": 64,
 }
 OTHERS = 128
+# Size, the register of its address, what is added to that.
+WIDE_LOAD = re.compile(r"LDG\.E(?:\.NA)?\.(128|64) \w+, (?:desc\[\w+\])?\[(\w+)\.64(?:\+(0x[0-9a-f]+))?\]")
+
+
+class Loops(NamedTuple):
+    """What the innermost loops of a kernel load."""
+
+    loads_16: int
+    loads_8: int
+    halves: bool
 
 
 @dataclass
 class Kernel:
-    """One kernel in one architecture. Registers per thread; stack and spills in bytes per thread."""
+    """One kernel in one architecture.
+
+    Attributes:
+        name, mangled, architecture: of it.
+        registers: a thread.
+        stack, spills: bytes a thread.
+        loops: of those in its loops the most loads of 16 bytes, and of 8, and whether a load takes half of each sector.
+    """
 
     name: str
+    mangled: str
     architecture: str
     registers: int = 0
     stack: int = 0
     spills: int = 0
+    loops: Loops | None = None
 
     @property
     def faults(self) -> list[str]:
@@ -76,7 +100,7 @@ def compiled(source: Path, architecture: str, cubin: Path) -> list[Kernel]:
     kernels: list[Kernel] = []
     for line in result.stderr.splitlines():
         if match := re.search(r"Compiling entry function '(\w+)'", line):
-            kernels.append(Kernel(kernel_name(match[1]), architecture))
+            kernels.append(Kernel(kernel_name(match[1]), match[1], architecture))
         elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
             kernels[-1].stack = int(match[1])
             kernels[-1].spills = int(match[2]) + int(match[3])
@@ -96,6 +120,61 @@ def disassembler() -> str | None:
             candidate.chmod(candidate.stat().st_mode | 0o111)
             return str(candidate)
     return None
+
+
+def loops_of(code: str) -> Loops:
+    """What the innermost loops of a function load, from its machine code: those to which a later branch leads back."""
+    lines = code.splitlines()
+    labels = {line.rstrip(":"): i for i, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
+    branches = [(labels[m[1]], i) for i, line in enumerate(lines) if (m := re.search(r"BRA `\((\.L_x_\d+)\)", line))]
+    loops = [(begin, end) for begin, end in branches if begin < end]
+    innermost = [(begin, end) for begin, end in loops if not any(begin < other and last < end for other, last in loops)]
+    found = Loops(0, 0, False)
+    for begin, end in innermost:
+        loads = [(m[1], m[2], int(m[3] or "0", 16)) for line in lines[begin:end] if (m := WIDE_LOAD.search(line))]
+        wide = {(base, offset) for size, base, offset in loads if size == "128"}
+        halves = any((base, offset + 16) in wide for base, offset in wide)
+        sizes = Counter(size for size, _, _ in loads)
+        found = Loops(max(found[0], sizes["128"]), max(found[1], sizes["64"]), found.halves or halves)
+    return found
+
+
+def functions(cubin: Path) -> dict[str, str]:
+    """The machine code of each kernel by its mangled name; nothing without an nvdisasm."""
+    tool = disassembler()
+    if tool is None:
+        return {}
+    code = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    sections = re.split(r"\t\.section\t\.text\.(\w+),.*\n", code)
+    return dict(zip(sections[1::2], sections[2::2], strict=True))
+
+
+def table(kernels: Sequence[Kernel]) -> str:
+    """The page docs/cuda_kernels.md."""
+    told = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
+    version = re.search(r"release ([\d.]+)", told)
+    lines = [
+        "# What the CUDA kernels compile to",
+        "",
+        "Made by `python csrc/tools/report.py --table docs/cuda_kernels.md` with nvcc "
+        f"{version[1] if version else '?'}. Nothing here has run on a GPU.",
+        "",
+        "* blocks: of 256 threads, as many as fit a multiprocessor by their registers;",
+        "* loads: in the innermost loops, those for the other types of a list included;",
+        "* sectors: of 32 bytes, that a warp's load of 16 bytes a lane touches in the worst of the loops. 16 is the",
+        "  least; where it is 32, in octets of float32, the other half of each sector is found in L1.",
+        "",
+        "| kernel | architecture | registers | blocks | spilled bytes | loads of 16 B | of 8 B | sectors a load |",
+        f"|{'---|' * 8}",
+    ]
+    for k in kernels:
+        loops = k.loops or Loops(0, 0, False)
+        if loops.loads_16 == 0:
+            continue
+        blocks = min(8, 65536 // (-(-k.registers // 8) * 8 * 256))
+        cells = (k.name, k.architecture, k.registers, blocks, k.spills, *loops[:2], 32 if loops.halves else 16)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
 
 
 def accesses(source: Path, architecture: str, cubin: Path) -> Counter[str]:
@@ -118,14 +197,24 @@ def is_generic_or_local(access: str) -> bool:
 
 def main() -> int:
     """Prints the report; 1 if there is a fault."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", type=Path, help="write the page that docs/cuda_kernels.md is")
+    args = parser.parse_args()
     faults = []
+    kernels: list[Kernel] = []
     print(f"| kernel | architecture | registers | stack | spills |\n|{'---|' * 5}")
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for source in sorted(FOLDER.glob("*.cu")):
             for architecture in ARCHITECTURES:
                 cubin = Path(folder, f"{source.stem}.{architecture}.cubin")
-                for k in compiled(source, architecture, cubin):
+                here = compiled(source, architecture, cubin)
+                code = functions(cubin)
+                for k in here:
+                    if k.mangled in code:
+                        k.loops = loops_of(code[k.mangled])
+                kernels += here
+                for k in here:
                     print(f"| {k.name} | {k.architecture} | {k.registers} | {k.stack} | {k.spills} |")
                     faults += [f"{k.name}, {k.architecture}: {fault}" for fault in k.faults]
                 found = accesses(source, architecture, cubin)
@@ -136,6 +225,10 @@ def main() -> int:
     print(f"\nMemory instructions, from the {read}: {', '.join(f'{n} {access}' for access, n in counts.most_common())}")
     if not counts:
         faults.append("no memory instruction was found")
+    if args.table and disassembler() is None:
+        faults.append("no nvdisasm was found, which the table needs")
+    elif args.table:
+        args.table.write_text(table(kernels))
     print("\n".join(["", *faults]) if faults else "\nNo faults.")
     return int(bool(faults))
 

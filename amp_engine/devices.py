@@ -17,6 +17,12 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def number_on(device: torch.device, value: float) -> Tensor:
+    """`value` on `device`, rounded to float32, shape []. Filled there: the host would wait for a copy of its number."""
+    rounded = float(torch.tensor(value, dtype=torch.float32, device="cpu"))  # `full` refuses what it would round to inf
+    return torch.full((), rounded, dtype=torch.float32, device=device)
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether what is queued on `device` goes into a CUDA graph now, so that nothing may wait for it."""
     if device.type != "cuda":
@@ -35,6 +41,7 @@ class HostNumbers:
 
     def __init__(self, *values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
+        self._has_arrived = False
         self._device = device = values[0].device
         self.is_captured = is_capturing(device)
         self._host: Tensor | list[float]
@@ -55,18 +62,22 @@ class HostNumbers:
         """Whether the values have arrived. Does not wait. During a capture nothing is known that came from a GPU."""
         if self._event is None:
             return not self.is_captured
-        return not is_capturing(self._device) and self._event.query()  # a query would end the capture
+        if is_capturing(self._device):  # a query would end the capture
+            return False
+        self._has_arrived = self._has_arrived or self._event.query()
+        return self._has_arrived
 
     def read(self, place: int = 0) -> float:
         """One of the values. Waits until it has arrived.
 
-        Raises AmpStateError during a capture, which waiting would break.
+        Raises AmpStateError during a capture, which waiting would break, unless it was known before.
         """
-        if self._event is not None:
+        if self._event is not None and not self._has_arrived:
             if is_capturing(self._device):
                 raise AmpStateError(
                     "Whether a step is skipped, or a loss scale, was asked for inside of a CUDA graph's capture, where "
                     "nothing may wait for the GPU.  Ask before the capture, or after it."
                 )
             self._event.synchronize()
+            self._has_arrived = True
         return float(self._host[place])

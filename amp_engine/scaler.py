@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_engine import devices, kernels
-from amp_engine.devices import moved
+from amp_engine.devices import moved, number_on
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.policy import LOWEST_SCALE, LossScale, parse_loss_scale
 
@@ -229,9 +229,7 @@ class LossScaler:
         if scales is None:
             return moved(self.snapshot().inv_scale, device), None
         have, stashed_have, wanted = scales
-        # Filled on the device: a tensor of a number is copied there, which the host waits for.
-        a, b = (torch.full((), wanted / scale, dtype=torch.float32, device=device) for scale in (have, stashed_have))
-        return a, b
+        return number_on(device, wanted / have), number_on(device, wanted / stashed_have)
 
     def state_dict(self) -> dict[str, float | int]:
         """`{"loss_scale": float, "unskipped": int}`, apex's format. Waits for the device."""

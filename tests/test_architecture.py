@@ -194,6 +194,20 @@ def test_one_file_assigns_to_modules_that_are_not_ours():
     assert assigning == {"amp_engine.casting.patches"}
 
 
+def test_tensors_of_numbers_are_made_on_the_cpu():
+    """`torch.tensor(x, device=gpu)` copies from memory that is not pinned: the host waits, and a capture breaks."""
+    makers = {"tensor", "as_tensor"}
+    elsewhere = [
+        f"{path.name}:{node.lineno}"
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers
+        for keyword in node.keywords
+        if keyword.arg == "device" and not (isinstance(keyword.value, ast.Constant) and keyword.value.value == "cpu")
+    ]
+    assert elsewhere == []
+
+
 def test_only_amp_holds_an_engine():
     holders = {
         name

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amp_engine import devices
-from amp_engine.devices import HostNumbers, moved
+from amp_engine.devices import HostNumbers, moved, number_on
 from amp_engine.errors import AmpStateError
 
 
@@ -30,6 +30,19 @@ def test_what_comes_from_a_gpu_is_not_asked_for_during_a_capture(monkeypatch, ca
     assert number.is_known() is not capturing
     with pytest.raises(AmpStateError, match="capture") if capturing else nullcontext():
         assert number.read() == 2.0
+
+
+def test_what_was_known_before_a_capture_may_be_read_in_it_and_is_asked_for_once(monkeypatch):
+    number, asked, capturing = HostNumbers(torch.tensor(2.0)), [], []
+    number._event = Event()
+    monkeypatch.setattr(devices, "is_capturing", lambda device: bool(capturing))
+    monkeypatch.setattr(Event, "query", lambda event: not asked.append(event))
+    assert number.is_known()
+    assert number.is_known()
+    capturing.append(True)
+    assert not number.is_known()
+    assert number.read() == 2.0
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -63,6 +76,14 @@ def test_several_numbers_come_in_one_message():
     assert [numbers.read(0), numbers.read(1)] == [0.0, 512.0]
     elsewhere = HostNumbers(torch.tensor(0.0, device="meta"), torch.tensor(512.0, device="meta"))
     assert elsewhere._host.shape == (2,)
+
+
+@pytest.mark.parametrize("value", [0.1, -3.0, 1e-46, 1e60, -1e60, float("inf"), float("nan")])
+def test_a_number_is_rounded_on_its_way_to_a_device(value):
+    number = number_on(torch.device("cpu"), value)
+    assert number.shape == ()
+    assert number.dtype == torch.float32
+    assert torch.equal(number.view(torch.int32), torch.tensor(value, dtype=torch.float32).view(torch.int32))
 
 
 def test_what_is_there_is_not_moved():

@@ -190,7 +190,9 @@ class TensorLists(Protocol):
         """A copy of each tensor whose access is not NONE; None for the others.
 
         Copy-on-write where it has memory of its own: writing to either leaves the other alone, and is when memory is
-        copied. Memory that is shared (a bucket of DDP) must not become copy-on-write as a whole, and is copied at once.
+        copied. Memory that is shared (a bucket of DDP) must not become copy-on-write as a whole, that of others (numpy,
+        DLPack) cannot, and on another stream than the default one a GPU's would be copied out of order: these are
+        copied at once.
         """
         ...
 

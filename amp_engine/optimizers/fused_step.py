@@ -312,7 +312,7 @@ class _Table:
         self.device = device
         self.is_captured = False  # in a CUDA graph
         self.inner = inner
-        self.steps = torch.tensor(start, dtype=torch.float32, device=device)
+        self.steps = moved(torch.tensor(start, dtype=torch.float32, device="cpu"), device)
         self.state1: list[Tensor | None] = [state.get(rule.state1) for state in inner]
         self.state2: list[Tensor | None] = [state.get(rule.state2) if rule.state2 else None for state in inner]
         self._counts: list[Tensor | None] = self.state1
@@ -321,7 +321,8 @@ class _Table:
         norms = None
         self._norms: list[Tensor | None] = [None] * len(inner)
         if rule.keeps_norm:
-            norms = torch.tensor([float(state.get(NORM) or 0.0) for state in inner], dtype=torch.float32, device=device)
+            known = [float(state.get(NORM) or 0.0) for state in inner]
+            norms = moved(torch.tensor(known, dtype=torch.float32, device="cpu"), device)
             self._norms = _put(inner, NORM, norms)
         self.native = kernels.StepTable(
             rule.formula, weights, copies, self.state1, self.state2, groups, self.steps, norms

@@ -169,6 +169,12 @@ def test_unscale_obeys_the_override_and_an_empty_list() -> None:
     assert one._has_overflow is False
 
 
+def test_a_factor_beyond_float32_is_infinite() -> None:
+    one, output = LossScaler(4.0), torch.zeros(1)
+    one.unscale([torch.tensor([6.0])], [output], None, scale_override=(1e-30, 1.0, 1e30))
+    assert output.item() == float("inf")
+
+
 def test_unscale_with_stashed_adds_what_was_there_and_checks_only_what_is_new() -> None:
     one, stashed, output = LossScaler(4.0), [torch.tensor([1.0])], [torch.zeros(1)]
     one.unscale_with_stashed([torch.tensor([6.0]).half()], stashed, output)

@@ -205,6 +205,20 @@ def test_work_is_queued_on_the_current_stream():
     assert x.eq(2.0).all().item()
 
 
+def test_a_copy_of_a_gradient_is_made_in_order_of_any_stream():
+    gradient = torch.zeros(1 << 20, device=GPU)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        gradient.fill_(4.0)
+        copies = kernels.tensor_lists.copies([gradient], bytes([kernels.tensor_lists.OWN]))
+        gradient.mul_(2.0)
+    stream.synchronize()
+    assert copies[0].eq(4.0).all().item()
+    assert gradient.eq(8.0).all().item()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_each_device_has_tables_of_its_own():
     on_cpu = problem("adam", (31, 40000))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_engine.kernels import tensor_lists
+from amp_engine.kernels import reference_tensor_lists, tensor_lists
 
 
 class Incomparable(Tensor):
@@ -111,6 +114,38 @@ def test_a_copy_leaves_the_gradient_alone_and_is_left_alone() -> None:
     first.mul_(3)
     assert (first.tolist(), second.tolist()) == ([3.0] * 4, [1.0] * 4)
     assert [g.tolist() for g in grads] == [[2.0] * 4] * 3
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        lambda: torch.from_numpy(np.ones(4, dtype=np.float32)),
+        lambda: torch.from_dlpack(torch.ones(4)),
+        lambda: torch.from_dlpack(np.ones(4, dtype=np.float32)),
+        lambda: torch.frombuffer(bytearray(torch.ones(4).numpy().tobytes()), dtype=torch.float32),
+        lambda: torch.ones(4).share_memory_(),
+    ],
+    ids=["numpy", "DLPack", "DLPack of numpy", "buffer", "processes"],
+)
+def test_memory_that_torch_did_not_allocate_is_copied_at_once(foreign: Callable[[], Tensor]) -> None:
+    grads = [torch.ones(4), foreign(), torch.ones(4)]
+    copies = tensor_lists.copies(grads, bytes([tensor_lists.OWN] * 3))
+    for grad in grads:
+        grad.mul_(2)
+    assert [(copy := copies[i]) is not None and copy.tolist() for i in range(3)] == [[1.0] * 4] * 3
+    assert [g.tolist() for g in grads] == [[2.0] * 4] * 3
+
+
+@pytest.mark.parametrize("current", ["default", "side"])
+def test_in_python_a_gpu_is_copied_on_write_on_its_default_stream_only(
+    monkeypatch: pytest.MonkeyPatch, current: str
+) -> None:
+    grad = types.SimpleNamespace(device=torch.device("cuda", 1), clone=lambda: "clone")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: (current, device))
+    monkeypatch.setattr(reference_tensor_lists, "lazy_clone", lambda t: "lazy clone")
+    copies: Any = reference_tensor_lists.copies([grad], bytes([tensor_lists.OWN]))  # type: ignore[list-item]
+    assert copies == [{"default": "lazy clone", "side": "clone"}[current]]
 
 
 def test_gradient_stamps_tell_what_was_replaced_or_written() -> None:

@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from amp_engine import amp, devices
+from amp_engine import amp, devices, kernels
 from amp_engine.errors import AmpStateError
 from amp_engine.optimizers import FusedSGD
 from amp_engine.scaler import LossScaler
 from tests.models import MLP
 from tests.support import backward, frozen, group_params, started, train
+
+
+native_only = pytest.mark.skipif(
+    not kernels.has_native(torch.device("cpu")), reason="without kernels torch's optimizers step by themselves"
+)
 
 
 @pytest.fixture
@@ -65,6 +70,7 @@ def test_a_step_that_the_host_decides_is_refused_and_may_follow(capture: Callabl
     torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=0)
 
 
+@native_only
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_without_one_before_is_refused(capture: Callable[[], Any], level: str) -> None:
     model, optimizer = started(level, sgd, MLP)

@@ -17,7 +17,6 @@ from amp_engine.scaler import LossScaler
 from tests.models import MLP
 from tests.support import backward, frozen, group_params, started, train
 
-
 native_only = pytest.mark.skipif(
     not kernels.has_native(torch.device("cpu")), reason="without kernels torch's optimizers step by themselves"
 )

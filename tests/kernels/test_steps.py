@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from amp_engine import kernels
 from amp_engine.kernels import FORMULAS, _native
@@ -441,6 +442,18 @@ def test_the_address_of_a_tensor_changes_no_bit(formula):
     step(formula, at_odd, ARGUMENTS[formula])
     step(formula, aligned, ARGUMENTS[formula])
     assert all(map(same_values, at_odd.tensors(), aligned.tensors()))
+
+
+@NATIVE
+def test_lamb_takes_no_more_scratch_than_its_tensors(backend):
+    """And not a chunk, which is 128 KB, for each of them."""
+    n = 1000
+    grads, weights, first, second = ([torch.ones(10) for _ in range(n)] for _ in range(4))
+    lamb = kernels.StepTable("lamb", weights, [None] * n, first, second, [0] * n, torch.zeros(n))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        lamb.step(grads, [False] * n, [FORMULAS["lamb"](**LAMB)])
+    taken = sum(max(event.self_cpu_memory_usage, 0) for event in recorded.events())
+    assert 0 < taken < n * (10 * 4 * 2 + 64)
 
 
 @NATIVE

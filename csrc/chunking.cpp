@@ -1,10 +1,19 @@
 #include "chunking.h"
 
+#include <atomic>
 #include <stdexcept>
 
 namespace amp_engine {
+namespace {
 
-Chunking::Chunking(std::vector<int64_t> const& numels) {
+uint64_t next_version() {
+  static std::atomic<uint64_t> last = 0;
+  return ++last;
+}
+
+}  // namespace
+
+Chunking::Chunking(std::vector<int64_t> const& numels) : version(next_version()) {
   first_chunk.reserve(numels.size());
   for (size_t t = 0; t < numels.size(); ++t) {
     int64_t const n = chunks_of(numels[t]);
@@ -16,6 +25,15 @@ Chunking::Chunking(std::vector<int64_t> const& numels) {
       chunks.push_back({uint32_t(t), uint32_t(i)});
     }
   }
+}
+
+std::vector<int64_t> lamb_offsets(std::vector<Row> const& rows) {
+  std::vector<int64_t> begin{0};
+  begin.reserve(rows.size() + 1);
+  for (Row const& row : rows) {
+    begin.push_back(begin.back() + (row.numel + 15) / 16 * 16);
+  }
+  return begin;
 }
 
 }  // namespace amp_engine

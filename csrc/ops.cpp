@@ -53,27 +53,15 @@ void bump_versions(OptionalTensors const& tensors) {
   });
 }
 
-at::Tensor scratch(int64_t bytes, at::Device device) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+at::Tensor scratch(int64_t bytes) { return at::empty({bytes}, at::TensorOptions().dtype(at::kByte)); }
+
+// At least `n`, as they were left.
+Partial* partials_in(std::vector<Partial>& memory, int64_t n) {
+  memory.resize(std::max<size_t>({memory.size(), size_t(n), 1}));
+  return memory.data();
 }
 
 }  // namespace
-
-Partial* PartialSums::get(int64_t n, at::Device device) {
-  int64_t const bytes = std::max<int64_t>(n, 1) * int64_t(sizeof(Partial));
-  int64_t largest = 0;
-  for (at::Tensor const& block : blocks_) {
-    if (block.device() == device) {
-      if (block.size(0) >= bytes) {
-        return static_cast<Partial*>(block.mutable_data_ptr());
-      }
-      largest = std::max(largest, block.size(0));
-    }
-  }
-  // Twice as large at least, so that all of them take no more than twice the last.
-  blocks_.push_back(scratch(std::max(bytes, 2 * largest), device));
-  return static_cast<Partial*>(blocks_.back().mutable_data_ptr());
-}
 
 #ifndef AMP_WITH_CUDA
 struct DeviceTables {};
@@ -150,7 +138,6 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, OptionalTen
     auto const options = at::TensorOptions().device(device);
     result = {at::empty({n}, options.dtype(at::kBool)), at::empty({n}, options.dtype(at::kDouble)),
               at::empty({n}, options.dtype(at::kFloat))};
-    args.partials = partials_.get(args.n_chunks, device);
     args.sums = {result.sum_squares.mutable_data_ptr<double>(), result.largest.mutable_data_ptr<float>(),
                  result.nonfinite.mutable_data_ptr<bool>()};
     args.norm = mutable_pointer<float>(norm);
@@ -160,9 +147,10 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, OptionalTen
   if (device.is_cpu()) {
     args.rows = rows_.data();
     args.chunks = chunking_->chunks.data();
+    args.partials = checked ? partials_in(partials_, args.n_chunks) : nullptr;
     ys ? cpu::axpby(args) : cpu::check(args);
   } else {
-    run_on_device(args, rows_, *chunking_, device_, ys != nullptr, device);
+    run_on_device(args, rows_, *chunking_, device_, ys != nullptr, checked, device);
   }
   if (outs) {
     bump_versions(*outs);
@@ -265,7 +253,9 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
                 uint32_t(chunks_of(numels[t])),
                 uint32_t(streamed)};
   }
-  coefficients_ = scratch(std::max<int64_t>(int64_t(n), 1) * kCoefficientBytes, device);
+  if (device.is_cpu()) {
+    coefficients_ = scratch(std::max<int64_t>(int64_t(n), 1) * kCoefficientBytes);
+  }
 }
 
 StepTable::~StepTable() = default;
@@ -364,31 +354,24 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
   args.sum_squares = pointer<double>(sum_squares);
   args.largest = pointer<float>(largest);
   args.gradient_norm = pointer<float>(gradient_norm);
-  args.coefficients = coefficients_.mutable_data_ptr();
-  if (formula_ == Formula::lamb) {
-    args.partials = partials_.get(2 * args.n_chunks, device);
-    if (!lamb_scratch_.defined()) {
-      // Each tensor's begins where the last one's has ended, at a multiple of 64 bytes.
-      std::vector<int64_t> begin(n + 1, 0);
+  if (device.is_cpu()) {
+    if (formula_ == Formula::lamb && lamb_steps_.size() < n) {
+      std::vector<int64_t> const begin = lamb_offsets(rows_);
+      lamb_scratch_ = scratch(begin[n] * int64_t(sizeof(float)));
       for (size_t t = 0; t < n; ++t) {
-        begin[t + 1] = begin[t] + (rows_[t].numel + 15) / 16 * 16;
-      }
-      lamb_scratch_ = scratch(begin[n] * int64_t(sizeof(float)), device);
-      lamb_steps_.resize(n);
-      for (size_t t = 0; t < n; ++t) {
-        lamb_steps_[t] = static_cast<float*>(lamb_scratch_.mutable_data_ptr()) + begin[t];
+        lamb_steps_.push_back(static_cast<float*>(lamb_scratch_.mutable_data_ptr()) + begin[t]);
       }
     }
-  }
-  if (device.is_cpu()) {
     args.rows = rows_.data();
     args.gradients = entries_.data();
     args.chunks = chunking_->chunks.data();
     args.groups = groups.data();
     args.lamb_steps = lamb_steps_.data();
+    args.coefficients = coefficients_.mutable_data_ptr();
+    args.partials = formula_ == Formula::lamb ? partials_in(partials_, 2 * args.n_chunks) : nullptr;
     cpu::step(args);
   } else {
-    step_on_device(args, rows_, entries_, groups, lamb_steps_, *chunking_, device_, device);
+    step_on_device(args, rows_, entries_, groups, *chunking_, device_, device);
   }
   bump_versions(weights_);
   bump_versions(copies_);
@@ -397,10 +380,10 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
 }
 
 #ifndef AMP_WITH_CUDA
-void run_on_device(CheckArgs&, std::vector<ListRow> const&, Chunking const&, std::shared_ptr<DeviceTables>&, bool,
+void run_on_device(CheckArgs&, std::vector<ListRow> const&, Chunking const&, std::shared_ptr<DeviceTables>&, bool, bool,
                    at::Device) {}
 void step_on_device(StepArgs&, std::vector<Row> const&, std::vector<Entry> const&, std::vector<Group> const&,
-                    std::vector<float*> const&, Chunking const&, std::shared_ptr<DeviceTables>&, at::Device) {}
+                    Chunking const&, std::shared_ptr<DeviceTables>&, at::Device) {}
 void update_scale_on_device(ScaleState const&, ScaleRule const&, at::Device) {}
 #endif
 

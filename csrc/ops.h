@@ -23,22 +23,13 @@ struct Checks {
 // Defined in cuda/device_tables.cpp, or as nothing where CUDA was not built.
 struct DeviceTables;  // what stays on the device between calls
 bool has_cuda();
+// These fill in the pointers to tables and scratch.
 void run_on_device(CheckArgs& args, std::vector<ListRow> const& rows, Chunking const& chunking,
-                   std::shared_ptr<DeviceTables>& tables, bool is_axpby, at::Device device);
+                   std::shared_ptr<DeviceTables>& tables, bool is_axpby, bool is_checked, at::Device device);
 void step_on_device(StepArgs& args, std::vector<Row> const& rows, std::vector<Entry> const& gradients,
-                    std::vector<Group> const& groups, std::vector<float*> const& lamb_steps, Chunking const& chunking,
-                    std::shared_ptr<DeviceTables>& tables, at::Device device);
+                    std::vector<Group> const& groups, Chunking const& chunking, std::shared_ptr<DeviceTables>& tables,
+                    at::Device device);
 void update_scale_on_device(ScaleState const& state, ScaleRule const& rule, at::Device device);
-
-// Memory for partial sums on every device that was computed on. What was outgrown is kept: a captured CUDA graph writes
-// there at each replay.
-class PartialSums {
- public:
-  Partial* get(int64_t n, at::Device device);
-
- private:
-  std::vector<at::Tensor> blocks_;
-};
 
 // check, scale, unscale, axpby and l2norm. An object may be called again and again; on a GPU it uploads what changed.
 class ListOperation {
@@ -62,7 +53,7 @@ class ListOperation {
   std::vector<int64_t> numels_;
   std::unique_ptr<Chunking> chunking_;
   std::vector<ListRow> rows_;
-  PartialSums partials_;
+  std::vector<Partial> partials_;  // of a CPU
   std::shared_ptr<DeviceTables> device_;
 };
 
@@ -132,8 +123,8 @@ class StepTable {
   std::unique_ptr<Chunking> chunking_;
   std::vector<Row> rows_;
   std::vector<Entry> entries_;
-  at::Tensor coefficients_, lamb_scratch_;
-  PartialSums partials_;
+  at::Tensor coefficients_, lamb_scratch_;  // of a CPU, as the next two
+  std::vector<Partial> partials_;
   std::vector<float*> lamb_steps_;
   ListOperation sums_;
   std::shared_ptr<DeviceTables> device_;

@@ -61,6 +61,12 @@ def test_tables_are_uploaded_when_they_changed_and_never_under_a_graph(tmp_path)
     run(program([SIMULATOR / "test_mirror.cpp", CSRC / "cuda" / "mirror.cpp"], tmp_path))
 
 
+@needs_compiler
+def test_tables_and_scratch_are_those_of_a_device_a_stream_and_a_graph(tmp_path):
+    sources = [CSRC / "cuda" / f"{name}.cpp" for name in ("tables", "mirror", "device")]
+    run(program([SIMULATOR / "test_tables.cpp", *sources, CSRC / "chunking.cpp"], tmp_path))
+
+
 @pytest.mark.slow
 @needs_nvcc
 def test_kernels_neither_spill_nor_use_generic_addresses(report, tmp_path):

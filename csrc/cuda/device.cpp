@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "cuda/error.h"
@@ -22,12 +23,45 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+struct Captured {
+  uint64_t id = 0;  // of the process; 0: nothing is captured
+  cudaGraph_t graph = nullptr;
+};
+
+Captured captured(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  Captured result;
+  AMP_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id, &result.graph));
+  if (status == cudaStreamCaptureStatusInvalidated) {
+    AMP_CUDA_CHECK(cudaErrorStreamCaptureInvalidated);
+  }
+  result.id = status == cudaStreamCaptureStatusNone ? 0 : id + 1;
+  return result;
+}
+
 class CudaDevice final : public Device {
  public:
-  bool is_capturing(Stream stream) override {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    AMP_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-    return status != cudaStreamCaptureStatusNone;
+  uint64_t capture(Stream stream) override { return captured(stream).id; }
+
+  void when_graph_is_gone(Stream stream, std::function<void()> release) override {
+    auto const call = [](void* p) {
+      std::unique_ptr<std::function<void()>> const called(static_cast<std::function<void()>*>(p));
+      (*called)();
+    };
+    auto* const owned = new std::function<void()>(std::move(release));
+    cudaUserObject_t object = nullptr;
+    cudaError_t error = cudaUserObjectCreate(&object, owned, call, 1, cudaUserObjectNoDestructorSync);
+    if (error != cudaSuccess) {
+      call(owned);
+      AMP_CUDA_CHECK(error);
+    }
+    // The graph takes the reference over, and whatever is instantiated from it has another one.
+    error = cudaGraphRetainUserObject(captured(stream).graph, object, 1, cudaGraphUserObjectMove);
+    if (error != cudaSuccess) {
+      cudaUserObjectRelease(object, 1);
+      AMP_CUDA_CHECK(error);
+    }
   }
 
   Slot make_slot(size_t bytes) override {

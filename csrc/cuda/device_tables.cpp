@@ -3,76 +3,82 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <map>
-
 #include "cuda/backend.h"
-#include "cuda/device.h"
+#include "cuda/tables.h"
 #include "ops.h"
 
 namespace amp_engine {
+namespace {
 
-struct TablesOfOne {
-  std::unique_ptr<cuda::Mirror> rows, entries, chunks, groups, lamb_steps;
-};
+// On the current stream of the device, and nothing else: what is freed may be used again on that stream at once.
+cuda::Buffer allocate(int device, size_t bytes) {
+  auto const options = at::TensorOptions().dtype(at::kByte).device(at::kCUDA, c10::DeviceIndex(device));
+  auto const tensor = std::make_shared<at::Tensor>(at::empty({int64_t(bytes)}, options));
+  return cuda::Buffer(tensor, tensor->mutable_data_ptr());
+}
 
-// Of every device that was computed on: a mirror belongs to one.
-struct DeviceTables {
-  std::map<at::DeviceIndex, TablesOfOne> of;
+}  // namespace
+
+struct DeviceTables : cuda::TablesByDevice {
+  DeviceTables() : TablesByDevice(allocate) {}
 };
 
 bool has_cuda() { return true; }
 
 namespace {
 
-// The bytes of `table` on the device.
-template <class T>
-T const* upload(std::unique_ptr<cuda::Mirror>& mirror, std::vector<T> const& table, at::Device device,
-                cudaStream_t stream) {
-  size_t const bytes = table.size() * sizeof(T);
-  if (bytes == 0) {
-    return nullptr;
-  }
-  if (!mirror || mirror->size() != bytes) {
-    auto const allocate = [device](size_t n) {
-      auto const tensor = std::make_shared<at::Tensor>(
-          at::empty({int64_t(n)}, at::TensorOptions().dtype(at::kByte).device(device)));
-      return cuda::Buffer(tensor, tensor->mutable_data_ptr());
-    };
-    mirror = std::make_unique<cuda::Mirror>(cuda::slots(device.index()), allocate, bytes);
-  }
-  return static_cast<T const*>(mirror->upload(table.data(), stream));
-}
-
-TablesOfOne& existing(std::shared_ptr<DeviceTables>& tables, at::Device device) {
+cuda::Tables& tables_on(std::shared_ptr<DeviceTables>& tables, at::Device device) {
   if (!tables) {
     tables = std::make_shared<DeviceTables>();
   }
-  return tables->of[device.index()];
+  return tables->on(device.index());
 }
 
 }  // namespace
 
 void run_on_device(CheckArgs& args, std::vector<ListRow> const& rows, Chunking const& chunking,
-                   std::shared_ptr<DeviceTables>& tables, bool is_axpby, at::Device device) {
+                   std::shared_ptr<DeviceTables>& tables, bool is_axpby, bool is_checked, at::Device device) {
   c10::DeviceGuard const guard(device);
   cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
-  TablesOfOne& t = existing(tables, device);
-  args.rows = upload(t.rows, rows, device, stream);
-  args.chunks = upload(t.chunks, chunking.chunks, device, stream);
+  cuda::Tables& t = tables_on(tables, device);
+  args.rows = t.upload(cuda::TableOf::rows, rows, stream);
+  args.chunks = t.upload(cuda::TableOf::chunks, chunking.chunks, stream, chunking.version);
+  cuda::Buffer partials;
+  if (is_checked) {
+    partials = t.scratch(size_t(args.n_chunks + 1) * sizeof(Partial), stream);
+    args.partials = static_cast<Partial*>(partials.get());
+  }
   is_axpby ? cuda::axpby(args, stream) : cuda::check(args, stream);
 }
 
 void step_on_device(StepArgs& args, std::vector<Row> const& rows, std::vector<Entry> const& gradients,
-                    std::vector<Group> const& groups, std::vector<float*> const& lamb_steps, Chunking const& chunking,
-                    std::shared_ptr<DeviceTables>& tables, at::Device device) {
+                    std::vector<Group> const& groups, Chunking const& chunking, std::shared_ptr<DeviceTables>& tables,
+                    at::Device device) {
   c10::DeviceGuard const guard(device);
   cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
-  TablesOfOne& t = existing(tables, device);
-  args.rows = upload(t.rows, rows, device, stream);
-  args.gradients = upload(t.entries, gradients, device, stream);
-  args.chunks = upload(t.chunks, chunking.chunks, device, stream);
-  args.groups = upload(t.groups, groups, device, stream);
-  args.lamb_steps = upload(t.lamb_steps, lamb_steps, device, stream);
+  cuda::Tables& t = tables_on(tables, device);
+  // The rows are built once, with the chunks.
+  args.rows = t.upload(cuda::TableOf::rows, rows, stream, chunking.version);
+  args.gradients = t.upload(cuda::TableOf::entries, gradients, stream);
+  args.chunks = t.upload(cuda::TableOf::chunks, chunking.chunks, stream, chunking.version);
+  args.groups = t.upload(cuda::TableOf::groups, groups, stream);
+  std::vector<int64_t> lamb;
+  if (args.formula == Formula::lamb) {
+    lamb = lamb_offsets(rows);
+  }
+  cuda::StepScratch const places(args.n_tensors, args.n_chunks, lamb.empty() ? 0 : lamb.back());
+  cuda::Buffer const scratch = t.scratch(places.end, stream);
+  char* const begin = static_cast<char*>(scratch.get());
+  args.coefficients = begin;
+  if (!lamb.empty()) {
+    args.partials = reinterpret_cast<Partial*>(begin + places.partials);
+    lamb.pop_back();
+    std::vector<float*> steps;
+    for (int64_t const offset : lamb) {
+      steps.push_back(reinterpret_cast<float*>(begin + places.lamb_steps) + offset);
+    }
+    args.lamb_steps = t.upload(cuda::TableOf::lamb_steps, steps, stream);
+  }
   cuda::step(args, stream);
 }
 

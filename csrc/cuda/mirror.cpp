@@ -19,6 +19,7 @@ size_t capacity_for(size_t bytes) { return std::bit_ceil(std::max(bytes, kSmalle
 Slot Slots::take(size_t bytes) {
   size_t const capacity = capacity_for(bytes);
   std::lock_guard const lock(mutex_);
+  take_back_returned();
   Size& size = sizes_[capacity];
   while (size.spare.size() < size.reserved) {
     size.spare.push_back(device_.make_slot(capacity));
@@ -30,6 +31,11 @@ Slot Slots::take(size_t bytes) {
       return slot;
     }
   }
+  if (size.spare.size() > size.reserved) {
+    Slot const slot = size.spare.back();
+    size.spare.pop_back();
+    return slot;
+  }
   return device_.make_slot(capacity);
 }
 
@@ -38,16 +44,32 @@ void Slots::give_back(Slot slot, size_t bytes) {
   sizes_[capacity_for(bytes)].used.push_back(slot);
 }
 
-Slot Slots::take_for_capture(size_t bytes) {
+Slot Slots::take_for_capture(size_t bytes, Stream stream) {
   size_t const capacity = capacity_for(bytes);
-  std::lock_guard const lock(mutex_);
-  Size& size = sizes_[capacity];
-  if (size.spare.empty()) {
-    return device_.make_slot(capacity);
+  Slot slot;
+  {
+    std::lock_guard const lock(mutex_);
+    take_back_returned();
+    std::vector<Slot>& spare = sizes_[capacity].spare;
+    if (spare.empty()) {
+      spare.push_back(device_.make_slot(capacity));
+    }
+    slot = spare.back();
+    spare.pop_back();
   }
-  Slot const slot = size.spare.back();
-  size.spare.pop_back();
+  device_.when_graph_is_gone(stream, [this, slot, capacity] {
+    std::lock_guard const lock(returned_mutex_);
+    returned_.emplace_back(capacity, slot);
+  });
   return slot;
+}
+
+void Slots::take_back_returned() {
+  std::lock_guard const lock(returned_mutex_);
+  for (auto const& [capacity, slot] : returned_) {
+    sizes_[capacity].spare.push_back(slot);
+  }
+  returned_.clear();
 }
 
 void Slots::reserve(size_t bytes, int count) {
@@ -67,39 +89,57 @@ Mirror::Mirror(Slots& slots, Allocate allocate, size_t bytes)
 
 Mirror::~Mirror() { slots_.release(bytes_, kSpares); }
 
-void* Mirror::upload(void const* table, Stream stream) {
+bool Mirror::is_uploaded(void const* table, uint64_t version) const {
+  return version ? version_ == version : !uploaded_.empty() && !std::memcmp(uploaded_.data(), table, bytes_);
+}
+
+void* Mirror::upload(void const* table, Stream stream, uint64_t version) {
   if (bytes_ == 0) {
     return nullptr;
   }
-  if (slots_.device().is_capturing(stream)) {
-    return upload_captured(table, stream);
+  if (uint64_t const capture = slots_.device().capture(stream)) {
+    if (capture_ != capture) {
+      captured_.clear();
+      capture_ = capture;
+    }
+    return upload_captured(table, stream, version);
   }
-  if (!uploaded_.empty() && !std::memcmp(uploaded_.data(), table, bytes_)) {
+  if (buffer_ && stream_ == stream && is_uploaded(table, version)) {
     return buffer_.get();
   }
-  if (!buffer_) {
+  // Not known until the copy is queued.
+  version_ = 0;
+  uploaded_.clear();
+  if (!buffer_ || stream_ != stream) {
+    // Work of another stream may not have read what is there, and what is freed may be used again on its own stream.
+    buffer_.reset();
     buffer_ = allocate_(bytes_);
+    stream_ = stream;
   }
-  uploaded_.clear();  // unknown until the copy is queued
   Slot const slot = slots_.take(bytes_);
   std::memcpy(slot.memory, table, bytes_);
   slots_.device().copy(buffer_.get(), slot.memory, bytes_, stream);
   slots_.device().record(slot.event, stream);
   slots_.give_back(slot, bytes_);
-  auto const* const begin = static_cast<std::byte const*>(table);
-  uploaded_.assign(begin, begin + bytes_);
+  version_ = version;
+  if (!version) {
+    auto const* const begin = static_cast<std::byte const*>(table);
+    uploaded_.assign(begin, begin + bytes_);
+  }
   return buffer_.get();
 }
 
-// The copy is captured again even where the content was captured before: this graph may be replayed first.
-void* Mirror::upload_captured(void const* table, Stream stream) {
-  auto const same = [&](Captured const& c) { return !std::memcmp(c.slot.memory, table, bytes_); };
+// The copy is captured again even where this capture has it: another stream of it may be the first to get there.
+void* Mirror::upload_captured(void const* table, Stream stream, uint64_t version) {
+  auto const same = [&](Captured const& c) {
+    return c.version == version && (version || !std::memcmp(c.slot.memory, table, bytes_));
+  };
   auto found = std::find_if(captured_.begin(), captured_.end(), same);
   if (found == captured_.end()) {
     Buffer buffer = allocate_(bytes_);
-    Slot const slot = slots_.take_for_capture(bytes_);
+    Slot const slot = slots_.take_for_capture(bytes_, stream);
     std::memcpy(slot.memory, table, bytes_);
-    found = captured_.insert(captured_.end(), {slot, std::move(buffer)});
+    found = captured_.insert(captured_.end(), {slot, std::move(buffer), version});
   }
   slots_.device().copy(found->buffer.get(), found->slot.memory, bytes_, stream);
   return found->buffer.get();

@@ -18,13 +18,13 @@
 #include <random>
 #include <vector>
 
+#include "runtime.h"
+
 #define __device__
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __shared__ static
-
-using cudaStream_t = struct CUstream_st*;
 
 struct Dim {
   unsigned x;

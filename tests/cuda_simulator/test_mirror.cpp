@@ -27,12 +27,28 @@ struct Copy {
   void execute() const { std::memcpy(to, from, bytes); }
 };
 
-using Graph = std::vector<Copy>;
+struct Graph {
+  std::vector<Copy> copies;
+  std::vector<std::function<void()>> releases;
+  std::vector<Buffer> memory;  // made in the capture
+
+  size_t size() const { return copies.size(); }
+  void destroy() {
+    for (auto const& release : releases) {
+      release();
+    }
+    releases.clear();
+    memory.clear();
+  }
+};
+
+Buffer allocate(size_t bytes) { return Buffer(new char[bytes](), [](void* p) { delete[] static_cast<char*>(p); }); }
 
 // One stream. Nothing that is queued happens before `synchronize`.
 class FakeDevice final : public Device {
  public:
-  bool is_capturing(Stream) override { return graph_ != nullptr; }
+  uint64_t capture(Stream) override { return graph_ ? captures_ : 0; }
+  void when_graph_is_gone(Stream, std::function<void()> release) override { graph_->releases.push_back(release); }
   Slot make_slot(size_t bytes) override {
     made_in_capture += graph_ != nullptr;
     memory_.push_back(std::make_unique<char[]>(bytes));
@@ -45,7 +61,7 @@ class FakeDevice final : public Device {
       throw std::string("copy");
     }
     ++copies;
-    (graph_ ? *graph_ : queue_).push_back({to, from, bytes});
+    (graph_ ? graph_->copies : queue_).push_back({to, from, bytes});
   }
   void record(Event event, Stream) override {
     EXPECT(!graph_);
@@ -55,6 +71,13 @@ class FakeDevice final : public Device {
   bool is_done(Event event) override {
     EXPECT(!graph_);
     return events_[index(event)];
+  }
+  Buffer allocate(size_t bytes) {
+    Buffer const buffer = amp_engine::cuda::allocate(bytes);
+    if (graph_) {
+      graph_->memory.push_back(buffer);
+    }
+    return buffer;
   }
 
   void synchronize() {
@@ -69,12 +92,13 @@ class FakeDevice final : public Device {
   }
   Graph captured(auto const& body) {
     Graph graph;
+    ++captures_;
     graph_ = &graph;
     body();
     graph_ = nullptr;
     return graph;
   }
-  void replay(Graph const& graph) { queue_.insert(queue_.end(), graph.begin(), graph.end()); }
+  void replay(Graph const& graph) { queue_.insert(queue_.end(), graph.copies.begin(), graph.copies.end()); }
 
   int slots = 0;
   int copies = 0;
@@ -84,21 +108,20 @@ class FakeDevice final : public Device {
  private:
   static size_t index(Event event) { return reinterpret_cast<size_t>(event) - 1; }
 
-  Graph queue_;
+  std::vector<Copy> queue_;
   Graph* graph_ = nullptr;
+  uint64_t captures_ = 0;
   std::vector<std::unique_ptr<char[]>> memory_;
   std::vector<bool> events_;
   std::vector<size_t> recorded_;
 };
-
-Buffer allocate(size_t bytes) { return Buffer(new char[bytes](), [](void* p) { delete[] static_cast<char*>(p); }); }
 
 constexpr size_t kBytes = 6000;
 
 struct Table {
   FakeDevice device;
   Slots slots{device};
-  Mirror mirror{slots, allocate, kBytes};
+  Mirror mirror{slots, [this](size_t bytes) { return device.allocate(bytes); }, kBytes};
   std::string content = std::string(kBytes, 0);
 
   void write(char letter) { content.assign(kBytes, letter); }
@@ -225,11 +248,61 @@ void test_several_contents_in_captures() {
   });
   void* again = nullptr;
   Graph const second = t.device.captured([&] { again = t.upload(); });
-  EXPECT(p[0] != p[1] && p[0] == p[2] && again == p[0] && graph.size() == 3 && second.size() == 1);
+  // The memory of one graph is no other one's, which may live longer.
+  EXPECT(p[0] != p[1] && p[0] == p[2] && again != p[0] && graph.size() == 3 && second.size() == 1);
   t.device.replay(second);
   t.device.replay(graph);
   t.device.synchronize();
-  EXPECT(content(p[0]) == 'a' && content(p[1]) == 'b');
+  EXPECT(content(p[0]) == 'a' && content(p[1]) == 'b' && content(again) == 'a');
+}
+
+// As many as graphs that are alive, however often a step is captured anew.
+void test_slots_of_graphs_are_used_again() {
+  Table t;
+  for (int i = 0; i < 10; ++i) {
+    t.write(char('a' + i));
+    void* eager = t.upload();
+    t.device.synchronize();
+    EXPECT(content(eager) == 'a' + i);
+    void* in_graph[2] = {};
+    Graph graphs[2];
+    for (int k : {0, 1}) {
+      t.write(char('A' + i + k));
+      graphs[k] = t.device.captured([&] { in_graph[k] = t.upload(); });
+    }
+    for (Graph const& graph : graphs) {
+      t.device.replay(graph);
+    }
+    t.device.synchronize();
+    EXPECT(content(in_graph[0]) == 'A' + i && content(in_graph[1]) == 'A' + i + 1);
+    for (Graph& graph : graphs) {
+      graph.destroy();
+    }
+  }
+  EXPECT(t.device.slots == 3);
+}
+
+// Bytes are looked at only where there is no version.
+void test_a_version_stands_for_its_bytes() {
+  Table t;
+  t.write('a');
+  void* const p = t.mirror.upload(t.content.data(), nullptr, 1);
+  t.write('b');
+  EXPECT(t.mirror.upload(t.content.data(), nullptr, 1) == p && t.device.copies == 1);
+  EXPECT(t.mirror.upload(t.content.data(), nullptr, 2) == p && t.device.copies == 2);
+  EXPECT(t.upload() == p && t.device.copies == 3);
+  EXPECT(t.upload() == p && t.device.copies == 3);
+  EXPECT(t.mirror.upload(t.content.data(), nullptr, 2) == p && t.device.copies == 4);
+  void* in_graph[3] = {};
+  Graph const graph = t.device.captured([&] {
+    in_graph[0] = t.mirror.upload(t.content.data(), nullptr, 2);
+    t.write('c');
+    in_graph[1] = t.mirror.upload(t.content.data(), nullptr, 2);
+    in_graph[2] = t.mirror.upload(t.content.data(), nullptr, 3);
+  });
+  t.device.replay(graph);
+  t.device.synchronize();
+  EXPECT(in_graph[0] == in_graph[1] && content(in_graph[0]) == 'b' && content(in_graph[2]) == 'c');
 }
 
 void test_slots_of_a_graph_outlive_the_mirror() {
@@ -281,6 +354,19 @@ void test_a_failed_copy_is_tried_again() {
   void* const p = t.upload();
   t.device.synchronize();
   EXPECT(failed && t.device.copies == 2 && content(p) == 'a');
+
+  auto const upload = [&](uint64_t version) { return t.mirror.upload(t.content.data(), nullptr, version); };
+  upload(1);
+  t.device.fails = true;
+  failed = false;
+  try {
+    upload(2);
+  } catch (std::string const&) {
+    failed = true;
+  }
+  t.device.fails = false;
+  upload(1);
+  EXPECT(failed && t.device.copies == 4);
 }
 
 void test_nothing_to_upload() {
@@ -302,6 +388,8 @@ int main() {
   test_captured_replayed_then_eager();
   test_unchanged_bytes_are_captured_nevertheless();
   test_several_contents_in_captures();
+  test_slots_of_graphs_are_used_again();
+  test_a_version_stands_for_its_bytes();
   test_slots_of_a_graph_outlive_the_mirror();
   test_temporary_mirrors_share_slots();
   test_a_failed_copy_is_tried_again();

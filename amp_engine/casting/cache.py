@@ -236,7 +236,7 @@ def _may_keep(weight: nn.Parameter) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-        and not (weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        and not devices.is_capturing(weight.device)
         and not weight.is_inference()
         and weight.layout is torch.strided
         and functorch_level() is None

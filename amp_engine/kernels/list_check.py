@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_engine.kernels.backend import Backend, Checks, RepeatedCheck, TensorList
+from amp_engine.kernels.backend import Checks, RepeatedCheck, TensorList
 from amp_engine.kernels.choice import backend_for
 
 
@@ -13,7 +13,8 @@ class ListCheck:
     """`check` and `unscale_` over one list in one pass, again and again; on a GPU what did not change stays there."""
 
     def __init__(self) -> None:
-        self._checks: dict[Backend, RepeatedCheck] = {}
+        # By device, since what stays on one of them is of its own tensors: a list may be checked on each in turn.
+        self._checks: dict[torch.device, RepeatedCheck] = {}
 
     def run(
         self,
@@ -47,8 +48,7 @@ class ListCheck:
         self._on(factor.device).multiply_(tensors, factor)
 
     def _on(self, device: torch.device) -> RepeatedCheck:
-        backend = backend_for(device)
-        check = self._checks.get(backend)
+        check = self._checks.get(device)
         if check is None:
-            check = self._checks[backend] = backend.repeated_check()
+            check = self._checks[device] = backend_for(device).repeated_check()
         return check

@@ -203,7 +203,12 @@ bool may_keep(at::Tensor const& weight) {
     return true;
   }
 #ifdef AMP_WITH_CUDA  // a captured graph would take the copy for a constant
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
+  cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(weight.get_device());
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (stream) {  // the default one is never captured
+    C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  }
+  return status == cudaStreamCaptureStatusNone;
 #else
   return false;
 #endif

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
-from amp_engine import Engine
+from amp_engine import Engine, devices
 from amp_engine.casting import FunctionCasts
 from amp_engine.casting.cache import WeightCache
 from amp_engine.casting.calls import Call
@@ -332,6 +332,16 @@ def test_a_trace_casts_the_weight_at_each_run(casts: FunctionCasts) -> None:
     traced = torch.jit.trace(model, X)
     nn.init.constant_(model.weight, 3.0)
     assert traced(X).tolist() == [[9, 9]]
+
+
+def test_whether_a_graph_is_captured_is_asked_of_the_weights_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, weight = WeightCache(), layer().weight
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "is_capturing", lambda device: device == weight.device)
+        assert cache.cast(weight, torch.bfloat16).dtype == torch.bfloat16
+    assert len(cache) == 0
+    cache.cast(weight, torch.bfloat16)
+    assert len(cache) == 1
 
 
 @pytest.mark.cuda

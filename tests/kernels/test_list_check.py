@@ -1,6 +1,7 @@
 """Pass 1 of a step: one object, called again and again."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,6 +66,26 @@ def test_nothing_is_multiplied_of_a_list_that_is_refused():
     with pytest.raises(AmpValueError, match=r"\[1\] is a"):
         kernels.ListCheck().multiply_(tensors, torch.tensor(2.0))
     assert torch.equal(tensors[0], torch.ones(3))
+
+
+def test_each_device_has_a_check_of_its_own(monkeypatch):
+    """What a GPU keeps between calls is of its own tensors, and the list of another one would put it out of date."""
+    made = []
+
+    class RepeatedCheck:
+        def __init__(self):
+            self.devices = []
+            made.append(self)
+
+        def multiply_(self, tensors, factor):
+            self.devices.append(factor.device.type)
+
+    backend = SimpleNamespace(repeated_check=RepeatedCheck)
+    monkeypatch.setattr("amp_engine.kernels.list_check.backend_for", lambda device: backend)
+    list_check = kernels.ListCheck()
+    for device in ("cpu", "meta") * 2:
+        list_check.multiply_([], torch.empty((), device=device))
+    assert [check.devices for check in made] == [["cpu"] * 2, ["meta"] * 2]
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -45,23 +45,22 @@ class CudaDevice final : public Device {
   uint64_t capture(Stream stream) override { return captured(stream).id; }
 
   void when_graph_is_gone(Stream stream, std::function<void()> release) override {
+    cudaGraph_t const graph = captured(stream).graph;
+    auto owned = std::make_unique<std::function<void()>>(std::move(release));
     auto const call = [](void* p) {
       std::unique_ptr<std::function<void()>> const called(static_cast<std::function<void()>*>(p));
       (*called)();
     };
-    auto* const owned = new std::function<void()>(std::move(release));
     cudaUserObject_t object = nullptr;
-    cudaError_t error = cudaUserObjectCreate(&object, owned, call, 1, cudaUserObjectNoDestructorSync);
-    if (error != cudaSuccess) {
-      call(owned);
-      AMP_CUDA_CHECK(error);
-    }
+    AMP_CUDA_CHECK(cudaUserObjectCreate(&object, owned.get(), call, 1, cudaUserObjectNoDestructorSync));
+    std::function<void()>& release_later = *owned.release();
     // The graph takes the reference over, and whatever is instantiated from it has another one.
-    error = cudaGraphRetainUserObject(captured(stream).graph, object, 1, cudaGraphUserObjectMove);
+    cudaError_t const error = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
     if (error != cudaSuccess) {
+      release_later = [] {};
       cudaUserObjectRelease(object, 1);
-      AMP_CUDA_CHECK(error);
     }
+    AMP_CUDA_CHECK(error);
   }
 
   Slot make_slot(size_t bytes) override {

@@ -57,10 +57,16 @@ Slot Slots::take_for_capture(size_t bytes, Stream stream) {
     slot = spare.back();
     spare.pop_back();
   }
-  device_.when_graph_is_gone(stream, [this, slot, capacity] {
+  auto const take_back = [this, slot, capacity] {
     std::lock_guard const lock(returned_mutex_);
     returned_.emplace_back(capacity, slot);
-  });
+  };
+  try {
+    device_.when_graph_is_gone(stream, take_back);
+  } catch (...) {
+    take_back();
+    throw;
+  }
   return slot;
 }
 

@@ -32,7 +32,7 @@ class Device {
   virtual ~Device() = default;
   virtual uint64_t capture(Stream stream) = 0;  // which one the stream is in, of all that ever were; 0: none
   // `release` is called once, by any thread, when the graph of the stream's capture is gone and nothing can run it any
-  // more, or where this throws. It must not call CUDA.
+  // more; never if this throws. It must not call CUDA.
   virtual void when_graph_is_gone(Stream stream, std::function<void()> release) = 0;
   virtual Slot make_slot(size_t bytes) = 0;  // is asked for during a capture too
   virtual void copy(void* to, void const* from, size_t bytes, Stream stream) = 0;  // host to device, asynchronous

@@ -48,7 +48,12 @@ Buffer allocate(size_t bytes) { return Buffer(new char[bytes](), [](void* p) { d
 class FakeDevice final : public Device {
  public:
   uint64_t capture(Stream) override { return graph_ ? captures_ : 0; }
-  void when_graph_is_gone(Stream, std::function<void()> release) override { graph_->releases.push_back(release); }
+  void when_graph_is_gone(Stream, std::function<void()> release) override {
+    if (fails) {
+      throw std::string("when_graph_is_gone");
+    }
+    graph_->releases.push_back(release);
+  }
   Slot make_slot(size_t bytes) override {
     made_in_capture += graph_ != nullptr;
     memory_.push_back(std::make_unique<char[]>(bytes));
@@ -369,6 +374,27 @@ void test_a_failed_copy_is_tried_again() {
   EXPECT(failed && t.device.copies == 4);
 }
 
+void test_a_failed_capture_loses_no_slot() {
+  Table t;
+  t.upload();
+  t.device.synchronize();
+  int const slots = t.device.slots;
+  for (int i = 0; i < 5; ++i) {
+    t.device.fails = true;
+    bool failed = false;
+    t.device.captured([&] {
+      try {
+        t.upload();
+      } catch (std::string const&) {
+        failed = true;
+      }
+    });
+    t.device.fails = false;
+    EXPECT(failed);
+  }
+  EXPECT(t.device.slots == slots);
+}
+
 void test_nothing_to_upload() {
   FakeDevice device;
   Slots slots(device);
@@ -393,6 +419,7 @@ int main() {
   test_slots_of_a_graph_outlive_the_mirror();
   test_temporary_mirrors_share_slots();
   test_a_failed_copy_is_tried_again();
+  test_a_failed_capture_loses_no_slot();
   test_nothing_to_upload();
   return failures != 0;
 }

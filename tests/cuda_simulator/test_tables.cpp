@@ -1,13 +1,14 @@
 // csrc/cuda/tables, mirror and device on a simulated runtime: two devices, several streams, captures.
 #include "cuda/tables.h"
 
+#include <cuda_runtime_api.h>
+
 #include <cstdio>
 #include <cstring>
 #include <string>
 
-#include <cuda_runtime_api.h>
-
 #include "chunking.h"
+#include "cuda/device.h"
 
 namespace amp_engine::cuda {
 namespace {
@@ -290,6 +291,31 @@ void test_what_the_simulator_refuses() {
   EXPECT(is_undefined([&] { simulator::replay(*graph); }));
 }
 
+// No graph keeps what an upload beside a capture, or in one that something ended, has asked for.
+void test_nothing_waits_for_a_graph_that_is_not_there() {
+  cudaStream_t const stream = stream_of_new_device();
+  int released = 0;
+  Device& device = slots(stream->device).device();
+  auto const fails = [&] {
+    try {
+      device.when_graph_is_gone(stream, [&] { ++released; });
+    } catch (std::runtime_error const&) {
+      return true;
+    }
+    return false;
+  };
+  EXPECT(fails() && released == 0);
+  simulator::begin_capture(stream);
+  EXPECT(!fails() && released == 0);
+  simulator::end_capture(stream);
+  EXPECT(released == 1);
+  simulator::begin_capture(stream);
+  stream->graph->is_valid = false;
+  EXPECT(fails());
+  simulator::end_capture(stream);
+  EXPECT(released == 1);
+}
+
 }  // namespace
 }  // namespace amp_engine::cuda
 
@@ -304,5 +330,6 @@ int main() {
   test_nothing_is_uploaded_twice();
   test_scratch_of_lamb_is_as_large_as_its_tensors();
   test_what_the_simulator_refuses();
+  test_nothing_waits_for_a_graph_that_is_not_there();
   return failures != 0;
 }

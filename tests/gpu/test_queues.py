@@ -104,6 +104,29 @@ def test_a_captured_function_reads_tables_that_its_call_left_behind():
     assert_same_bits(y, x / 8)
 
 
+@pytest.mark.parametrize(("kind", "h"), CASES)
+def test_a_captured_step_outlives_its_table(kind, h):
+    """What the table had on the GPU is freed, and others have that memory when the graph is replayed."""
+    on_cpu = problem(kind, (31, 4096, 40000), momentum=kind != "sgd" or h.momentum != 0)
+    ours = on_cpu.on_gpu()
+    inv_scale = torch.tensor(INV_SCALE, device=GPU)
+    table = ours.table()
+    ours.step(table, 0, h, inv_scale=inv_scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step(table, 1, h, inv_scale=inv_scale)
+    del table
+    others = [torch.full((2**k,), 7.0, device=GPU) for k in range(4, 20) for _ in range(20)]
+    for _ in range(2):
+        graph.replay()
+    assert all(other.eq(7.0).all().item() for other in others)
+    table = on_cpu.table()
+    for k in (0, 1, 1):
+        on_cpu.step(table, k, h, inv_scale=torch.tensor(INV_SCALE))
+    assert_same_bits(ours.outcome(), on_cpu.outcome())
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_captured_iteration_trains_like_an_eager_one(level):
     """Captured while the host has not heard yet of the last eager step."""
@@ -228,6 +251,20 @@ def test_each_device_has_tables_of_its_own():
         expected = on_cpu.on_gpu(torch.device("cpu"))
         expected.step(expected.table(), 0, BASE, inv_scale=torch.tensor(INV_SCALE))
         assert_same_bits(ours.outcome(), expected.outcome())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_one_list_is_checked_on_two_devices_in_turn():
+    halves, list_check = [[randn(40000) for _ in range(2)] for _ in range(2)], kernels.ListCheck()
+    for _ in range(3):
+        for i in range(2):
+            device = torch.device("cuda", i)
+            tensors = [on_gpu(half[i], device) if j == i else None for half in halves for j in range(2)]
+            scale, found_inf, norm = (torch.tensor(x, device=device) for x in (2.0, 0.0, 0.0))
+            list_check.run(tensors, None, scale, found_inf, norm)
+            exact = torch.stack([half[i].double().square().sum() for half in halves]).sum().sqrt() / 2
+            torch.testing.assert_close(norm.cpu().double(), exact, rtol=1e-6, atol=0.0)
+            assert found_inf.item() == 0.0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -5,6 +5,7 @@
 #   make test WORKERS=8                 how many test files are run side by side; each takes about a core and 1 GB
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #   make gpu PYTHON=python3             no .venv: that Python's packages as they are, without a network
+#   make gpu COMMIT=$(git rev-parse HEAD) ARGS="--only build,steps"   where there is no .git; some of the stages
 #   AMP_ENGINE_BUILD=none make test     what to compile: none, cpu or cuda (docs/installing.md)
 
 PYTHON ?= python3
@@ -80,24 +81,14 @@ cuda-build:  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on 
 	cd build/$@ && ../../.venv-cuda/bin/python -m amp_engine info
 	cd build/$@ && AMP_ENGINE_BUILD=cuda ../../.venv-cuda/bin/$(PYTEST) --ignore=tests/test_demo.py --ignore=tests/test_examples.py $(ARGS)
 
-# Logs are written as they come: what a killed run has done so far is there. A failing test does not cost the measurements.
-# The limits add up to 570 seconds. That machine's pytest may have plugins that warn, and its tree no .git: COMMIT=... names it.
-GPU_OUT := $(abspath $(or $(OUT),build/gpu))
 ifeq ($(origin PYTHON),command line)
 GPU_PYTHON := $(PYTHON)
 else
 GPU_PYTHON := $(BIN)/python
 gpu: $(INSTALLED)
 endif
-gpu:  ## on a machine with a GPU: compile for it, test, measure; logs and tables to OUT or build/gpu
-	mkdir -p $(GPU_OUT)
-	AMP_ENGINE_BUILD=cuda timeout 200 $(GPU_PYTHON) setup.py build_ext --inplace 2>&1 | tee $(GPU_OUT)/build.log
-	{ nvidia-smi; echo "commit $(or $(COMMIT),$(shell git rev-parse HEAD 2>/dev/null))"; $(GPU_PYTHON) -m amp_engine info; } 2>&1 | tee $(GPU_OUT)/info.log
-	nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_throttle_reasons.active --format=csv 2>&1 | tee $(GPU_OUT)/clocks.log
-	export PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1; failed=0; \
-	timeout 170 $(GPU_PYTHON) -m pytest -W default tests/gpu -m cuda $(ARGS) 2>&1 | tee $(GPU_OUT)/tests.log || failed=1; \
-	timeout 200 $(GPU_PYTHON) -m tests.benchmarks.gpu --out $(GPU_OUT) 2>&1 | tee $(GPU_OUT)/benchmarks.log || failed=1; \
-	exit $$failed
+gpu:  ## on a machine with a GPU: compile, test, measure, in ten minutes; tables to OUT or build/gpu. GPU=simulator: try it out
+	$(GPU_PYTHON) -m tests.gpu_run --out $(or $(OUT),build/gpu) $(if $(filter simulator,$(GPU)),--simulate) $(ARGS)
 
 clean:  ## remove what the commands made
 	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*

@@ -1,0 +1,148 @@
+"""What the machine is, and what its clocks did meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from tests.gpu_run.report import ABOUT, Row, Rows
+
+COLUMNS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # newer and older drivers
+IDLE = 0x1  # of the reasons: no work
+
+
+def output(*command: str, limit: float = 20.0) -> str:
+    """What a program prints, or "" where it cannot run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=limit)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def query(*names: str) -> str:
+    """What nvidia-smi says of the first GPU."""
+    return output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0")
+
+
+def about() -> dict[str, str]:
+    """Date, GPU, driver, torch and commit."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "none"
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": os.environ.get("COMMIT") or output("git", "describe", "--always", "--dirty") or "unknown",
+        "gpu": query("name", "memory.total") or "none",
+        "driver": query("driver_version") or "none",
+        "torch": torch,
+        "python": platform.python_version(),
+    }
+
+
+class Clocks:
+    """Asks for clocks, power and what throttles every second, for the stage that runs; nothing where that is refused.
+
+    The samples are written to `path` as they come.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.stage = ""
+        self._samples: dict[str, list[list[str]]] = {}
+        self._process: subprocess.Popen[str] | None = None
+        names = next(((*COLUMNS, reason) for reason in REASONS if _is_answered(query(reason))), COLUMNS)
+        if not query(*names):
+            return
+        command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0", "-l", "1"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        path.write_text(",".join(("stage", *names)) + "\n")
+        threading.Thread(target=self._read, args=(path,), daemon=True).start()
+
+    def _read(self, path: Path) -> None:
+        assert self._process
+        assert self._process.stdout
+        with path.open("a") as file:
+            for line in self._process.stdout:
+                file.write(f"{self.stage},{line}")
+                file.flush()
+                self._samples.setdefault(self.stage, []).append([part.strip() for part in line.split(",")])
+
+    def close(self) -> None:
+        """Stop asking."""
+        if self._process:
+            self._process.terminate()
+            self._process.wait()
+
+    def rows(self) -> list[Row]:
+        """A row for each stage."""
+        return [summary(stage, list(samples)) for stage, samples in list(self._samples.items()) if stage]
+
+
+def _is_answered(answer: str) -> bool:
+    return answer.startswith("0x")
+
+
+def summary(stage: str, samples: list[list[str]]) -> Row:
+    """Medians of the clocks and the most of the rest, of the samples in which the GPU worked."""
+
+    def numbers(column: int) -> list[float]:
+        found = []
+        for sample in samples:
+            try:
+                found.append(float(sample[column]))
+            except (ValueError, IndexError):
+                continue
+        return found
+
+    utilization = numbers(4)
+    if len(utilization) == len(samples) and any(utilization):
+        samples = [sample for sample, busy in zip(samples, utilization, strict=True) if busy]
+    reasons = 0
+    for sample in samples:
+        if len(sample) > len(COLUMNS) and sample[-1].startswith("0x"):
+            reasons |= int(sample[-1], 16)
+    names = ("SM MHz", "memory MHz", "W", "C")
+    row: Row = {"stage": stage, "samples": len(samples)}
+    for column, (name, of) in enumerate(zip(names, (statistics.median, statistics.median, max, max), strict=True)):
+        values = numbers(column)
+        row[name] = f"{of(values):.0f}" if values else ""
+    return row | {"reasons": hex(reasons & ~IDLE)}
+
+
+def kernels(info: str) -> str:
+    """What `python -m amp_engine info` says of the compiled kernels."""
+    lines = [line.removeprefix("kernels").strip() for line in info.splitlines() if line.startswith("kernels")]
+    return lines[0] if lines else "unknown"
+
+
+def main() -> None:
+    """Write what the machine is as a row, once torch can be asked."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_run.machine", description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=Path)
+    args = parser.parse_args()
+    print(output("nvidia-smi"))
+    import torch
+
+    facts = {"torch": f"{torch.__version__}, CUDA {torch.version.cuda}"}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        facts["gpu"] = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
+        )
+    facts["kernels"] = kernels(output(sys.executable, "-m", "amp_engine", "info", limit=60.0))
+    Rows(args.rows, "machine").write({"stage": "machine", ABOUT: facts})
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What the measuring stages share: arguments, time left, cases one of which may fail, memory given back in between."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.gpu_run.report import Rows
+
+RESERVE = 6.0  # seconds before the limit at which no case is begun any more
+
+
+@dataclass
+class Task:
+    """What a stage was asked for.
+
+    Attributes:
+        rows: where results go.
+        device: "cuda", or "cpu" to try the stage out.
+        tiny: sizes that only show that it works.
+        end: time.monotonic() at which the stage should be done.
+    """
+
+    rows: Rows
+    device: torch.device
+    tiny: bool
+    end: float
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.end - time.monotonic()
+
+    def run(self, cases: Iterable[tuple[str, float, Callable[[], None]]]) -> None:
+        """Run cases, each a name, the seconds that it needs at most, and a function.
+
+        Those that there is no time for are named in the rows. Raises SystemExit if a case failed.
+        """
+        done, failed, omitted = 0, [], []
+        for name, needs, function in cases:
+            if self.left() < needs:
+                omitted.append(name)
+                continue
+            try:
+                function()
+                done += 1
+            except Exception as error:
+                traceback.print_exc()
+                failed.append(name)
+                self.rows.add(name, "failed", why=f"{type(error).__name__}: {error}"[:300])
+            self.give_back()
+        if omitted:
+            self.rows.add("no time for", ", ".join(omitted))
+        print(f"{done} cases, {len(omitted)} without time, failed: {', '.join(failed) or 'none'}")
+        if failed:
+            raise SystemExit(1)
+
+    def give_back(self) -> None:
+        """Free what the last case held."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+def task(module: str, description: str | None) -> Task:
+    """The task of a stage's command line."""
+    name = module.rpartition(".")[2]
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(description or "").splitlines()[0])
+    parser.add_argument("--rows", type=Path, help="file that a line of JSON is appended to for each result")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it works")
+    parser.add_argument("--seconds", type=float, default=float(os.environ.get("GPU_RUN_SECONDS", "600")))
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU")
+    if args.tiny:
+        torch.set_num_threads(1)
+    end = time.monotonic() + args.seconds - RESERVE
+    return Task(Rows(args.rows, name), torch.device(args.device), args.tiny, end)

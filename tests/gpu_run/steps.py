@@ -1,0 +1,403 @@
+"""The optimizer step on a GPU against a copy's bandwidth and against what people leave apex for.
+
+Ours is what a user calls: the exit of `scale_loss` (inf check, norm), `amp.clip_grad_norm_`, `optimizer.step()` with
+the model's weights written back, `zero_grad()`. The peers do the same work with FP32 parameters: autocast's casts of
+weights and gradients, GradScaler's `unscale_`, torch's `clip_grad_norm_`, the step. The backward itself is left out of
+all of them: gradients are handed over as it would. Without clipping and casts a peer does less than we do. Bytes a
+parameter are those that the work must move: docs/design/stepping.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import Engine, kernels
+from amp_engine.kernels import Formula
+from amp_engine.kernels.formulas import Adam, Lamb, Sgd
+from amp_engine.optimizers import FusedLAMB, FusedSGD
+from tests.gpu_run.program import Task, task
+from tests.gpu_run.timing import Contestant, Race, Run
+
+LEARNING_RATE = 1e-5
+HALF_OF_LEVEL = {"O1": torch.float16, "O2": torch.float16, "O5": torch.bfloat16}
+CHECK, CHECK_FLOAT = 2.0, 4.0  # bytes a parameter
+UNSCALE_HALF, UNSCALE_FLOAT = 4.0, 8.0
+UPDATE = {"adam": 28.0, "sgd": 20.0, "lamb": 40.0}  # from half gradients, with momentum, half weights written back
+UPDATE_FLOAT = 28.0  # Adam of FP32 gradients and parameters
+PEER = 60.0  # casts 6 + 6, unscale_ 8, clip 4 + 8, AdamW 28
+STATES = {"adam": 2, "sgd": 1, "lamb": 2}
+FORMULAS: dict[str, Callable[[], Formula]] = {
+    "adam": lambda: Adam(lr=LEARNING_RATE, weight_decay=0.01, decoupled=True),
+    "sgd": lambda: Sgd(lr=LEARNING_RATE, weight_decay=0.01, momentum=0.9),
+    "lamb": lambda: Lamb(lr=LEARNING_RATE, weight_decay=0.01, decoupled=True, max_grad_norm=1.0),
+}
+FIVE_STREAMS = """template <typename T> void f(T a, T b, T c, T d, T e, T& v, T& w, T& x, T& y, T& z) {
+  v = a + b; w = b + c; x = c + d; y = d + e; z = e + a;
+}"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`count` tensors of `numel` elements."""
+
+    count: int
+    numel: int
+    device: torch.device
+
+    @property
+    def total(self) -> int:
+        """Elements."""
+        return self.count * self.numel
+
+    def __str__(self) -> str:
+        millions = self.total / 1e6
+        return f"{millions:,.0f}M in {self.count:,}" if millions >= 1 else f"{self.total:,} in {self.count:,}"
+
+    def random(self, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+        """Random data: zeros are quicker to move and slower to take roots of."""
+        return [self.empty(dtype, offset).normal_() for _ in range(self.count)]
+
+    def empty(self, dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """One tensor, `offset` elements behind an aligned address."""
+        return torch.empty(self.numel + offset, dtype=dtype, device=self.device)[offset:]
+
+
+class Tensors(nn.Module):
+    """Parameters of one shape, without a forward."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(w.mul_(0.02) for w in shape.random(torch.float32))
+
+
+class Kernels:
+    """The kernels of a step without the engine around them: FP32 masters, half parameters.
+
+    Args:
+        kind: a key of FORMULAS.
+        dtype: of gradients and parameters; float32: no copy is written.
+        offset: of gradients and parameters, in elements behind an aligned address.
+        master_offset: of masters and state.
+    """
+
+    def __init__(self, shape: Shape, kind: str, dtype: torch.dtype, offset: int = 0, master_offset: int = 0) -> None:
+        device = shape.device
+        self.gradients = shape.random(dtype, offset)
+        weights = shape.random(torch.float32, master_offset)
+        none = [None] * shape.count
+        states = [[shape.empty(torch.float32, master_offset).zero_() for _ in weights] for _ in range(STATES[kind])]
+        copies = none if dtype == torch.float32 else [shape.empty(dtype, offset) for _ in weights]
+        steps = torch.zeros(shape.count, device=device)
+        state2 = states[1] if len(states) > 1 else none
+        self._table = kernels.StepTable(kind, weights, copies, states[0], state2, [0] * shape.count, steps)
+        self._scaled, self._hyperparameters = [True] * shape.count, [FORMULAS[kind]()]
+        self._scale, self._inv_scale = torch.full((), 2.0**16, device=device), torch.full((), 2.0**-16, device=device)
+        self._growth = torch.zeros((), dtype=torch.int32, device=device)
+        self.found_inf, self._norm = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._listed = kernels.ListCheck()
+        self._checks = self._listed.run(self.gradients, None, self._scale, self.found_inf, self._norm)
+        self._unscaling, self._one = kernels.ListCheck(), torch.ones((), device=device)
+
+    def check(self) -> None:
+        """Pass 1."""
+        self._checks = self._listed.run(self.gradients, None, self._scale, self.found_inf, self._norm)
+
+    def unscale(self) -> None:
+        """Pass 1 at O1: the gradients are unscaled in place, here by 1, again and again."""
+        self._unscaling.run(self.gradients, self.gradients, self._one, self.found_inf, self._norm)
+
+    def step(self) -> None:
+        """Pass 2."""
+        keywords = {"inv_scale": self._inv_scale, "found_inf": self.found_inf, "norm": self._norm}
+        self._table.step(
+            self.gradients, self._scaled, self._hyperparameters, **keywords, max_norm=1.0, checks=self._checks
+        )
+
+    def all(self) -> None:
+        """Both passes and the scale between them."""
+        self.check()
+        kernels.update_scale_(
+            self._scale,
+            self._growth,
+            self.found_inf,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=2000,
+            min_scale=2.0**-24,
+            max_scale=2.0**24,
+        )
+        self.step()
+
+
+def replayed(run: Run) -> Run:
+    """`run` captured in a CUDA graph."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def adamw(params: Iterator[nn.Parameter]) -> Optimizer:
+    """What is stepped unless a case says otherwise."""
+    return torch.optim.AdamW(params, lr=LEARNING_RATE)
+
+
+def ours(
+    stack: ExitStack,
+    shape: Shape,
+    level: str,
+    gradients: list[Tensor],
+    optimizer_of: Callable[[Iterator[nn.Parameter]], Optimizer] = adamw,
+    zeroed: bool = True,
+) -> Run:
+    """One step at `level` from the end of the backward on, until `stack` is closed.
+
+    O1 unscales in place, the same gradients again and again: there the scale is 1.
+    """
+    model = Tensors(shape)
+    optimizer = optimizer_of(model.parameters())
+    engine = stack.enter_context(Engine())
+    scale = {"max_loss_scale": 1.0} if level == "O1" else {}
+    engine.initialize(model, optimizer, opt_level=level, verbosity=0, **scale)
+    params = list(model.parameters())
+    loss = torch.zeros((), device=shape.device)
+
+    def step() -> None:
+        with engine.scale_loss(loss, optimizer):
+            for p, g in zip(params, gradients, strict=True):
+                p.grad = g
+        engine.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        if zeroed:
+            optimizer.zero_grad()
+
+    return step
+
+
+def peer(
+    shape: Shape,
+    gradients: list[Tensor],
+    *,
+    foreach: bool = False,
+    sgd: bool = False,
+    casts: bool = True,
+    clip: bool = True,
+) -> Run:
+    """GradScaler, where float16 needs it, and torch's own optimizers on FP32 parameters."""
+    params = list(Tensors(shape).parameters())
+    which = {"foreach": True} if foreach else {"fused": True}
+    optimizer: Optimizer
+    if sgd:
+        optimizer = torch.optim.SGD(params, lr=LEARNING_RATE, momentum=0.9, **which)
+    else:
+        optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE, **which)
+    half = gradients[0].dtype
+    scaler = torch.amp.GradScaler(shape.device.type, init_scale=1.0, enabled=half != torch.bfloat16)
+    scaler.scale(torch.zeros((), device=shape.device))  # makes its state; 1, for gradients are used again and again
+    floats = [] if casts else [g.to(torch.float32) for g in gradients]
+
+    def step() -> None:
+        if casts:
+            for p in params:
+                p.detach().to(half)  # autocast's cast of a weight, once an iteration
+            for p, g in zip(params, gradients, strict=True):
+                p.grad = g.to(torch.float32)  # and its backward
+        else:
+            for p, g in zip(params, floats, strict=True):
+                p.grad = g
+        scaler.unscale_(optimizer)
+        if clip:
+            nn.utils.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+class Cases:
+    """Everything that is measured, most valuable first."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._race = task, Race(task)
+        self._cuda = task.device.type == "cuda"
+        self._largest = 1_000_000_000
+        if self._cuda:  # four contestants of up to 24 bytes a parameter, and what they make meanwhile
+            free = torch.cuda.mem_get_info()[0]
+            self._largest = min(self._largest, int(free / 120) // 1_000_000 * 1_000_000)
+
+    def shape(self, count: int, total: int) -> Shape:
+        """Parameters that fit the device."""
+        total = min(total, self._largest)
+        if self._task.tiny:
+            count, total = min(count, 3), 3_000
+        return Shape(count, max(1, total // count), self._task.device)
+
+    def list(self) -> Iterator[tuple[str, float, Callable[[], None]]]:
+        """Names, seconds that they need, and functions."""
+        billion = self._largest
+        yield "kernels, float16", 8, lambda: self.kernels("adam", torch.float16)
+        yield "AdamW, O2", 10, lambda: self.adamw(self.shape(300, billion))
+        yield "AdamW, O2, many tensors", 15, lambda: self.adamw(self.shape(10_000, 10_000_000))
+        yield "AdamW, O2, 10M", 6, lambda: self.adamw(self.shape(300, 10_000_000))
+        yield "AdamW, O5", 8, self.bfloat16
+        yield "SGD, O2", 8, self.sgd
+        yield "LAMB, O2", 6, self.lamb
+        yield "AdamW, O1", 8, self.unscaled
+        yield "kernels, bfloat16", 5, lambda: self.kernels("adam", torch.bfloat16)
+        yield "kernels, float32", 5, lambda: self.kernels("adam", torch.float32)
+        yield "kernels, SGD", 5, lambda: self.kernels("sgd", torch.float16)
+        yield "kernels, LAMB", 5, lambda: self.kernels("lamb", torch.float16)
+        yield "kernels, half views not aligned", 5, lambda: self.kernels("adam", torch.float16, offset=1)
+        yield "kernels, masters not aligned", 5, lambda: self.kernels("adam", torch.float16, master_offset=1)
+        yield "AdamW, O2, 100M", 6, lambda: self.adamw(self.shape(300, 100_000_000))
+        yield "AdamW, O2, one tensor", 8, lambda: self.adamw(self.shape(1, billion))
+        yield "ceilings", 8, self.ceilings
+        # Last: a capture that fails may leave the device unusable.
+        yield "kernels as a graph", 5, self.kernels_as_a_graph
+        yield "whole step as a graph", 6, self.step_as_a_graph
+
+    def kernels(self, kind: str, dtype: torch.dtype, offset: int = 0, master_offset: int = 0) -> None:
+        """Check, update, both, and the update that skips."""
+        shape = self.shape(300, self._largest)
+        bare = Kernels(shape, kind, dtype, offset, master_offset)
+        half = dtype != torch.float32
+        check = (CHECK if half else CHECK_FLOAT) * shape.total
+        update = (UPDATE[kind] if half else UPDATE_FLOAT) * shape.total
+        counted = (kind, dtype, offset, master_offset) == ("adam", torch.float16, 0, 0)
+        contestants = [
+            Contestant("check", bare.check, check, counted=counted),
+            Contestant("update", bare.step, update, counted=counted),
+            Contestant("unscale in place", bare.unscale, (UNSCALE_HALF if half else UNSCALE_FLOAT) * shape.total),
+            Contestant("check, scale, update", bare.all, check + update, counted=counted),
+        ]
+        what = f"{kind}, {str(dtype).removeprefix('torch.')}"
+        what += f", halves {offset} off" * (offset > 0) + f", masters {master_offset} off" * (master_offset > 0)
+        case = f"kernels, {what}, {shape}"
+        self._race.run(case, contestants, 1.5)
+        bare.found_inf.fill_(1.0)
+        self._race.run(f"{case}, overflow", [Contestant("update, skipped", bare.step)], 0.5)
+
+    def adamw(self, shape: Shape) -> None:
+        """Ours at O2 against torch's, fused and foreach."""
+        gradients = shape.random(torch.float16)
+        with ExitStack() as stack:
+            step = ours(stack, shape, "O2", gradients)
+            contestants = [
+                Contestant("ours", step, (CHECK + UPDATE["adam"]) * shape.total, counted=True),
+                Contestant(
+                    "GradScaler, casts, clip, AdamW(fused)",
+                    peer(shape, gradients),
+                    PEER * shape.total,
+                    peer=True,
+                    counted=shape.count <= 300,
+                ),
+                Contestant("GradScaler, AdamW(fused) alone", peer(shape, gradients, casts=False, clip=False)),
+            ]
+            if shape.count <= 300:
+                foreach = peer(shape, gradients, foreach=True)
+                contestants.append(Contestant("GradScaler, casts, clip, AdamW(foreach)", foreach, counted=True))
+            self._race.run(f"AdamW, O2, {shape}", contestants, 4.0)
+
+    def bfloat16(self) -> None:
+        """At O5 the peer needs no scaler."""
+        shape = self.shape(300, self._largest)
+        gradients = shape.random(torch.bfloat16)
+        with ExitStack() as stack:
+            contestants = [
+                Contestant("ours", ours(stack, shape, "O5", gradients), (CHECK + UPDATE["adam"]) * shape.total),
+                Contestant("casts, clip, AdamW(fused)", peer(shape, gradients), peer=True, counted=True),
+            ]
+            self._race.run(f"AdamW, O5, {shape}", contestants, 2.5)
+
+    def sgd(self) -> None:
+        """FusedSGD against torch's."""
+        shape = self.shape(300, self._largest)
+        gradients = shape.random(torch.float16)
+        with ExitStack() as stack:
+            step = ours(stack, shape, "O2", gradients, lambda params: FusedSGD(params, lr=LEARNING_RATE, momentum=0.9))
+            contestants = [
+                Contestant("ours: FusedSGD", step, (CHECK + UPDATE["sgd"]) * shape.total, counted=True),
+                Contestant("GradScaler, casts, clip, SGD(fused)", peer(shape, gradients, sgd=True), peer=True),
+            ]
+            self._race.run(f"SGD, O2, {shape}", contestants, 2.5)
+
+    def lamb(self) -> None:
+        """FusedLAMB has no peer in torch."""
+        shape = self.shape(300, self._largest)
+        gradients = shape.random(torch.float16)
+        with ExitStack() as stack:
+            step = ours(stack, shape, "O2", gradients, lambda params: FusedLAMB(params, lr=LEARNING_RATE))
+            contestants = [Contestant("ours: FusedLAMB", step, (CHECK + UPDATE["lamb"]) * shape.total, counted=True)]
+            self._race.run(f"LAMB, O2, {shape}", contestants, 2.0)
+
+    def unscaled(self) -> None:
+        """O1: FP32 gradients, unscaled in place."""
+        shape = self.shape(300, self._largest)
+        gradients = shape.random(torch.float32)
+        bytes_of_step = (UNSCALE_FLOAT + UPDATE_FLOAT) * shape.total
+        with ExitStack() as stack:
+            contestants = [
+                Contestant("ours", ours(stack, shape, "O1", gradients), bytes_of_step, counted=True),
+                Contestant(
+                    "GradScaler, clip, AdamW(fused)", peer(shape, gradients, casts=False), peer=True, counted=True
+                ),
+            ]
+            self._race.run(f"AdamW, O1, {shape}", contestants, 2.5)
+
+    def kernels_as_a_graph(self) -> None:
+        """Both passes captured."""
+        shape = self.shape(300, self._largest)
+        bare = Kernels(shape, "adam", torch.float16)
+        self.graph(f"kernels, adam, float16, as a graph, {shape}", bare.all, shape)
+
+    def step_as_a_graph(self) -> None:
+        """The whole engine step captured."""
+        shape = self.shape(300, 100_000_000)
+        gradients = shape.random(torch.float16)
+        with ExitStack() as stack:
+            step = ours(stack, shape, "O2", gradients, zeroed=False)
+            self.graph(f"AdamW, O2, as a graph, {shape}", step, shape)
+
+    def graph(self, case: str, run: Run, shape: Shape) -> None:
+        """Measure what is captured. A refusal is a result."""
+        try:
+            again = replayed(run) if self._cuda else run
+        except Exception as error:
+            self._task.rows.add(case, "capture refused", why=f"{type(error).__name__}: {error}"[:300])
+            return
+        self._race.run(case, [Contestant("ours, replayed", again, (CHECK + UPDATE["adam"]) * shape.total)], 1.0)
+
+    def ceilings(self) -> None:
+        """What else the device does at best."""
+        n = 1_000 if self._task.tiny else self._largest
+        x = torch.randn(n, device=self._task.device)
+        contestants = [Contestant("read", lambda: x.sum(), 4.0 * n)]
+        if self._cuda:
+            function = torch.cuda.jiterator._create_multi_output_jit_fn(FIVE_STREAMS, num_outputs=5)
+            streams = [torch.randn(n, device=self._task.device) for _ in range(5)]
+            contestants.append(Contestant("read 5 streams, write 5", lambda: function(*streams), 40.0 * n))
+        self._race.run("ceilings", contestants, 1.0)
+
+
+def main() -> None:
+    """Measure as much as there is time for."""
+    asked = task("tests.gpu_run.steps", __doc__)
+    native = kernels.has_native(asked.device)
+    print(f"compiled kernels for {asked.device.type}: {native}")
+    if not native:
+        asked.rows.add("compiled kernels", "none: what follows measures plain PyTorch")
+    asked.run(Cases(asked).list())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""`make gpu` where there is no GPU: every stage runs whatever became of the others, and the report says all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu_run import counters, sanitizers, variants
+from tests.gpu_run.__main__ import stages
+from tests.gpu_run.machine import summary
+from tests.gpu_run.program import Task
+from tests.gpu_run.report import Rows, read_rows, write_report
+from tests.gpu_run.stages import FAILED, OK, OVERRAN, Outcome, Stage, run_all
+from tests.gpu_run.timing import CYCLES, SHORTEST, Clock
+from tests.gpu_run.training import timed
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def run(given: list[Stage], folder: Path) -> list[Outcome]:
+    return list(run_all(given, folder / "log", {}, lambda stage: None))
+
+
+def tool(folder: Path, name: str, script: str) -> None:
+    """A program `name` on the PATH that `folder` is put on."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_gpu_goes_through_all_stages_and_reports_those_that_went_wrong(tmp_path):
+    command = ["make", "gpu", "GPU=simulator", f"PYTHON={sys.executable}", f"OUT={tmp_path}", "COMMIT=abc"]
+    done = subprocess.run(
+        [*command, "ARGS=--fail build --overrun variants"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0, done.stdout
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    outcomes = {stage["stage"]: stage["outcome"] for stage in report["stages"]}
+    expected = {stage.name: OK for stage in stages(tmp_path, simulated=False)} | {"build": FAILED, "variants": OVERRAN}
+    assert outcomes == expected, done.stdout[-5000:]
+    assert list(outcomes) == list(expected)
+    assert report["about"]["commit"] == "abc"
+    assert report["about"]["torch"].startswith(torch.__version__)
+    assert {row["stage"] for row in report["rows"]} >= {"steps", "training", "sanitizers", "counters"}
+    assert not [row for row in report["rows"] if row["what"] == "failed"]
+    levels = {row["what"] for row in report["rows"] if row["stage"] == "training"}
+    assert levels >= {"O0", "O1", "O2", "O3", "O4", "O5", "FP32", "TF32", "autocast bfloat16", "autocast float16"}
+    steps = [row for row in report["rows"] if row["stage"] == "steps"]
+    assert {"ms", "host_ms", "of_copy", "kept_full", "ratio"} <= {name for row in steps for name in row}
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| build | failed |" in text
+    assert "told to fail" in text
+    assert "| variants | overran |" in text
+    for line in text.splitlines():
+        if line.startswith("|") and set(line) <= set("|-"):
+            width = line.count("|")
+        elif line.startswith("| ") and "---" not in line:
+            assert line.endswith(" |")
+    assert width
+    log = (tmp_path / "gpu.log").read_text()
+    assert all(f"=== {name}: " in log for name in expected)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) <= 8  # as many come back from such a machine
+
+
+def test_all_limits_together_leave_room_in_ten_minutes(tmp_path):
+    for simulated in (False, True):
+        assert sum(stage.limit for stage in stages(tmp_path, simulated)) <= 570
+
+
+def test_a_stage_that_overruns_is_ended_with_what_it_started_and_the_rest_goes_on(tmp_path):
+    nested = python("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
+    start = time.monotonic()
+    outcomes = run(
+        [
+            Stage("long", nested, 2.0),
+            Stage("failing", python("print('a'); raise SystemExit('why')"), 30.0),
+            Stage("absent", ["/there/is/no/such/program"], 30.0),
+            Stage("killed", python("import os; os.kill(os.getpid(), 9)"), 30.0),
+            Stage("last", python("print('fine')"), 30.0),
+        ],
+        tmp_path,
+    )
+    assert [o.outcome for o in outcomes] == [OVERRAN, FAILED, FAILED, FAILED, OK]
+    assert time.monotonic() - start < 55  # nobody waited for the child's 60 s
+    assert "why" in outcomes[1].tail
+    assert outcomes[-1].note == "fine"
+    log = (tmp_path / "log").read_text()
+    assert "=== last: ok" in log
+
+
+def test_a_stage_that_does_not_listen_is_killed(tmp_path):
+    deaf = python("import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)")
+    (outcome,) = run([Stage("deaf", deaf, 2.0)], tmp_path)
+    assert outcome.outcome == OVERRAN
+    assert outcome.seconds < 55
+
+
+def test_time_that_is_left_goes_to_the_stages_that_take_it(tmp_path):
+    outcomes = run(
+        [
+            Stage("quick", python(""), 100.0),
+            Stage("fixed", python(""), 50.0),
+            Stage("elastic", python("import os; print(os.environ['GPU_RUN_SECONDS'])"), 50.0, takes_the_rest=True),
+        ],
+        tmp_path,
+    )
+    assert [o.limit for o in outcomes[:2]] == [100.0, 50.0]
+    assert 50.0 < outcomes[2].limit < 200.0
+    assert float(outcomes[2].note) == pytest.approx(outcomes[2].limit, abs=0.1)
+
+
+def test_a_report_holds_the_rows_of_a_stage_that_was_cut_short(tmp_path):
+    rows = Rows(tmp_path / "rows.jsonl", "steps")
+    rows.add("a | b", "ours", ms=1.23456, of_copy=0.5, missing=None)
+    rows.write({"stage": "machine", "about": {"gpu": "a GPU"}})
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"stage": "steps", "ca')
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 2
+    write_report(tmp_path, {"gpu": "none", "commit": "abc"}, [Outcome("steps", OVERRAN, 9.0, 8.0, "x", ["y"])], [])
+    text = (tmp_path / "gpu.md").read_text()
+    assert "* gpu: a GPU" in text
+    assert "| a \\| b | ours | 1.235 | 50% |" in text
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"][0]["ms"] == 1.23456
+
+
+def test_a_case_that_fails_costs_no_other_and_one_without_time_is_named(tmp_path):
+    done = []
+    task = Task(Rows(tmp_path / "rows", "steps"), torch.device("cpu"), tiny=True, end=time.monotonic() + 100)
+
+    def fails():
+        raise ValueError("no such kernel")
+
+    with pytest.raises(SystemExit):
+        task.run([("bad", 0, fails), ("long", 1000, fails), ("good", 0, lambda: done.append("good"))])
+    assert done == ["good"]
+    said = [(row["case"], row["what"], row.get("why")) for row in read_rows(tmp_path / "rows")]
+    assert said == [("bad", "failed", "ValueError: no such kernel"), ("no time for", "long", None)]
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "expected"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0, ("no errors", False)),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, ("no errors", False)),
+        ("========= Invalid __global__ read\n========= ERROR SUMMARY: 3 errors", 0, ("3 errors", True)),
+        ("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)", 0, ("1 errors", True)),
+        ("========= Error: Device not supported.", 1, ("refused", False)),
+        ("adam", None, ("no verdict in time", True)),
+        ("========= ERROR SUMMARY: 0 errors", 1, ("the program failed with status 1", True)),
+    ],
+)
+def test_what_a_sanitizer_says(output, code, expected):
+    assert sanitizers.verdict(output, code) == expected
+
+
+def test_sanitizers_run_side_by_side(tmp_path):
+    tool(tmp_path, "compute-sanitizer", 'echo "tool $2"; echo "========= ERROR SUMMARY: 0 errors"')
+    rows = tmp_path / "rows"
+    subprocess.run(
+        [sys.executable, "-m", "tests.gpu_run.sanitizers", "--rows", str(rows)],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=True,
+    )
+    assert [(row["what"], row["found"]) for row in read_rows(rows)] == [
+        (name, "no errors") for name in sanitizers.TOOLS
+    ]
+
+
+WIDE = """==PROF== Connected to process 1
+"ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum"
+"","","","byte","byte","ns"
+"0","1","void amp_engine::cuda::<unnamed>::update<amp_engine::Adam>(int)","896,000,000","896000000","4e5"
+"1","1","tiny(int)","32","0","2000"
+"""
+LONG = """"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","void (anonymous namespace)::update<amp_engine::Adam>(int)","dram__bytes_read.sum","byte","896000000"
+"0","void (anonymous namespace)::update<amp_engine::Adam>(int)","gpu__time_duration.sum","ns","n/a"
+"""
+
+
+def test_counters_are_read_from_both_layouts():
+    (name, metrics), (tiny, _) = counters.parsed(WIDE)
+    assert counters.short(name) == "update<Adam>"
+    assert counters.short(tiny) == "tiny"
+    assert dict(counters.numbers(metrics, counters.NUMEL)) == {
+        "us": 400.0,
+        "DRAM read, B/parameter": 14.0,
+        "DRAM written, B/parameter": 14.0,
+    }
+    ((name, metrics),) = counters.parsed(LONG)
+    assert counters.short(name) == "update<Adam>"
+    assert metrics == {"dram__bytes_read.sum": 896000000.0}
+    sectors = {
+        f"l1tex__t_{what}_pipe_lsu_mem_global_op_ld.sum": n for what, n in (("sectors", 32.0), ("requests", 2.0))
+    }
+    assert dict(counters.numbers(sectors, 1)) == {"sectors a load": 16.0}
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_counters_are_measured_or_their_refusal_is_a_row(tmp_path, refuses):
+    (tmp_path / "csv").write_text(WIDE)
+    script = 'while [ "$1" != --log-file ]; do shift; done; '
+    script += 'echo "==ERROR== no permission" >"$2"; exit 1' if refuses else f'cp {tmp_path}/csv "$2"'
+    tool(tmp_path, "ncu", script)
+    rows = tmp_path / "rows"
+    subprocess.run(
+        [sys.executable, "-m", "tests.gpu_run.counters", "--rows", str(rows)],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=True,
+    )
+    found = read_rows(rows)
+    if refuses:
+        assert [row["why"] for row in found] == ["==ERROR== no permission"] * 2
+    else:
+        assert [row["what"] for row in found] == ["0: update<Adam>"]  # and not the tiny one
+
+
+def test_lines_of_the_variants_become_rows(tmp_path):
+    printed = 'something else\n{"what": "quads, default, 3 blocks, chunks of 32 K", "ms": 1.5, "of_copy": 0.9}\n'
+    assert variants.add_rows(Rows(tmp_path / "rows", "variants"), printed) == 1
+    (row,) = read_rows(tmp_path / "rows")
+    assert (row["what"], row["ms"]) == ("quads, default, 3 blocks, chunks of 32 K", 1.5)
+
+
+def test_clocks_are_those_under_load():
+    samples = [
+        ["345", "3201", "80.0", "30", "0", "0x0000000000000001"],
+        ["1980", "3201", "650.5", "55", "99", "0x0000000000000004"],
+        ["1755", "3201", "[N/A]", "57", "100", "0x0000000000000000"],
+        ["1980", "3201", "640.0", "56", "100", "0x0000000000000000"],
+    ]
+    expected = {"stage": "steps", "samples": 3, "SM MHz": "1980", "memory MHz": "3201", "W": "650", "C": "57"}
+    assert summary("steps", samples) == {**expected, "reasons": "0x4"}
+    assert summary("steps", [["", "x"]])["SM MHz"] == ""
+
+
+class FakeQueue:
+    """What torch.cuda has of clocks, for a device that does what it is given at once, but waits while it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ms, self.queued_by_host, self.waits = 0.0, True, []
+        queue = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = queue.ms
+
+            def query(self):
+                return not queue.queued_by_host
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.waits.append(cycles))
+
+    def work(self) -> torch.Tensor:
+        self.ms += 3.0
+        return torch.zeros(())
+
+
+def test_the_time_of_the_device_is_that_between_the_events(monkeypatch):
+    queue = FakeQueue(monkeypatch)
+    clock = Clock(torch.device("cuda"))
+    assert clock.on_device(queue.work, wait=0.01) == (3.0, True)
+    queue.queued_by_host = False
+    assert clock.on_device(queue.work, wait=1e-9) == (3.0, False)
+    assert queue.waits == [int(0.01 * CYCLES), int(SHORTEST * CYCLES)]
+    assert clock.host(queue.work) > 0
+    assert clock.back_to_back(queue.work) > 0
+    times, _ = timed(queue.work, cuda=True, count=4)
+    assert times == [3.0] * 4

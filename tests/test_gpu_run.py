@@ -30,7 +30,7 @@ def python(code: str) -> list[str]:
 
 
 def run(given: list[Stage], folder: Path) -> list[Outcome]:
-    return list(run_all(given, folder / "log", {}, lambda stage: None))
+    return list(run_all(given, folder / "log", {}, lambda stage: None, time.monotonic()))
 
 
 def tool(folder: Path, name: str, script: str) -> None:
@@ -149,6 +149,24 @@ def test_a_case_that_fails_costs_no_other_and_one_without_time_is_named(tmp_path
     assert done == ["good"]
     said = [(row["case"], row["what"], row.get("why")) for row in read_rows(tmp_path / "rows")]
     assert said == [("bad", "failed", "ValueError: no such kernel"), ("no time for", "long", None)]
+
+
+def test_an_error_that_the_device_does_not_recover_from_costs_one_process(tmp_path):
+    program = tmp_path / "stage.py"
+    program.write_text(
+        "from tests.gpu_run.program import task\n"
+        "asked = task('stage', 'A stage.')\n"
+        "def lost():\n"
+        "    def give_back(): raise RuntimeError('illegal address')\n"
+        "    asked.give_back = give_back\n"
+        "asked.run([('lost', 0, lost), ('next', 0, lambda: asked.rows.add('next', 'ran'))])\n"
+    )
+    command = [sys.executable, "-m", "stage", "--device", "cpu", "--rows", str(tmp_path / "rows")]
+    paths = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(command, env=paths, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "illegal address" in done.stderr
+    assert [row["what"] for row in read_rows(tmp_path / "rows")] == ["ran"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,13 +42,13 @@ def stages(rows: Path, simulated: bool) -> list[Stage]:
         tiny = ["--device", "cpu", "--tiny"]
     return [
         Stage("build", build, 150, {"AMP_ENGINE_BUILD": "cuda"}),
-        Stage("machine", module("machine"), 15),
-        Stage("tests", tests, 115, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}),
-        Stage("steps", module("steps") + tiny, 100, takes_the_rest=True),
-        Stage("training", module("training") + tiny, 95, takes_the_rest=True),
-        Stage("sanitizers", module("sanitizers") + tiny, 45),
+        Stage("machine", module("machine"), 25),
+        Stage("tests", tests, 110, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}),
+        Stage("steps", module("steps") + tiny, 95, takes_the_rest=True),
+        Stage("training", module("training") + tiny, 70, takes_the_rest=True),
+        Stage("sanitizers", module("sanitizers") + tiny, 60, takes_the_rest=True),
         Stage("variants", compares, 20),
-        Stage("counters", module("counters") + tiny, 30),
+        Stage("counters", module("counters") + tiny, 40, takes_the_rest=True),
     ]
 
 
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--fail", type=names, default=[], help="stages that are made to fail")
     parser.add_argument("--overrun", type=names, default=[], help="stages that are made to overrun")
     args = parser.parse_args()
+    start = time.monotonic()
     folder = args.out.resolve()
     wanted = chosen(stages(folder / ROWS, args.simulate), args)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,7 @@ def main() -> None:
 
     outcomes: list[Outcome] = []
     try:
-        for outcome in run_all(wanted, folder / LOG, environment, before):
+        for outcome in run_all(wanted, folder / LOG, environment, before, start):
             outcomes.append(outcome)
             write_report(folder, machine, outcomes, clocks.rows())
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -27,12 +28,18 @@ class Task:
         device: "cuda", or "cpu" to try the stage out.
         tiny: sizes that only show that it works.
         end: time.monotonic() at which the stage should be done.
+        module: of the stage.
+        skip: how many cases a process before this one has done.
+        failed: whether one of those failed.
     """
 
     rows: Rows
     device: torch.device
     tiny: bool
     end: float
+    module: str = ""
+    skip: int = 0
+    failed: bool = False
 
     def left(self) -> float:
         """Seconds."""
@@ -41,10 +48,13 @@ class Task:
     def run(self, cases: Iterable[tuple[str, float, Callable[[], None]]]) -> None:
         """Run cases, each a name, the seconds that it needs at most, and a function.
 
-        Those that there is no time for are named in the rows. Raises SystemExit if a case failed.
+        Those that there is no time for are named in the rows. Raises SystemExit if a case failed. An error that the
+        device does not recover from, such as an illegal address, costs the process: another one goes on.
         """
-        done, failed, omitted = 0, [], []
-        for name, needs, function in cases:
+        done, failed, omitted = 0, ["one before"] * self.failed, []
+        for i, (name, needs, function) in enumerate(cases):
+            if i < self.skip:
+                continue
             if self.left() < needs:
                 omitted.append(name)
                 continue
@@ -55,12 +65,25 @@ class Task:
                 traceback.print_exc()
                 failed.append(name)
                 self.rows.add(name, "failed", why=f"{type(error).__name__}: {error}"[:300])
-            self.give_back()
+            try:
+                self.give_back()
+            except Exception:
+                traceback.print_exc()
+                self.go_on_anew(i + 1)
         if omitted:
             self.rows.add("no time for", ", ".join(omitted))
         print(f"{done} cases, {len(omitted)} without time, failed: {', '.join(failed) or 'none'}")
         if failed:
             raise SystemExit(1)
+
+    def go_on_anew(self, skip: int) -> None:
+        """Become a process that goes on behind the first `skip` cases. Closed files give the device's memory back."""
+        seconds = f"{self.left() + RESERVE:.1f}"
+        arguments = ["-m", self.module, *sys.argv[1:], "--skip", str(skip), "--failed", "--seconds", seconds]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.closerange(3, 1 << 16)
+        os.execv(sys.executable, [sys.executable, *arguments])
 
     def give_back(self) -> None:
         """Free what the last case held."""
@@ -78,10 +101,12 @@ def task(module: str, description: str | None) -> Task:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it works")
     parser.add_argument("--seconds", type=float, default=float(os.environ.get("GPU_RUN_SECONDS", "600")))
+    parser.add_argument("--skip", type=int, default=0, help="cases that were done before")
+    parser.add_argument("--failed", action="store_true", help="one of which failed")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU")
     if args.tiny:
         torch.set_num_threads(1)
     end = time.monotonic() + args.seconds - RESERVE
-    return Task(Rows(args.rows, name), torch.device(args.device), args.tiny, end)
+    return Task(Rows(args.rows, name), torch.device(args.device), args.tiny, end, module, args.skip, args.failed)

@@ -127,12 +127,16 @@ def run_all(
     log: Path,
     environment: dict[str, str],
     before: Callable[[Stage], None],
+    start: float,
 ) -> Iterator[Outcome]:
-    """Run stages in order, each after a call of `before`. Unused time goes to those that take the rest."""
-    start, planned = time.monotonic(), 0.0
+    """Run stages in order, each after a call of `before`; they began at `start`, of time.monotonic().
+
+    Unused time goes to those that take the rest, and what is missing comes from them, up to half of their own.
+    """
+    planned = 0.0
     for stage in stages:
         left = planned - (time.monotonic() - start)
-        limit = stage.limit + (max(0.0, left) if stage.takes_the_rest else 0.0)
+        limit = max(stage.limit / 2, stage.limit + left) if stage.takes_the_rest else stage.limit
         before(stage)
         yield run(stage, limit, log, environment)
         planned += stage.limit

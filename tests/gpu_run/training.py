@@ -160,7 +160,7 @@ class Training:
         case = example.name + ", compiled" * compile_blocks
         self._medians[case, who] = statistics.median(ms)
         half = {"O4": "bfloat16", "O5": "bfloat16", "O1": "float16", "O2": "float16", "O3": "float16"}.get(who)
-        against = self._medians.get((case, f"autocast {half}"))
+        against = self._medians.get((case, FLOAT32 if who == "O0" else f"autocast {half}"))
         self._task.rows.add(
             case,
             who,

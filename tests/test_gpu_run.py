@@ -15,7 +15,7 @@ import torch
 
 from tests.gpu_run import counters, sanitizers, variants
 from tests.gpu_run.__main__ import stages
-from tests.gpu_run.machine import summary
+from tests.gpu_run.machine import Clocks, summary
 from tests.gpu_run.program import Task
 from tests.gpu_run.report import Rows, read_rows, write_report
 from tests.gpu_run.stages import FAILED, OK, OVERRAN, Outcome, Stage, run_all
@@ -254,6 +254,30 @@ def test_lines_of_the_variants_become_rows(tmp_path):
     assert variants.add_rows(Rows(tmp_path / "rows", "variants"), printed) == 1
     (row,) = read_rows(tmp_path / "rows")
     assert (row["what"], row["ms"]) == ("quads, default, 3 blocks, chunks of 32 K", 1.5)
+
+
+def test_clocks_are_asked_for_while_stages_run(tmp_path, monkeypatch):
+    looped = 'case "$*" in *"-l 1"*) while :; do echo "1980, 3201, 650.0, 55, 99, 0x0"; sleep 0.1; done;; esac; '
+    tool(tmp_path, "nvidia-smi", looped + 'case "$*" in *throttle*) exit 2;; *) echo 0x0000000000000000;; esac')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    clocks = Clocks(tmp_path / "clocks.csv")
+    clocks.stage = "steps"
+    try:
+        end = time.monotonic() + 60
+        while not (rows := clocks.rows()) and time.monotonic() < end:
+            time.sleep(0.01)
+    finally:
+        clocks.close()
+    assert (rows[0]["stage"], rows[0]["SM MHz"], rows[0]["W"]) == ("steps", "1980", "650")
+    assert (tmp_path / "clocks.csv").read_text().startswith("stage,clocks.sm,")
+
+
+def test_without_nvidia_smi_there_are_no_clocks(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    clocks = Clocks(tmp_path / "clocks.csv")
+    clocks.close()
+    assert clocks.rows() == []
+    assert not (tmp_path / "clocks.csv").exists()
 
 
 def test_clocks_are_those_under_load():

@@ -66,13 +66,14 @@ class Clocks:
         command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0", "-l", "1"]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         path.write_text(",".join(("stage", *names)) + "\n")
-        threading.Thread(target=self._read, args=(path,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(path,), daemon=True)
+        self._reader.start()
 
     def _read(self, path: Path) -> None:
         assert self._process
         assert self._process.stdout
-        with path.open("a") as file:
-            for line in self._process.stdout:
+        with path.open("a") as file, self._process.stdout as lines:
+            for line in lines:
                 file.write(f"{self.stage},{line}")
                 file.flush()
                 self._samples.setdefault(self.stage, []).append([part.strip() for part in line.split(",")])
@@ -82,6 +83,7 @@ class Clocks:
         if self._process:
             self._process.terminate()
             self._process.wait()
+            self._reader.join(3.0)
 
     def rows(self) -> list[Row]:
         """A row for each stage."""

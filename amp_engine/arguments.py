@@ -8,14 +8,16 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from amp_engine.distributed import is_sharded, wrappers_around
+from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.optimizers import LARC
 from amp_engine.optimizers.wrapped import inner_of, inner_optimizers, parameters_elsewhere, shares_groups, takes_hooks
 from amp_engine.policy import Policy
-from amp_engine.torch_private import is_wrapper_subclass
 
 # What `initialize` takes, and gives back: the same objects.
 Models = TypeVar("Models", bound=nn.Module | list[Any])
@@ -38,9 +40,6 @@ class InitializeOptions(TypedDict, total=False):
     skip_on_overflow: bool
     allow_banned: bool
     adopt_data_writes: bool
-
-
-_PARALLEL_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def as_list(optimizers: Any) -> list[Any]:
@@ -85,10 +84,13 @@ def as_optimizers(optimizers: Any) -> list[Optimizer | LARC]:
 def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
     """Raise AmpStateError for a model that cannot be cast as `policy` says."""
     for model in models:
-        if isinstance(model, _PARALLEL_WRAPPERS):
+        casts_before_wrapping = isinstance(model, DistributedDataParallel) and policy.cast_model_type in LOW_PRECISION
+        if casts_before_wrapping or isinstance(model, nn.DataParallel):
+            wrapper = type(model).__name__
             raise AmpStateError(
                 f"Incoming model is an instance of {type(model)}. Parallel wrappers should only be applied to the "
-                "model(s) AFTER \nthe model(s) have been returned from amp.initialize."
+                "model(s) AFTER \nthe model(s) have been returned from amp.initialize.  "
+                f"{_initialize_call(policy)} first, then {wrapper}(model)."
             )
         if not policy.cast_model_type:
             continue
@@ -98,12 +100,27 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
                     f"Parameter {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
                     "through the model, then call amp.initialize."
                 )
-            if _is_sharded(param):
+            if is_sharded(param):
                 raise AmpStateError(
                     f"Parameter {name} of {type(model).__name__} is a {type(param).__name__}, which "
                     f"{policy.opt_level} cannot cast.  For FSDP2 use its MixedPrecisionPolicy, or choose "
                     "opt_level='O4'."
                 )
+
+
+def check_unwrapped(params: Sequence[nn.Parameter], policy: Policy) -> None:
+    """Raise AmpStateError if a DistributedDataParallel reduces one of `params`, which a cast gives another type."""
+    for wrapper in wrappers_around(params) if params else ():
+        name = type(wrapper).__name__
+        raise AmpStateError(
+            f"{name} was made around this {type(wrapper.module).__name__} before amp.initialize, whose cast at "
+            f"{policy.opt_level} takes away the hooks by which it reduces gradients: each rank would train alone.  "
+            f"{_initialize_call(policy)} first, then {name}(model)."
+        )
+
+
+def _initialize_call(policy: Policy) -> str:
+    return f"Call model, optimizer = amp.initialize(model, optimizer, opt_level={policy.opt_level!r})"
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], is_scaled: bool, has_masters: bool = False) -> None:
@@ -119,7 +136,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], is_scaled: bool, has_maste
                 f"{type(optimizer).__name__}.step(closure) runs backwards of its own, which {_HOW[is_scaled]}.  Choose "
                 "opt_level='O4' (bfloat16, without loss scaling) or 'O0', or an optimizer whose step() needs none."
             )
-        if is_scaled and any(_is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
+        if is_scaled and any(is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
             raise AmpStateError(
                 f"{type(optimizer).__name__} steps sharded parameters (DTensor, as FSDP2 makes them), whose ranks "
                 "would each decide on an overflow of their own.  Choose opt_level='O4', which scales nothing."
@@ -206,11 +223,6 @@ def has_float16_convolution_on_cpu(models: Sequence[nn.Module], policy: Policy) 
         for model in models
         for module in model.modules()
     )
-
-
-def _is_sharded(param: Any) -> bool:
-    """Whether `param` wraps other tensors, as a DTensor does."""
-    return is_wrapper_subclass(param)
 
 
 def _described(value: Any) -> str:

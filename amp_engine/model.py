@@ -198,16 +198,18 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
     With `keep_batchnorm_fp32`, affine batch norms become (usually: stay) float32. Norms without
     parameters and layer, group and instance norms are cast, as apex did. Kept modules become float32, too.
     """
+    _cast_each(model, cast_targets(model, dtype, keep_batchnorm_fp32))
+
+
+def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> list[tuple[Tensor, torch.dtype]]:
+    """Each tensor that `cast_model` casts, and to which type."""
     kept = {
         id(tensor)
         for module in model.modules()
         if keep_batchnorm_fp32 and isinstance(module, BatchNormBase) and module.affine
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     } | {id(tensor) for module, _ in kept_modules(model) for tensor in [*module.parameters(), *module.buffers()]}
-    _cast_each(
-        model,
-        [(t, torch.float32 if id(t) in kept else dtype) for _, t in _tensors(model)],
-    )
+    return [(t, torch.float32 if id(t) in kept else dtype) for _, t in _tensors(model)]
 
 
 def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:

@@ -11,7 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_engine import arguments, levels
+from amp_engine.distributed import without_wrapper
 from amp_engine.dtypes import parse_dtype
+from amp_engine.model import cast_targets
 from amp_engine.optimizers import inner_of
 from amp_engine.policy import Policy, require
 
@@ -21,7 +23,7 @@ class Request:
     """A call of `initialize` that can be done.
 
     Attributes:
-        models: as a list.
+        models: as a list, without DistributedDataParallel.
         optimizers: what is stepped, inside of their wrappers.
         wrappers: each wrapper among what was passed, with the optimizer inside.
         defaults: what the level decides by itself.
@@ -66,9 +68,24 @@ def checked(
     model_list = arguments.as_models(models)
     passed = arguments.as_optimizers(optimizers)
     arguments.check_models(model_list, policy)
+    model_list = [without_wrapper(model) for model in model_list]
+    arguments.check_unwrapped(_changed_by_a_cast(model_list, policy), policy)
     stepping = [inner_of(optimizer) for optimizer in passed]
     is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
     arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights))
     arguments.check_wrappers(passed)
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
     return Request(model_list, stepping, wrappers, defaults, policy, output_dtype)
+
+
+def _changed_by_a_cast(models: list[nn.Module], policy: Policy) -> list[nn.Parameter]:
+    """The parameters that get another type."""
+    if not policy.cast_model_type:
+        return []
+    targets = (cast_targets(model, policy.cast_model_type, bool(policy.keep_batchnorm_fp32)) for model in models)
+    return [
+        tensor
+        for of_one in targets
+        for tensor, dtype in of_one
+        if isinstance(tensor, nn.Parameter) and tensor.dtype is not dtype
+    ]

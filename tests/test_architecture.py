@@ -18,7 +18,7 @@ MODULES = {
 # Each line may import from the lines above it, never from its own line or from below.
 LAYERS = [
     ["torch_private"],
-    ["copying", "errors", "kernels._native", "casting.locks"],
+    ["copying", "distributed", "errors", "kernels._native", "casting.locks"],
     ["devices"],
     ["kernels.layout", "kernels.backend", "kernels.library"],
     ["dtypes", "dynamo", "stepping", "compat", "__main__"],

@@ -600,7 +600,7 @@ def test_initialize_refuses_a_wrapped_model_in_apexs_words() -> None:
         r"amp\.initialize\."
     )
     with pytest.raises(RuntimeError, match=message):
-        amp.initialize(wrapped, sgd(wrapped), verbosity=0)
+        amp.initialize(wrapped, sgd(wrapped), opt_level="O2", verbosity=0)
 
 
 @pytest.mark.usefixtures("one_process_group")

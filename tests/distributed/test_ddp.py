@@ -1,0 +1,116 @@
+"""DistributedDataParallel made before initialize: its gradients are reduced, or it is refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_engine import AmpStateError, amp
+from amp_engine.apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
+from tests.models import MLP
+from tests.ranks import on_ranks
+from tests.support import assert_bitwise, backward, left_alone, masters, momentum_sgd
+
+REACHED = ("O0", "O1", "O4")
+REFUSED = ("O2", "O3", "O5")
+WRAPPERS = (DistributedDataParallel, ApexDistributedDataParallel)
+
+
+def stepped_after_wrapping(rank: int) -> dict[Any, Any]:
+    results = {}
+    for level in REACHED:
+        for passed in ("wrapper", "model inside"):
+            model = MLP.model()
+            ddp = DistributedDataParallel(model)
+            optimizer = momentum_sgd(model.parameters())
+            given = ddp if passed == "wrapper" else model
+            returned, _ = amp.initialize(given, optimizer, opt_level=level, verbosity=0)
+            backward(MLP.loss(ddp, MLP.batch(rank)), optimizer)
+            optimizer.step()
+            results[level, passed] = returned is given, masters(optimizer)
+            amp.close()
+            del ddp, given, returned
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, Any]]:
+    return on_ranks(stepped_after_wrapping, 2)
+
+
+@pytest.mark.parametrize("passed", ["wrapper", "model inside"])
+@pytest.mark.parametrize("level", REACHED)
+def test_what_is_wrapped_before_initialize_is_reduced_where_no_type_changes(
+    ranks: list[dict[Any, Any]], level: str, passed: str
+) -> None:
+    (is_same, stepped), (_, other) = (results[level, passed] for results in ranks)
+    assert is_same
+    assert_bitwise(stepped, other)
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("level", REFUSED)
+def test_a_wrapper_is_refused_where_types_change(level: str, wrap: Any) -> None:
+    model = MLP.model()
+    ddp, optimizer = wrap(model), momentum_sgd(model.parameters())
+    line = f"amp.initialize(model, optimizer, opt_level='{level}') first, then DistributedDataParallel(model)."
+    with left_alone(model, optimizer), pytest.raises(AmpStateError, match=re.escape(line)):
+        amp.initialize(ddp, optimizer, opt_level=level, verbosity=0)
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("level", REFUSED)
+def test_a_model_inside_of_a_wrapper_is_refused_where_types_change(level: str, wrap: Any) -> None:
+    model = MLP.model()
+    ddp, optimizer = wrap(model), momentum_sgd(model.parameters())
+    line = f"amp.initialize(model, optimizer, opt_level='{level}') first, then DistributedDataParallel(model)."
+    with left_alone(model, optimizer), pytest.raises(AmpStateError, match=re.escape(line)):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    del ddp
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_a_half_model_inside_of_a_wrapper_is_refused_where_it_becomes_float32() -> None:
+    model = MLP.model().half()
+    ddp, optimizer = DistributedDataParallel(model), momentum_sgd(model.parameters())
+    with left_alone(model, optimizer), pytest.raises(AmpStateError, match="made around this Mlp before"):
+        amp.initialize(ddp, optimizer, opt_level="O0", verbosity=0)
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("level", REFUSED)
+def test_a_second_initialize_of_a_wrapped_model_changes_no_type_and_is_taken(level: str) -> None:
+    model = MLP.model()
+    amp.initialize(model, momentum_sgd(model[0].parameters()), opt_level=level, verbosity=0)
+    ddp = DistributedDataParallel(model)
+    amp.initialize(model, momentum_sgd(model[2].parameters()), opt_level=level, verbosity=0)
+    del ddp
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("level", REFUSED)
+def test_what_users_do_to_parameters_is_taken_for_no_wrapper(level: str) -> None:
+    model, other = MLP.model(), MLP.model()
+    ddp = DistributedDataParallel(other)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: None)
+        param.register_hook(lambda grad: None)
+    loss = MLP.loss(model, MLP.batch())  # whose graph holds what a wrapper would
+    amp.initialize(model, momentum_sgd(model.parameters()), opt_level=level, verbosity=0)
+    del ddp, loss
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("level", REFUSED)
+def test_a_wrapper_that_is_garbage_is_no_wrapper(level: str) -> None:
+    model = MLP.model()
+    ddp: Any = DistributedDataParallel(model)
+    ddp.itself = [ddp]  # which only a collection frees
+    del ddp
+    amp.initialize(model, momentum_sgd(model.parameters()), opt_level=level, verbosity=0)

@@ -58,7 +58,7 @@ LAYERS = [
     ["casting.engine_casts"],
     ["casting"],
     ["checkpoint", "collectives", "stepping.strays", "stepping.pending"],
-    ["model", "stepping.window"],
+    ["model", "stepping.window", "stepping.unreduced"],
     ["stepping.stepped"],
     ["stepping.scaled_backwards", "stepping.clipping", "compat.face"],
     ["stepping.hook"],

@@ -24,6 +24,7 @@ from amp_engine.stepping.pending import Pending, Skip
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.slots import Slot, clip_factor
+from amp_engine.stepping.unreduced import Unreduced
 from amp_engine.stepping.window import Window
 
 _HELD = int(Slot.HELD)  # which compares in a third of the time
@@ -84,6 +85,7 @@ class SteppedOptimizer:
         self._is_wrapped = False
         self._written_gradients = strays.WrittenGradients()
         self._clipping = kernels.ListCheck()  # of its own: on a GPU what it has uploaded stays
+        self._unreduced = Unreduced(rows)
         self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
         # Held by the optimizer; here weakly, or the two would wait for a collection of garbage.
         self.hook: Callable[[], Hook | None] = lambda: None
@@ -114,12 +116,14 @@ class SteppedOptimizer:
                 f"scale_loss() was entered again for {type(self.optimizer).__name__} inside of its own body.  Leave "
                 "the first `with amp.scale_loss(...)` before the next one, or call scale_loss once on the sum."
             )
+        self._unreduced.enter(not self.backward_seen, self.window.is_left_open)
         self._begin()
         self.window.open(backward)
 
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""
         self.window.close(backward, check, unscaled)
+        self._unreduced.close()
         self.backward_seen = True
         self._written_gradients.note(self.rows)
         if (hook := self.hook()) is not None:

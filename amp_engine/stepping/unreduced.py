@@ -1,0 +1,81 @@
+"""Gradients that `no_sync` kept from being reduced, and that no later reduction will find in `.grad`."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_engine.distributed import has_ranks, wrappers_around
+from amp_engine.errors import AmpStateError
+from amp_engine.stepping.rows import Rows
+
+
+class Unreduced:
+    """Those of one optimizer since its last step.
+
+    DistributedDataParallel reduces what is in `.grad`. Under its `no_sync` gradients stay there for the next reduction;
+    the exit of a `scale_loss` without `delay_unscale` takes them away to where they are unscaled.
+
+    Args:
+        rows: of the optimizer.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        # Those around its parameters; None until the first backward in a process group. Looked for then, and when one is gone.
+        self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None
+        self._local: list[weakref.ref[DistributedDataParallel]] = []  # under `no_sync` in this backward
+        self._waiting: list[weakref.ref[DistributedDataParallel]] = []  # and in an earlier one, whose exit unscaled
+
+    def enter(self, is_first: bool, is_left_open: bool) -> None:
+        """Entry of `scale_loss`. Raises AmpStateError if it is to reduce what an earlier one has unscaled unreduced.
+
+        Args:
+            is_first: since the last step.
+            is_left_open: whether scaled gradients of an earlier backward are there.
+        """
+        if self._wrappers is None and not has_ranks():
+            return
+        if self._wrappers is None or any(ref() is None for ref in self._wrappers):
+            self._wrappers = [weakref.ref(one) for one in wrappers_around(self._rows.columns.params)]
+        if not self._wrappers:
+            return
+        if is_first and self._waiting:
+            self._waiting = []
+        for ref in self._waiting:
+            wrapper = ref()
+            if wrapper is None or not wrapper.require_backward_grad_sync:
+                continue
+            if is_left_open or self._has_gradients(wrapper):
+                raise AmpStateError(
+                    f"scale_loss() without delay_unscale was left under {type(wrapper).__name__}.no_sync(): its "
+                    "gradients were unscaled before they were reduced, and would never be.  Use "
+                    "amp.scale_loss(loss, optimizer, delay_unscale=True) under no_sync(), for all but the last "
+                    "backward before optimizer.step()."
+                )
+        # At the entry: `no_sync` is for the forward, and may be over by the exit.
+        self._local = [
+            ref for ref in self._wrappers if (one := ref()) is not None and not one.require_backward_grad_sync
+        ]
+
+    def close(self) -> None:
+        """Exit of `scale_loss` that unscales."""
+        if self._local:
+            self._waiting += [ref for ref in self._local if ref not in self._waiting]
+            self._local = []
+
+    def _has_gradients(self, wrapper: DistributedDataParallel) -> bool:
+        """Whether one of its parameters has a gradient that is not 0. Waits for the device."""
+        ids = {id(param) for param in wrapper.module.parameters()}
+        columns = self._rows.columns
+        weights = (w for w, p in zip(columns.weights, columns.params, strict=True) if id(p) in ids)
+        return any(map(_is_nonzero, weights))
+
+
+def _is_nonzero(weight: nn.Parameter) -> bool:
+    grad: Tensor | None = weight.grad
+    if grad is None:
+        return False
+    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())

@@ -1,0 +1,149 @@
+"""Gradients under `no_sync` of DistributedDataParallel: reduced in the end, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from amp_engine import AmpStateError, amp
+from tests.models import MLP
+from tests.ranks import on_ranks
+from tests.support import LEVELS, assert_bitwise, backward, masters, momentum_sgd
+
+WINDOWED = {"O1": {}, "O2": {}, "O3": {"loss_scale": 128.0}, "O5": {}}  # where a `scale_loss` sets gradients aside
+REFUSED = r"Use amp\.scale_loss\(loss, optimizer, delay_unscale=True\) under no_sync\(\)"
+
+
+def started(level: str, **options: Any) -> tuple[nn.Module, DistributedDataParallel, Optimizer]:
+    model = MLP.model()
+    optimizer = momentum_sgd(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return model, DistributedDataParallel(model), optimizer
+
+
+def micro_batch(ddp: DistributedDataParallel, optimizer: Optimizer, index: int, sync: bool, **options: Any) -> None:
+    with contextlib.nullcontext() if sync else ddp.no_sync():
+        backward(MLP.loss(ddp, MLP.batch(index)), optimizer, **options)
+
+
+def accumulated(rank: int) -> dict[Any, Any]:
+    results: dict[Any, Any] = {}
+    for level in LEVELS:
+        for way in ("delayed", "not delayed"):
+            _, ddp, optimizer = started(level)
+            try:
+                micro_batch(ddp, optimizer, rank, sync=False, delay_unscale=way == "delayed")
+                micro_batch(ddp, optimizer, rank + 2, sync=True)
+                optimizer.step()
+                results[level, way] = masters(optimizer)
+            except AmpStateError as error:
+                results[level, way] = str(error)
+            amp.close()
+            del ddp
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, Any]]:
+    return on_ranks(accumulated, 2)
+
+
+@pytest.mark.parametrize("way", ["delayed", "not delayed"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_ranks_agree_on_what_was_accumulated_or_refuse(ranks: list[dict[Any, Any]], level: str, way: str) -> None:
+    ours, theirs = (results[level, way] for results in ranks)
+    if way == "not delayed" and level in ("O1", "O2", "O5"):
+        assert "delay_unscale=True" in ours
+    else:
+        assert all(isinstance(master, Tensor) for master in ours)
+    assert_bitwise(ours, theirs)
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("level", WINDOWED)
+def test_the_refusal_leaves_gradients_and_goes_after_a_step(level: str) -> None:
+    _, ddp, optimizer = started(level, **WINDOWED[level])
+    micro_batch(ddp, optimizer, 0, sync=False)
+    before = [p.grad.clone() for p in amp.master_params(optimizer) if p.grad is not None]
+    with pytest.raises(AmpStateError, match=REFUSED):
+        micro_batch(ddp, optimizer, 1, sync=True)
+    assert_bitwise([p.grad for p in amp.master_params(optimizer)], before)
+    optimizer.step()
+    optimizer.zero_grad()
+    micro_batch(ddp, optimizer, 1, sync=True)
+    micro_batch(ddp, optimizer, 2, sync=True)
+    del ddp
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("level", WINDOWED)
+def test_a_delayed_backward_between_the_two_does_not_hide_it(level: str) -> None:
+    _, ddp, optimizer = started(level, **WINDOWED[level])
+    micro_batch(ddp, optimizer, 0, sync=False)
+    micro_batch(ddp, optimizer, 1, sync=False, delay_unscale=True)
+    with pytest.raises(AmpStateError, match=REFUSED):
+        micro_batch(ddp, optimizer, 2, sync=True)
+    del ddp
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_a_wrapper_in_the_place_of_one_that_is_gone_is_found() -> None:
+    model, ddp, optimizer = started("O2")
+    micro_batch(ddp, optimizer, 0, sync=True)
+    del ddp
+    ddp = DistributedDataParallel(model)
+    micro_batch(ddp, optimizer, 0, sync=True)
+    optimizer.step()
+    micro_batch(ddp, optimizer, 0, sync=False)
+    with pytest.raises(AmpStateError, match=REFUSED):
+        micro_batch(ddp, optimizer, 1, sync=True)
+    del ddp
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("level", WINDOWED)
+def test_gradients_that_were_discarded_need_no_reduction(level: str, set_to_none: bool) -> None:
+    _, ddp, optimizer = started(level, **WINDOWED[level])
+    micro_batch(ddp, optimizer, 0, sync=False)
+    optimizer.zero_grad(set_to_none)
+    micro_batch(ddp, optimizer, 1, sync=True)
+    optimizer.step()
+    del ddp
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("level", WINDOWED)
+def test_who_reduces_by_hand_never_meets_the_refusal(level: str) -> None:
+    _, ddp, optimizer = started(level, **WINDOWED[level])
+    for index in range(4):
+        micro_batch(ddp, optimizer, index, sync=False)
+        if index % 2:
+            for param in amp.master_params(optimizer):
+                assert param.grad is not None
+                torch.distributed.all_reduce(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    del ddp
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_another_optimizers_wrapper_is_no_concern() -> None:
+    """Of two halves of a GAN, one is under `no_sync` while the other is trained."""
+    _, ddp, optimizer = started("O2")
+    _, other, other_optimizer = started("O2")
+    for index in range(2):
+        with other.no_sync():
+            loss = MLP.loss(ddp, MLP.batch(index)) + MLP.loss(other, MLP.batch(index))
+            backward(loss, optimizer)
+        backward(MLP.loss(other, MLP.batch(index)), other_optimizer)
+        for one in (optimizer, other_optimizer):
+            one.step()
+            one.zero_grad()
+    del ddp, other

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.levels import LEVELS
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.master import exact_value, masters_of
 
@@ -101,20 +102,27 @@ def pack_scalers(
 ) -> OrderedDict[str, Any]:
     """apex's `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`.
 
-    Schema version and level travel as the dictionary's `_metadata` attribute, where torch's own state
-    dictionaries carry theirs: they survive torch.save, and code that walks the entries meets scalers only.
+    Schema version, level and which scalers are dynamic travel as the dictionary's `_metadata` attribute, where torch's
+    own state dictionaries carry theirs: they survive torch.save, and code that walks the entries meets scalers only.
     Waits for the device once a dynamic scaler.
     """
     packed = OrderedDict() if destination is None else destination
     for i, scaler in enumerate(scalers):
         packed[f"{_SCALER_KEY}{i}"] = scaler.state_dict()
     if isinstance(packed, OrderedDict):  # a plain dict, as destination, has no attributes
-        packed._metadata = {"version": SCHEMA_VERSION, "opt_level": opt_level}  # type: ignore[attr-defined]
+        packed._metadata = {  # type: ignore[attr-defined]
+            "version": SCHEMA_VERSION,
+            "opt_level": opt_level,
+            "dynamic": [scaler.dynamic for scaler in scalers],
+        }
     return packed
 
 
 def unpack_scalers(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Load what `pack_scalers`, or apex, wrote: by name where the names are ours, else by order.
+
+    A static scaler takes no scale that is known to be of a dynamic one, nor the other way: it stays as it is. apex's
+    dictionaries do not say, so what they hold is taken, as apex does.
 
     Entries without a scaler and scalers without an entry are reported through `say`. Raises AmpStateError
     for keys that are no loss scaler's, after the others were loaded; AmpTypeError for what is no dictionary
@@ -134,12 +142,40 @@ def unpack_scalers(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any],
             say(f"Skipping loss_scaler[{index}], since num_losses was set to {len(scalers)}")
             break
         LossScaler("dynamic").load_state_dict(value)  # raises before a scaler of the run is touched
-        loadable.append((scalers[index], value))
+        scaler, was_dynamic = scalers[index], _was_dynamic(state_dict, index, value)
+        if was_dynamic not in (None, scaler.dynamic):
+            kinds = ("dynamic", "a static scale") if was_dynamic else ("static", "a dynamic scale")
+            say(f"loss_scaler{index} was saved from a {kinds[0]} loss scale: {kinds[1]} stays as it is")
+            continue
+        if was_dynamic is None and not scaler.dynamic and float(value["loss_scale"]) != scaler.loss_scale():
+            say(
+                f"Warning: loss_scaler{index} has a static scale of {scaler.loss_scale()}, and takes the saved "
+                f"{float(value['loss_scale'])}: the state_dict does not say whether that was dynamic"
+            )
+        loadable.append((scaler, value))
     for scaler, value in loadable:
         scaler.load_state_dict(value)
     if unexpected:
         keys = ", ".join(f'"{key}"' for key in unexpected)
         raise AmpStateError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}. ")
+
+
+def _was_dynamic(state_dict: Mapping[str, Any], index: int, entry: Mapping[str, Any]) -> bool | None:
+    """Whether an entry is of a dynamic scaler; None if the dictionary does not say, as one of apex."""
+    metadata = getattr(state_dict, "_metadata", None)
+    if not isinstance(metadata, dict):
+        return None
+    dynamic = metadata.get("dynamic")
+    if isinstance(dynamic, list):
+        return bool(dynamic[index]) if index < len(dynamic) else None
+    level = LEVELS.get(
+        str(metadata.get("opt_level"))
+    )  # before 0.2: by what the level does unless it was told otherwise
+    if level is None:
+        return None
+    if level.loss_scale == "dynamic":
+        return True
+    return False if float(entry["loss_scale"]) == level.loss_scale else None
 
 
 def _by_name_or_order(entries: Mapping[str, Any]) -> list[tuple[int, Any]]:

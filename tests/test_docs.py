@@ -165,10 +165,10 @@ def test_code_runs_and_prints_what_stands_below_it(block, tmp_path, capsys):
     if "initialize(" not in block.code:
         level = "O2" if "master" in block.code else "O1"
         amp.initialize(names["model"], names["optimizer"], opt_level=level, verbosity=0)
-    names["ddp"] = nn.parallel.DistributedDataParallel(names["model"])
+        names["ddp"] = nn.parallel.DistributedDataParallel(names["model"])
     following = BLOCKS[BLOCKS.index(block) + 1 :][:1]
     block.run(names)
-    del names["ddp"]
+    names.pop("ddp", None)
     if following and following[0].language == "text" and following[0].page == block.page:
         assert following[0].code.strip() in capsys.readouterr().out
     assert all(p.isfinite().all() for p in names["model"].parameters())

@@ -12,10 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from amp_engine.distributed import is_sharded, wrappers_around
+from amp_engine.distributed import (
+    fsdp1_around,
+    fsdp1_in,
+    fsdp2_param_dtypes,
+    has_fsdp2,
+    is_in_zero,
+    is_sharded,
+    is_zero,
+    wrappers_around,
+)
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.optimizers import LARC
+from amp_engine.optimizers.base import FusedOptimizer
 from amp_engine.optimizers.wrapped import inner_of, inner_optimizers, parameters_elsewhere, shares_groups, takes_hooks
 from amp_engine.policy import Policy
 
@@ -81,7 +91,7 @@ def as_optimizers(optimizers: Any) -> list[Optimizer | LARC]:
     return listed
 
 
-def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
+def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool) -> None:
     """Raise AmpStateError for a model that cannot be cast as `policy` says."""
     for model in models:
         casts_before_wrapping = isinstance(model, DistributedDataParallel) and policy.cast_model_type in LOW_PRECISION
@@ -92,6 +102,7 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
                 "model(s) AFTER \nthe model(s) have been returned from amp.initialize.  "
                 f"{_initialize_call(policy)} first, then {wrapper}(model)."
             )
+        _check_shards(model, policy, is_scaled)
         if not policy.cast_model_type:
             continue
         for name, param in model.named_parameters():
@@ -100,12 +111,34 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
                     f"Parameter {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
                     "through the model, then call amp.initialize."
                 )
-            if is_sharded(param):
+            if is_sharded(param) and (policy.cast_model_type in LOW_PRECISION or param.dtype is not torch.float32):
+                sharding = "fully_shard(model, mp_policy=MixedPrecisionPolicy(...))"
                 raise AmpStateError(
                     f"Parameter {name} of {type(model).__name__} is a {type(param).__name__}, which "
-                    f"{policy.opt_level} cannot cast.  For FSDP2 use its MixedPrecisionPolicy, or choose "
-                    "opt_level='O4'."
+                    f"{policy.opt_level} cannot cast.  Choose opt_level='O4', or 'O1' with loss_scale=1.0"
+                    + (f", or 'O0' and {sharding}." if has_fsdp2(model) else ".")
                 )
+
+
+def _check_shards(model: nn.Module, policy: Policy, is_scaled: bool) -> None:
+    """Raise AmpStateError for what FSDP has made of `model` and `policy` cannot train."""
+    casts = policy.cast_model_type in LOW_PRECISION
+    wrapper = fsdp1_in(model) or fsdp1_around(model) if casts or is_scaled else None
+    if wrapper is not None:
+        why = "cannot cast them" if casts else "would have each rank decide on an overflow of its own"
+        raise AmpStateError(
+            f"{type(wrapper).__name__} has made shards of the parameters of this model: {policy.opt_level} {why}.  "
+            "Choose opt_level='O4', or 'O1' with loss_scale=1.0, or 'O0' and the wrapper's own MixedPrecision."
+        )
+    function_dtype = policy.patch_torch_functions_type
+    if policy.patch_torch_functions and function_dtype is not None:
+        for dtype in fsdp2_param_dtypes(model) & set(LOW_PRECISION) - {function_dtype}:
+            level = "O4" if dtype is torch.bfloat16 else "O1"
+            raise AmpStateError(
+                f"{type(model).__name__} was sharded with MixedPrecisionPolicy(param_dtype={dtype}), and "
+                f"{policy.opt_level} casts functions to {function_dtype}: weights would be rounded twice.  Choose "
+                f"opt_level={level!r}, or call fully_shard(model) without param_dtype."
+            )
 
 
 def check_unwrapped(params: Sequence[nn.Parameter], policy: Policy) -> None:
@@ -136,10 +169,24 @@ def check_optimizers(optimizers: Sequence[Optimizer], is_scaled: bool, has_maste
                 f"{type(optimizer).__name__}.step(closure) runs backwards of its own, which {_HOW[is_scaled]}.  Choose "
                 "opt_level='O4' (bfloat16, without loss scaling) or 'O0', or an optimizer whose step() needs none."
             )
-        if is_scaled and any(is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
+        sharded = any(is_sharded(p) for g in optimizer.param_groups for p in g["params"])
+        if sharded and isinstance(optimizer, FusedOptimizer):
             raise AmpStateError(
-                f"{type(optimizer).__name__} steps sharded parameters (DTensor, as FSDP2 makes them), whose ranks "
-                "would each decide on an overflow of their own.  Choose opt_level='O4', which scales nothing."
+                f"{type(optimizer).__name__} cannot step DTensors, as fully_shard and tensor parallelism make them.  "
+                "Use an optimizer of torch.optim, such as torch.optim.AdamW."
+            )
+        if sharded and is_scaled:
+            raise AmpStateError(
+                f"{type(optimizer).__name__} steps DTensors, as fully_shard and tensor parallelism make them, whose "
+                "ranks would each decide on an overflow of their own.  Choose opt_level='O4', or loss_scale=1.0, which "
+                "scale nothing."
+            )
+        if is_zero(optimizer) or ((is_scaled or has_masters) and is_in_zero(optimizer)):
+            raise AmpStateError(
+                "Each rank steps other parameters by the .optim of a ZeroRedundancyOptimizer: it would decide on an "
+                "overflow of its own, and others would never get what FP32 masters give the model.  Call "
+                "amp.initialize(model, optimizer.optim, opt_level='O4'), or 'O0', and amp.scale_loss(loss, "
+                "optimizer.optim), and go on stepping the wrapper; do without it at O1, O2, O3 and O5."
             )
         for name, inner in inner_optimizers(optimizer).items():
             if not shares_groups(optimizer, inner):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_engine.torch_private import is_wrapper_subclass
+from amp_engine.torch_private import fsdp_param_dtype, is_wrapper_subclass
+
+T = TypeVar("T")
 
 
 def has_ranks() -> bool:
@@ -23,9 +26,67 @@ def is_sharded(param: Any) -> bool:
     return is_wrapper_subclass(param)
 
 
+def is_any_sharded(model: nn.Module) -> bool:
+    """Whether torch has made shards of a part of `model`."""
+    return any(map(is_sharded, model.parameters())) or has_fsdp2(model) or fsdp1_in(model) is not None
+
+
 def without_wrapper(model: nn.Module) -> nn.Module:
     """The model inside of DistributedDataParallel, or `model` itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def fsdp1_in(model: nn.Module) -> nn.Module | None:
+    """A FullyShardedDataParallel in `model`, or `model` itself; None without one."""
+    kind = _class_of_fsdp("FullyShardedDataParallel")
+    return None if kind is None else next((m for m in model.modules() if isinstance(m, kind)), None)
+
+
+def has_fsdp2(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on `model` or a module in it."""
+    kind = _class_of_fsdp("FSDPModule")
+    return kind is not None and any(isinstance(module, kind) for module in model.modules())
+
+
+def fsdp2_param_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """What `MixedPrecisionPolicy(param_dtype=...)` says in the calls of `fully_shard` on `model` and modules in it."""
+    kind = _class_of_fsdp("FSDPModule")
+    found = () if kind is None else map(fsdp_param_dtype, (m for m in model.modules() if isinstance(m, kind)))
+    return {dtype for dtype in found if dtype is not None}
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer."""
+    kind = _class_of_zero()
+    return kind is not None and isinstance(optimizer, kind)
+
+
+def is_in_zero(optimizer: Any) -> bool:
+    """Whether a ZeroRedundancyOptimizer steps by `optimizer`. May look at every object of the process."""
+    kind = _class_of_zero()
+    if kind is None or not has_ranks():
+        return False
+    return any(getattr(one, "optim", None) is optimizer for one in _live(kind))
+
+
+def _class_of_zero() -> Any:
+    return getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+
+
+def _class_of_fsdp(name: str) -> type[nn.Module] | None:
+    """A class that takes a second to import. Who has not imported it has none of them."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+
+
+def fsdp1_around(model: nn.Module) -> nn.Module | None:
+    """A FullyShardedDataParallel that `model` is in, or None. Looks at every object of the process."""
+    kind = _class_of_fsdp("FullyShardedDataParallel")
+    if kind is None or not has_ranks():
+        return None
+    if not any(_is_in(model, one) for one in _live(kind)):
+        return None
+    gc.collect()  # one that is garbage shards nothing any more
+    return next((one for one in _live(kind) if _is_in(model, one)), None)
 
 
 def wrappers_around(params: Iterable[nn.Parameter]) -> list[DistributedDataParallel]:
@@ -36,22 +97,31 @@ def wrappers_around(params: Iterable[nn.Parameter]) -> list[DistributedDataParal
     if not has_ranks():
         return []
     ids = {id(param) for param in params}
-    if not _live_wrappers(ids):
+    if not any(_has_one_of(ids, one) for one in _live(DistributedDataParallel)):
         return []
     gc.collect()  # one that is garbage reduces nothing any more
-    return _live_wrappers(ids)
+    return [one for one in _live(DistributedDataParallel) if _has_one_of(ids, one)]
 
 
-def _live_wrappers(ids: set[int]) -> list[DistributedDataParallel]:
-    kinds = _with_subclasses(DistributedDataParallel)
+def _has_one_of(ids: set[int], wrapper: nn.Module) -> bool:
+    return any(id(param) in ids for param in _inside(wrapper).parameters())
+
+
+def _is_in(model: nn.Module, wrapper: nn.Module) -> bool:
+    return any(module is model for module in _inside(wrapper).modules())
+
+
+def _inside(wrapper: nn.Module) -> nn.Module:
+    """What is wrapped; an empty module in one that is not made to the end."""
+    module = getattr(wrapper, "module", None)
+    return module if isinstance(module, nn.Module) else nn.Module()
+
+
+def _live(kind: type[T]) -> list[T]:
+    """Every object of a class or its subclasses."""
+    kinds = _with_subclasses(kind)
     # By type(), which asks no object anything: some are proxies, and would do work.
-    found = [one for one in gc.get_objects() if type(one) in kinds]
-    return [
-        one
-        for one in found
-        if isinstance(module := getattr(one, "module", None), nn.Module)  # not made to the end, without
-        and any(id(param) in ids for param in module.parameters())
-    ]
+    return [one for one in gc.get_objects() if type(one) in kinds]
 
 
 def _with_subclasses(kind: type) -> set[type]:

@@ -22,6 +22,7 @@ from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.overflow import OverflowWatch
 from amp_engine.policy import Policy
+from amp_engine.replaced import refuse_replaced
 from amp_engine.report import Reporter
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.hook import Casts, StepHook
@@ -142,6 +143,9 @@ class Initialized:
         for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
             with suppress(ValueError):  # as another thread did so
                 self._cast_models.remove(gone)
+        for optimizer in optimizers:
+            if (stepped := self.get(optimizer)) is not None:
+                refuse_replaced(models, stepped, self._scaling)
         self._collectives = self._collectives or watch()
         self._follow_masters()
 

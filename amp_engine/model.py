@@ -15,6 +15,7 @@ from amp_engine.casting.keep_float import is_kept, kept_modules
 from amp_engine.checkpoint import fill_masters, hook_model, keep_incoming, save_float32
 from amp_engine.containers import cast_tensors
 from amp_engine.copying import warn_of_low_precision_average
+from amp_engine.distributed import fsdp2_param_dtypes, is_any_sharded, is_sharded
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.dynamo import part_of_a_graph
 from amp_engine.errors import AmpStateError
@@ -101,7 +102,7 @@ class CastModel:
         self._follows_masters = False
         if dtype is not None:
             cast_model(model, dtype, keep_batchnorm_fp32)
-            if not is_kept(model):
+            if not is_kept(model) and not fsdp2_param_dtypes(model):  # whose policy casts inputs before this hook does
                 self._handles.append(model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True))
                 self._handles += _cast_around_kept(model, dtype)
         if dtype in LOW_PRECISION:
@@ -136,7 +137,7 @@ class CastModel:
     def undo(self) -> None:
         """Remove the hooks and give each tensor that is still there the type it came with."""
         self.remove_hooks()
-        if self.model is not None:
+        if self.model is not None and not is_any_sharded(self.model):  # since: its types are the wrapper's business
             tensors = [(t, self._dtypes[n]) for n, t in _tensors(self.model) if n in self._dtypes]
             _cast_each(self.model, tensors)
 
@@ -234,7 +235,10 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _cast_each(model: nn.Module, targets: Sequence[tuple[Tensor, torch.dtype]]) -> None:
     # The list keeps the tensors alive, so that no id is given out twice while it is looked up.
     by_id = {id(tensor): dtype for tensor, dtype in targets}
-    by_id |= {id(t.grad): dtype for t, dtype in targets if t.is_leaf and t.grad is not None}
+    of_grads = [(t.grad, dtype) for t, dtype in targets if t.is_leaf and t.grad is not None]
+    by_id |= {id(grad): dtype for grad, dtype in of_grads}
+    if any(is_sharded(t) for t, _ in targets) and all(t.dtype is by_id[id(t)] for t, _ in [*targets, *of_grads]):
+        return  # torch would swap each DTensor for itself, which it cannot while a graph has it
     # What Module.to does, with a type per tensor: parameters stay the same objects.
     model._apply(lambda t: t.to(by_id[id(t)]) if id(t) in by_id else t)
     for module in model.modules():

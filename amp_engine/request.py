@@ -67,11 +67,11 @@ def checked(
     output_dtype = None if cast_model_outputs is None else parse_dtype(cast_model_outputs, "cast_model_outputs", True)
     model_list = arguments.as_models(models)
     passed = arguments.as_optimizers(optimizers)
-    arguments.check_models(model_list, policy)
+    is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
+    arguments.check_models(model_list, policy, is_scaled)
     model_list = [without_wrapper(model) for model in model_list]
     arguments.check_unwrapped(_changed_by_a_cast(model_list, policy), policy)
     stepping = [inner_of(optimizer) for optimizer in passed]
-    is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
     arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights))
     arguments.check_wrappers(passed)
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}

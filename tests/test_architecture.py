@@ -60,7 +60,7 @@ LAYERS = [
     ["checkpoint", "collectives", "stepping.strays", "stepping.pending"],
     ["model", "stepping.window", "stepping.unreduced"],
     ["stepping.stepped"],
-    ["stepping.scaled_backwards", "stepping.clipping", "compat.face"],
+    ["stepping.scaled_backwards", "stepping.clipping", "compat.face", "replaced"],
     ["stepping.hook"],
     ["averages", "overflow", "compat.views", "compat.handle"],
     ["initialized", "request"],

@@ -368,7 +368,7 @@ def test_sharded_parameters_are_refused_by_name_where_ranks_would_disagree(engin
     model = nn.Linear(4, 2)
     model.weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(model.weight.detach(), mesh))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    text = "SGD steps sharded parameters" if kind == "optimizer" else "Parameter weight of Linear is a DTensor"
+    text = "SGD steps DTensors" if kind == "optimizer" else "Parameter weight of Linear is a DTensor"
     with pytest.raises(AmpStateError, match=text):
         engine.initialize(model, optimizer, opt_level=level, verbosity=0)
     engine.initialize(model, optimizer, opt_level="O4", verbosity=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # imported by who shards, and not by torch
 from torch import nn
 
 from amp_engine.torch_private import NAMES, SEEN_IN, PrivateName

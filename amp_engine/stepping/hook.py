@@ -77,6 +77,7 @@ class StepHook:
         if self._is_stepping:  # a subclass called super().step()
             return None
         stepped, is_scaled = self._stepped, self._scaling.is_active
+        stepped.check_first_use()
         casts_off = self._casts.off()
         if not stepped.rows.makes_masters and casts_off is None and not stepped.is_pending and not is_scaled:
             return None  # nothing to add to torch's own step

@@ -92,6 +92,8 @@ class ScaledBackwards:
         delay_overflow_check: bool = False,
     ) -> ScaledBackward | PassedThrough:
         """For the body of a `scale_loss` with these arguments."""
+        for one in stepped:
+            one.check_first_use()
         if self._passes_through(scaler, stepped):
             return PassedThrough(loss, self.casts)
         return ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)

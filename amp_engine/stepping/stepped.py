@@ -80,6 +80,9 @@ class SteppedOptimizer:
         self.window = Window(rows)
         self.pending = pending
         self.backward_seen = False  # since the last step
+        self.before_first_use: Callable[[], None] | None = (
+            None  # of the first `scale_loss` or step; raises AmpStateError
+        )
         self.adopts_next = False  # whether the next backward looks for writes through `param.data`
         self._scaling = scaling
         self._is_wrapped = False
@@ -106,6 +109,12 @@ class SteppedOptimizer:
         """Leave gradients after a step, and expect masters to be written, as `wrapper`, which calls `step`, may do."""
         self._is_wrapped = True
         self.rows.wrapped_by(wrapper)
+
+    def check_first_use(self) -> None:
+        """Before a `scale_loss` or step: raise AmpStateError if something that has happened since forbids the first."""
+        if self.before_first_use is not None:
+            self.before_first_use()
+            self.before_first_use = None
 
     # Around a backward.
 

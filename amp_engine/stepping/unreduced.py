@@ -24,7 +24,7 @@ class Unreduced:
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        # Those around its parameters; None until the first backward in a process group. Looked for then, and when one is gone.
+        # Those around its parameters: looked for at the first backward in a process group, and when one is gone.
         self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None
         self._local: list[weakref.ref[DistributedDataParallel]] = []  # under `no_sync` in this backward
         self._waiting: list[weakref.ref[DistributedDataParallel]] = []  # and in an earlier one, whose exit unscaled

@@ -186,7 +186,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], is_scaled: bool, has_maste
                 "Each rank steps other parameters by the .optim of a ZeroRedundancyOptimizer: it would decide on an "
                 "overflow of its own, and others would never get what FP32 masters give the model.  Call "
                 "amp.initialize(model, optimizer.optim, opt_level='O4'), or 'O0', and amp.scale_loss(loss, "
-                "optimizer.optim), and go on stepping the wrapper; do without it at O1, O2, O3 and O5."
+                "optimizer.optim), and go on stepping the wrapper; do without it at O1, O2 and O5."
             )
         for name, inner in inner_optimizers(optimizer).items():
             if not shares_groups(optimizer, inner):

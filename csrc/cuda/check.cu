@@ -1,4 +1,6 @@
 // check and axpby: map a list of tensors and sum it up.
+#include <type_traits>
+
 #include "cuda/backend.h"
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
@@ -14,90 +16,128 @@ AMP_DEVICE Factors factors_of(CheckArgs const& args) {
   return {!args.a ? 1.0f : args.reciprocal ? reciprocal(*args.a) : *args.a, args.b ? *args.b : 1.0f};
 }
 
-// out = x * a, or fma(a, x, b * y) where there is a y.
-AMP_DEVICE void write(ListRow const& row, uint32_t chunk, Factors factors, int i, int count, Floats x) {
-  if (row.y.data) {
-    List const list(row.y.data, row.y.type, chunk);
-    Floats const y = widened(list.load(i, count), row.y.type);
-#pragma unroll
-    for (int k = 0; k < kOctet; ++k) {
-      x.at[k] = fma(factors.a, x.at[k], factors.b * y.at[k]);
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < kOctet; ++k) {
-      x.at[k] = x.at[k] * factors.a;
-    }
-  }
-  List const out(row.out.data, row.out.type, chunk);
-  out.store(i, count, rounded(x, row.out.type));
+// What a kernel does with x.
+struct Check {
+  static constexpr bool kSums = true, kWrites = false, kMixes = false;
+};
+struct Scale {
+  static constexpr bool kSums = false, kWrites = true, kMixes = false;
+};
+struct ScaleAndCheck {
+  static constexpr bool kSums = true, kWrites = true, kMixes = false;
+};
+struct Mix {
+  static constexpr bool kSums = false, kWrites = true, kMixes = true;
+};
+struct MixAndCheck {
+  static constexpr bool kSums = true, kWrites = true, kMixes = true;
+};
+
+// So many shares are loaded before the first of them is used. With all resident blocks that is twice what memory
+// delivers while a load takes: docs/cuda_kernels.md.
+template <class Work>
+AMP_DEVICE constexpr int shares_of(Type type) {
+  return (type == Type::float32 ? 2 : 4) / (Work::kMixes ? 2 : 1);
 }
 
-template <bool kSums, bool kWrites>
+// out = x * a, or fma(a, x, b * y), and the sums of x, which is of type kType: from `first` on as far as the map goes.
+// Where that ends.
+template <class Work, class Map, Type kType>
+AMP_DEVICE int map_shares(ListRow const& row, Chunk chunk, Factors factors, int first, int n, Leaf& leaf) {
+  constexpr int kShares = shares_of<Work>(kType);
+  List const x(row.x.data, kType, chunk.index);
+  List const y(row.y.data, row.y.type, chunk.index);
+  List const out(row.out.data, row.out.type, chunk.index);
+#pragma unroll 1
+  for (; Map::kWhole ? first + kShares * kStride <= n : first < n; first += kShares * kStride) {
+    Raw raw[kShares];
+    Raw raw_y[kShares];
+#pragma unroll
+    for (int s = 0; s < kShares; ++s) {
+      raw[s] = Map::load(x, kType, first + s * kStride, n);
+    }
+    if constexpr (Work::kMixes) {
+#pragma unroll
+      for (int s = 0; s < kShares; ++s) {
+        raw_y[s] = Map::load(y, y.type, first + s * kStride, n);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kShares; ++s) {
+      Floats values = Map::widened(raw[s], kType);
+      if constexpr (Work::kSums) {
+        leaf.add<Map>(raw[s], values, kType);
+      }
+      if constexpr (Work::kWrites) {
+        if constexpr (Work::kMixes) {
+          Floats const other = Map::widened(raw_y[s], y.type);
+#pragma unroll
+          for (int k = 0; k < kShare; ++k) {
+            values.at[k] = fma(factors.a, values.at[k], factors.b * other.at[k]);
+          }
+        } else {
+#pragma unroll
+          for (int k = 0; k < kShare; ++k) {
+            values.at[k] = values.at[k] * factors.a;
+          }
+        }
+        if (row.out.data) {
+          Map::store(out, out.type, first + s * kStride, n, values);
+        }
+      }
+    }
+  }
+  return first;
+}
+
+template <class Work, Type kType>
 AMP_DEVICE void map_chunk(CheckArgs const& args, ListRow const& row, Chunk chunk) {
-  // As many octets of 16 bits are loaded before the first of them is used, and of 32. More spill on sm_80.
-  constexpr int kBatch16 = kWrites && kSums ? 2 : 4;
-  constexpr int kBatch32 = kWrites && kSums ? 2 : 2;
   Factors const factors = factors_of(args);
-  List const x(row.x.data, row.x.type, chunk.index);
   int const n = elements_of(chunk.index, row.numel);
   Leaf leaf;
-  auto const take = [&](Raw const& raw, Type type, int i, int count) {
-    Floats const values = widened(raw, type);
-    if constexpr (kSums) {
-      leaf.add(raw, values, type);
+  int first = 0;
+  if (List(row.x.data, kType, chunk.index).has_quads() &&
+      (!Work::kMixes || List(row.y.data, row.y.type, chunk.index).has_quads()) &&
+      (!Work::kWrites || List(row.out.data, row.out.type, chunk.index).has_quads())) {
+    first = map_shares<Work, Quads, kType>(row, chunk, factors, first, n, leaf);
+    if constexpr (Work::kSums) {
+      leaf.hand_over<Quads, Singles>();
     }
-    if constexpr (kWrites) {
-      write(row, chunk.index, factors, i, count, values);
-    }
-  };
-  int i = int(threadIdx.x) * kOctet;
-  // A loop for each type: in one for all an octet of 16 bits would keep the registers of one of 32.
-  auto const take_wide = [&]<int kCount, Type kType>() {
-    for (; i + (kCount - 1) * kStride + kOctet <= n; i += kCount * kStride) {
-      Raw raw[kCount];
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        raw[k] = x.load_octet<kType>(i + k * kStride);
-      }
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        take(raw[k], kType, i + k * kStride, kOctet);
-      }
-    }
-  };
-  if (x.wide && x.type == Type::float32) {
-    take_wide.template operator()<kBatch32, Type::float32>();
-  } else if (x.wide && x.type == Type::float16) {
-    take_wide.template operator()<kBatch16, Type::float16>();
-  } else if (x.wide) {
-    take_wide.template operator()<kBatch16, Type::bfloat16>();
   }
-#pragma unroll 1
-  for (; i < n; i += kStride) {
-    int const count = octet_size(i, n);
-    take(x.load(i, count), x.type, i, count);
-  }
-  if constexpr (kSums) {
-    Partial const partial = leaf.sum(x.type);
+  map_shares<Work, Singles, kType>(row, chunk, factors, first, n, leaf);
+  if constexpr (Work::kSums) {
+    Partial const partial = leaf.sum(kType);
     if (threadIdx.x == 0) {
       args.partials[blockIdx.x] = partial;
     }
   }
 }
 
-template <bool kSums, bool kWrites>
-__global__ void __launch_bounds__(kThreads, kWrites ? 3 : 5) map(CheckArgs const args) {
+// A loop for each type: one that took all of them would hold float32's registers for float16's loads, too.
+template <class Work>
+AMP_DEVICE void map_any(CheckArgs const& args, ListRow const& row, Chunk chunk) {
+  if (row.x.type == Type::float32) {
+    map_chunk<Work, Type::float32>(args, row, chunk);
+  } else if (row.x.type == Type::float16) {
+    map_chunk<Work, Type::float16>(args, row, chunk);
+  } else {
+    map_chunk<Work, Type::bfloat16>(args, row, chunk);
+  }
+}
+
+template <class Work>
+__global__ void __launch_bounds__(kThreads, Work::kWrites ? 4 : 5) map(CheckArgs const args) {
   Chunk const chunk = args.chunks[blockIdx.x];
   ListRow const row = args.rows[chunk.tensor];
   if (!row.x.data) {
     return;
   }
-  if (kWrites && row.out.data) {
-    map_chunk<kSums, true>(args, row, chunk);
-  } else if (kSums) {
-    map_chunk<kSums, false>(args, row, chunk);
+  if constexpr (Work::kMixes) {
+    if (!row.y.data) {
+      return map_any<std::conditional_t<Work::kSums, ScaleAndCheck, Scale>>(args, row, chunk);
+    }
   }
+  map_any<Work>(args, row, chunk);
 }
 
 struct ListTable {
@@ -140,18 +180,25 @@ __global__ void __launch_bounds__(kListThreads) total(CheckArgs const args) {
 
 __global__ void move_scale(ScaleState const state, ScaleRule const rule) { amp_engine::update_scale(state, rule); }
 
+void sum(CheckArgs const& args, cudaStream_t stream) {
+  if (args.partials) {
+    launch(segments, (args.n_chunks + kThreads - 1) / kThreads, kThreads, stream, args);
+    launch(total, 1, kListThreads, stream, args);
+  }
+}
+
 }  // namespace
 
 void check(CheckArgs const& args, cudaStream_t stream) {
-  if (!args.partials) {
-    return launch(map<false, true>, args.n_chunks, kThreads, stream, args);
-  }
-  launch(args.writes ? map<true, true> : map<true, false>, args.n_chunks, kThreads, stream, args);
-  launch(segments, (args.n_chunks + kThreads - 1) / kThreads, kThreads, stream, args);
-  launch(total, 1, kListThreads, stream, args);
+  launch(!args.partials ? map<Scale> : args.writes ? map<ScaleAndCheck> : map<Check>, args.n_chunks, kThreads, stream,
+         args);
+  sum(args, stream);
 }
 
-void axpby(CheckArgs const& args, cudaStream_t stream) { check(args, stream); }
+void axpby(CheckArgs const& args, cudaStream_t stream) {
+  launch(args.partials ? map<MixAndCheck> : map<Mix>, args.n_chunks, kThreads, stream, args);
+  sum(args, stream);
+}
 
 void update_scale(ScaleState const& state, ScaleRule const& rule, cudaStream_t stream) {
   launch(move_scale, 1, 1, stream, state, rule);

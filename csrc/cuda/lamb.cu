@@ -36,9 +36,33 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) 
   });
 }
 
-// As update_chunk, but in the order of a leaf to the end, for the sums: the last octet is its lane's, and a tensor that
-// is not aligned goes by octets too.
-__global__ void __launch_bounds__(kThreads, 2) moments(StepArgs const args) {
+// As update_share, and both sums.
+template <class Map>
+AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, int n,
+                              LambMoments::Coefficients const& c, Leaf& weights, Leaf& steps) {
+  Raw const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
+  Raw const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
+  Raw const raw1 = Map::load(lists.state1, Type::float32, first, n);
+  Raw const raw2 = Map::load(lists.state2, Type::float32, first, n);
+  Floats const g = Map::widened(raw_gradient, lists.gradient.type);
+  Floats const w = Map::widened(raw_weight, lists.weight.type);
+  Floats s1 = Map::widened(raw1, Type::float32);
+  Floats s2 = Map::widened(raw2, Type::float32);
+  Floats u;
+#pragma unroll
+  for (int k = 0; k < kShare; ++k) {
+    u.at[k] = LambMoments::step(g.at[k], w.at[k], s1.at[k], s2.at[k], c);
+    // With eps = 0 the step of an element that is missing would be 0 / 0.
+    u.at[k] = Map::kWhole || first + Map::position(k) < n ? u.at[k] : 0.0f;
+  }
+  Map::store(lists.state1, Type::float32, first, n, s1);
+  Map::store(lists.state2, Type::float32, first, n, s2);
+  Map::store(step, Type::float32, first, n, u);
+  weights.add(w);
+  steps.add(u);
+}
+
+__global__ void __launch_bounds__(kThreads, 3) moments(StepArgs const args) {
   Chunk const chunk = args.chunks[blockIdx.x];
   if (is_skipped(args)) {
     return;
@@ -50,38 +74,23 @@ __global__ void __launch_bounds__(kThreads, 2) moments(StepArgs const args) {
   Row const row = args.rows[chunk.tensor];
   auto const c = *reinterpret_cast<LambMoments::Coefficients const*>(coefficients_of(args, chunk.tensor));
   int const n = elements_of(chunk.index, row.numel);
-  List const g(gradient.data, gradient.type, chunk.index);
-  List const weight(row.weight, row.weight_type, chunk.index);
-  List const exp_avg(row.state1, Type::float32, chunk.index);
-  List const exp_avg_sq(row.state2, Type::float32, chunk.index);
+  Lists const lists(row, gradient, chunk.index);
   List const step(args.lamb_steps[chunk.tensor], Type::float32, chunk.index);
   Leaf weights;
   Leaf steps;
+  int first = 0;
+  if (lists.gradient.has_quads() && lists.weight.has_quads() && lists.state1.has_quads() && lists.state2.has_quads() &&
+      step.has_quads()) {
 #pragma unroll 1
-  for (int i = int(threadIdx.x) * kOctet; i < n; i += kStride) {
-    int const count = octet_size(i, n);
-    Raw const raw_g = g.load(i, count);
-    Raw const raw_weight = weight.load(i, count);
-    Raw raw1 = exp_avg.load(i, count);
-    Raw raw2 = exp_avg_sq.load(i, count);
-    Floats const x = widened(raw_g, g.type);
-    Floats const w = widened(raw_weight, weight.type);
-    Floats u;
-#pragma unroll
-    for (int k = 0; k < kOctet; ++k) {
-      float s1 = float_of(raw1.word[k]);
-      float s2 = float_of(raw2.word[k]);
-      // With eps = 0 the step of an element that is missing would be 0 / 0.
-      u.at[k] = LambMoments::step(x.at[k], w.at[k], s1, s2, c);
-      u.at[k] = k < count ? u.at[k] : 0.0f;
-      raw1.word[k] = bits_of(s1);
-      raw2.word[k] = bits_of(s2);
+    for (; first + kStride <= n; first += kStride) {
+      moments_share<Quads>(lists, step, first, n, c, weights, steps);
     }
-    exp_avg.store(i, count, raw1);
-    exp_avg_sq.store(i, count, raw2);
-    step.store(i, count, rounded(u, Type::float32));
-    weights.add(w);
-    steps.add(u);
+    weights.hand_over<Quads, Singles>();
+    steps.hand_over<Quads, Singles>();
+  }
+#pragma unroll 1
+  for (; first < n; first += kStride) {
+    moments_share<Singles>(lists, step, first, n, c, weights, steps);
   }
   Partial const of_weight = weights.sum(Type::float32);
   Partial const of_step = steps.sum(Type::float32);
@@ -135,7 +144,7 @@ struct Apply {
   }
 };
 
-__global__ void __launch_bounds__(kThreads, 4) apply(StepArgs const args) {
+__global__ void __launch_bounds__(kThreads, 5) apply(StepArgs const args) {
   Chunk const chunk = args.chunks[blockIdx.x];
   if (is_skipped(args) || !args.gradients[chunk.tensor].data) {
     return;

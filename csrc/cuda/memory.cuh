@@ -11,10 +11,7 @@
 
 namespace amp_engine::cuda {
 
-AMP_DEVICE bool is_wide(void const* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
-// A vector of that many bytes may be accessed.
-AMP_DEVICE bool is_aligned(void const* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % uint32_t(bytes) == 0; }
+AMP_DEVICE bool is_aligned(void const* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % unsigned(bytes) == 0; }
 
 // 16 bytes; the address is a multiple of 16.
 AMP_DEVICE void load_16(uint32_t* to, void const* from) {
@@ -26,13 +23,6 @@ AMP_DEVICE void load_16(uint32_t* to, void const* from) {
 AMP_DEVICE void store_16(void* to, uint32_t const* from) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
                "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]));
-}
-
-// The same where a warp takes only half of each sector at a time, so that the other half is found in L1.
-AMP_DEVICE void load_16_of_32(uint32_t* to, void const* from) {
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "l"(__cvta_generic_to_global(from)));
 }
 
 // 8 bytes; the address is a multiple of 8.
@@ -53,18 +43,32 @@ AMP_DEVICE uint32_t load_4(void const* from) {
   return bits;
 }
 
-AMP_DEVICE void store_4(void* to, uint32_t bits) {
-  asm volatile("st.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(bits));
-}
-
-AMP_DEVICE uint32_t load_2(void const* from) {
-  uint16_t bits;
-  asm volatile("ld.global.u16 %0, [%1];" : "=h"(bits) : "l"(__cvta_generic_to_global(from)));
+// With a predicate and not in an `if`, for each of which the compiler would compute the address anew. Where there is
+// nothing, 0 is loaded and nothing is stored.
+AMP_DEVICE uint32_t load_4_if(bool exists, void const* from) {
+  uint32_t bits = 0;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u32 %0, [%1]; }"
+               : "+r"(bits)
+               : "l"(__cvta_generic_to_global(from)), "r"(uint32_t(exists)));
   return bits;
 }
 
-AMP_DEVICE void store_2(void* to, uint32_t bits) {
-  asm volatile("st.global.u16 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "h"(uint16_t(bits)));
+AMP_DEVICE void store_4_if(bool exists, void* to, uint32_t bits) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.u32 [%0], %1; }" ::"l"(__cvta_generic_to_global(to)),
+               "r"(bits), "r"(uint32_t(exists)));
+}
+
+AMP_DEVICE uint32_t load_2_if(bool exists, void const* from) {
+  uint16_t bits = 0;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u16 %0, [%1]; }"
+               : "+h"(bits)
+               : "l"(__cvta_generic_to_global(from)), "r"(uint32_t(exists)));
+  return bits;
+}
+
+AMP_DEVICE void store_2_if(bool exists, void* to, uint32_t bits) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.u16 [%0], %1; }" ::"l"(__cvta_generic_to_global(to)),
+               "h"(uint16_t(bits)), "r"(uint32_t(exists)));
 }
 
 // As float_from_f16 and so on of math/types.h, except that a NaN becomes 0x7fff or 0x7fffffff.

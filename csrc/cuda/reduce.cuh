@@ -1,12 +1,12 @@
 // The orders of math/reduction.h, written for warps and blocks.
 #pragma once
 
-#include "cuda/octet.cuh"
+#include "cuda/share.cuh"
 #include "math/reduction.h"
 
 namespace amp_engine::cuda {
 
-static_assert(kLanes == kThreads && kSlots == kOctet);
+static_assert(kLanes == kThreads && kSlots == kShare);
 
 constexpr uint32_t kWarp = 0xffffffffu;
 
@@ -53,22 +53,30 @@ AMP_DEVICE T reduced_by_block(T value, T* warps, Op op) {
   return value;
 }
 
-// The eight float accumulators of a thread, and the largest magnitude that it saw.
+// Where the accumulators of a block change hands.
+AMP_DEVICE float* accumulators() {
+  alignas(16) __shared__ float all[kAccumulators];
+  return all;
+}
+
+// The eight float accumulators of a thread, and the largest magnitude that it saw. In whatever map elements come, they
+// meet their accumulator in the order of a leaf: a map gives all that are 2,048 apart to one thread.
 struct Leaf {
   Floats accumulator = {};
-  uint32_t largest = 0;  // 16-bit types: of the even elements in the low half, of the odd ones in the high half
+  uint32_t largest = 0;  // 16-bit types: of words' low halves in the low half, of their high halves in the high half
 
   // Elements that are missing are given as 0, which changes nothing.
+  template <class Map>
   AMP_DEVICE void add(Raw const& raw, Floats const& x, Type type) {
     add_squares(x);
     if (type == Type::float32) {
 #pragma unroll
-      for (int k = 0; k < kOctet; ++k) {
+      for (int k = 0; k < kShare; ++k) {
         largest = Larger()(largest, raw.word[k] & 0x7fffffffu);
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < kOctet / 2; ++k) {
+      for (int k = 0; k < (Map::kWhole ? kShare / 2 : kShare); ++k) {
         largest = __vmaxu2(largest, raw.word[k] & 0x7fff7fffu);
       }
     }
@@ -76,20 +84,36 @@ struct Leaf {
   AMP_DEVICE void add(Floats const& x) {
     add_squares(x);
 #pragma unroll
-    for (int k = 0; k < kOctet; ++k) {
+    for (int k = 0; k < kShare; ++k) {
       largest = Larger()(largest, bits_of(x.at[k]) & 0x7fffffffu);
     }
   }
 
-  // What the block's chunk contributes, for thread 0. All threads call it.
-  AMP_DEVICE Partial sum(Type type) const {
+  // Each accumulator goes to the thread that holds it in another map. All threads call it.
+  template <class From, class To>
+  AMP_DEVICE void hand_over() {
+    float* const all = accumulators();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kShare; ++k) {
+      all[From::position(k)] = accumulator.at[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kShare; ++k) {
+      accumulator.at[k] = all[To::position(k)];
+    }
+  }
+
+  // What the block's chunk contributes, for thread 0, from accumulators as in Singles. All threads call it.
+  AMP_DEVICE Partial sum(Type type) {
     __shared__ double sums[kThreads / 32];
     __shared__ uint32_t magnitudes[kThreads / 32];
+    hand_over<Singles, Octets>();
     uint32_t magnitude = largest;
     if (type != Type::float32) {
       magnitude = Larger()(magnitude & 0xffffu, magnitude >> 16);
     }
-    __syncthreads();
     double const squares = reduced_by_block<kThreads>(lane_sum(accumulator.at), sums, Add());
     magnitude = reduced_by_block<kThreads>(magnitude, magnitudes, Larger());
     // Magnitudes of a type are ordered as the floats that they stand for.
@@ -99,7 +123,7 @@ struct Leaf {
  private:
   AMP_DEVICE void add_squares(Floats const& x) {
 #pragma unroll
-    for (int k = 0; k < kOctet; ++k) {
+    for (int k = 0; k < kShare; ++k) {
       accumulator.at[k] = fma(x.at[k], x.at[k], accumulator.at[k]);
     }
   }

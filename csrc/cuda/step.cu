@@ -17,9 +17,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) 
   });
 }
 
-// 3 blocks: 80 registers. At 4 blocks, 64, Adam spills, and bytes in flight do not need them.
 template <class Update>
-__global__ void __launch_bounds__(kThreads, 3) update(StepArgs const args) {
+__global__ void __launch_bounds__(kThreads, 4) update(StepArgs const args) {
   Chunk const chunk = args.chunks[blockIdx.x];
   if (is_skipped(args)) {
     return;

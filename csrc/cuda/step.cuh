@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../backend.h"
-#include "cuda/octet.cuh"
+#include "cuda/share.cuh"
 
 namespace amp_engine::cuda {
 
@@ -46,59 +46,74 @@ constexpr int kPrepareThreads = 128;
 
 inline int64_t prepare_blocks(StepArgs const& args) { return (args.n_tensors + kPrepareThreads - 1) / kPrepareThreads; }
 
-// One chunk of `update`: whole strides by quads where every list has them, the rest, or all, element by element.
+// The lists of one chunk of `update`.
+struct Lists {
+  List gradient, weight, copy, state1, state2;
+  bool has_state1, has_copy;
+
+  AMP_DEVICE Lists(Row const& row, Entry const& gradient, uint32_t chunk)
+      : gradient(gradient.data, gradient.type, chunk),
+        weight(row.weight, row.weight_type, chunk),
+        copy(row.copy, row.copy_type, chunk),
+        state1(row.state1, Type::float32, chunk),
+        state2(row.state2, Type::float32, chunk),
+        has_state1(row.state1),
+        has_copy(row.copy) {}
+};
+
+template <class Map, class Update>
+AMP_DEVICE void update_share(Lists const& lists, int first, int n, typename Update::Coefficients const& c) {
+  bool const has_state1 = Update::kState1 && lists.has_state1;
+  Raw const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
+  Raw const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
+  Raw raw1 = {};
+  Raw raw2 = {};
+  if (has_state1) {
+    raw1 = Map::load(lists.state1, Type::float32, first, n);
+  }
+  if constexpr (Update::kState2) {
+    raw2 = Map::load(lists.state2, Type::float32, first, n);
+  }
+  Floats const g = Map::widened(raw_gradient, lists.gradient.type);
+  Floats w = Map::widened(raw_weight, lists.weight.type);
+  Floats s1 = Map::widened(raw1, Type::float32);
+  Floats s2 = Map::widened(raw2, Type::float32);
+#pragma unroll
+  for (int k = 0; k < kShare; ++k) {
+    Update::update(g.at[k], w.at[k], s1.at[k], s2.at[k], c);
+  }
+  if (has_state1) {
+    Map::store(lists.state1, Type::float32, first, n, s1);
+  }
+  if constexpr (Update::kState2) {
+    Map::store(lists.state2, Type::float32, first, n, s2);
+  }
+  Map::store(lists.weight, lists.weight.type, first, n, w);
+  if (lists.has_copy) {
+    Map::store(lists.copy, lists.copy.type, first, n, w);
+  }
+}
+
 template <class Update>
 AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gradient) {
   Row const row = args.rows[chunk.tensor];
   auto const c = *reinterpret_cast<typename Update::Coefficients const*>(coefficients_of(args, chunk.tensor));
   int const n = elements_of(chunk.index, row.numel);
-  List const g(gradient.data, gradient.type, chunk.index);
-  List const weight(row.weight, row.weight_type, chunk.index);
-  List const copy(row.copy, row.copy_type, chunk.index);
-  List const state1(row.state1, Type::float32, chunk.index);
-  List const state2(row.state2, Type::float32, chunk.index);
-  bool const has_state1 = Update::kState1 && row.state1;
-  bool const has_copy = row.copy;
-  auto const take = [&]<class Access>(int begin, int end) {
+  Lists const lists(row, gradient, chunk.index);
+  // Lists that the optimizer or the tensor does not have begin at null, which is aligned to everything.
+  bool const quads = lists.gradient.has_quads() && lists.weight.has_quads() && lists.copy.has_quads() &&
+                     (!Update::kState1 || lists.state1.has_quads()) && (!Update::kState2 || lists.state2.has_quads());
+  int first = 0;
+  if (quads) {
 #pragma unroll 1
-    for (int i = begin + int(threadIdx.x) * Access::kFirst; i < end; i += kStride) {
-      Raw const raw_g = Access::load(g, i, end);
-      Raw const raw_weight = Access::load(weight, i, end);
-      Raw raw1 = {};
-      Raw raw2 = {};
-      if (has_state1) {
-        raw1 = Access::load(state1, i, end);
-      }
-      if constexpr (Update::kState2) {
-        raw2 = Access::load(state2, i, end);
-      }
-      Floats const x = widened(raw_g, g.type);
-      Floats w = widened(raw_weight, weight.type);
-#pragma unroll
-      for (int k = 0; k < kOctet; ++k) {
-        float s1 = float_of(raw1.word[k]);
-        float s2 = float_of(raw2.word[k]);
-        Update::update(x.at[k], w.at[k], s1, s2, c);
-        raw1.word[k] = bits_of(s1);
-        raw2.word[k] = bits_of(s2);
-      }
-      if (has_state1) {
-        Access::store(state1, i, end, raw1);
-      }
-      if constexpr (Update::kState2) {
-        Access::store(state2, i, end, raw2);
-      }
-      Access::store(weight, i, end, rounded(w, weight.type));
-      if (has_copy) {
-        Access::store(copy, i, end, rounded(w, copy.type));
-      }
+    for (; first + kStride <= n; first += kStride) {
+      update_share<Quads, Update>(lists, first, n, c);
     }
-  };
-  bool const quads = g.has_quads() && weight.has_quads() && (!has_copy || copy.has_quads()) &&
-                     (!has_state1 || state1.has_quads()) && (!Update::kState2 || state2.has_quads());
-  int const whole = quads ? n / kStride * kStride : 0;
-  take.template operator()<Quads>(0, whole);
-  take.template operator()<Singles>(whole, n);
+  }
+#pragma unroll 1
+  for (; first < n; first += kStride) {
+    update_share<Singles, Update>(lists, first, n, c);
+  }
 }
 
 void lamb(StepArgs const& args, cudaStream_t stream);

@@ -2,13 +2,15 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <map>
+#include <set>
 #include <string>
 #include <type_traits>
 
 #include "cuda/backend.h"
-#include "cuda/octet.cuh"
+#include "cuda/share.cuh"
 #include "math/coefficients.h"
 
 namespace amp_engine {
@@ -88,8 +90,21 @@ Tensor scattered(Tensor tensor) {
 bool same(Tensor const& a, Tensor const& b) { return !std::memcmp(a.data(), b.data(), a.bytes()); }
 
 Type any_type() { return pick({Type::float32, Type::float16, Type::bfloat16}); }
-int64_t any_numel() { return pick<int64_t>({0, 1, 7, 8, 31, 255, 2047, 2049, 4096, 32767, 32768, 32769, 65537}); }
-int64_t any_offset() { return pick<int64_t>({0, 0, 0, 8, 1, 3, 4}); }
+// Around a warp, a block, a quad's distance, a share of each thread, the two and four that `check` loads, and a chunk.
+constexpr int64_t kSizes[] = {0,    1,    3,    4,    5,    8,    31,   255,  257,   1023,  1024,  1025,  2047,
+                              2048, 2049, 3077, 4095, 4100, 8191, 8192, 8193, 32767, 32768, 32769, 34816, 65537};
+int64_t any_numel() { return kSizes[random_bits() % std::size(kSizes)]; }
+
+// Elements from an aligned address, for the lists of one case: none, all alike, four (aligned for quads, not for more),
+// or each its own.
+struct Offsets {
+  int64_t kind = int64_t(random_bits() % 4);
+  int64_t alike = int64_t(random_bits() % 8);
+
+  int64_t operator()() const {
+    return kind == 0 ? 0 : kind == 1 ? alike : kind == 2 ? 4 * int64_t(random_bits() % 2) : int64_t(random_bits() % 8);
+  }
+};
 
 std::vector<Chunk> chunks_of(std::vector<int64_t> const& numels, std::vector<uint32_t>& first) {
   std::vector<Chunk> chunks;
@@ -189,11 +204,12 @@ void compare(ListCase const& c, int number) {
 
 void test_lists() {
   static float const a = 0.37f, b = -1.7f, norm_scale = 1024.0f;
-  for (int number = 0; number < 150; ++number) {
+  for (int number = 0; number < 300; ++number) {
     ListCase c;
     bool const wants_y = chance(4);
     bool const wants_out = wants_y || chance(2);
     bool const has_nonfinite = chance(3);
+    Offsets const any_offset;
     for (size_t t = random_bits() % 5; t > 0; --t) {
       int64_t const numel = any_numel();
       c.x.push_back(scattered({any_type(), numel, any_offset()}));
@@ -232,7 +248,7 @@ void test_lists() {
   compare(large, 1000);
   ListCase many;
   for (int t = 0; t < 1300; ++t) {
-    many.x.emplace_back(any_type(), 5, any_offset()).fill(-3.0f, std::ldexp(1.0f, t % 40));
+    many.x.emplace_back(any_type(), 5, int64_t(random_bits() % 8)).fill(-3.0f, std::ldexp(1.0f, t % 40));
     many.present.push_back(true);
   }
   compare(many, 1001);
@@ -339,21 +355,21 @@ Group any_group(Formula formula, bool has_momentum, float const* lr_on_device) {
 
 void test_steps() {
   static float const inv_scale = 0.125f, norm = 3.0f, found = 1.0f, clean = 0.0f, lr = 0.02f;
-  for (int number = 0; number < 200; ++number) {
+  for (int number = 0; number < 300; ++number) {
     StepCase c;
     c.formula = Formula(number % kFormulas);
     c.has_state1 = c.formula != Formula::sgd || chance(2);
     c.groups = {any_group(c.formula, c.has_state1, &lr), any_group(c.formula, c.has_state1, &lr)};
-    bool const others_are_odd = chance(4);
+    Offsets const any_offset;
     for (size_t t = random_bits() % 6; t > 0; --t) {
       int64_t const numel = any_numel();
       c.gradients.emplace_back(any_type(), numel, any_offset()).fill(-8.0f, 8.0f);
-      c.weights.emplace_back(chance(3) ? any_type() : Type::float32, numel, others_are_odd ? any_offset() : 0)
+      c.weights.emplace_back(chance(3) ? any_type() : Type::float32, numel, any_offset())
           .fill(-1.0f, 1.0f);
       c.copies.emplace_back(pick({Type::float16, Type::bfloat16, Type::float32}), numel, any_offset()).fill(9.0f, 9.0f);
-      c.states1.emplace_back(Type::float32, numel, others_are_odd ? any_offset() : 0)
+      c.states1.emplace_back(Type::float32, numel, any_offset())
           .fill(c.formula == Formula::adagrad ? 0.0f : -1.0f, 1.0f);
-      c.states2.emplace_back(Type::float32, numel, others_are_odd ? any_offset() : 0).fill(0.0f, 1.0f);
+      c.states2.emplace_back(Type::float32, numel, any_offset()).fill(0.0f, 1.0f);
       c.present.push_back(!chance(5));
       c.has_copy.push_back(chance(2));
       c.scaled.push_back(chance(2));
@@ -386,8 +402,8 @@ void test_steps() {
 
 // SGD with gradients of 1 and a rate of -1 counts how often it comes by.
 void test_each_element_is_visited_once() {
-  for (int64_t numel : {0, 1, 7, 8, 31, 4096, 32767, 32768, 32769, 65537}) {
-    for (int64_t offset : {0, 1}) {
+  for (int64_t numel : kSizes) {
+    for (int64_t offset : {0, 1, 4, 7}) {
       StepCase c{};
       c.formula = Formula::sgd;
       c.gradients.emplace_back(Type::bfloat16, numel, offset).fill(1.0f, 1.0f);
@@ -406,6 +422,82 @@ void test_each_element_is_visited_once() {
       Stepped const gpu = c.run([](StepArgs const& args) { cuda::step(args, nullptr); });
       Tensor const ones = Tensor(Type::float32, numel, 0).fill(1.0f, 1.0f);
       EXPECT(same(gpu.weights[0], ones), "%lld elements, offset %lld", (long long)numel, (long long)offset);
+    }
+  }
+}
+
+// Sectors of 32 bytes that warps touched, against what their bytes fill.
+void expect_whole_sectors(std::vector<std::vector<simulator::Access>> const& accesses, int64_t offset,
+                          char const* what) {
+  int64_t requests = 0, sectors = 0, filled = 0, bytes = 0;
+  for (size_t first = 0; first < accesses.size(); first += 32) {
+    for (size_t n = 0; n < accesses[first].size(); ++n) {
+      std::set<uintptr_t> touched;
+      int64_t bytes_of_one = 0;
+      for (size_t lane = first; lane < first + 32; ++lane) {
+        EXPECT(accesses[lane].size() == accesses[first].size(), "%s: the threads of a warp part", what);
+        simulator::Access const access = accesses[lane].at(n);
+        bytes_of_one += int64_t(access.size);
+        if (access.size) {
+          touched.insert(access.address / 32);
+        }
+      }
+      ++requests;
+      bytes += bytes_of_one;
+      filled += (bytes_of_one + 31) / 32;
+      sectors += int64_t(touched.size());
+    }
+  }
+  // An access that begins inside of a sector may end inside of one, too.
+  EXPECT(bytes > 0 && sectors <= filled + (offset ? requests : 0), "%s, offset %lld: %lld sectors, %lld would do", what,
+         (long long)offset, (long long)sectors, (long long)filled);
+}
+
+void test_warps_touch_whole_sectors() {
+  std::vector<std::vector<simulator::Access>> accesses;
+  auto const recorded = [&](auto const& run) {
+    accesses.assign(256, {});
+    simulator::accesses = &accesses;
+    run();
+    simulator::accesses = nullptr;
+  };
+  static float const a = 0.37f;
+  for (int64_t offset = 0; offset < 8; ++offset) {
+    for (Type type : {Type::float32, Type::float16, Type::bfloat16}) {
+      for (int work = 0; work < 4; ++work) {
+        ListCase c;
+        c.x.push_back(Tensor(type, kChunk, offset).fill(-3.0f, 3.0f));
+        c.present = {true};
+        c.in_place = work == 1;
+        if (work >= 2) {
+          c.out.push_back(Tensor(any_type(), kChunk, offset).fill(9.0f, 9.0f));
+        }
+        if (work == 3) {
+          c.y.push_back(Tensor(any_type(), kChunk, offset).fill(-3.0f, 3.0f));
+          c.b = &a;
+        }
+        recorded([&] {
+          c.run([](CheckArgs const& args) { args.b ? cuda::axpby(args, nullptr) : cuda::check(args, nullptr); });
+        });
+        expect_whole_sectors(accesses, offset, "check");
+      }
+      for (int formula = 0; formula < kFormulas; ++formula) {
+        StepCase c{};
+        c.formula = Formula(formula);
+        c.has_state1 = true;
+        c.gradients.push_back(Tensor(type, kChunk, offset).fill(-8.0f, 8.0f));
+        c.weights.push_back(Tensor(Type::float32, kChunk, offset).fill(-1.0f, 1.0f));
+        c.copies.push_back(Tensor(Type::float16, kChunk, offset).fill(9.0f, 9.0f));
+        c.states1.push_back(Tensor(Type::float32, kChunk, offset).fill(0.0f, 1.0f));
+        c.states2.push_back(Tensor(Type::float32, kChunk, offset).fill(0.0f, 1.0f));
+        c.present = c.has_copy = c.scaled = {true};
+        c.group_of = {0};
+        c.groups = {any_group(c.formula, true, nullptr)};
+        c.steps = c.norms = c.largest = {1.0f};
+        c.sum_squares = {1.0};
+        recorded([&] { c.run([](StepArgs const& args) { cuda::step(args, nullptr); }); });
+        expect_whole_sectors(accesses, offset, "step");
+      }
     }
   }
 }
@@ -466,6 +558,7 @@ void test_scale() {
 int main() {
   amp_engine::test_large_tensors();
   amp_engine::test_each_element_is_visited_once();
+  amp_engine::test_warps_touch_whole_sectors();
   amp_engine::test_scale();
   amp_engine::test_lists();
   amp_engine::test_steps();

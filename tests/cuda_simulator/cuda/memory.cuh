@@ -7,49 +7,71 @@
 
 #define AMP_DEVICE __device__ __forceinline__
 
-namespace amp_engine::cuda {
+namespace simulator {
 
-inline void aligned(void const* p, size_t size) {
-  if (reinterpret_cast<uintptr_t>(p) % size) {
-    simulator::fail("misaligned access");
+// One of a thread; size 0 where its predicate was false.
+struct Access {
+  uintptr_t address;
+  size_t size;
+};
+
+// Of each thread, where a test wants them. Threads of a warp execute the same ones, so that the n-th of each is one
+// instruction of the warp.
+inline std::vector<std::vector<Access>>* accesses = nullptr;
+
+template <size_t kSize>
+void access(void const* p, bool exists = true) {
+  uintptr_t const address = reinterpret_cast<uintptr_t>(p);
+  if (exists && address % kSize) {
+    fail("misaligned access");
+  }
+  if (accesses) {
+    (*accesses)[threadIdx.x].push_back({address, exists ? kSize : 0});
   }
 }
 
-inline bool is_wide(void const* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-inline bool is_aligned(void const* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % uint32_t(bytes) == 0; }
+}  // namespace simulator
+
+namespace amp_engine::cuda {
+
+inline bool is_aligned(void const* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % unsigned(bytes) == 0; }
 
 inline void load_16(uint32_t* to, void const* from) {
-  aligned(from, 16);
+  simulator::access<16>(from);
   std::memcpy(to, from, 16);
 }
 inline void store_16(void* to, uint32_t const* from) {
-  aligned(to, 16);
+  simulator::access<16>(to);
   std::memcpy(to, from, 16);
 }
-inline void load_16_of_32(uint32_t* to, void const* from) { load_16(to, from); }
 inline void load_8(uint32_t* to, void const* from) {
-  aligned(from, 8);
+  simulator::access<8>(from);
   std::memcpy(to, from, 8);
 }
 inline void store_8(void* to, uint32_t const* from) {
-  aligned(to, 8);
+  simulator::access<8>(to);
   std::memcpy(to, from, 8);
 }
-inline uint32_t load_4(void const* from) {
-  aligned(from, 4);
-  return *static_cast<uint32_t const*>(from);
+inline uint32_t load_4(void const* from) { return *static_cast<uint32_t const*>(from); }
+inline uint32_t load_4_if(bool exists, void const* from) {
+  simulator::access<4>(from, exists);
+  return exists ? *static_cast<uint32_t const*>(from) : 0;
 }
-inline void store_4(void* to, uint32_t bits) {
-  aligned(to, 4);
-  *static_cast<uint32_t*>(to) = bits;
+inline void store_4_if(bool exists, void* to, uint32_t bits) {
+  simulator::access<4>(to, exists);
+  if (exists) {
+    *static_cast<uint32_t*>(to) = bits;
+  }
 }
-inline uint32_t load_2(void const* from) {
-  aligned(from, 2);
-  return *static_cast<uint16_t const*>(from);
+inline uint32_t load_2_if(bool exists, void const* from) {
+  simulator::access<2>(from, exists);
+  return exists ? *static_cast<uint16_t const*>(from) : 0;
 }
-inline void store_2(void* to, uint32_t bits) {
-  aligned(to, 2);
-  *static_cast<uint16_t*>(to) = uint16_t(bits);
+inline void store_2_if(bool exists, void* to, uint32_t bits) {
+  simulator::access<2>(to, exists);
+  if (exists) {
+    *static_cast<uint16_t*>(to) = uint16_t(bits);
+  }
 }
 
 inline float widened_f16(uint32_t bits) { return float_from_f16(uint16_t(bits)); }

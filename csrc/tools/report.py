@@ -1,79 +1,120 @@
 """Compiles each kernel for sm_80 and sm_90 and prints what it costs: `python csrc/tools/report.py`.
 
-With `--table FILE` it also writes docs/cuda_kernels.md, which needs an nvdisasm.
-
-Exits with 1 where a kernel spills, has a stack frame, takes more registers than its occupancy allows, or reads or
-writes through generic addresses (LD, ST instead of LDG, STG). Needs nvcc, not a GPU. The machine code is read with
-nvdisasm, from the toolkit or from Triton's wheel; without one the PTX is read instead, which is said so.
+Exits with 1 where a kernel spills, has a stack frame, lets fewer blocks onto a multiprocessor than it was designed
+for, reads or writes through generic addresses (LD, ST instead of LDG, STG), touches more sectors than its bytes fill,
+or has too few loads in flight. Needs nvcc, not a GPU. The machine code is read with nvdisasm, from the toolkit or from
+Triton's wheel; without one, loops are not looked at, and addresses in the PTX, which is said so.
+`--table docs/cuda_kernels.md` writes the report there.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90")
 FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-I", str(FOLDER.parent)]
-# 65,536 registers over the threads of the resident blocks that each kernel was designed for.
-REGISTERS = {
-    "map": 80,
-    "map<true,false>": 48,
-    "apply": 64,
-    "update": 80,
-    "moments": 128,
-    "total": 64,
-    "gradient_norm": 64,
-}
-OTHERS = 128
-# Size, the register of its address, what is added to that.
-WIDE_LOAD = re.compile(r"LDG\.E(?:\.NA)?\.(128|64) \w+, (?:desc\[\w+\])?\[(\w+)\.64(?:\+(0x[0-9a-f]+))?\]")
+
+# Of the kernels that come by every element: threads in a block, and resident blocks that each was designed for.
+THREADS = 256
+BLOCKS = {"map<Check>": 5, "map": 4, "apply": 5, "update": 4, "moments": 3}
+REGISTERS = 65536  # of a multiprocessor
+MOST_BLOCKS = 2048 // THREADS
+
+# What memory delivers to a multiprocessor of an H200 while one load takes: 4.2 TB/s over 132, and 800 ns under load, an
+# estimate. An A100 delivers 19 bytes/ns to each.
+DEMAND = 31.8 * 800
+LEAST_IN_FLIGHT = 2.0  # of that, for a block also computes and stores
+MOST_SECTORS = 16  # of 32 bytes, to 512 bytes
+
+HEAD = """\
+# What the CUDA kernels cost
+
+Made by `python csrc/tools/report.py --table docs/cuda_kernels.md` with nvcc {version}; a test holds it to that.
+
+A row is a loop over elements; loops of the same figures share one. Lists that are aligned to four of their elements
+come in loads of 16 bytes (float32) or 8 (float16, bfloat16), others element by element. In flight is what is loaded
+before any of it is used, in the branch that loads most: loads of a thread, KB of all threads that fit on a
+multiprocessor, and how often that fills the demand. The demand is what an H200's memory delivers to a multiprocessor
+while one load takes, {demand} KB: 31.8 bytes/ns for 800 ns, an estimate. Sectors have 32 bytes, so 16 of them hold 512
+bytes. All of it is the compiler's word and read from the machine code; nothing here was measured.
+
+"""
 
 
-class Loops(NamedTuple):
-    """What the innermost loops of a kernel load."""
+@dataclass(frozen=True)
+class Loop:
+    """A loop over elements: bytes of its widest load, most loads and bytes in flight, sectors to 512 bytes."""
 
-    loads_16: int
-    loads_8: int
-    halves: bool
+    width: int
+    loads: int
+    bytes: int
+    sectors: int
 
 
 @dataclass
 class Kernel:
-    """One kernel in one architecture.
-
-    Attributes:
-        name, mangled, architecture: of it.
-        registers: a thread.
-        stack, spills: bytes a thread.
-        loops: of those in its loops the most loads of 16 bytes, and of 8, and whether a load takes half of each sector.
-    """
+    """One kernel in one architecture. Registers per thread; stack and spills in bytes per thread."""
 
     name: str
-    mangled: str
     architecture: str
     registers: int = 0
     stack: int = 0
     spills: int = 0
-    loops: Loops | None = None
+    loops: list[Loop] = field(default_factory=list)
+
+    @property
+    def designed_blocks(self) -> int | None:
+        """How many blocks shall fit on a multiprocessor; None for kernels that do not come by every element."""
+        return BLOCKS.get(self.name) or BLOCKS.get(self.name.partition("<")[0])
+
+    @property
+    def blocks(self) -> int:
+        """How many fit. Registers are given out by eights."""
+        return min(MOST_BLOCKS, REGISTERS // (-(-self.registers // 8) * 8 * THREADS))
+
+    def in_flight(self, loop: Loop) -> float:
+        """A loop's bytes in flight on a multiprocessor, of which 1 fills the memory's demand."""
+        return loop.bytes * THREADS * self.blocks / DEMAND
 
     @property
     def faults(self) -> list[str]:
         """What is wrong with it, in words."""
-        limit = REGISTERS.get(self.name, REGISTERS.get(self.name.partition("<")[0], OTHERS))
-        faults = [f"{self.registers} registers, more than {limit}"] if self.registers > limit else []
-        faults += [f"a stack frame of {self.stack} bytes"] if self.stack else []
-        return faults + ([f"{self.spills} bytes of spills"] if self.spills else [])
+        faults = [f"a stack frame of {self.stack} bytes"] if self.stack else []
+        faults += [f"{self.spills} bytes of spills"] if self.spills else []
+        if self.designed_blocks:
+            if self.blocks < self.designed_blocks:
+                faults.append(f"{self.registers} registers, so {self.blocks} blocks, not {self.designed_blocks}")
+            for loop in self.loops:
+                if (times := self.in_flight(loop)) < LEAST_IN_FLIGHT:
+                    faults.append(f"a loop of {loop.width}-byte loads has {times:.1f} of the demand in flight")
+                if loop.sectors > MOST_SECTORS:
+                    faults.append(f"a loop of {loop.width}-byte loads touches {loop.sectors} sectors for 512 bytes")
+        return faults
+
+    @property
+    def rows(self) -> list[str]:
+        """Its rows of the table."""
+        start = f"| {self.name} | {self.architecture} | {self.registers} | {self.spills} |"
+        if not self.designed_blocks:
+            return [f"{start} - |{' - |' * 5}"]
+        rows = [
+            f"{start} {self.blocks} | {loop.width} | {loop.loads} | {loop.bytes * THREADS * self.blocks / 1000:.0f} "
+            f"| {self.in_flight(loop):.1f} | {loop.sectors} |"
+            for loop in sorted(set(self.loops), key=lambda loop: (-loop.width, -loop.bytes))
+        ]
+        return rows or [f"{start} {self.blocks} |{' - |' * 5}"]
 
 
 def kernel_name(mangled: str) -> str:
@@ -84,29 +125,184 @@ def kernel_name(mangled: str) -> str:
         end = start + int(match[1])
         names.append(rest[start:end])
         rest = rest[end:]
-    arguments = re.match(r"I(?:(?P<flags>(?:Lb\dE)+)|NS_\d+(?P<type>[A-Za-z]+?)E)E", rest)
-    if not arguments:
-        return names[-1]
-    flags = [("false", "true")[int(flag)] for flag in re.findall(r"Lb(\d)E", arguments["flags"] or "")]
-    return f"{names[-1]}<{arguments['type'] or ','.join(flags)}>"
+    argument = re.match(r"INS\d*_\d+(?P<type>[A-Za-z]+?)EE", rest)
+    return f"{names[-1]}<{argument['type']}>" if argument else names[-1]
 
 
-def compiled(source: Path, architecture: str, cubin: Path) -> list[Kernel]:
-    """Compiles a file into `cubin`; its kernels with what ptxas said of them."""
-    command = ["nvcc", *FLAGS, "-cubin", f"-arch={architecture}", "-Xptxas", "-v", "-o", str(cubin), str(source)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise SystemExit(f"{source.name} does not compile for {architecture}:\n{result.stderr}")
-    kernels: list[Kernel] = []
-    for line in result.stderr.splitlines():
-        if match := re.search(r"Compiling entry function '(\w+)'", line):
-            kernels.append(Kernel(kernel_name(match[1]), match[1], architecture))
-        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            kernels[-1].stack = int(match[1])
-            kernels[-1].spills = int(match[2]) + int(match[3])
-        elif match := re.search(r"Used (\d+) registers", line):
-            kernels[-1].registers = int(match[1])
-    return kernels
+@dataclass(frozen=True)
+class Instruction:
+    """One of the machine code; `goes_on`: whether the next one may follow it."""
+
+    opcode: str
+    registers: tuple[int, ...]
+    base: int | None  # of a global access: the register of its address, and what is added to that
+    offset: int
+    targets: tuple[str, ...]
+    goes_on: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of a thread's global access."""
+        match = re.search(r"\.(?:U|S)?(8|16|64|128)(?:\.|$)", self.opcode)
+        return int(match[1]) // 8 if match else 4
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it loads from global memory."""
+        return self.opcode.startswith("LDG")
+
+    @property
+    def is_store(self) -> bool:
+        """Whether it stores there."""
+        return self.opcode.startswith("STG")
+
+
+def instruction(text: str) -> Instruction:
+    """From a line of nvdisasm, without the address in front and the semicolon."""
+    match = re.match(r"(?P<predicate>@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>.*)", text)
+    assert match, text
+    opcode, operands = match["opcode"], match["operands"]
+    address = re.search(r"\[R(\d+)(?:\.64)?(?:\.U32)?(?:\+UR\d+)?(?:\+(-?0x[0-9a-f]+))?\]", operands)
+    ends = opcode in ("EXIT", "BRX", "RET.REL.NODEC") or (opcode in ("BRA", "BRA.U") and operands.startswith("`"))
+    return Instruction(
+        opcode,
+        tuple(int(n) for n in re.findall(r"\bR(\d+)", operands)),
+        int(address[1]) if address else None,
+        int(address[2] or "0", 16) if address else 0,
+        tuple(re.findall(r"\.L\w+", operands)) if opcode.startswith("BR") else (),
+        bool(match["predicate"]) or not ends,
+    )
+
+
+def functions(code: str) -> dict[str, list[Instruction | str]]:
+    """Mangled names of kernels with their lines: instructions, and labels as strings; `code` is nvdisasm's."""
+    found: dict[str, list[Instruction | str]] = {}
+    lines: list[Instruction | str] = []
+    for line in code.splitlines():
+        if match := re.match(r"\s*\.section\s+\.text\.(\w+)", line):
+            lines = found[match[1]] = []
+        elif match := re.match(r"(\.L\w+):", line):
+            lines.append(match[1])
+        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+\{?\s*(.*?)\s*;", line):
+            lines.append(instruction(match[1]))
+    return found
+
+
+@dataclass
+class Block:
+    """Instructions that follow one another, and the numbers of the blocks that may come next."""
+
+    instructions: list[Instruction]
+    next: list[int] = field(default_factory=list)
+
+
+def blocks_of(lines: list[Instruction | str]) -> list[Block]:
+    """The flow graph of a function; the first block is its entry."""
+    blocks, labels = [Block([])], dict[str, int]()
+    for line in lines:
+        if isinstance(line, str):
+            if blocks[-1].instructions:
+                blocks.append(Block([]))
+            labels[line] = len(blocks) - 1
+        else:
+            blocks[-1].instructions.append(line)
+            if line.targets or not line.goes_on:
+                blocks.append(Block([]))
+    for i, block in enumerate(blocks):
+        last = block.instructions[-1] if block.instructions else None
+        block.next += [labels[target] for target in (last.targets if last else ()) if target in labels]
+        if (not last or last.goes_on) and i + 1 < len(blocks):
+            block.next.append(i + 1)
+    return blocks
+
+
+def innermost_loops(blocks: list[Block]) -> list[tuple[int, set[int]]]:
+    """Heads and members of the natural loops that hold no other."""
+    everything = set(range(len(blocks)))
+    before: list[list[int]] = [[i for i in everything if j in blocks[i].next] for j in range(len(blocks))]
+    dominators = [{0} if i == 0 else everything for i in range(len(blocks))]
+    changed = True
+    while changed:
+        changed = False
+        for i in range(1, len(blocks)):
+            new = {i} | (set.intersection(*(dominators[j] for j in before[i])) if before[i] else set())
+            changed |= new != dominators[i]
+            dominators[i] = new
+    loops: dict[int, set[int]] = {}
+    for i, block in enumerate(blocks):
+        for head in block.next:
+            if head in dominators[i] and before[i]:
+                members, todo = loops.setdefault(head, {head}), [i]
+                while todo:
+                    if (j := todo.pop()) not in members:
+                        members.add(j)
+                        todo += before[j]
+    return [(h, m) for h, m in loops.items() if not any(other != h and other in m for other in loops)]
+
+
+def most_in_flight(blocks: list[Block], head: int, members: set[int]) -> tuple[int, int]:
+    """Bytes and number of the loads of one round that nothing has waited for, at their most over all branches.
+
+    Branches of a few loads are predicates in the machine code. Loads of opposite predicates are told by their
+    registers: of float32 or of a 16-bit type, they are the same.
+    """
+    most = (0, 0)
+    start: tuple[int, frozenset[tuple[int, int]]] = (head, frozenset())
+    seen, todo = {start}, [start]
+    while todo:
+        number, flying = todo.pop()
+        loads = set(flying)  # first register, bytes
+        for one in blocks[number].instructions:
+            touched = set(one.registers)
+            if one.is_load:
+                touched |= set(range(one.registers[0], one.registers[0] + -(-one.width // 4)))
+            loads = {(r, n) for r, n in loads if touched.isdisjoint(range(r, r + -(-n // 4)))}
+            if one.is_load:
+                loads.add((one.registers[0], one.width))
+                # Of as many bytes in fewer loads, the latter.
+                most = max(most, (sum(n for _, n in loads), -len(loads)))
+        for i in blocks[number].next:
+            state = (i, frozenset(loads))
+            if i in members and i != head and state not in seen:
+                seen.add(state)
+                todo.append(state)
+    return most[0], -most[1]
+
+
+def most_sectors(blocks: list[Block], members: set[int]) -> int:
+    """Sectors that a warp's access touches for each 512 bytes, at their most, where addresses are aligned.
+
+    Two accesses from one register less than a warp's bytes apart belong to one thread: the next thread is further on.
+    """
+    most = 0
+    for stores in (False, True):
+        places: dict[tuple[int, int, int], set[int]] = {}
+        writes: Counter[int] = Counter()  # how often each register was given a value
+        for one in (one for i in sorted(members) for one in blocks[i].instructions):
+            if one.base is not None and (one.is_store if stores else one.is_load):
+                places.setdefault((one.base, writes[one.base], one.width), set()).add(one.offset)
+            if one.registers and not one.is_store:
+                n = -(-one.width // 4) if one.is_load else 1 + ("WIDE" in one.opcode or ".64" in one.opcode)
+                writes.update(range(one.registers[0], one.registers[0] + n))
+        for (_, _, width), offsets in places.items():
+            ordered = sorted(offsets)
+            near = [b - a for a, b in zip(ordered, ordered[1:], strict=False) if b - a < 32 * width]
+            stride = min(near) + width if near else width
+            most = max(most, min(32, stride) * 16 // width)
+    return most
+
+
+def loops_of(lines: list[Instruction | str]) -> list[Loop]:
+    """The loops of a kernel that load elements: at least four, for loops over chunks load less."""
+    found = []
+    blocks = blocks_of(lines)
+    for head, members in innermost_loops(blocks):
+        loads = [one for i in members for one in blocks[i].instructions if one.is_load]
+        if len(loads) >= 4:
+            bytes_in_flight, number = most_in_flight(blocks, head, members)
+            width = max(load.width for load in loads)
+            found.append(Loop(width, number, bytes_in_flight, most_sectors(blocks, members)))
+    return found
 
 
 def disassembler() -> str | None:
@@ -117,120 +313,118 @@ def disassembler() -> str | None:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         candidate = Path(folder, "backends", "nvidia", "bin", "nvdisasm")
         if candidate.exists():
-            candidate.chmod(candidate.stat().st_mode | 0o111)
+            if not os.access(candidate, os.X_OK):
+                candidate.chmod(candidate.stat().st_mode | 0o111)
             return str(candidate)
     return None
 
 
-def loops_of(code: str) -> Loops:
-    """What the innermost loops of a function load, from its machine code: those to which a later branch leads back."""
-    lines = code.splitlines()
-    labels = {line.rstrip(":"): i for i, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line)}
-    branches = [(labels[m[1]], i) for i, line in enumerate(lines) if (m := re.search(r"BRA `\((\.L_x_\d+)\)", line))]
-    loops = [(begin, end) for begin, end in branches if begin < end]
-    innermost = [(begin, end) for begin, end in loops if not any(begin < other and last < end for other, last in loops)]
-    found = Loops(0, 0, False)
-    for begin, end in innermost:
-        loads = [(m[1], m[2], int(m[3] or "0", 16)) for line in lines[begin:end] if (m := WIDE_LOAD.search(line))]
-        wide = {(base, offset) for size, base, offset in loads if size == "128"}
-        halves = any((base, offset + 16) in wide for base, offset in wide)
-        sizes = Counter(size for size, _, _ in loads)
-        found = Loops(max(found[0], sizes["128"]), max(found[1], sizes["64"]), found.halves or halves)
-    return found
-
-
-def functions(cubin: Path) -> dict[str, str]:
-    """The machine code of each kernel by its mangled name; nothing without an nvdisasm."""
-    tool = disassembler()
-    if tool is None:
-        return {}
-    code = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    sections = re.split(r"\t\.section\t\.text\.(\w+),.*\n", code)
-    return dict(zip(sections[1::2], sections[2::2], strict=True))
-
-
-def table(kernels: Sequence[Kernel]) -> str:
-    """The page docs/cuda_kernels.md."""
-    told = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
-    version = re.search(r"release ([\d.]+)", told)
-    lines = [
-        "# What the CUDA kernels compile to",
-        "",
-        "Made by `python csrc/tools/report.py --table docs/cuda_kernels.md` with nvcc "
-        f"{version[1] if version else '?'}. Nothing here has run on a GPU.",
-        "",
-        "* blocks: of 256 threads, as many as fit a multiprocessor by their registers;",
-        "* loads: in the innermost loops, those for the other types of a list included;",
-        "* sectors: of 32 bytes, that a warp's load of 16 bytes a lane touches in the worst of the loops. 16 is the",
-        "  least; where it is 32, in octets of float32, the other half of each sector is found in L1.",
-        "",
-        "| kernel | architecture | registers | blocks | spilled bytes | loads of 16 B | of 8 B | sectors a load |",
-        f"|{'---|' * 8}",
-    ]
-    for k in kernels:
-        loops = k.loops or Loops(0, 0, False)
-        if loops.loads_16 == 0:
-            continue
-        blocks = min(8, 65536 // (-(-k.registers // 8) * 8 * 256))
-        cells = (k.name, k.architecture, k.registers, blocks, k.spills, *loops[:2], 32 if loops.halves else 16)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
-
-
-def accesses(source: Path, architecture: str, cubin: Path) -> Counter[str]:
-    """How often each kind of memory instruction occurs in the code of a file."""
-    if tool := disassembler():
-        code = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-        return Counter(re.findall(r"\s((?:LDG|STG|LDL|STL|LD|ST)(?:\.[A-Z0-9]+)*)\s", code))
-    ptx = cubin.with_suffix(".ptx")
-    target = architecture.replace("sm", "compute")
-    subprocess.run(["nvcc", *FLAGS, "-ptx", f"-arch={target}", "-o", str(ptx), str(source)], check=True)
-    return Counter(re.findall(r"\s((?:ld|st)(?:\.[A-Za-z0-9:_]+)+)\s", ptx.read_text()))
+def compiler_version() -> str:
+    """Of nvcc, such as "13.0.88"."""
+    text = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    return text.split(", V")[1].split()[0]
 
 
 def is_generic_or_local(access: str) -> bool:
-    """Whether an instruction of `accesses` uses a generic address or a thread's own memory."""
+    """Whether an instruction uses a generic address or a thread's own memory."""
     if access.isupper():
         return access.split(".")[0] in ("LD", "ST", "LDL", "STL")
     return not {"global", "param", "shared", "const"} & set(access.split("."))
 
 
+@dataclass
+class Report:
+    """All kernels; `accesses`: how often each kind of memory instruction occurs."""
+
+    kernels: list[Kernel]
+    accesses: Counter[str]
+    disassembled: bool
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong, in words."""
+        faults = [f"{k.name}, {k.architecture}: {fault}" for k in self.kernels for fault in k.faults]
+        faults += [f"{n} times {access}" for access, n in self.accesses.items() if is_generic_or_local(access)]
+        if not self.accesses:
+            faults.append("no memory instruction was found")
+        if self.disassembled:
+            loopless = [k for k in self.kernels if k.designed_blocks and not k.loops]
+            faults += [f"{k.name}, {k.architecture}: no loop was found" for k in loopless]
+        return faults
+
+    @property
+    def table(self) -> str:
+        """The table, in Markdown."""
+        names = ["kernel", "architecture", "registers", "spills", "blocks per SM", "bytes of a load"]
+        names += ["loads in flight", "KB in flight", "times the demand", "sectors to 512 bytes"]
+        rows = sorted(self.kernels, key=lambda k: (not k.designed_blocks, k.name, k.architecture, k.registers))
+        return "\n".join(
+            [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}", *(row for k in rows for row in k.rows)]
+        )
+
+
+def compiled(source: Path, architecture: str, folder: Path) -> Report:
+    """One file for one architecture."""
+    cubin = folder / f"{source.stem}.{architecture}.cubin"
+    command = ["nvcc", *FLAGS, "-cubin", f"-arch={architecture}", "-Xptxas", "-v", "-o", str(cubin), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"{source.name} does not compile for {architecture}:\n{result.stderr}")
+    kernels: dict[str, Kernel] = {}
+    for line in result.stderr.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            kernel = kernels[match[1]] = Kernel(kernel_name(match[1]), architecture)
+        elif match := re.search(r"Function properties for (\w+)", line):
+            kernel = kernels.get(match[1], Kernel("", architecture))  # a function that is no kernel
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            kernel.stack = int(match[1])
+            kernel.spills = int(match[2]) + int(match[3])
+        elif match := re.search(r"Used (\d+) registers", line):
+            kernel.registers = int(match[1])
+    if tool := disassembler():
+        code = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+        accesses = Counter(re.findall(r"\s((?:LDG|STG|LDL|STL|LD|ST)(?:\.[A-Z0-9]+)*)\s", code))
+        for name, lines in functions(code).items():
+            if name in kernels and kernels[name].designed_blocks:
+                kernels[name].loops = loops_of(lines)
+        return Report(list(kernels.values()), accesses, True)
+    ptx = cubin.with_suffix(".ptx")
+    target = architecture.replace("sm", "compute")
+    subprocess.run(["nvcc", *FLAGS, "-ptx", f"-arch={target}", "-o", str(ptx), str(source)], check=True)
+    accesses = Counter(re.findall(r"\s((?:ld|st)(?:\.[A-Za-z0-9:_]+)+)\s", ptx.read_text()))
+    return Report(list(kernels.values()), accesses, False)
+
+
+def report() -> Report:
+    """Everything, compiled two at a time."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        sources = [(s, a) for s in sorted(FOLDER.glob("*.cu")) for a in ARCHITECTURES]
+        parts = list(pool.map(lambda one: compiled(one[0], one[1], Path(folder)), sources))
+    accesses = sum((part.accesses for part in parts), Counter[str]())
+    return Report([k for part in parts for k in part.kernels], accesses, all(part.disassembled for part in parts))
+
+
+def page(made: Report) -> str:
+    """What --table writes."""
+    return HEAD.format(version=compiler_version(), demand=f"{DEMAND / 1000:.1f}") + made.table + "\n"
+
+
 def main() -> int:
-    """Prints the report; 1 if there is a fault."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", type=Path, help="write the page that docs/cuda_kernels.md is")
-    args = parser.parse_args()
-    faults = []
-    kernels: list[Kernel] = []
-    print(f"| kernel | architecture | registers | stack | spills |\n|{'---|' * 5}")
-    counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for source in sorted(FOLDER.glob("*.cu")):
-            for architecture in ARCHITECTURES:
-                cubin = Path(folder, f"{source.stem}.{architecture}.cubin")
-                here = compiled(source, architecture, cubin)
-                code = functions(cubin)
-                for k in here:
-                    if k.mangled in code:
-                        k.loops = loops_of(code[k.mangled])
-                kernels += here
-                for k in here:
-                    print(f"| {k.name} | {k.architecture} | {k.registers} | {k.stack} | {k.spills} |")
-                    faults += [f"{k.name}, {k.architecture}: {fault}" for fault in k.faults]
-                found = accesses(source, architecture, cubin)
-                counts += found
-                generic = {access: n for access, n in found.items() if is_generic_or_local(access)}
-                faults += [f"{source.name}, {architecture}: {n} times {access}" for access, n in generic.items()]
-    read = "machine code" if disassembler() else "PTX, for want of an nvdisasm"
-    print(f"\nMemory instructions, from the {read}: {', '.join(f'{n} {access}' for access, n in counts.most_common())}")
-    if not counts:
-        faults.append("no memory instruction was found")
-    if args.table and disassembler() is None:
-        faults.append("no nvdisasm was found, which the table needs")
-    elif args.table:
-        args.table.write_text(table(kernels))
-    print("\n".join(["", *faults]) if faults else "\nNo faults.")
-    return int(bool(faults))
+    """Prints the report, or writes it; 1 if there is a fault."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--table", type=Path, help="a file to write the table to")
+    path = parser.parse_args().table
+    made = report()
+    print(made.table)
+    read = "machine code" if made.disassembled else "PTX, for want of an nvdisasm"
+    counts = ", ".join(f"{n} {access}" for access, n in made.accesses.most_common())
+    print(f"\nMemory instructions, from the {read}: {counts}")
+    if path and not made.disassembled:
+        raise SystemExit("The table needs an nvdisasm.")
+    if path:
+        path.write_text(page(made))
+    print("\n".join(["", *made.faults]) if made.faults else "\nNo faults.")
+    return int(bool(made.faults))
 
 
 if __name__ == "__main__":

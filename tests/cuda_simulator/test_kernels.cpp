@@ -427,7 +427,7 @@ void test_each_element_is_visited_once() {
 }
 
 // Sectors of 32 bytes that warps touched, against what their bytes fill.
-void expect_whole_sectors(std::vector<std::vector<simulator::Access>> const& accesses, int64_t offset,
+void expect_whole_sectors(std::vector<std::vector<simulator::LaneAccess>> const& accesses, int64_t offset,
                           char const* what) {
   int64_t requests = 0, sectors = 0, filled = 0, bytes = 0;
   for (size_t first = 0; first < accesses.size(); first += 32) {
@@ -436,7 +436,7 @@ void expect_whole_sectors(std::vector<std::vector<simulator::Access>> const& acc
       int64_t bytes_of_one = 0;
       for (size_t lane = first; lane < first + 32; ++lane) {
         EXPECT(accesses[lane].size() == accesses[first].size(), "%s: the threads of a warp part", what);
-        simulator::Access const access = accesses[lane].at(n);
+        simulator::LaneAccess const access = accesses[lane].at(n);
         bytes_of_one += int64_t(access.size);
         if (access.size) {
           touched.insert(access.address / 32);
@@ -454,7 +454,7 @@ void expect_whole_sectors(std::vector<std::vector<simulator::Access>> const& acc
 }
 
 void test_warps_touch_whole_sectors() {
-  std::vector<std::vector<simulator::Access>> accesses;
+  std::vector<std::vector<simulator::LaneAccess>> accesses;
   auto const recorded = [&](auto const& run) {
     accesses.assign(256, {});
     simulator::accesses = &accesses;

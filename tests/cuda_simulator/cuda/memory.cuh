@@ -10,14 +10,14 @@
 namespace simulator {
 
 // One of a thread; size 0 where its predicate was false.
-struct Access {
+struct LaneAccess {
   uintptr_t address;
   size_t size;
 };
 
 // Of each thread, where a test wants them. Threads of a warp execute the same ones, so that the n-th of each is one
 // instruction of the warp.
-inline std::vector<std::vector<Access>>* accesses = nullptr;
+inline std::vector<std::vector<LaneAccess>>* accesses = nullptr;
 
 template <size_t kSize>
 void access(void const* p, bool exists = true) {

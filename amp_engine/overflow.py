@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from amp_engine.report import OverflowDiagnosis, Reporter, overflow_message, static_overflow_message
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.pending import SKIPS_BEFORE_DIAGNOSIS
@@ -40,7 +42,7 @@ class OverflowWatch:
             self._reporter.say(static_overflow_message(backward.loss_id, backward.scaler.loss_scale()))
 
     def diagnose(self, skips: int, backward: Backward) -> OverflowDiagnosis:
-        """Which gradients of `backward` were not finite, and whether the loss was. Waits for the device."""
+        """What was not finite: which gradients of `backward`, which weights, the loss. Waits for the device."""
         names = self._parameter_names()
         # NaN has more bits than inf, so the largest magnitude is NaN if there is one.
         nonfinite = [
@@ -51,7 +53,12 @@ class OverflowWatch:
             )
             if bad
         ]
-        named = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param, _ in nonfinite]
+
+        def name(param: Tensor) -> str:
+            return names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
+
+        named = [name(param) for param, _ in nonfinite]
+        params = {id(param): param for checked in backward.checked for param in checked.params}.values()
         # A backward goes from the last to the first, so the last one was reached first. In the order of the optimizer
         # where the graph tells none, or one for all.
         order = [(backward.order.get(id(param), 0), row) for row, (param, _) in enumerate(nonfinite)]
@@ -65,4 +72,5 @@ class OverflowWatch:
             first=None if first is None else named[first],
             is_nan=first is not None and nonfinite[first][1],
             checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
+            weights=tuple(name(param) for param in params if not param.detach().isfinite().all()),
         )

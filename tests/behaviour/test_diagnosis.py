@@ -128,6 +128,22 @@ def test_where_the_loss_is_not_finite_its_value_is_told(capsys: pytest.CaptureFi
     assert "in the gradient of" not in rest
 
 
+def test_a_copy_that_float16_cannot_hold_is_named_though_its_master_is_finite(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, optimizer = started("O2")
+    for master in amp.master_params(optimizer):
+        if master.shape == (4, 4):
+            with torch.no_grad():
+                master[0, 0] = 7e4
+            break
+    for _ in range(9):
+        step(model, optimizer, ill=False)
+    _, rest = split(capsys.readouterr().out)
+    assert all(master.isfinite().all() for master in amp.master_params(optimizer))
+    assert "Weights are not finite, so no scale can help: sound.weight." in rest
+
+
 def test_the_diagnosis_is_printed_once_in_a_long_row(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = started("O2")
     for _ in range(30):

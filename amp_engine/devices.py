@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,24 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):  # torch asks the stream of the current device
         return torch.cuda.is_current_stream_capturing()
+
+
+def current_streams(devices: Iterable[torch.device]) -> tuple[torch.cuda.Stream, ...]:
+    """What work on each of those devices that are GPUs is queued on now."""
+    return tuple(torch.cuda.current_stream(device) for device in devices if device.type == "cuda")
+
+
+def wait_for_readers(owners: Sequence[torch.cuda.Stream]) -> None:
+    """Have each stream wait for the current one of its device, if that is another. No host sync.
+
+    What is freed on the host is given to the stream that it was allocated for again, though another one may still read
+    it. `Tensor.record_stream` is for that, but does not reach memory that is shared copy-on-write. During a capture
+    nothing is done: memory of a graph is not given away, and to wait would draw the stream into the graph.
+    """
+    for owner in owners:
+        reader = torch.cuda.current_stream(owner.device)
+        if reader != owner and not is_capturing(owner.device):
+            owner.wait_stream(reader)
 
 
 class HostNumbers:

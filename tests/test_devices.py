@@ -6,9 +6,10 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from amp_engine import devices
+from amp_engine import amp, devices
 from amp_engine.devices import HostNumbers, moved, number_on
 from amp_engine.errors import AmpStateError
+from amp_engine.stepping import window
 
 
 class Event:
@@ -89,3 +90,47 @@ def test_a_number_is_rounded_on_its_way_to_a_device(value):
 def test_what_is_there_is_not_moved():
     t = torch.zeros(3)
     assert moved(t, torch.device("cpu")) is t
+
+
+class Stream:
+    """A CUDA stream that notes for which others it waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waits_for: list[Stream] = []
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits_for.append(other)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_stream_waits_for_another_that_reads_what_it_will_use_again(monkeypatch, capturing):
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    owners, current = [Stream(first), Stream(second)], {}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
+    monkeypatch.setattr(devices, "is_capturing", lambda device: capturing)
+    current[first], current[second] = owners[0], Stream(second)
+    devices.wait_for_readers(owners)
+    assert owners[0].waits_for == []
+    assert owners[1].waits_for == ([] if capturing else [current[second]])
+    assert devices.current_streams([first, torch.device("cpu")]) == (owners[0],)
+
+
+@pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, type("Own", (torch.optim.AdamW,), {})])
+def test_a_step_on_another_stream_is_waited_for_before_gradients_go(monkeypatch, optimizer_type):
+    gpu = torch.device("cuda", 0)
+    backward, step = Stream(gpu), Stream(gpu)
+    model = torch.nn.Linear(4, 4)
+    optimizer = optimizer_type(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=4.0, verbosity=0)
+    monkeypatch.setattr(window, "current_streams", lambda devices: (backward,))
+    loss = model(torch.randn(2, 4)).float().sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    held = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: step)
+    monkeypatch.setattr(devices, "is_capturing", lambda device: bool(held.append(model.weight.grad is not None)))
+    optimizer.step()
+    assert backward.waits_for == [step]
+    assert held[-1]
+    assert model.weight.grad is None

@@ -105,6 +105,7 @@ class Slots:
         gradients: n, one for each row; low-precision and scaled where they are held.
         accesses: n; how the kernels can access each, `tensor_lists.NONE` where it is not held.
         scale: of the held ones.
+        streams: that made the held ones, on GPUs.
 
     Attributes:
         states: n; HELD or EMPTY.
@@ -120,6 +121,7 @@ class Slots:
         accesses: bytes = b"",
         scale: Scale | None = None,
         check: WholeCheck | None = None,
+        streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:
         self.gradients = gradients
         self.states = bytearray(accesses.translate(_HELD_SLOTS))
@@ -128,6 +130,7 @@ class Slots:
         self.norm: Tensor | None = None
         self.max_norm = math.inf
         self.check = check
+        self.streams = streams
         self._scale = scale
         if self.count > 0:
             HOLDING.add(id(self))
@@ -176,7 +179,13 @@ class Slots:
         gradients = [
             self.gradients[row] if row is not None and s else None for row, s in zip(rows, states, strict=True)
         ]
-        result = Slots(gradients, bytes(tensor_lists.OWN if s else tensor_lists.NONE for s in states), self._scale)
+        result = Slots(
+            gradients,
+            bytes(tensor_lists.OWN if s else tensor_lists.NONE for s in states),
+            self._scale,
+            None,
+            self.streams,
+        )
         result.norm, result.max_norm = self.norm, self.max_norm
         result.is_whole = self.is_whole
         self.discard()

@@ -267,6 +267,7 @@ class SteppedOptimizer:
         if planned is None or self._is_wrapped:
             self._refuse_capture()
         backward_seen, self.backward_seen = self.backward_seen, False
+        streams = rows.slots.streams
         # A wrapper goes on after this step by what it finds, so the host decides.
         decision = self.pending.decide(on_device=planned is not None and not self._is_wrapped)
         try:
@@ -279,6 +280,7 @@ class SteppedOptimizer:
                 self._step_fused(planned, decision.flags, None if rows.makes_masters else weight_copies)
             else:
                 self._step_unfused(args, kwargs)
+            devices.wait_for_readers(streams)
             if self._is_wrapped:
                 rows.discard_parameter_gradients()
                 self._left_gradients = True

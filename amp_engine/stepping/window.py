@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import kernels
-from amp_engine.devices import moved
+from amp_engine.devices import current_streams, moved
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
 from amp_engine.scaler import LossScaler
@@ -209,7 +209,7 @@ class Window:
             in_place = Unscaled(columns.plain_handle, unmastered, tensor_lists.gradient_stamps(columns.plain_handle))
         is_whole = first and len(looks) == 1 and not others and not done
         whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
-        self._rows.slots = self._held(columns, grads, accesses, totals, backward, whole)
+        self._rows.slots = self._held(columns, grads, accesses, devices, totals, backward, whole)
         self._restore_earlier(add=True)
         self._add_to(totals, grads, devices, backward)
         self._become(State.CLOSED)
@@ -245,6 +245,7 @@ class Window:
         columns: Columns,
         grads: Sequence[Tensor | None],
         accesses: bytes,
+        devices: Sequence[torch.device],
         totals: Mapping[int, Tensor],
         backward: Backward,
         check: WholeCheck | None,
@@ -259,7 +260,7 @@ class Window:
         for row in (*columns.plain_rows, *totals):
             accesses_held[row] = tensor_lists.NONE
         held = bytes(accesses_held)
-        return Slots(tensor_lists.copies(grads, held), held, backward.snapshot, check)
+        return Slots(tensor_lists.copies(grads, held), held, backward.snapshot, check, current_streams(devices))
 
     def _add_to(
         self,

@@ -57,6 +57,27 @@ def test_a_step_of_the_engine_takes_six_launches_and_no_sync(count):
     assert "cudaMemcpy" not in names
 
 
+def test_gradients_are_given_away_after_a_step_on_another_stream_has_read_them():
+    model = Tensors(4, 1 << 22).to(GPU)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with Engine() as engine:
+        engine.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=1.0)
+        before = [p.detach().float() for p in model.parameters()]
+        with engine.scale_loss(torch.zeros((), device=GPU), optimizer):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)  # 50 ms, in which what follows would write first
+            optimizer.step()
+        others = [torch.full_like(p, 7.0) for p in model.parameters()]  # in what the gradients had
+        torch.cuda.synchronize()
+        after = [p.detach().float() for p in model.parameters()]
+    assert all(torch.equal(a, (b - 1.0).half().float()) for a, b in zip(after, before, strict=True))
+    assert len(others) == 4
+
+
 def test_the_kernels_of_a_step_are_six_for_any_number_of_tensors():
     ours = problem("adam", (31,) * 500).on_gpu()
     table, inv_scale = ours.table(), torch.tensor(INV_SCALE, device=GPU)

@@ -28,8 +28,10 @@ from amp_engine.amp import promote_function as promote_function
 from amp_engine.amp import register_float_function as register_float_function
 from amp_engine.amp import register_half_function as register_half_function
 from amp_engine.amp import register_promote_function as register_promote_function
+from amp_engine.amp import scale as scale
 from amp_engine.amp import scale_loss as scale_loss
 from amp_engine.amp import state_dict as state_dict
+from amp_engine.amp import unscale as unscale
 from amp_engine.engine import Engine as Engine
 from amp_engine.errors import AmpError as AmpError
 from amp_engine.errors import AmpIndexError as AmpIndexError
@@ -67,6 +69,8 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "scale",
     "scale_loss",
     "state_dict",
+    "unscale",
 ]

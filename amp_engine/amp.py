@@ -27,6 +27,7 @@ from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
 from amp_engine.optimizers import LARC
 from amp_engine.scaler import LossScaler
+from amp_engine.stepping.double_backward import Gradients
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
@@ -119,6 +120,47 @@ def scale_loss(
     delay_overflow_check: bool = False,
 ) -> AbstractContextManager[Tensor]:
     return _amp_state.engine.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
+
+
+def scale(loss: Tensor, loss_id: int = 0) -> Tensor:
+    """`loss.float() * scale`, to call `torch.autograd.grad` on: for gradient penalties and other double backwards.
+
+        gradients = torch.autograd.grad(amp.scale(loss), model.parameters(), create_graph=True)
+        penalty = sum(g.square().sum() for g in amp.unscale(gradients))
+        with amp.scale_loss(loss + penalty, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    Args:
+        loss: any shape, any floating type.
+        loss_id: whose scale; that of the `scale_loss` that the gradients end up in.
+
+    Returns:
+        float32, of the loss's shape, in its graph; the loss itself if not enabled. Where no loss is scaled the scale
+        is 1.
+
+    Raises AmpStateError before `initialize`, AmpTypeError or AmpIndexError. No host sync.
+    """
+    return _amp_state.engine.scale(loss, loss_id)
+
+
+def unscale(gradients: Gradients, loss_id: int = 0) -> Gradients:
+    """Gradients of `amp.scale(loss)`, divided by its scale.
+
+    A value that is not finite counts as an overflow of the next `scale_loss` with this `loss_id`, also if the loss
+    made from it is finite, as behind a clamp: the step is skipped and the scale falls.
+
+    Args:
+        gradients: what `torch.autograd.grad` gave, a tuple in which an entry may be None, a list, or one tensor.
+        loss_id: as passed to `scale`.
+
+    Returns:
+        The same shapes in a container of the same kind, in the graph: float32, or float64 where that was given. The
+        argument itself if not enabled.
+
+    Raises AmpStateError if `scale` was not called since a `scale_loss` of this `loss_id` was left, since the scale
+    may have changed; AmpTypeError or AmpIndexError. No host sync.
+    """
+    return _amp_state.engine.unscale(gradients, loss_id)
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
@@ -252,8 +294,10 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "scale",
     "scale_loss",
     "state_dict",
+    "unscale",
 ]
 
 

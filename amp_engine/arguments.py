@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -228,6 +228,15 @@ def check_wrappers(optimizers: Sequence[Any]) -> None:
                 f"would never replace them.  Pass the {type(inner).__name__} inside of it to amp.initialize, and make "
                 "the wrapper afterwards."
             )
+
+
+def check_loss(loss: Any, function: str, use: str) -> None:
+    """Raise AmpTypeError unless `loss` is a tensor, which `function` scales for `use`."""
+    if not isinstance(loss, Tensor):
+        raise AmpTypeError(
+            f"{function}() takes the loss as a tensor, not a {type(loss).__name__}.  Pass what {use} would be "
+            "called on."
+        )
 
 
 def check_has_groups(optimizer: Any, function: str, others: str) -> None:

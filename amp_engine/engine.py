@@ -17,14 +17,15 @@ from amp_engine.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import EngineCasts, Explanation, FunctionCasts, patcher
 from amp_engine.dtypes import LOW_PRECISION
-from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.errors import AmpStateError
 from amp_engine.initialized import Initialized, master_params
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.policy import Policy
 from amp_engine.request import checked
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, check_bounds
+from amp_engine.stepping import double_backward
 from amp_engine.stepping.clipping import clip_grad_norm_
-from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.double_backward import Gradients
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
@@ -238,23 +239,27 @@ class Engine:
         """
         del model
         if self.policy is None:
-            raise AmpStateError(
-                "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  "
-                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) must be called before "
-                "`with amp.scale_loss`."
-            )
+            raise AmpStateError(report.SCALE_LOSS_BEFORE_INITIALIZE)
         if not self.policy.enabled:
             return nullcontext(loss)
-        if not isinstance(loss, Tensor):
-            raise AmpTypeError(
-                f"scale_loss() takes the loss as a tensor, not a {type(loss).__name__}.  Pass what backward() would be "
-                "called on."
-            )
+        arguments.check_loss(loss, "scale_loss", "backward()")
         casting.discard_interrupted()
         self.function_casts.note_use(bool(self.policy.patch_torch_functions))
         stepped = list(dict.fromkeys(map(self._initialized.stepped_by, arguments.as_list(optimizers))))
         scaler = self._scaling.scaler(loss_id)
         return self.backwards.of(loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
+
+    def scale(self, loss: Tensor, loss_id: int = 0) -> Tensor:
+        """As the function `amp.scale`."""
+        policy = self._initialized_policy("scale")
+        arguments.check_loss(loss, "scale", "torch.autograd.grad")
+        return double_backward.scaled(self._scaling.scaler(loss_id), loss) if policy.enabled else loss
+
+    def unscale(self, gradients: Gradients, loss_id: int = 0) -> Gradients:
+        """As the function `amp.unscale`."""
+        policy = self._initialized_policy("unscale")
+        scaler = self._scaling.scaler(loss_id) if policy.enabled else None
+        return gradients if scaler is None else double_backward.unscaled(scaler, gradients, loss_id)
 
     def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
         """The parameters that `optimizer` steps, as the function `amp.master_params`."""
@@ -366,11 +371,7 @@ class Engine:
 
         Raises AmpStateError or AmpTypeError for what `initialize` would not take either.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
-        self._initialized.refuse_known([optimizer])
-        arguments.check_optimizers([optimizer], is_scaled=True)
-        return self._initialized.look_after(optimizer, Rows(optimizer, False), lambda skips, backwards: on_skip())
+        return self._initialized.look_after_alone(optimizer, on_skip)
 
     def step_was_skipped(self, optimizer: Optimizer | LARC) -> bool:
         """Whether the last `optimizer.step()` was skipped. Waits for the device if that decided."""

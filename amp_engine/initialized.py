@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_engine.arguments import check_has_groups
+from amp_engine.arguments import check_has_groups, check_optimizers
 from amp_engine.collectives import Watch, watch
 from amp_engine.compat import face
 from amp_engine.errors import AmpStateError, AmpTypeError
@@ -191,6 +191,14 @@ class Initialized:
         self._backwards.add(stepped)
         face.put_on(optimizer, stepped)
         return stepped
+
+    def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[], None]) -> SteppedOptimizer:
+        """As `Engine.look_after`."""
+        if not isinstance(optimizer, Optimizer):
+            raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
+        self.refuse_known([optimizer])
+        check_optimizers([optimizer], is_scaled=True)
+        return self.look_after(optimizer, Rows(optimizer, False), lambda skips, backwards: on_skip())
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
         """Take in a wrapper of an optimizer in care, until `release`.

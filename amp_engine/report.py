@@ -11,6 +11,10 @@ import torch
 from amp_engine.levels import BRIEFS
 from amp_engine.policy import Policy
 
+SCALE_LOSS_BEFORE_INITIALIZE = (  # apex's words
+    "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  model, optimizer = "
+    "amp.initialize(model, optimizer, opt_level=...) must be called before `with amp.scale_loss`."
+)
 FLOAT16_CONV_ON_CPU = (
     "Note:  this model runs float16 convolutions on a CPU.  Few CPUs have a fast path for them; where there is none, a "
     "step was measured to take up to 80 times as long as in FP32.  opt_level='O4' and 'O5' use bfloat16 instead."

@@ -43,7 +43,7 @@ LAYERS = [
     ["stepping.own_step", "stepping.slots", "stepping.seen"],
     ["stepping.ghost", "stepping.forward_order"],
     ["report", "scaler", "arguments", "stepping.master"],
-    ["stepping.columns", "stepping.scaling", "stepping.backward"],
+    ["stepping.columns", "stepping.scaling", "stepping.backward", "stepping.double_backward"],
     ["stepping.rows"],
     ["casting.lists", "casting.cache", "casting.float_region"],
     ["casting.calls", "casting.registration", "casting.patches"],

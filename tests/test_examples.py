@@ -94,6 +94,20 @@ def test_gan_finds_the_circle(run_example):
     assert distance < 0.3  # a point in the middle of the circle is 1 away
 
 
+def test_wgan_gp_trains_with_a_penalty(run_example):
+    arguments = ("--opt-level", "O2", "--steps", 4, "--batch-size", 16)
+    slopes = numbers(run_example("wgan_gp", *arguments), r"slope ([\d.]+)")
+    assert len(slopes) == 2
+    assert all(0 < slope < 3 for slope in slopes)
+
+
+def test_wgan_gp_finds_the_circle(run_example):
+    lines = run_example("wgan_gp", "--opt-level", "O1", "--steps", 250, "--batch-size", 128)
+    (distance,) = numbers(lines, r"center ([\d.]+)")
+    assert distance < 0.4  # a point in the middle of the circle is 1 away
+    assert 0.8 < numbers(lines, r"slope ([\d.]+)")[-1] < 1.3  # what the penalty asks for is 1
+
+
 def test_from_apex_differs_from_an_apex_script_by_its_import_only():
     source = (ROOT / "examples/from_apex.py").read_text()
     assert re.findall(r"^.*import amp$", source, re.MULTILINE) == ["from amp_engine import amp"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine.arguments import check_has_groups, check_optimizers
 from amp_engine.collectives import Watch, watch
 from amp_engine.compat import face
+from amp_engine.distributed import wrappers_around
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC, inner_of
@@ -231,6 +233,7 @@ class Initialized:
         self._wrappers.clear()
         self._collectives = None
         optimizers = self.optimizers
+        params = [(param, param.dtype) for model in self.models for param in model.parameters()]
         for optimizer in optimizers:
             self._let_go(optimizer)
         for cast_model in reversed(self._cast_models):
@@ -240,6 +243,7 @@ class Initialized:
             if optimizer in self._state_follows_cast:
                 _match_state_to_parameters(optimizer)
         self._state_follows_cast.clear()
+        _warn_of_lost_hooks([param for param, dtype in params if param.dtype != dtype])
 
     def parameter_names(self) -> dict[int, str]:
         """Id of each parameter -> its name, with the model's position where there are several models."""
@@ -303,3 +307,16 @@ def _match_state_to_parameters(optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.param_groups = groups  # equal to what was loaded, and the objects that others may hold
+
+
+def _warn_of_lost_hooks(changed: Sequence[nn.Parameter]) -> None:
+    """Say that a DistributedDataParallel reduces parameters no more whose type has changed."""
+    for wrapper in wrappers_around(changed) if changed else ():
+        name = type(wrapper).__name__
+        warnings.warn(
+            f"close() gave parameters of this {type(wrapper.module).__name__} their own types again, by which the "
+            f"{name} around it loses the hooks that reduce their gradients: each rank would train alone from now on.  "
+            f"Call {name}(model) anew before you train on.  To evaluate, save or load, nothing is to be done.",
+            RuntimeWarning,
+            stacklevel=5,
+        )

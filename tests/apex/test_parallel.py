@@ -89,6 +89,7 @@ def training(rank: int) -> dict[Any, Any]:
                 backward(MLP.loss(wrapped, half_of(rank, MLP.batch(index))), optimizer)
                 optimizer.step()
             results[level, variant] = masters(optimizer), [p.detach() for p in model.parameters()]
+            del wrapped
             amp.close()
     return results
 
@@ -128,6 +129,7 @@ def overflow(rank: int) -> dict[str, Any]:
             optimizer.step()
             values.append((masters(optimizer), scaler_numbers()))
         results[level] = values
+        del wrapped
         amp.close()
     return results
 
@@ -261,6 +263,7 @@ def unused(rank: int) -> Any:
             backward((wrapped(x, which) - y[:, :1]).square().mean(), optimizer)
             optimizer.step()
         results[level] = before, masters(optimizer)
+        del wrapped
         amp.close()
     return results
 

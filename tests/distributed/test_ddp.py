@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine import AmpStateError, amp
@@ -114,3 +115,29 @@ def test_a_wrapper_that_is_garbage_is_no_wrapper(level: str) -> None:
     ddp.itself = [ddp]  # which only a collection frees
     del ddp
     amp.initialize(model, momentum_sgd(model.parameters()), opt_level=level, verbosity=0)
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("level", REFUSED)
+def test_close_says_that_a_wrapper_around_what_it_gives_another_type_reduces_no_more(level: str, wrap: Any) -> None:
+    model = MLP.model()
+    optimizer = momentum_sgd(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    ddp = wrap(model)
+    with pytest.warns(RuntimeWarning, match=r"Call \w*DistributedDataParallel\(model\) anew before") as said:
+        amp.close()
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    del ddp
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("level", REACHED)
+def test_close_says_nothing_of_a_wrapper_whose_parameters_keep_their_type(level: str) -> None:
+    model = MLP.model()
+    amp.initialize(model, momentum_sgd(model.parameters()), opt_level=level, verbosity=0)
+    ddp = DistributedDataParallel(model)
+    amp.close()
+    del ddp

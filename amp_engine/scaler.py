@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ class LossScaler:
         self.unskipped = torch.tensor(0, dtype=torch.int32, device="cpu")
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self._last_found_inf: Tensor | None = None  # of the last update
+        self._owed: Callable[[], None] | None = None  # an update that waits for other ranks
         self.latched: ScaleSnapshot | None = None  # of what `amp.scale` gave last, until the scale is updated
 
     def __repr__(self) -> str:
@@ -111,8 +112,20 @@ class LossScaler:
         """Whether the scale is, and stays, 1."""
         return self._static_scale == 1.0
 
+    def owe(self, update: Callable[[], None]) -> None:
+        """Have `update`, which waits for other ranks, called before anything of the scaler is read or written."""
+        self.settle()
+        self._owed = update
+
+    def settle(self) -> None:
+        """Do what is owed. Waits for other ranks, as its collective does."""
+        owed, self._owed = self._owed, None
+        if owed is not None:
+            owed()
+
     def loss_scale(self) -> float:
         """The scale that the next backward uses. Waits for the device if dynamic."""
+        self.settle()
         return float(self.scale) if self._static_scale is None else self._static_scale
 
     def to(self, device: torch.device) -> None:
@@ -121,6 +134,7 @@ class LossScaler:
         Raises AmpStateError during the capture of a CUDA graph, which such a copy would break.
         """
         if self.scale.device != device:
+            self.settle()
             if devices.is_capturing(device):
                 raise AmpStateError(
                     f"scale_loss() is captured in a CUDA graph, but its loss scale is on {self.scale.device} still.  "
@@ -132,10 +146,12 @@ class LossScaler:
 
     def snapshot(self) -> ScaleSnapshot:
         """The scale for one backward, as a copy. No host sync."""
+        self.settle()
         return ScaleSnapshot(self.scale, self._static_scale)
 
     def record_(self, nonfinite: Tensor) -> None:
         """Remember that a gradient was not finite: OR of `nonfinite` (bool, any shape, any device)."""
+        self.settle()
         bad = moved(nonfinite.any().float(), self.found_inf.device)
         self.found_inf.copy_(torch.maximum(self.found_inf, bad))
 
@@ -149,6 +165,7 @@ class LossScaler:
         Returns:
             float32 tensor of shape [], != 0 if this backward overflowed.
         """
+        self.settle()
         is_still = closed is not None and closed.is_still(self.scale)
         found_inf = torch.empty_like(self.found_inf)
         inv_scale = torch.empty_like(self.scale)
@@ -173,11 +190,13 @@ class LossScaler:
 
     def clear_overflow_state(self) -> None:
         """Discard what `record_` remembered, and what the last update found."""
+        self.settle()
         self.found_inf.zero_()
         self._last_found_inf = None
 
     def update_scale(self) -> bool:
         """`update_`, and whether the step should be skipped. Waits for the device."""
+        self.settle()
         # A flag that was written through `_overflow_buf` is a denormal number, which a processor may take for 0.
         self.found_inf.copy_(self._overflow_buf[0] != 0)
         found_inf = self.update_()
@@ -235,6 +254,7 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, float | int]:
         """`{"loss_scale": float, "unskipped": int}`, apex's format. Waits for the device."""
+        self.settle()
         return {"loss_scale": self.loss_scale(), "unskipped": int(self.unskipped)}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
@@ -262,20 +282,24 @@ class LossScaler:
         scale = parse_loss_scale(value)
         if scale == "dynamic":
             raise AmpValueError("_loss_scale is a number.  Use for example _loss_scale = 2.0**16.")
+        self.settle()
         if not self.dynamic:
             self._static_scale = scale
         self.scale.fill_(scale)
 
     @property
     def _unskipped(self) -> int:
+        self.settle()
         return int(self.unskipped)
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
+        self.settle()
         self.unskipped.fill_(value)
 
     @property
     def _has_overflow(self) -> bool:
+        self.settle()
         found = self._last_found_inf
         return bool(self._overflow_buf != 0) or (found is not None and bool(found != 0))
 
@@ -287,11 +311,17 @@ class LossScaler:
     @property
     def _overflow_buf(self) -> Tensor:
         """The flag as apex's kernels take it: int32, shape [1], on the memory of `found_inf`."""
+        self.settle()
         return self.found_inf.view(torch.int32).view(1)
 
     @_overflow_buf.setter
     def _overflow_buf(self, value: Tensor) -> None:
+        self.settle()
         self.found_inf.copy_((value != 0).any())
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return dict(vars(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_loss_scale" not in state:

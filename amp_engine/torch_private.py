@@ -60,6 +60,7 @@ NAMES = (
     PrivateName("torch.utils._python_dispatch._get_current_dispatch_mode", "whether a mode sees a cast"),
     PrivateName("torch.utils._python_dispatch.is_traceable_wrapper_subclass", "which parameters hold others"),
     PrivateName("torch.utils._pytree.tree_leaves", "the tensors in what a forward gave, as DDP finds them"),
+    PrivateName("torch.distributed.algorithms.join._JoinConfig", "whether a rank of a DDP may end before others"),
     PrivateName("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "the `_mp_policy` that a module was sharded with"),
     PrivateName("_version", "whether a tensor was written", torch.Tensor),
     PrivateName("_base", "the weight behind a view", torch.Tensor),
@@ -118,3 +119,9 @@ def fsdp_param_dtype(module: Any) -> torch.dtype | None:
     """The `param_dtype` of the MixedPrecisionPolicy that `fully_shard` was called with on `module`."""
     dtype = module._get_fsdp_state()._mp_policy.param_dtype
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def joins_uneven_inputs(wrapper: Any) -> bool:
+    """Whether a DistributedDataParallel is used inside of its `join()`, where a rank may have no more batches."""
+    config = wrapper._join_config  # a torch.distributed.algorithms.join._JoinConfig
+    return bool(config.enable)

@@ -51,6 +51,10 @@ class Backward:
         self.found_inf = found_inf
         self.overflow = HostNumbers(found_inf, self.scaler.scale)
 
+    def settle(self) -> None:
+        """Have `conclude` called, if it waits for what other ranks found."""
+        self.scaler.settle()
+
     def adjusted_scale(self) -> float:
         """The scale after `conclude`. Waits until the host knows."""
         return self.overflow.read(1)

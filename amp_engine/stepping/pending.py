@@ -65,10 +65,12 @@ class Pending:
 
     def overflowed(self) -> bool:
         """Whether the next step will be skipped by us. Waits for the device if that decided."""
+        self._settle()
         return any(backward.skips and backward.overflow.read() != 0 for backward in self.backwards)
 
     def add(self, backward: Backward) -> None:
         """Keep a backward for the next step, and no more than that needs, however many backwards it takes."""
+        self._settle()
         self.backwards = [b for b in self.backwards if not (b.overflow.is_known() and b.overflow.read() == 0)]
         self.backwards.append(backward)
 
@@ -79,6 +81,7 @@ class Pending:
             on_device: whether the step can look at flags. The host then waits for nothing: it decides if it knows by
                 now, and is told later if not.
         """
+        self._settle()
         backwards, self.backwards = self.backwards, []
         if on_device and not all(backward.overflow.is_known() for backward in backwards):
             self._undecided.append([backward for backward in backwards if not backward.overflow.is_captured])
@@ -87,8 +90,14 @@ class Pending:
         self._conclude(backwards)
         return Skip() if self._skipped else Take()
 
+    def _settle(self) -> None:
+        """Know what other ranks found in the backwards that are kept."""
+        for backward in self.backwards:
+            backward.settle()
+
     def skipped_by_caller(self) -> None:
         """The step was skipped without us, and all that was decided about it is past."""
+        self._settle()
         self.hear(wait=True)
         self.caller_skips = False
         self.backwards = []

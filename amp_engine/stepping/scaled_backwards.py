@@ -15,6 +15,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.forward_order import forward_order
+from amp_engine.stepping.reduction import Reduction
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 
@@ -108,10 +109,16 @@ class ScaledBackwards:
     def close_windows(
         self, stepped: Sequence[SteppedOptimizer], backward: Backward, delay_overflow_check: bool = False
     ) -> None:
-        """Unscale and check gradients, then move the scale; gradients go if that fails. No host sync."""
+        """Unscale and check gradients, then move the scale; gradients go if that fails. No host sync.
+
+        Where other ranks are to agree, the scale moves when somebody asks for it, or for what becomes of the step.
+        """
+        backward.settle()
         backward.skips = backward.scaler.dynamic or self._scaling.skip_on_overflow
         check = backward.skips or backward.loss_id not in self._scaling.reported
         unscaled: set[int] | None = set() if len(stepped) > 1 else None
+        # Not where an overflow is only said: one rank may have said it before another, and would ask no more.
+        groups = dict.fromkeys(group for one in stepped for group in one.ranks.groups()) if backward.skips else ()
         try:
             for one in stepped:
                 one.close_window(backward, check, unscaled)
@@ -121,11 +128,22 @@ class ScaledBackwards:
             raise
         if delay_overflow_check:
             return
-        found_inf = backward.scaler.update_(backward.snapshot)
-        if check and stepped:
-            backward.conclude(found_inf)
-            for one in stepped:
-                one.pending.add(backward)
+        scaler = backward.scaler
+        reduction = Reduction(list(groups), scaler.found_inf) if groups else None
+
+        def conclude() -> None:
+            if reduction is not None:
+                scaler.found_inf.copy_(reduction.wait())
+            found_inf = scaler.update_(backward.snapshot)
+            if check and stepped:
+                backward.conclude(found_inf)
+
+        if reduction is None:
+            conclude()
+        else:
+            scaler.owe(conclude)
+        for one in stepped if check else ():
+            one.pending.add(backward)
 
     def _windows_into(self, stepped: Sequence[SteppedOptimizer]) -> list[SteppedOptimizer]:
         """Other optimizers that have a window open, and parameters in common with one of `stepped`."""
@@ -152,6 +170,7 @@ class ScaledBackwards:
         Raises AmpStateError, before anything is changed, for gradients of another loss_id, and for parameters that an
         optimizer shares with one whose `scale_loss` has not been left.
         """
+        scaler.settle()
         if any(one.window.is_in_body for one in stepped):
             return Backward(scaler, loss_id, scaler.snapshot(), loss)  # refused where it is entered
         others = self._windows_into(stepped)

@@ -21,10 +21,11 @@ from amp_engine.stepping import strays
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.own_step import foreach_as_by_default, unhooked_step
 from amp_engine.stepping.pending import Pending, Skip
+from amp_engine.stepping.ranks import Ranks
+from amp_engine.stepping.reduction import agree
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.slots import Slot, clip_factor
-from amp_engine.stepping.unreduced import Unreduced
 from amp_engine.stepping.window import Window
 
 _HELD = int(Slot.HELD)  # which compares in a third of the time
@@ -72,9 +73,12 @@ class SteppedOptimizer:
         rows: what it steps.
         scaling: has the scaler of gradients that nobody said the scaler of.
         pending: decides whether a step is skipped.
+        ranks: with whom; None: those of a DistributedDataParallel.
     """
 
-    def __init__(self, optimizer: Optimizer, rows: Rows, scaling: Scaling, pending: Pending) -> None:
+    def __init__(
+        self, optimizer: Optimizer, rows: Rows, scaling: Scaling, pending: Pending, ranks: Ranks | None = None
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.rows = rows
         self.window = Window(rows)
@@ -88,7 +92,7 @@ class SteppedOptimizer:
         self._is_wrapped = False
         self._written_gradients = strays.WrittenGradients()
         self._clipping = kernels.ListCheck()  # of its own: on a GPU what it has uploaded stays
-        self._unreduced = Unreduced(rows)
+        self.ranks = Ranks(rows) if ranks is None else ranks
         self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
         # Held by the optimizer; here weakly, or the two would wait for a collection of garbage.
         self.hook: Callable[[], Hook | None] = lambda: None
@@ -125,14 +129,14 @@ class SteppedOptimizer:
                 f"scale_loss() was entered again for {type(self.optimizer).__name__} inside of its own body.  Leave "
                 "the first `with amp.scale_loss(...)` before the next one, or call scale_loss once on the sum."
             )
-        self._unreduced.enter(not self.backward_seen, self.window.is_left_open)
+        self.ranks.enter(not self.backward_seen, self.window.is_left_open)
         self._begin()
         self.window.open(backward)
 
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""
         self.window.close(backward, check, unscaled)
-        self._unreduced.close()
+        self.ranks.close()
         self.backward_seen = True
         self._written_gradients.note(self.rows)
         if (hook := self.hook()) is not None:
@@ -174,6 +178,7 @@ class SteppedOptimizer:
             scaler.to(weight.device)
         self.window.claim(Backward(scaler, 0, scaler.snapshot()))
         self.close_window(self.window.backward, True)
+        agree(self.ranks.groups(), scaler.found_inf)  # whoever called this looks at it next
 
     def set_left_open(self, value: bool) -> None:
         """Declare the gradients that are there scaled, or not, without looking at them."""

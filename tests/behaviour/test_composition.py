@@ -39,6 +39,7 @@ def trained(level: str, wrap: Any = lambda model: model) -> tuple[list[Tensor], 
     wrapped = wrap(model)
     train(NORMED_MLP, wrapped, optimizer, "cccc")
     values = masters(optimizer), frozen(dict(wrapped.state_dict()))
+    del wrapped
     amp.close()
     return values
 

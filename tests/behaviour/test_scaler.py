@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from amp_engine import amp
+from amp_engine.scaler import LossScaler
 from tests.models import MLP
 from tests.oracle import Scale, scale_rule
 from tests.support import assert_bitwise, backward, masters, scaler_numbers, train
@@ -275,3 +278,38 @@ def test_the_engine_tells_whether_a_step_was_skipped() -> None:
         train(MLP, model, optimizer, outcome, first=index)
         told.append(engine.step_was_skipped(optimizer))
     assert told == [False, True, False]
+
+
+# --- an update that waits for other ranks ---------------------------------------------------------
+
+ASKS: dict[str, Callable[[LossScaler], Any]] = {
+    "loss_scale": lambda s: s.loss_scale(),
+    "snapshot": lambda s: s.snapshot(),
+    "state_dict": lambda s: s.state_dict(),
+    "load_state_dict": lambda s: s.load_state_dict({"loss_scale": 2.0, "unskipped": 1}),
+    "record_": lambda s: s.record_(torch.tensor([False])),
+    "update_": lambda s: s.update_(),
+    "update_scale": lambda s: s.update_scale(),
+    "clear_overflow_state": lambda s: s.clear_overflow_state(),
+    "_loss_scale": lambda s: s._loss_scale,
+    "_loss_scale = ": lambda s: setattr(s, "_loss_scale", 4.0),
+    "_unskipped": lambda s: s._unskipped,
+    "_unskipped = ": lambda s: setattr(s, "_unskipped", 3),
+    "_has_overflow": lambda s: s._has_overflow,
+    "_has_overflow = ": lambda s: setattr(s, "_has_overflow", False),
+    "_overflow_buf": lambda s: s._overflow_buf,
+    "_overflow_buf = ": lambda s: setattr(s, "_overflow_buf", torch.zeros(1)),
+    "copy": copy.deepcopy,
+    "another": lambda s: s.owe(lambda: None),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_an_owed_update_comes_before_whatever_is_asked_and_once(name: str) -> None:
+    scaler = LossScaler("dynamic")
+    calls: list[float] = []
+    scaler.owe(lambda: calls.append(scaler.loss_scale()))
+    ASKS[name](scaler)
+    assert calls == [65536.0]
+    ASKS[name](scaler)
+    assert calls == [65536.0]

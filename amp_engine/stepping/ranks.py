@@ -1,29 +1,33 @@
-"""Gradients that `no_sync` kept from being reduced, and that no later reduction will find in `.grad`."""
+"""The ranks that train with this one: with whom an overflow is agreed on, and which gradients were never reduced."""
 
 from __future__ import annotations
 
 import weakref
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine.distributed import has_ranks, wrappers_around
 from amp_engine.errors import AmpStateError
 from amp_engine.stepping.rows import Rows
+from amp_engine.torch_private import joins_uneven_inputs
 
 
-class Unreduced:
-    """Those of one optimizer since its last step.
+class Ranks:
+    """Those of one optimizer.
 
     DistributedDataParallel reduces what is in `.grad`. Under its `no_sync` gradients stay there for the next reduction;
     the exit of a `scale_loss` without `delay_unscale` takes them away to where they are unscaled.
 
     Args:
         rows: of the optimizer.
+        process_group: said by the user; None: that of the DistributedDataParallel around its parameters, if any.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, process_group: dist.ProcessGroup | None = None) -> None:
         self._rows = rows
+        self._process_group = process_group
         # Those around its parameters: looked for at the first backward in a process group, and when one is gone.
         self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None
         self._local: list[weakref.ref[DistributedDataParallel]] = []  # under `no_sync` in this backward
@@ -59,6 +63,25 @@ class Unreduced:
         self._local = [
             ref for ref in self._wrappers if (one := ref()) is not None and not one.require_backward_grad_sync
         ]
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """With whom the exit of this `scale_loss` agrees on an overflow: each group that has other ranks.
+
+        Every rank of a group leaves `scale_loss` equally often. That is known of DistributedDataParallel's, whose
+        backward its ranks call together, except under `no_sync` and its `join`, where one may be at its end.
+        """
+        if not has_ranks():
+            return []
+        said = self._process_group
+        wrappers = [one for ref in self._wrappers or () if (one := ref()) is not None]
+        if any(map(joins_uneven_inputs, wrappers)):
+            return []
+        if said is not None:
+            groups = [said]
+        else:
+            local = [ref() for ref in self._local]
+            groups = [one.process_group for one in wrappers if one not in local]
+        return [group for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
 
     def close(self) -> None:
         """Exit of `scale_loss` that unscales."""

@@ -1,0 +1,224 @@
+"""An overflow that only one rank sees, after gradients were reduced, is one decision of all ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_engine import amp
+from amp_engine.optimizers import FusedAdam
+from tests.models import MLP
+from tests.ranks import on_ranks
+from tests.support import LEVELS, backward, masters, momentum_sgd, scaler_numbers
+
+STEPS = 200
+DYNAMIC = ("O1", "O2", "O4", "O5", "O3")
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-4)  # 1e-8 is 0 in float16, for O3
+
+
+def poison(model: torch.nn.Module, value: float) -> None:
+    """As a broken reduction, or memory, would: in one element of one gradient, after all ranks have the same."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    random.choice(gradients).view(-1)[0] = value
+
+
+def picture(model: torch.nn.Module, optimizer: torch.optim.Optimizer, skips: int) -> dict[str, Any]:
+    state = optimizer.state_dict()["state"]
+    return {
+        "scale": scaler_numbers(),
+        "skips": skips,
+        "masters": masters(optimizer),
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "state": {(i, k): torch.as_tensor(v).clone() for i, values in state.items() for k, v in values.items()},
+    }
+
+
+def trained(rank: int, ranks: int, level: str, make: Any, steps: int, how: str) -> dict[str, Any]:
+    model = MLP.model()
+    optimizer = make(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
+    ddp = DistributedDataParallel(model)
+    events, skips, expected = random.Random(5), 0, 0
+    random.seed(rank)
+    for index in range(steps):
+        is_bad, who, value = events.random() < 0.1, events.randrange(ranks), events.choice([math.inf, math.nan])
+        with amp.scale_loss(MLP.loss(ddp, MLP.batch(index * ranks + rank)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if is_bad and (how == "all" or who == rank):
+                poison(model, value)
+        expected += is_bad
+        if index % 3 == 0:
+            amp.clip_grad_norm_(optimizer, 0.5)
+        optimizer.step()
+        skips += amp.current_engine().step_was_skipped(optimizer)
+        optimizer.zero_grad()
+    result = picture(model, optimizer, skips) | {"poisoned": expected}
+    del ddp
+    amp.close()
+    return result
+
+
+def poisoned(rank: int) -> dict[Any, Any]:
+    ranks = dist.get_world_size()
+    results = {
+        (level, "AdamW", how): trained(rank, ranks, level, adamw, STEPS if how == "one" else 20, how)
+        for level in DYNAMIC
+        for how in ("one", "all")
+    }
+    results["O2", "FusedAdam", "one"] = trained(rank, ranks, "O2", FusedAdam, 40, "one")
+    results["O2", "own step", "one"] = trained(rank, ranks, "O2", torch.optim.Adagrad, 40, "one")
+    return results
+
+
+CASES = [(level, "AdamW", how) for level in DYNAMIC for how in ("one", "all")]
+CASES += [("O2", "FusedAdam", "one"), ("O2", "own step", "one")]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    return on_ranks(poisoned, request.param)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    if isinstance(ours, Tensor):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert_same(ours[key], theirs[key])
+    elif isinstance(ours, list):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_ranks_stay_bitwise_equal(ranks: list[dict[Any, Any]], case: tuple[str, str, str]) -> None:
+    first, *others = (results[case] for results in ranks)
+    for other in others:
+        assert_same(first, other)
+    assert all(master.isfinite().all() for master in first["masters"])
+    assert first["skips"] >= first["poisoned"] > 0
+
+
+@pytest.mark.parametrize("level", DYNAMIC)
+def test_an_overflow_of_all_ranks_is_one_skip(ranks: list[dict[Any, Any]], level: str) -> None:
+    one = ranks[0][level, "AdamW", "all"]
+    assert one["skips"] == one["poisoned"]
+    assert one["scale"][0] == 2.0 ** (16 - one["poisoned"])
+    steps = [value for (_, name), value in one["state"].items() if name == "step"]
+    assert {int(step) for step in steps} == {20 - one["skips"]}
+
+
+# --- what it costs ------------------------------------------------------------------------------------
+
+
+class Messages(TorchDispatchMode):
+    """Collectives, with the bytes of their first tensor, and values that the host asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, int]] = []
+        self.asked = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.sent.append((func._schema.name, sum(t.nbytes for t in args[0])))
+        self.asked += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def messages(rank: int) -> dict[Any, Any]:
+    results: dict[Any, Any] = {}
+    for level in LEVELS:
+        for scale in ("default", "dynamic"):
+            model = MLP.model()
+            optimizer = adamw(model.parameters())
+            keywords = {} if scale == "default" else {"loss_scale": "dynamic"}
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+            ddp = DistributedDataParallel(model)
+            backward(MLP.loss(ddp, MLP.batch(rank)), optimizer)
+            optimizer.step()
+            with ExitStack() as counted:
+                seen = Messages()
+                with amp.scale_loss(MLP.loss(ddp, MLP.batch(rank)), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                    counted.enter_context(seen)
+                asked = seen.asked
+                amp.clip_grad_norm_(optimizer, 1.0)
+                optimizer.step()
+            results[level, scale] = seen.sent, asked
+            del ddp
+            amp.close()
+    results["join"] = joined(rank)
+    results["alone"] = without_wrapper(rank)
+    return results
+
+
+def joined(rank: int) -> tuple[int, list[Tensor]]:
+    """Rank 1 has two batches more than the other, which is at its end meanwhile."""
+    model = MLP.model()
+    optimizer = momentum_sgd(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    ddp = DistributedDataParallel(model)
+    count = 2 + 2 * rank
+    with ddp.join():
+        for index in range(count):
+            backward(MLP.loss(ddp, MLP.batch(index)), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    result = count, masters(optimizer)
+    del ddp
+    amp.close()
+    return result
+
+
+def without_wrapper(rank: int) -> tuple[float, int]:
+    """Ranks that train models of their own, of which one overflows, and leave `scale_loss` differently often."""
+    model = MLP.model(rank)
+    optimizer = momentum_sgd(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for index in range(2 + rank):
+        backward(MLP.loss(model, MLP.batch(index)), optimizer, overflow=rank == 1 and index == 0)
+        optimizer.step()
+    result = scaler_numbers()
+    amp.close()
+    return result
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[dict[Any, Any]]:
+    return on_ranks(messages, 2)
+
+
+@pytest.mark.parametrize("scale", ["default", "dynamic"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_is_one_message_of_8_bytes(counted: list[dict[Any, Any]], level: str, scale: str) -> None:
+    decides = scale == "dynamic" or level in ("O1", "O2")
+    for results in counted:
+        sent, asked = results[level, scale]
+        assert Counter(sent) == ({("c10d::allreduce_", 8): 1} if decides else {})
+        assert not decides or asked == 0
+
+
+def test_uneven_inputs_under_join_are_trained_to_their_end(counted: list[dict[Any, Any]]) -> None:
+    assert [results["join"][0] for results in counted] == [2, 4]
+
+
+def test_ranks_that_share_no_wrapper_decide_alone(counted: list[dict[Any, Any]]) -> None:
+    assert [results["alone"] for results in counted] == [(65536.0, 2), (32768.0, 2)]

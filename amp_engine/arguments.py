@@ -8,6 +8,7 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -50,6 +51,7 @@ class InitializeOptions(TypedDict, total=False):
     skip_on_overflow: bool
     allow_banned: bool
     adopt_data_writes: bool
+    process_group: ProcessGroup | None
 
 
 def as_list(optimizers: Any) -> list[Any]:
@@ -115,7 +117,7 @@ def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool) -
                 sharding = "fully_shard(model, mp_policy=MixedPrecisionPolicy(...))"
                 raise AmpStateError(
                     f"Parameter {name} of {type(model).__name__} is a {type(param).__name__}, which "
-                    f"{policy.opt_level} cannot cast.  Choose opt_level='O4', or 'O1' with loss_scale=1.0"
+                    f"{policy.opt_level} cannot cast.  Choose opt_level='O4' or 'O1'"
                     + (f", or 'O0' and {sharding}." if has_fsdp2(model) else ".")
                 )
 
@@ -128,7 +130,8 @@ def _check_shards(model: nn.Module, policy: Policy, is_scaled: bool) -> None:
         why = "cannot cast them" if casts else "would have each rank decide on an overflow of its own"
         raise AmpStateError(
             f"{type(wrapper).__name__} has made shards of the parameters of this model: {policy.opt_level} {why}.  "
-            "Choose opt_level='O4', or 'O1' with loss_scale=1.0, or 'O0' and the wrapper's own MixedPrecision."
+            "Choose opt_level='O4', or 'O1' with process_group=torch.distributed.group.WORLD, or 'O0' and the "
+            "wrapper's own MixedPrecision."
         )
     function_dtype = policy.patch_torch_functions_type
     if policy.patch_torch_functions and function_dtype is not None:
@@ -156,8 +159,29 @@ def _initialize_call(policy: Policy) -> str:
     return f"Call model, optimizer = amp.initialize(model, optimizer, opt_level={policy.opt_level!r})"
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], is_scaled: bool, has_masters: bool = False) -> None:
-    """Raise AmpStateError for an optimizer that cannot be looked after."""
+def check_process_group(group: Any) -> None:
+    """Raise AmpTypeError or AmpValueError for what is no group of torch.distributed that this rank is in."""
+    if group is None or (isinstance(group, ProcessGroup) and torch.distributed.get_rank(group) >= 0):
+        return
+    # What new_group() gives to a rank that is not in it is no ProcessGroup.
+    what = "a group that this rank is not in" if group == _NOT_A_MEMBER else _described(group)
+    error = AmpValueError if group == _NOT_A_MEMBER else AmpTypeError
+    raise error(
+        f"process_group is {what}.  Pass a group of torch.distributed with this rank, for example "
+        "torch.distributed.group.WORLD after init_process_group, or leave it out."
+    )
+
+
+def check_optimizers(
+    optimizers: Sequence[Optimizer], is_scaled: bool, has_masters: bool = False, agree: bool = False
+) -> None:
+    """Raise AmpStateError for an optimizer that cannot be looked after.
+
+    Args:
+        is_scaled: whether an overflow may skip a step.
+        has_masters: whether FP32 masters are made.
+        agree: whether the user said by which ranks an overflow is agreed on.
+    """
     for optimizer in optimizers:
         if not takes_hooks(optimizer):
             raise AmpStateError(
@@ -175,18 +199,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], is_scaled: bool, has_maste
                 f"{type(optimizer).__name__} cannot step DTensors, as fully_shard and tensor parallelism make them.  "
                 "Use an optimizer of torch.optim, such as torch.optim.AdamW."
             )
-        if sharded and is_scaled:
-            raise AmpStateError(
-                f"{type(optimizer).__name__} steps DTensors, as fully_shard and tensor parallelism make them, whose "
-                "ranks would each decide on an overflow of their own.  Choose opt_level='O4', or loss_scale=1.0, which "
-                "scale nothing."
-            )
-        if is_zero(optimizer) or ((is_scaled or has_masters) and is_in_zero(optimizer)):
+        if is_zero(optimizer) or (((is_scaled and not agree) or has_masters) and is_in_zero(optimizer)):
             raise AmpStateError(
                 "Each rank steps other parameters by the .optim of a ZeroRedundancyOptimizer: it would decide on an "
                 "overflow of its own, and others would never get what FP32 masters give the model.  Call "
-                "amp.initialize(model, optimizer.optim, opt_level='O4'), or 'O0', and amp.scale_loss(loss, "
-                "optimizer.optim), and go on stepping the wrapper; do without it at O1, O2 and O5."
+                "amp.initialize(model, optimizer.optim, opt_level='O4'), or 'O0', or 'O1' with "
+                "process_group=torch.distributed.group.WORLD, and amp.scale_loss(loss, optimizer.optim), and go on "
+                "stepping the wrapper; do without it at O2 and O5."
             )
         for name, inner in inner_optimizers(optimizer).items():
             if not shares_groups(optimizer, inner):
@@ -212,6 +231,7 @@ def _requires_closure(optimizer: Optimizer) -> bool:
     return any("closure" in p.name and p.default is p.empty and p.kind not in _COLLECTING for p in parameters)
 
 
+_NOT_A_MEMBER = getattr(torch.distributed, "GroupMember", None) and torch.distributed.GroupMember.NON_GROUP_MEMBER
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -219,6 +239,11 @@ def check_wrappers(optimizers: Sequence[Any]) -> None:
     """Raise AmpStateError for an optimizer around an optimizer that cannot be looked after."""
     for wrapper in optimizers:
         inner = inner_of(wrapper)
+        if isinstance(wrapper, LARC) and any(is_sharded(p) for g in inner.param_groups for p in g["params"]):
+            raise AmpStateError(
+                f"LARC goes by the norm of each parameter, of which a rank has a shard.  Pass the "
+                f"{type(inner).__name__} inside of it."
+            )
         if inner is wrapper or isinstance(wrapper, LARC):
             continue
         place = parameters_elsewhere(wrapper, inner)

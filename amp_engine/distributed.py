@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine.torch_private import fsdp_param_dtype, is_wrapper_subclass
@@ -29,6 +29,35 @@ def is_sharded(param: Any) -> bool:
 def is_any_sharded(model: nn.Module) -> bool:
     """Whether torch has made shards of a part of `model`."""
     return any(map(is_sharded, model.parameters())) or has_fsdp2(model) or fsdp1_in(model) is not None
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of `tensor`: the shard of a DTensor, in its memory; or `tensor` itself."""
+    with torch.no_grad():
+        return tensor.to_local() if is_sharded(tensor) and hasattr(tensor, "to_local") else tensor
+
+
+def local_gradient(param: Any) -> Tensor:
+    """The shard of a DTensor's gradient, in its memory, laid out as `param` is.
+
+    A sum that is still to be made, as sequence parallelism leaves it, is made, and put in the place of the gradient.
+    """
+    grad = param.grad
+    if grad.placements != param.placements:
+        with torch.no_grad():
+            grad = param.grad = grad.redistribute(placements=param.placements)
+    return local_of(grad)
+
+
+def groups_of_shards(params: Iterable[Any]) -> list[Any]:
+    """The process groups whose ranks have shards or replicas of those of `params` that are DTensors.
+
+    One of all ranks where their mesh has all, else one for each dimension of their meshes.
+    """
+    meshes = dict.fromkeys(param.device_mesh for param in params if is_sharded(param) and hasattr(param, "device_mesh"))
+    if any(mesh.size() == torch.distributed.get_world_size() for mesh in meshes):
+        return [torch.distributed.group.WORLD]
+    return list(dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)))
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
@@ -113,8 +142,9 @@ def _is_in(model: nn.Module, wrapper: nn.Module) -> bool:
 
 def _inside(wrapper: nn.Module) -> nn.Module:
     """What is wrapped; an empty module in one that is not made to the end."""
-    module = getattr(wrapper, "module", None)
-    return module if isinstance(module, nn.Module) else nn.Module()
+    # Not by attribute, for which a FullyShardedDataParallel that is not made to the end asks itself without end.
+    modules = vars(wrapper).get("_modules", {}).values()
+    return next((module for module in modules if isinstance(module, nn.Module)), nn.Module())
 
 
 def _live(kind: type[T]) -> list[T]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from amp_engine import arguments, casting, checkpoint, levels, report
@@ -61,7 +62,6 @@ class Engine:
         self._scaling = Scaling()
         self.backwards = ScaledBackwards(self._scaling, self.function_casts)
         self._initialized = Initialized(self.backwards, self._scaling, self.function_casts, self.reporter)
-        self._said_float16_convolution = False
 
     @property
     def scalers(self) -> list[LossScaler]:
@@ -135,6 +135,7 @@ class Engine:
         skip_on_overflow: bool = False,
         allow_banned: bool = False,
         adopt_data_writes: bool = False,
+        process_group: ProcessGroup | None = None,
     ) -> Any:
         """Prepare models and optimizers for training at `opt_level`. They are changed in place and returned.
 
@@ -156,8 +157,9 @@ class Engine:
             max_loss_scale: ceiling of dynamic scales.
             skip_on_overflow: skip a step whose gradients overflowed under a static scale too.
             allow_banned: run `binary_cross_entropy` in FP32 under O1 instead of refusing it.
-            adopt_data_writes: look for writes through `param.data` before each step (one read of
-                parameters and masters more) and take them over into the masters.
+            adopt_data_writes: have masters follow writes through `param.data`, at one more read of both a step.
+            process_group: the ranks that agree on overflows, where neither DistributedDataParallel nor DTensors tell:
+                FullyShardedDataParallel, ZeroRedundancyOptimizer, stages of a pipeline.
 
         Returns:
             As apex: the model or list of models; with `optimizers` given a pair, an empty list included.
@@ -187,6 +189,7 @@ class Engine:
                 cast_model_outputs,
                 skip_on_overflow,
                 self.hard_override,
+                process_group,
             )
             policy = request.policy
             num_losses = arguments.check_num_losses(num_losses)
@@ -199,16 +202,13 @@ class Engine:
             for line in report.initialization(request.defaults, policy):
                 self.reporter.say(line, rank0=True)
 
-            self._initialized.add(request.models, request.optimizers, policy, request.output_dtype, adopt_data_writes)
-            for wrapper, optimizer in request.wrappers.items():
-                self._initialized.look_after_wrapper(wrapper, optimizer)
+            self._initialized.add(request, adopt_data_writes)
             self.policy = policy
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
             self._scaling.begin(policy.loss_scale, num_losses, min_loss_scale, max_loss_scale, skip_on_overflow)
             self.function_casts.follow(policy, request.models, allow_banned, verbose=verbosity == 2)
-            if not self._said_float16_convolution and arguments.has_float16_convolution_on_cpu(request.models, policy):
-                self._said_float16_convolution = True
-                self.reporter.say(report.FLOAT16_CONV_ON_CPU, rank0=True)
+            if arguments.has_float16_convolution_on_cpu(request.models, policy):
+                self.reporter.say_once(report.FLOAT16_CONV_ON_CPU)
             return models if optimizers is None else (models, optimizers)
 
     def scale_loss(

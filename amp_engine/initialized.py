@@ -18,18 +18,19 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine.arguments import check_has_groups, check_optimizers
 from amp_engine.collectives import Watch, watch
 from amp_engine.compat import face
-from amp_engine.distributed import wrappers_around
+from amp_engine.distributed import fsdp1_around, fsdp1_in, is_in_zero, wrappers_around
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.overflow import OverflowWatch
-from amp_engine.policy import Policy
 from amp_engine.replaced import refuse_replaced
 from amp_engine.report import Reporter
+from amp_engine.request import Request
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.hook import Casts, StepHook
 from amp_engine.stepping.master import exact_value
 from amp_engine.stepping.pending import Pending
+from amp_engine.stepping.ranks import Ranks
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
@@ -92,18 +93,17 @@ class Initialized:
         return self._backwards.get(optimizer)
 
     @_without_collections()
-    def add(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        policy: Policy,
-        output_dtype: torch.dtype | None,
-        adopt_data_writes: bool,
-    ) -> None:
-        """Cast `models`, give `optimizers` masters and hooks. If anything raises, nothing has changed.
+    def add(self, request: Request, adopt_data_writes: bool) -> None:
+        """Cast models, give optimizers masters and hooks. If anything raises, nothing has changed.
 
         For that the memory from before the cast is held until the last optimizer is taken in.
         """
+        models, optimizers, policy, output_dtype = (
+            request.models,
+            request.optimizers,
+            request.policy,
+            request.output_dtype,
+        )
         # Values from before the cast, without a copy: casting gives a parameter other memory. Not p.detach(), which
         # would share the parameter's version: a step of the master would count as a write to the parameter.
         exact = {
@@ -128,7 +128,7 @@ class Initialized:
                     )
                 )
             for optimizer in optimizers:
-                self._take_in(optimizer, policy, exact, adopt_data_writes)
+                self._take_in(optimizer, request, exact, adopt_data_writes)
         except BaseException:
             for optimizer in optimizers:
                 self._let_go(optimizer)
@@ -150,6 +150,8 @@ class Initialized:
                 refuse_replaced(models, stepped, self._scaling)
         self._collectives = self._collectives or watch()
         self._follow_masters()
+        for wrapper, optimizer in request.wrappers.items():
+            self.look_after_wrapper(wrapper, optimizer)
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any] = ()) -> None:
         """Raise AmpStateError for an optimizer that is in care already, and where names that are added are taken."""
@@ -180,15 +182,20 @@ class Initialized:
         return stepped
 
     def look_after(
-        self, optimizer: Optimizer, rows: Rows, on_skip: Callable[[int, Sequence[Backward]], None] | None = None
+        self,
+        optimizer: Optimizer,
+        rows: Rows,
+        on_skip: Callable[[int, Sequence[Backward]], None] | None = None,
+        ranks: Ranks | None = None,
     ) -> SteppedOptimizer:
         """Take in an optimizer with what it steps, until `release`.
 
         Args:
             on_skip: told of each step that was skipped; without it messages say so.
+            ranks: who decides on a skip together; None: those of a DistributedDataParallel.
         """
         pending = Pending(on_skip or self._watch.skipped, self._watch.stepped_on)
-        stepped = SteppedOptimizer(optimizer, rows, self._scaling, pending)
+        stepped = SteppedOptimizer(optimizer, rows, self._scaling, pending, ranks)
         StepHook(stepped, self._backwards, self._scaling, self._casts)  # which the optimizer holds
         self._backwards.add(stepped)
         face.put_on(optimizer, stepped)
@@ -255,14 +262,21 @@ class Initialized:
         }
 
     def _take_in(
-        self, optimizer: Optimizer, policy: Policy, exact: Mapping[int, Tensor], adopt_data_writes: bool
+        self,
+        optimizer: Optimizer,
+        request: Request,
+        exact: Mapping[int, Tensor],
+        adopt_data_writes: bool,
     ) -> None:
+        policy = request.policy
         rows = Rows(optimizer, bool(policy.master_weights), exact, adopt_data_writes)
         try:
             if not rows.makes_masters and policy.cast_model_type:
                 self._state_follows_cast.add(optimizer)
                 _match_state_to_parameters(optimizer)
-            self.look_after(optimizer, rows)
+            in_flat_shards = any(fsdp1_in(model) or fsdp1_around(model) for model in request.models)
+            ranks = Ranks(rows, request.process_group, is_in_zero(optimizer), in_flat_shards)
+            self.look_after(optimizer, rows, ranks=ranks)
         except BaseException:
             rows.release()
             raise

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from amp_engine.distributed import local_of
 from amp_engine.report import OverflowDiagnosis, Reporter, overflow_message, static_overflow_message
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.pending import SKIPS_BEFORE_DIAGNOSIS
@@ -72,5 +73,5 @@ class OverflowWatch:
             first=None if first is None else named[first],
             is_nan=first is not None and nonfinite[first][1],
             checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
-            weights=tuple(name(param) for param in params if not param.detach().isfinite().all()),
+            weights=tuple(name(param) for param in params if not local_of(param.detach()).isfinite().all()),
         )

@@ -34,7 +34,8 @@ class _Replaced:
         if stepped is None or not has_ranks():
             return
         params = stepped.rows.columns.params
-        needs_whole = stepped.rows.makes_masters or self._scaling.is_active  # each rank decides on its own shards
+        # Each rank decides on its own shards, unless it was said with whom.
+        needs_whole = stepped.rows.makes_masters or (self._scaling.is_active and not stepped.ranks.are_said)
         for ref, ids in zip(self._models, self._ids, strict=True):
             model = ref()
             ours = {id(param) for param in params} & ids

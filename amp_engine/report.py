@@ -58,6 +58,13 @@ class Reporter:
 
     def __init__(self, verbosity: int = 1) -> None:
         self.verbosity = verbosity
+        self._said: set[str] = set()
+
+    def say_once(self, text: str) -> None:
+        """Print `text` on the first of several ranks, and never again."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text, rank0=True)
 
     def say(self, text: str, rank0: bool = False) -> None:
         """Print `text`; with `rank0` only on the first of several ranks."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from amp_engine import arguments, levels
@@ -29,6 +30,7 @@ class Request:
         defaults: what the level decides by itself.
         policy: with what was overridden.
         output_dtype: of floating model outputs; None: not said.
+        process_group: whose ranks agree on overflows; None: not said.
     """
 
     models: list[nn.Module]
@@ -37,6 +39,7 @@ class Request:
     defaults: Policy
     policy: Policy
     output_dtype: torch.dtype | None
+    process_group: ProcessGroup | None
 
 
 def checked(
@@ -47,11 +50,13 @@ def checked(
     cast_model_outputs: torch.dtype | str | None,
     skip_on_overflow: bool,
     hard_override: bool,
+    process_group: Any = None,
 ) -> Request:
     """The arguments of `initialize` in their own types.
 
     Args:
         overrides: of the level's properties; None leaves one as it is.
+        process_group: of `initialize`; ranks agree on overflows in it.
         hard_override: print what does not fit the level, as `_amp_state.hard_override` asks, in place of raising it.
 
     Raises AmpStateError, AmpTypeError or AmpValueError. Changes nothing.
@@ -68,14 +73,16 @@ def checked(
     model_list = arguments.as_models(models)
     passed = arguments.as_optimizers(optimizers)
     is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
-    arguments.check_models(model_list, policy, is_scaled)
+    arguments.check_process_group(process_group)
+    agree = process_group is not None
+    arguments.check_models(model_list, policy, is_scaled and not agree)
     model_list = [without_wrapper(model) for model in model_list]
     arguments.check_unwrapped(_changed_by_a_cast(model_list, policy), policy)
     stepping = [inner_of(optimizer) for optimizer in passed]
-    arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights))
+    arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights), agree)
     arguments.check_wrappers(passed)
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
-    return Request(model_list, stepping, wrappers, defaults, policy, output_dtype)
+    return Request(model_list, stepping, wrappers, defaults, policy, output_dtype, process_group)
 
 
 def _changed_by_a_cast(models: list[nn.Module], policy: Policy) -> list[nn.Parameter]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import kernels
+from amp_engine.distributed import is_sharded
 from amp_engine.kernels import tensor_lists
 
 
@@ -43,7 +44,7 @@ def accumulate(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     for param, grad in pairs:
         if param.grad is None:
             param.grad = grad
-        elif param.grad.is_sparse or grad.is_sparse:
+        elif param.grad.is_sparse or grad.is_sparse or is_sharded(grad):
             param.grad = param.grad + grad
         else:
             totals.append(param.grad)
@@ -63,7 +64,7 @@ def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def own_memory(grad: Tensor) -> Tensor:
     """`grad`, or a copy if others have its memory."""
     # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
-    if grad.is_sparse:
+    if grad.is_sparse or is_sharded(grad):
         return grad
     grad = tensor_lists.written_out(grad)
     shared = grad._is_view() or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from amp_engine import kernels
 from amp_engine.devices import moved
+from amp_engine.distributed import local_of
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.kernels.layout import is_dense, is_lazy
 from amp_engine.scaler import LossScaler, ScaleSnapshot
@@ -56,7 +57,7 @@ def unscaled(scaler: LossScaler, gradients: Gradients, loss_id: int) -> Gradient
             )
     made: list[Any] = [one if one is None else _unscaled(one, snapshot) for one in given]
     if not scaler.is_identity:
-        _record(scaler, [one.detach() for one in made if one is not None])
+        _record(scaler, [local_of(one.detach()) for one in made if one is not None])
     return made[0] if is_one else made if isinstance(gradients, list) else tuple(made)  # type: ignore[return-value]
 
 

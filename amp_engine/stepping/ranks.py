@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_engine.distributed import has_ranks, wrappers_around
+from amp_engine.distributed import groups_of_shards, has_ranks, wrappers_around
 from amp_engine.errors import AmpStateError
+from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.rows import Rows
 from amp_engine.torch_private import joins_uneven_inputs
 
@@ -22,12 +23,24 @@ class Ranks:
 
     Args:
         rows: of the optimizer.
-        process_group: said by the user; None: that of the DistributedDataParallel around its parameters, if any.
+        process_group: said by the user; None: those of the DTensors among its parameters, and of the
+            DistributedDataParallel around them, if there are any.
+        is_in_zero: whether each rank steps other parameters, of a model that all of them have.
+        in_flat_shards: whether they are of a FullyShardedDataParallel.
     """
 
-    def __init__(self, rows: Rows, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        process_group: dist.ProcessGroup | None = None,
+        is_in_zero: bool = False,
+        in_flat_shards: bool = False,
+    ) -> None:
         self._rows = rows
         self._process_group = process_group
+        self._is_in_zero = is_in_zero
+        self.in_flat_shards = in_flat_shards
+        self._of_shards: tuple[Columns, list[dist.ProcessGroup]] | None = None
         # Those around its parameters: looked for at the first backward in a process group, and when one is gone.
         self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None
         self._local: list[weakref.ref[DistributedDataParallel]] = []  # under `no_sync` in this backward
@@ -80,8 +93,26 @@ class Ranks:
             groups = [said]
         else:
             local = [ref() for ref in self._local]
-            groups = [one.process_group for one in wrappers if one not in local]
+            groups = [*self._groups_of_shards(), *(one.process_group for one in wrappers if one not in local)]
         return [group for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
+
+    @property
+    def are_said(self) -> bool:
+        """Whether the user said which they are."""
+        return self._process_group is not None
+
+    def of_parts(self) -> dist.ProcessGroup | None:
+        """The group whose ranks step different parameters, so that a norm of all is a sum over them; None without."""
+        if self._process_group is None or not has_ranks() or self._groups_of_shards():
+            return None
+        has_replicas = any(ref() is not None for ref in self._wrappers or ()) and not self._is_in_zero
+        return None if has_replicas or dist.get_world_size(self._process_group) == 1 else self._process_group
+
+    def _groups_of_shards(self) -> list[dist.ProcessGroup]:
+        columns = self._rows.columns
+        if self._of_shards is None or self._of_shards[0] is not columns:
+            self._of_shards = columns, groups_of_shards(columns.params)
+        return self._of_shards[1]
 
     def close(self) -> None:
         """Exit of `scale_loss` that unscales."""

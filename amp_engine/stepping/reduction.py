@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -41,3 +42,17 @@ def agree(groups: Sequence[dist.ProcessGroup], found_inf: Tensor) -> None:
     """Have `found_inf`, float32 of shape [], be != 0 where it is on any rank of the groups; none: as it is."""
     if groups:
         found_inf.copy_(Reduction(groups, found_inf).wait())
+
+
+def norm_over(group: dist.ProcessGroup, norm: Tensor, norm_type: float) -> Tensor:
+    """The norm of order `norm_type` of what the ranks of `group` have different parts of, from that of each part.
+
+    Sums powers in float64: (sum of norm ** p) ** (1 / p), or the largest for infinity. Waits as `Reduction.wait` does.
+    """
+    if norm_type == math.inf:
+        largest = norm.double()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return largest.float()
+    total = norm.double() ** norm_type
+    dist.all_reduce(total, group=group)
+    return (total ** (1.0 / norm_type)).float()

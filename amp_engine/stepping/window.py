@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from amp_engine import kernels
 from amp_engine.devices import current_streams, moved
+from amp_engine.distributed import is_sharded, local_gradient
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
-from amp_engine.scaler import LossScaler
+from amp_engine.scaler import LossScaler, ScaleSnapshot
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns
@@ -293,6 +294,9 @@ class Window:
         """Sparse gradients, negative views, and types that the kernels do not take, by PyTorch's own operations."""
         nonfinite, snapshot = [], backward.snapshot
         for param, master in arrived:
+            if is_sharded(param):
+                nonfinite.append(self._close_shard(param, snapshot))
+                continue
             grad = arithmetic.readable(param)
             bad = kernels.nonfinite([arithmetic.values(grad)])
             nonfinite.append(moved(bad, snapshot.inv_scale.device))
@@ -310,6 +314,14 @@ class Window:
             bytes([tensor_lists.OTHER]) * len(arrived),
             kernels.Checks(flags, nothing, nothing.float()),
         )
+
+    def _close_shard(self, param: nn.Parameter, snapshot: ScaleSnapshot) -> Tensor:
+        """Check and unscale this rank's part of a DTensor's gradient. Returns bool, shape [1]."""
+        shard = local_gradient(param)
+        bad = moved(~shard.isfinite().all().view(1), snapshot.inv_scale.device)
+        if not snapshot.is_identity:
+            shard.copy_(arithmetic.times(shard, moved(snapshot.inv_scale, shard.device), shard.dtype))
+        return bad
 
     def discard_backward(self) -> None:
         """The body of `scale_loss` raised: put back what was there at its entry.

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_engine import amp
 from amp_engine.optimizers import FusedAdam
 from tests.models import MLP
-from tests.ranks import on_ranks
+from tests.ranks import Messages, on_ranks
 from tests.support import LEVELS, backward, masters, momentum_sgd, scaler_numbers
 
 STEPS = 200
@@ -126,21 +125,6 @@ def test_an_overflow_of_all_ranks_is_one_skip(ranks: list[dict[Any, Any]], level
 
 
 # --- what it costs ------------------------------------------------------------------------------------
-
-
-class Messages(TorchDispatchMode):
-    """Collectives, with the bytes of their first tensor, and values that the host asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[tuple[str, int]] = []
-        self.asked = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.sent.append((func._schema.name, sum(t.nbytes for t in args[0])))
-        self.asked += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def messages(rank: int) -> dict[Any, Any]:

@@ -17,6 +17,7 @@ from amp_engine.amp import current_engine as current_engine
 from amp_engine.amp import disable_casts as disable_casts
 from amp_engine.amp import explain as explain
 from amp_engine.amp import float_function as float_function
+from amp_engine.amp import fsdp_policy as fsdp_policy
 from amp_engine.amp import half_function as half_function
 from amp_engine.amp import init as init
 from amp_engine.amp import initialize as initialize
@@ -58,6 +59,7 @@ __all__ = [
     "disable_casts",
     "explain",
     "float_function",
+    "fsdp_policy",
     "half_function",
     "init",
     "initialize",

@@ -25,6 +25,7 @@ from amp_engine.compat.handle import Handle, NoOpHandle
 from amp_engine.compat.views import Properties
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
+from amp_engine.fsdp import fsdp_policy as fsdp_policy
 from amp_engine.optimizers import LARC
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.double_backward import Gradients
@@ -283,6 +284,7 @@ __all__ = [
     "disable_casts",
     "explain",
     "float_function",
+    "fsdp_policy",
     "half_function",
     "init",
     "initialize",

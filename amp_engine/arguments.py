@@ -25,6 +25,7 @@ from amp_engine.distributed import (
 )
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.fsdp import check_units, is_cast_by_fsdp2
 from amp_engine.optimizers import LARC
 from amp_engine.optimizers.base import FusedOptimizer
 from amp_engine.optimizers.wrapped import inner_of, inner_optimizers, parameters_elsewhere, shares_groups, takes_hooks
@@ -93,8 +94,13 @@ def as_optimizers(optimizers: Any) -> list[Optimizer | LARC]:
     return listed
 
 
-def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool) -> None:
-    """Raise AmpStateError for a model that cannot be cast as `policy` says."""
+def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, gives_float32: bool = True) -> None:
+    """Raise AmpStateError for a model that cannot be cast as `policy` says.
+
+    Args:
+        is_scaled: whether each rank would decide on overflows alone, if it has shards.
+        gives_float32: whether outputs of models that are cast are to be FP32.
+    """
     for model in models:
         casts_before_wrapping = isinstance(model, DistributedDataParallel) and policy.cast_model_type in LOW_PRECISION
         if casts_before_wrapping or isinstance(model, nn.DataParallel):
@@ -107,18 +113,21 @@ def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool) -
         _check_shards(model, policy, is_scaled)
         if not policy.cast_model_type:
             continue
+        if is_cast_by_fsdp2(model, policy):
+            check_units(model, policy, gives_float32)
+            continue
         for name, param in model.named_parameters():
             if is_lazy(param):
                 raise AmpStateError(
                     f"Parameter {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
                     "through the model, then call amp.initialize."
                 )
-            if is_sharded(param) and (policy.cast_model_type in LOW_PRECISION or param.dtype is not torch.float32):
-                sharding = "fully_shard(model, mp_policy=MixedPrecisionPolicy(...))"
+            if is_sharded(param) and param.dtype is not policy.cast_model_type:
+                half_first = f"call model.to({policy.cast_model_type}) before fully_shard, or "
                 raise AmpStateError(
                     f"Parameter {name} of {type(model).__name__} is a {type(param).__name__}, which "
-                    f"{policy.opt_level} cannot cast.  Choose opt_level='O4' or 'O1'"
-                    + (f", or 'O0' and {sharding}." if has_fsdp2(model) else ".")
+                    f"{policy.opt_level} cannot cast: {half_first if has_fsdp2(model) else ''}choose opt_level='O4' or "
+                    "'O1'."
                 )
 
 

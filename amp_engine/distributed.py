@@ -77,6 +77,12 @@ def has_fsdp2(model: nn.Module) -> bool:
     return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
 
+def is_fsdp2(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on `module` itself."""
+    kind = _class_of_fsdp("FSDPModule")
+    return kind is not None and isinstance(module, kind)
+
+
 def fsdp2_param_dtypes(model: nn.Module) -> set[torch.dtype]:
     """What `MixedPrecisionPolicy(param_dtype=...)` says in the calls of `fully_shard` on `model` and modules in it."""
     kind = _class_of_fsdp("FSDPModule")

@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine.arguments import check_has_groups, check_optimizers
 from amp_engine.collectives import Watch, watch
 from amp_engine.compat import face
-from amp_engine.distributed import fsdp1_around, fsdp1_in, is_in_zero, wrappers_around
+from amp_engine.distributed import fsdp1_around, fsdp1_in, is_in_zero, is_sharded, wrappers_around
 from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.fsdp import is_cast_by_fsdp2
 from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.overflow import OverflowWatch
@@ -119,12 +120,13 @@ class Initialized:
         cast_models: list[CastModel] = []
         try:
             for model in models:
+                by_fsdp2 = is_cast_by_fsdp2(model, policy)
                 cast_models.append(
                     CastModel(
                         model,
-                        dtype=dtype,
+                        dtype=None if by_fsdp2 else dtype,
                         keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
-                        output_dtype=output_dtype,
+                        output_dtype=request.output_dtype if by_fsdp2 else output_dtype,
                     )
                 )
             for optimizer in optimizers:
@@ -269,9 +271,11 @@ class Initialized:
         adopt_data_writes: bool,
     ) -> None:
         policy = request.policy
-        rows = Rows(optimizer, bool(policy.master_weights), exact, adopt_data_writes)
+        # Shards are FP32, and masters themselves.
+        in_shards = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+        rows = Rows(optimizer, bool(policy.master_weights) and not in_shards, exact, adopt_data_writes)
         try:
-            if not rows.makes_masters and policy.cast_model_type:
+            if not rows.makes_masters and policy.cast_model_type and not in_shards:
                 self._state_follows_cast.add(optimizer)
                 _match_state_to_parameters(optimizer)
             in_flat_shards = any(fsdp1_in(model) or fsdp1_around(model) for model in request.models)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from amp_engine import arguments, levels
 from amp_engine.distributed import without_wrapper
 from amp_engine.dtypes import parse_dtype
+from amp_engine.fsdp import is_cast_by_fsdp2
 from amp_engine.model import cast_targets
 from amp_engine.optimizers import inner_of
 from amp_engine.policy import Policy, require
@@ -75,7 +76,8 @@ def checked(
     is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
     arguments.check_process_group(process_group)
     agree = process_group is not None
-    arguments.check_models(model_list, policy, is_scaled and not agree)
+    gives_float32 = output_dtype in (None, torch.float32)
+    arguments.check_models(model_list, policy, is_scaled and not agree, gives_float32)
     model_list = [without_wrapper(model) for model in model_list]
     arguments.check_unwrapped(_changed_by_a_cast(model_list, policy), policy)
     stepping = [inner_of(optimizer) for optimizer in passed]
@@ -89,7 +91,8 @@ def _changed_by_a_cast(models: list[nn.Module], policy: Policy) -> list[nn.Param
     """The parameters that get another type."""
     if not policy.cast_model_type:
         return []
-    targets = (cast_targets(model, policy.cast_model_type, bool(policy.keep_batchnorm_fp32)) for model in models)
+    cast = (model for model in models if not is_cast_by_fsdp2(model, policy))
+    targets = (cast_targets(model, policy.cast_model_type, bool(policy.keep_batchnorm_fp32)) for model in cast)
     return [
         tensor
         for of_one in targets

@@ -115,9 +115,14 @@ def fake_mode() -> Any:
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE)
 
 
+def fsdp_policy_of(module: Any) -> Any:
+    """The MixedPrecisionPolicy that `fully_shard` was called with on `module`."""
+    return module._get_fsdp_state()._mp_policy
+
+
 def fsdp_param_dtype(module: Any) -> torch.dtype | None:
-    """The `param_dtype` of the MixedPrecisionPolicy that `fully_shard` was called with on `module`."""
-    dtype = module._get_fsdp_state()._mp_policy.param_dtype
+    """Its `param_dtype`."""
+    dtype = fsdp_policy_of(module).param_dtype
     return dtype if isinstance(dtype, torch.dtype) else None
 
 

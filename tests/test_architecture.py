@@ -24,6 +24,7 @@ LAYERS = [
     ["dtypes", "dynamo", "stepping", "compat", "__main__"],
     ["containers", "policy"],
     ["kernels.refusals", "kernels.formulas", "levels"],
+    ["fsdp"],
     ["kernels.reference_lists", "kernels.reference_tensor_lists", "kernels.native"],
     ["kernels.reference_steps"],
     ["kernels.reference"],

@@ -77,6 +77,21 @@ def test_ddp_trains_keeps_masters_equal_and_ends_its_group(tmp_path):
     assert all("left: []" in lines for lines in printed)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_fsdp2_trains_and_resumes_bitwise(tmp_path, level):
+    logs = tmp_path / "logs"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=1", "--log-dir", logs]
+    command = [sys.executable, *launcher, "examples/fsdp2.py", "--opt-level", level]
+    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
+    first, second = (log.read_text().splitlines() for log in sorted(logs.rglob("stdout.log")))
+    assert second == []
+    losses = numbers(first, r"loss +([\d.]+)")
+    assert losses[-1] < losses[0] / 20
+    assert "resumed: bitwise equal" in first
+    assert "parameters of this rank: 16833 of 33601" in first
+
+
 def test_gan_trains_three_losses_with_a_scaler_each(run_example):
     lines = run_example("gan", "--opt-level", "O1", "--steps", 3, "--batch-size", 16)
     losses = numbers(lines, r"(?:real|fake|generator) ([\d.]+)")

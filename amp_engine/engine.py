@@ -253,13 +253,12 @@ class Engine:
         """As the function `amp.scale`."""
         policy = self._initialized_policy("scale")
         arguments.check_loss(loss, "scale", "torch.autograd.grad")
-        return double_backward.scaled(self._scaling.scaler(loss_id), loss) if policy.enabled else loss
+        return double_backward.scaled(self._scaling, loss, loss_id) if policy.enabled else loss
 
     def unscale(self, gradients: Gradients, loss_id: int = 0) -> Gradients:
         """As the function `amp.unscale`."""
         policy = self._initialized_policy("unscale")
-        scaler = self._scaling.scaler(loss_id) if policy.enabled else None
-        return gradients if scaler is None else double_backward.unscaled(scaler, gradients, loss_id)
+        return double_backward.unscaled(self._scaling, gradients, loss_id) if policy.enabled else gradients
 
     def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
         """The parameters that `optimizer` steps, as the function `amp.master_params`."""

@@ -102,7 +102,6 @@ class LossScaler:
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self._last_found_inf: Tensor | None = None  # of the last update
         self._owed: Callable[[], None] | None = None  # an update that waits for other ranks
-        self.latched: ScaleSnapshot | None = None  # of what `amp.scale` gave last, until the scale is updated
 
     def __repr__(self) -> str:
         return f"<LossScaler: {'dynamic' if self.dynamic else self._static_scale}>"  # what it is now, the device knows
@@ -185,7 +184,6 @@ class LossScaler:
         if closed is not None and is_still:
             closed.learn_inverse(inv_scale)
         self._last_found_inf = found_inf
-        self.latched = None
         return found_inf
 
     def clear_overflow_state(self) -> None:

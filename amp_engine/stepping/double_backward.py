@@ -18,6 +18,7 @@ from amp_engine.distributed import local_of
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.kernels.layout import is_dense, is_lazy
 from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.stepping.scaling import Scaling
 
 Gradients = TypeVar(
     "Gradients", Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...], list[Tensor], list[Tensor | None]
@@ -25,20 +26,22 @@ Gradients = TypeVar(
 """One gradient, or several as `torch.autograd.grad` gives them: None with `allow_unused=True`."""
 
 
-def scaled(scaler: LossScaler, loss: Tensor) -> Tensor:
+def scaled(scaling: Scaling, loss: Tensor, loss_id: int) -> Tensor:
     """`loss.float() * scale`, with a graph, at a scale that `unscaled` divides by. No host sync."""
+    scaler = scaling.scaler(loss_id)
     scaler.to(loss.device)
-    scaler.latched = scaler.snapshot()
-    return loss.float() if scaler.is_identity else loss.float() * scaler.latched.scale
+    snapshot = scaling.latched[loss_id] = scaler.snapshot()
+    return loss.float() if scaler.is_identity else loss.float() * snapshot.scale
 
 
-def unscaled(scaler: LossScaler, gradients: Gradients, loss_id: int) -> Gradients:
+def unscaled(scaling: Scaling, gradients: Gradients, loss_id: int) -> Gradients:
     """Gradients of what `scaled` gave, over its scale, in FP32 at least; remembers whether one was not finite.
 
     Raises AmpStateError where the scale is not known: `scaled` was never called, or the scaler was updated since.
     """
-    snapshot = scaler.latched
-    if snapshot is None:
+    scaler, snapshot = scaling.scaler(loss_id), scaling.latched.get(loss_id)
+    scaler.settle()
+    if snapshot is None or not snapshot.is_still(scaler.scale):
         raise AmpStateError(
             f"unscale() divides gradients of amp.scale(loss) by its scale, but amp.scale() was not called for loss_id="
             f"{loss_id} since its last scale_loss was left.  Call scaled_loss = amp.scale(loss), gradients = "

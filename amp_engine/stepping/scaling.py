@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from amp_engine.errors import AmpIndexError
 from amp_engine.policy import LossScale
-from amp_engine.scaler import LossScaler
+from amp_engine.scaler import LossScaler, ScaleSnapshot
 
 
 @dataclass
@@ -16,11 +16,13 @@ class Scaling:
     Attributes:
         scalers: one for each loss_id.
         skip_on_overflow: whether static scales skip as well.
+        latched: the scale that `amp.scale` multiplied by last, by loss_id; no more than that while it is the scaler's.
         reported: those loss_ids whose static scale was said to overflow, so that looking again is of no more use.
     """
 
     scalers: list[LossScaler] = field(default_factory=list)
     skip_on_overflow: bool = False
+    latched: dict[int, ScaleSnapshot] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
 
     @property
@@ -38,6 +40,7 @@ class Scaling:
     ) -> None:
         """Have new scalers, as `initialize` was told."""
         self.skip_on_overflow = skip_on_overflow
+        self.latched.clear()
         self.reported.clear()
         self.scalers = [
             LossScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)

@@ -40,7 +40,10 @@ def _on_rank(run: Callable[[int], Any], rank: int, ranks: int, port: int) -> byt
 
 
 class Messages(TorchDispatchMode):
-    """Collectives, with the bytes of their first tensor, and values that the host asked for."""
+    """Collectives, with the bytes of what is whole, and values that the host asked for.
+
+    Of a gather that is what comes out, of a scatter what goes in.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,6 +52,13 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.sent.append((func._schema.name, sum(t.nbytes for t in args[0])))
+            self.sent.append((func._schema.name, max(map(_bytes, args[:2]))))
         self.asked += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
+
+
+def _bytes(argument: Any) -> int:
+    """Of a tensor, or a list of tensors; 0 of anything else."""
+    if isinstance(argument, torch.Tensor):
+        return argument.nbytes
+    return sum(map(_bytes, argument)) if isinstance(argument, (list, tuple)) else 0

@@ -13,6 +13,7 @@ from amp_engine.amp import _amp_state as _amp_state
 from amp_engine.amp import averaged_model as averaged_model
 from amp_engine.amp import clip_grad_norm_ as clip_grad_norm_
 from amp_engine.amp import close as close
+from amp_engine.amp import convert_state_dict as convert_state_dict
 from amp_engine.amp import current_engine as current_engine
 from amp_engine.amp import disable_casts as disable_casts
 from amp_engine.amp import explain as explain
@@ -55,6 +56,7 @@ __all__ = [
     "averaged_model",
     "clip_grad_norm_",
     "close",
+    "convert_state_dict",
     "current_engine",
     "disable_casts",
     "explain",

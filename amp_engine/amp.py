@@ -28,6 +28,8 @@ from amp_engine.errors import AmpStateError
 from amp_engine.fsdp import fsdp_policy as fsdp_policy
 from amp_engine.optimizers import LARC
 from amp_engine.scaler import LossScaler
+from amp_engine.scaler_state import ScalerFormat
+from amp_engine.scaler_state import convert_state_dict as convert_state_dict
 from amp_engine.stepping.double_backward import Gradients
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -185,8 +187,10 @@ def averaged_model(
     return _amp_state.engine.averaged_model(model, optimizer, device, avg_fn, multi_avg_fn, use_buffers)
 
 
-def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
-    return _amp_state.engine.state_dict(destination)
+def state_dict(
+    destination: OrderedDict[str, Any] | None = None, *, format: ScalerFormat = "amp"
+) -> OrderedDict[str, Any]:
+    return _amp_state.engine.state_dict(destination, format=format)
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -280,6 +284,7 @@ __all__ = [
     "averaged_model",
     "clip_grad_norm_",
     "close",
+    "convert_state_dict",
     "current_engine",
     "disable_casts",
     "explain",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from amp_engine import arguments, casting, checkpoint, levels, report
+from amp_engine import arguments, casting, levels, report
 from amp_engine.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import EngineCasts, Explanation, FunctionCasts, patcher
@@ -23,6 +22,7 @@ from amp_engine.initialized import Initialized, master_params
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.policy import Policy
 from amp_engine.request import checked
+from amp_engine.saving import Saving
 from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, check_bounds
 from amp_engine.stepping import double_backward
 from amp_engine.stepping.clipping import clip_grad_norm_
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 
 
-class Engine:
+class Engine(Saving):
     """Mixed precision for some models and optimizers, without module-level state.
 
         with Engine() as engine:
@@ -322,22 +322,6 @@ class Engine:
                 self._initialized.stepped_by(one)
         return AveragedModel(model, device, avg_fn, multi_avg_fn, use_buffers)
 
-    def state_dict(self, destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
-        """`{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`; empty if not enabled.
-
-        Waits for the device once a dynamic scaler. Masters are saved by `model.state_dict()`.
-        """
-        policy = self._initialized_policy("state_dict")
-        return checkpoint.pack_scalers(self.scalers, policy.opt_level, destination)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the loss scalers from what `state_dict`, or apex, wrote.
-
-        Raises AmpStateError for keys that are no loss scaler's, after loading the others.
-        """
-        self._initialized_policy("load_state_dict")
-        checkpoint.unpack_scalers(self.scalers, state_dict, lambda text: self.reporter.say(text, rank0=True))
-
     def disable_casts(self) -> AbstractContextManager[None]:
         """A context in which no function is cast, in any thread. Nests; does nothing without O1 or O4."""
         return self.function_casts.disabled()
@@ -389,11 +373,3 @@ class Engine:
             self._initialized.release()
             self.function_casts.discard_lists()
             self.policy, self.scalers = None, []
-
-    def _initialized_policy(self, call: str) -> Policy:
-        if self.policy is None:
-            raise AmpStateError(
-                f"amp.{call}() was called before amp.initialize(), so there are no loss scalers.  Call "
-                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
-            )
-        return self.policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,8 @@ class LossScaler:
     Raises AmpValueError for values outside of these.
     """
 
+    _init_scale = 2.0**16  # of scalers that 0.1 pickled
+
     def __init__(
         self,
         loss_scale: LossScale,
@@ -90,9 +93,8 @@ class LossScaler:
         loss_scale = parse_loss_scale(loss_scale)
         self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
         self.dynamic = loss_scale == "dynamic"
-        first = (
-            max(self._min_loss_scale, min(self._max_loss_scale, init_scale)) if loss_scale == "dynamic" else loss_scale
-        )
+        first = self._bounded(init_scale) if loss_scale == "dynamic" else loss_scale
+        self._init_scale = init_scale
         self.scale_factor = scale_factor
         self._scale_seq_len = scale_window
         # What the user asked for exactly; a float32 device scalar would round 0.1.
@@ -186,6 +188,15 @@ class LossScaler:
         self._last_found_inf = found_inf
         return found_inf
 
+    def restart(self) -> None:
+        """Go back to the first scale, within the bounds of now, and count from 0. No host sync."""
+        self.settle()
+        self.scale.fill_(self._bounded(self._init_scale) if self._static_scale is None else self._static_scale)
+        self.unskipped.zero_()
+
+    def _bounded(self, scale: float) -> float:
+        return max(self._min_loss_scale, min(self._max_loss_scale, scale))
+
     def clear_overflow_state(self) -> None:
         """Discard what `record_` remembered, and what the last update found."""
         self.settle()
@@ -256,7 +267,7 @@ class LossScaler:
         return {"loss_scale": self.loss_scale(), "unskipped": int(self.unskipped)}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Take over scale and count; whether the scaler is dynamic stays as it is.
+        """Take over scale, a dynamic one within the bounds, and count; whether the scaler is dynamic stays as it is.
 
         Raises AmpValueError if an entry is missing or the scale is not a positive finite number.
         """
@@ -266,7 +277,7 @@ class LossScaler:
             raise AmpValueError(
                 f'A loss scaler\'s state is {{"loss_scale": float, "unskipped": int}}, not {state!r}.'
             ) from e
-        self._loss_scale = loss_scale
+        self._loss_scale = self._bounded(loss_scale) if self.dynamic and 0.0 < loss_scale < math.inf else loss_scale
         self._unskipped = unskipped
 
     # The names that scripts read and write (`loss_scalers[0]._loss_scale = 2**20`).

@@ -61,7 +61,7 @@ def test_a_written_scale_scales_the_next_loss_and_is_saved(level: str) -> None:
     with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
         assert float(scaled_loss) == 2.0**10
     assert scaler().loss_scale() == scaler()._loss_scale == 2.0**10
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**10, "unskipped": 6}
+    assert amp.state_dict(format="apex")["loss_scaler0"] == {"loss_scale": 2.0**10, "unskipped": 6}
 
 
 def test_a_written_window_is_when_the_scale_grows() -> None:

@@ -458,16 +458,23 @@ def test_scalers_are_matched_by_name_and_not_by_order() -> None:
     assert scaler_numbers(1) == (2.0, 2)
 
 
-def test_a_static_scale_is_loaded_and_stays_static() -> None:
+@pytest.mark.parametrize("saved", [1.0, 64.0, 100.0, 65536.0])
+def test_a_static_scale_stays_what_initialize_was_told(saved: float) -> None:
+    """apex loaded over it: 65536 of a dynamic scaler at O3, whose gradients overflow for ever."""
     started("O2", loss_scale=128.0)
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 7}})
-    assert scaler_numbers() == (64.0, 7)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": saved, "unskipped": 7}})
+    assert scaler_numbers()[0] == 128.0
     assert not amp._amp_state.loss_scalers[0].dynamic
 
 
-def test_the_checkpoint_has_apex_form_and_fills_a_given_destination() -> None:
+@pytest.mark.parametrize(("scaler_format", "more"), [("amp", {"dynamic", "opt_level", "version"}), ("apex", set())])
+def test_the_checkpoint_has_apex_form_and_fills_a_given_destination(scaler_format: Any, more: set[str]) -> None:
     started("O2", num_losses=2)
-    saved = amp.state_dict()
+    saved = amp.state_dict(format=scaler_format)
+    for state in saved.values():
+        assert set(state) == {"loss_scale", "unskipped"} | more
+        for key in more:
+            del state[key]
     assert isinstance(saved, collections.OrderedDict)
     assert saved == {
         "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0},

@@ -14,13 +14,11 @@ from amp_engine import amp
 from tests import support
 from tests.models import CNN, LSTM, NORMED_MLP, Task
 from tests.support import (
-    DYNAMIC_LEVELS,
     LEVELS,
     assert_bitwise,
     frozen,
     masters,
     optimizer_values,
-    scaler_numbers,
     train,
 )
 
@@ -263,100 +261,3 @@ def test_loading_writes_down_each_parameter_by_itself():
     rows.follow()
     assert rows._shared.params is known
     assert torch.equal(rows.masters[2].weight.half(), model[1].weight)
-
-
-# --- the loss scale of one level at another -------------------------------------------------------
-
-
-def amp_saved_at(level: str, scale: float | None = None, **keywords: Any) -> Any:
-    """amp.state_dict(), through a file, of a run whose scale has moved to `scale`, if it is dynamic."""
-    started(NORMED_MLP, OPTIMIZERS["sgd"], level, **keywords)
-    for scaler in amp._amp_state.loss_scalers:
-        if scaler.dynamic and scale is not None:
-            scaler._loss_scale, scaler._unskipped = scale, 7
-    file = io.BytesIO()
-    torch.save(amp.state_dict(), file)
-    amp.close()
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("saved_at", LEVELS)
-def test_a_static_scale_stays_and_a_dynamic_one_is_resumed_from_a_dynamic_one(saved_at: str, level: str) -> None:
-    saved = amp_saved_at(saved_at, 2.0**10)
-    started(NORMED_MLP, OPTIMIZERS["sgd"], level)
-    amp.load_state_dict(saved)
-    if level not in DYNAMIC_LEVELS:
-        assert scaler_numbers() == (1.0, 0)
-    elif saved_at in DYNAMIC_LEVELS:
-        assert scaler_numbers() == (2.0**10, 7)
-    else:
-        assert scaler_numbers() == (2.0**16, 0)
-
-
-@pytest.mark.parametrize(
-    ("saved", "resumed_at", "expected"),
-    [
-        ({"loss_scale": "dynamic"}, {"loss_scale": "dynamic"}, (2.0**10, 7)),
-        ({"loss_scale": "dynamic"}, {"loss_scale": 128.0}, (128.0, 0)),
-        ({"loss_scale": 128.0}, {"loss_scale": "dynamic"}, (2.0**16, 0)),
-        ({"loss_scale": 128.0}, {"loss_scale": 64.0}, (128.0, 0)),  # as in apex
-    ],
-)
-@pytest.mark.parametrize("level", LEVELS)
-def test_what_a_scaler_was_told_counts_and_not_what_its_level_does(
-    level: str, saved: dict[str, Any], resumed_at: dict[str, Any], expected: tuple[float, int]
-) -> None:
-    state = amp_saved_at(level, 2.0**10, **saved)
-    started(NORMED_MLP, OPTIMIZERS["sgd"], level, **resumed_at)
-    amp.load_state_dict(state)
-    assert scaler_numbers() == expected
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("saved_at", LEVELS)
-def test_dictionaries_of_0_1_are_told_apart_by_their_level(saved_at: str, level: str) -> None:
-    saved = amp_saved_at(saved_at, 2.0**10)
-    del saved._metadata["dynamic"]
-    started(NORMED_MLP, OPTIMIZERS["sgd"], level)
-    amp.load_state_dict(saved)
-    dynamic = 2.0**10 if saved_at in DYNAMIC_LEVELS else 2.0**16
-    assert scaler_numbers()[0] == (dynamic if level in DYNAMIC_LEVELS else 1.0)
-
-
-def test_a_dynamic_scale_of_0_1_at_a_static_level_is_resumed() -> None:
-    saved = amp_saved_at("O5", 2.0**10, loss_scale="dynamic")
-    del saved._metadata["dynamic"]
-    started(NORMED_MLP, OPTIMIZERS["sgd"], "O5", loss_scale="dynamic")
-    amp.load_state_dict(saved)
-    assert scaler_numbers() == (2.0**10, 7)
-
-
-@pytest.mark.parametrize(
-    ("saved_at", "level", "text"),
-    [
-        ("O2", "O3", "loss_scaler0 was saved from a dynamic loss scale: a static scale stays as it is"),
-        ("O4", "O2", "loss_scaler0 was saved from a static loss scale: a dynamic scale stays as it is"),
-        ("O2", "O2", ""),
-        ("O4", "O4", ""),
-    ],
-)
-def test_a_scale_that_is_not_taken_is_said(capsys: Any, saved_at: str, level: str, text: str) -> None:
-    saved = amp_saved_at(saved_at)
-    started(NORMED_MLP, OPTIMIZERS["sgd"], level, verbosity=1)
-    capsys.readouterr()
-    amp.load_state_dict(saved)
-    assert capsys.readouterr().out.strip() == text
-
-
-@pytest.mark.parametrize(("scale", "is_said"), [(1.0, False), (128.0, True)])
-def test_a_static_scale_that_a_dictionary_without_a_level_changes_is_said(
-    capsys: Any, scale: float, is_said: bool
-) -> None:
-    started(NORMED_MLP, OPTIMIZERS["sgd"], "O3", verbosity=1)
-    capsys.readouterr()
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 3}})
-    said = capsys.readouterr().out
-    assert ("has a static scale of 1.0, and takes the saved 128.0" in said) == is_said
-    assert scaler_numbers() == (scale, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,7 +92,7 @@ class LossScaler:
         loss_scale = parse_loss_scale(loss_scale)
         self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
         self.dynamic = loss_scale == "dynamic"
-        first = self._bounded(init_scale) if loss_scale == "dynamic" else loss_scale
+        first = self.bounded(init_scale) if loss_scale == "dynamic" else loss_scale
         self._init_scale = init_scale
         self.scale_factor = scale_factor
         self._scale_seq_len = scale_window
@@ -191,10 +190,11 @@ class LossScaler:
     def restart(self) -> None:
         """Go back to the first scale, within the bounds of now, and count from 0. No host sync."""
         self.settle()
-        self.scale.fill_(self._bounded(self._init_scale) if self._static_scale is None else self._static_scale)
+        self.scale.fill_(self.bounded(self._init_scale) if self._static_scale is None else self._static_scale)
         self.unskipped.zero_()
 
-    def _bounded(self, scale: float) -> float:
+    def bounded(self, scale: float) -> float:
+        """`scale`, or the bound of dynamic scales that it is beyond."""
         return max(self._min_loss_scale, min(self._max_loss_scale, scale))
 
     def clear_overflow_state(self) -> None:
@@ -267,7 +267,7 @@ class LossScaler:
         return {"loss_scale": self.loss_scale(), "unskipped": int(self.unskipped)}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Take over scale, a dynamic one within the bounds, and count; whether the scaler is dynamic stays as it is.
+        """Take over scale and count; whether the scaler is dynamic stays as it is.
 
         Raises AmpValueError if an entry is missing or the scale is not a positive finite number.
         """
@@ -277,7 +277,7 @@ class LossScaler:
             raise AmpValueError(
                 f'A loss scaler\'s state is {{"loss_scale": float, "unskipped": int}}, not {state!r}.'
             ) from e
-        self._loss_scale = self._bounded(loss_scale) if self.dynamic and 0.0 < loss_scale < math.inf else loss_scale
+        self._loss_scale = loss_scale
         self._unskipped = unskipped
 
     # The names that scripts read and write (`loss_scalers[0]._loss_scale = 2**20`).

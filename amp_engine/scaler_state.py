@@ -34,12 +34,14 @@ class SavedScaler(NamedTuple):
         unskipped: clean backwards since the scale last moved; of a static scale, all of them.
         dynamic: whether it was.
         opt_level: of the run that saved it, or None where nobody wrote it down.
+        is_torchs: a GradScaler's, which grows without bounds.
     """
 
     loss_scale: float
     unskipped: int
     dynamic: bool
     opt_level: str | None = None
+    is_torchs: bool = False
 
     def as_amp(self) -> dict[str, Any]:
         """An entry of `amp.state_dict()`."""
@@ -128,8 +130,8 @@ def convert_state_dict(
 def unpack_scalers(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Load what `pack_scalers`, apex or a GradScaler wrote: by name where the names are ours, else by order.
 
-    A static scaler keeps the scale that it was made with. A dynamic one takes a dynamic scale, within its bounds, and
-    starts anew from a static one. A GradScaler's dictionary, of the one scale of all losses, is for every scaler.
+    A static scaler keeps the scale that it was made with. A dynamic one takes a dynamic scale, and starts anew
+    from a static one. A GradScaler's dictionary, of the one scale of all losses, is for every scaler.
 
     Entries without a scaler, scalers without an entry and scales that are not taken are reported through `say`. Raises
     AmpTypeError for what is no dictionary, AmpValueError for a malformed entry, AmpStateError for one of a newer
@@ -150,7 +152,9 @@ def unpack_scalers(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any],
 
 def _load(scaler: LossScaler, saved: SavedScaler, name: str, say: Callable[[str], None]) -> None:
     if scaler.dynamic and saved.dynamic:
-        scaler.load_state_dict(saved.as_apex())
+        # Ours as it was, so that a resume is bitwise: a script may have set a scale beyond the bounds.
+        scale = scaler.bounded(saved.loss_scale) if saved.is_torchs else saved.loss_scale
+        scaler.load_state_dict({"loss_scale": scale, "unskipped": saved.unskipped})
     elif scaler.dynamic:
         scaler.restart()
         say(f"{name} was saved from a static loss scale: a dynamic scale starts at {scaler.loss_scale()}")
@@ -230,7 +234,7 @@ def _read_torchs(state: Mapping[str, Any]) -> SavedScaler:
             f'A GradScaler\'s state is {{"scale": float, "_growth_tracker": int, ...}}, not {dict(state)!r}.'
         ) from e
     _check_scale(loss_scale)
-    return SavedScaler(loss_scale, unskipped, dynamic=True)
+    return SavedScaler(loss_scale, unskipped, dynamic=True, is_torchs=True)
 
 
 def _check_scale(loss_scale: float) -> None:

@@ -43,7 +43,7 @@ def lower_scale() -> None:
 
 def scaler_state() -> dict[str, float]:
     """Scale and count of clean steps, out of `amp.state_dict()`."""
-    return dict(amp.state_dict()["loss_scaler0"])
+    return dict(amp.state_dict(format="apex")["loss_scaler0"])
 
 
 def report(**record: object) -> None:

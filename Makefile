@@ -39,8 +39,8 @@ fuzz: $(INSTALLED)  ## hold random sequences of user actions against plain PyTor
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
 # By name, since `make test` is not to find them.
-STRESS := tests/stress/threads.py tests/stress/forks.py
-stress: $(INSTALLED)  ## run what only luck finds, in threads and forks, ROUNDS=2000 times
+STRESS := tests/stress/threads.py tests/stress/forks.py tests/stress/checkpoints.py
+stress: $(INSTALLED)  ## run what only luck finds, in threads and forks, ROUNDS=2000 times, and in runs that are killed, KILLS=200
 	$(BIN)/python -m pytest -o faulthandler_timeout=0 $(STRESS) $(ARGS)
 
 bench: $(INSTALLED)  ## time step, host, casts and training: step.json, host.json, dispatch.json, train.json in build/bench

@@ -23,6 +23,7 @@ from amp_engine.amp import half_function as half_function
 from amp_engine.amp import init as init
 from amp_engine.amp import initialize as initialize
 from amp_engine.amp import keep_float as keep_float
+from amp_engine.amp import load as load
 from amp_engine.amp import load_state_dict as load_state_dict
 from amp_engine.amp import master_params as master_params
 from amp_engine.amp import original as original
@@ -30,12 +31,14 @@ from amp_engine.amp import promote_function as promote_function
 from amp_engine.amp import register_float_function as register_float_function
 from amp_engine.amp import register_half_function as register_half_function
 from amp_engine.amp import register_promote_function as register_promote_function
+from amp_engine.amp import save as save
 from amp_engine.amp import scale as scale
 from amp_engine.amp import scale_loss as scale_loss
 from amp_engine.amp import state_dict as state_dict
 from amp_engine.amp import unscale as unscale
 from amp_engine.engine import Engine as Engine
 from amp_engine.errors import AmpError as AmpError
+from amp_engine.errors import AmpFileError as AmpFileError
 from amp_engine.errors import AmpIndexError as AmpIndexError
 from amp_engine.errors import AmpStateError as AmpStateError
 from amp_engine.errors import AmpTypeError as AmpTypeError
@@ -46,6 +49,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmpError",
+    "AmpFileError",
     "AmpIndexError",
     "AmpStateError",
     "AmpTypeError",
@@ -66,6 +70,7 @@ __all__ = [
     "init",
     "initialize",
     "keep_float",
+    "load",
     "load_state_dict",
     "master_params",
     "original",
@@ -73,6 +78,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "save",
     "scale",
     "scale_loss",
     "state_dict",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -197,6 +198,14 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     _amp_state.engine.load_state_dict(state_dict)
 
 
+def save(path: str | os.PathLike[str], /, **objects: Any) -> None:
+    _amp_state.engine.save(path, **objects)
+
+
+def load(path: str | os.PathLike[str], /, *, map_location: Any = "cpu", **objects: Any) -> dict[str, Any]:
+    return _amp_state.engine.load(path, map_location=map_location, **objects)
+
+
 def disable_casts() -> AbstractContextManager[None]:
     return _amp_state.engine.disable_casts()
 
@@ -219,6 +228,8 @@ clip_grad_norm_.__doc__ = Engine.clip_grad_norm_.__doc__
 averaged_model.__doc__ = Engine.averaged_model.__doc__
 state_dict.__doc__ = Engine.state_dict.__doc__
 load_state_dict.__doc__ = Engine.load_state_dict.__doc__
+save.__doc__ = Engine.save.__doc__
+load.__doc__ = Engine.load.__doc__
 disable_casts.__doc__ = Engine.disable_casts.__doc__
 keep_float.__doc__ = casting.keep_float.__doc__
 explain.__doc__ = Engine.explain.__doc__
@@ -294,6 +305,7 @@ __all__ = [
     "init",
     "initialize",
     "keep_float",
+    "load",
     "load_state_dict",
     "master_params",
     "original",
@@ -301,6 +313,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "save",
     "scale",
     "scale_loss",
     "state_dict",

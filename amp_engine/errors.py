@@ -4,7 +4,8 @@
     ├── AmpStateError   (RuntimeError)   a call that does not fit what was initialized
     ├── AmpValueError   (ValueError)     a value outside of what is allowed
     ├── AmpTypeError    (TypeError)      an object of the wrong kind
-    └── AmpIndexError   (IndexError)     a loss_id that initialize() did not provide for
+    ├── AmpIndexError   (IndexError)     a loss_id that initialize() did not provide for
+    └── AmpFileError    (RuntimeError)   a checkpoint that is damaged, as torch.load raises
 
 Each also is the built-in error that apex raised in its place, so `except RuntimeError` goes on working.
 """
@@ -28,3 +29,7 @@ class AmpTypeError(AmpError, TypeError):
 
 class AmpIndexError(AmpError, IndexError):
     """No loss scaler has this loss_id."""
+
+
+class AmpFileError(AmpError, RuntimeError):
+    """The file is damaged, or none that amp.save wrote."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from amp_engine import scaler_state
-from amp_engine.errors import AmpStateError
+from torch import Tensor
+
+from amp_engine import checkpoint_file, scaler_state
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.policy import Policy
 from amp_engine.report import Reporter
 from amp_engine.scaler import LossScaler
@@ -48,6 +52,56 @@ class Saving:
         self._initialized_policy("load_state_dict")
         scaler_state.unpack_scalers(self.scalers, state_dict, lambda text: self.reporter.say(text, rank0=True))
 
+    def save(self, path: str | os.PathLike[str], /, **objects: Any) -> None:
+        """Write a checkpoint that is whole or not there, whatever happens meanwhile; of several ranks, call it on one.
+
+            amp.save(path, model=model, optimizer=optimizer, scheduler=scheduler, epoch=epoch)
+
+        Of an object that has `state_dict` that is saved, in lists and dictionaries too; other values as they are. The
+        loss scalers come with it, as "amp". torch.load(path) gives the dictionary.
+
+        The bytes go to a file beside `path`, to the disk, and then take its name; their SHA-256 stands at the end.
+
+        Raises AmpValueError for an object named "amp", AmpTypeError for what torch.load(weights_only=True) would not
+        load, and what the operating system does, with the file that was there as it was. Waits for the device.
+        """
+        if "amp" in objects:
+            raise AmpValueError('amp.save() writes "amp", the loss scalers, itself.  Choose another name.')
+        state = {name: _state_of(value) for name, value in objects.items()}
+        if self.policy is not None:
+            state["amp"] = self.state_dict()
+        checkpoint_file.write_file(path, state)
+
+    def load(self, path: str | os.PathLike[str], /, *, map_location: Any = "cpu", **objects: Any) -> dict[str, Any]:
+        """Load what `save` wrote into objects, all of them or none, and the loss scalers if `initialize` was called.
+
+            rest = amp.load(path, model=model, optimizer=optimizer, scheduler=scheduler)
+            epoch = rest["epoch"]
+
+        Args:
+            path: the file; nothing in it is executed.
+            map_location: where tensors are loaded to before they are copied, as in torch.load.
+            objects: under the names that they were saved with; lists and dictionaries of them as they were.
+
+        Returns:
+            What was saved and not loaded into an object: values, and states for which none was given.
+
+        Raises AmpFileError if the file is damaged, with what was expected and what was found, and AmpStateError,
+        AmpTypeError or AmpValueError for what does not fit; then everything is as it was, for which the host holds a
+        copy of it meanwhile. Waits for the device.
+        """
+        saved = checkpoint_file.read_file(path, map_location)
+        if self.policy is not None and "amp" in saved:
+            objects = {**objects, "amp": self}
+        missing = [name for name in objects if name not in saved]
+        if missing:
+            raise AmpValueError(
+                f"{os.fspath(path)} has no {', '.join(map(repr, missing))}.  It has {', '.join(map(repr, saved))}."
+            )
+        pairs = [pair for name, value in objects.items() for pair in _pairs(name, value, saved[name])]
+        _load_all_or_none(pairs, os.fspath(path))
+        return {name: value for name, value in saved.items() if name not in objects}
+
     def _initialized_policy(self, call: str) -> Policy:
         if self.policy is None:
             raise AmpStateError(
@@ -55,3 +109,60 @@ class Saving:
                 "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
             )
         return self.policy
+
+
+def _state_of(value: Any) -> Any:
+    """What is saved of an argument of `save`."""
+    if callable(getattr(value, "state_dict", None)):
+        return value.state_dict()
+    if type(value) in (list, tuple):
+        return [_state_of(item) for item in value]
+    if type(value) is dict:
+        return {key: _state_of(item) for key, item in value.items()}
+    return value
+
+
+def _pairs(name: str, target: Any, state: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, object, its state) for what is in `target`, an argument of `load`."""
+    if callable(getattr(target, "load_state_dict", None)):
+        yield name, target, state
+        return
+    if type(target) not in (list, tuple, dict):
+        raise AmpTypeError(
+            f"{name} is a {type(target).__name__}, which has no load_state_dict.  Leave it out: amp.load returns it."
+        )
+    keys = list(target) if isinstance(target, dict) else list(range(len(target)))
+    saved = list(state) if isinstance(state, dict) else list(range(len(state))) if isinstance(state, list) else None
+    if saved != keys:
+        found = "no such container" if saved is None else saved
+        raise AmpValueError(f"{name} is to be loaded into {keys}, and saved was {found}.")
+    for key in keys:
+        yield from _pairs(f"{name}[{key!r}]", target[key], state[key])
+
+
+def _load_all_or_none(pairs: Sequence[tuple[str, Any, Any]], path: str) -> None:
+    """Call `load_state_dict` of each; if one raises, put back those that were loaded. Raises AmpStateError."""
+    before: list[tuple[str, Any, Any]] = []
+    try:
+        for name, target, state in pairs:
+            before.append((name, target, _on_host(target.state_dict())))
+            target.load_state_dict(state)
+    except BaseException as e:
+        for _, target, state in reversed(before):
+            target.load_state_dict(state)
+        if not isinstance(e, Exception):
+            raise
+        raise AmpStateError(f"{path} does not fit, and nothing of it was loaded.  {before[-1][0]}: {e}") from e
+
+
+def _on_host(state: Any) -> Any:
+    """A copy of a state dictionary, its tensors on the CPU."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        copied = copy.copy(state)  # with the versions of modules, which are an attribute
+        copied.update((key, _on_host(value)) for key, value in state.items())
+        return copied
+    if type(state) in (list, tuple):
+        return type(state)(_on_host(item) for item in state)
+    return copy.deepcopy(state)

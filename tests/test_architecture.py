@@ -19,7 +19,7 @@ MODULES = {
 LAYERS = [
     ["torch_private"],
     ["copying", "distributed", "errors", "kernels._native", "casting.locks"],
-    ["devices"],
+    ["devices", "checkpoint_file"],
     ["kernels.layout", "kernels.backend", "kernels.library"],
     ["dtypes", "dynamo", "stepping", "compat", "__main__"],
     ["containers", "policy"],

@@ -1,0 +1,196 @@
+"""Files that are whole or not there, and say when they were damaged.
+
+A file is what torch.save writes, with a comment at the end of the zip archive: the SHA-256 of all bytes before it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import hashlib
+import os
+import pickle
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from amp_engine.errors import AmpFileError, AmpTypeError
+
+# https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.16: the record that ends an archive. Its last two
+# bytes are the length of the comment that follows.
+_END_RECORD, _END_RECORD_SIZE = b"PK\x05\x06", 22
+_TAG = b"amp_engine 1 sha256 "
+_DIGEST_SIZE = 64  # hexadecimal
+_COMMENT_SIZE = len(_TAG) + _DIGEST_SIZE
+
+_BLOCK = 2**20
+
+
+def write_file(path: str | os.PathLike[str], value: Any) -> None:
+    """torch.save(value, path), so that a file of this name is the old one or the new one, whole, whatever happens.
+
+    The bytes go into a file beside it, reach the disk, and then take its name; a link is followed. What a process that
+    was killed left of its own is removed by the next that writes the same name.
+
+    Raises AmpTypeError for what torch.load(weights_only=True) would not load, or what torch.save or the operating
+    system raise, with the old file as it was, and nothing of the new.
+    """
+    target = Path(os.path.realpath(path))
+    _remove_abandoned(target)
+    with _beside(target) as (file, temporary):
+        checked = _Checked(file)
+        torch.save(value, cast(IO[bytes], checked))
+        checked.finish()
+        file.flush()
+        _check_that_it_loads(temporary)
+        os.fsync(file.fileno())
+        os.replace(temporary, target)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot
+            raise
+    finally:
+        os.close(directory)
+
+
+def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+    """What `write_file` wrote, once all of it is known to be as it was written. Nothing in it is executed.
+
+    Raises AmpFileError for what is not, OSError if it cannot be read.
+    """
+    with open(path, "rb") as file:
+        _check(file, os.fspath(path))
+        file.seek(0)
+        return torch.load(file, map_location=map_location, weights_only=True)
+
+
+class _Checked:
+    """A file to write to, which learns the SHA-256 of what is written and puts it at the end.
+
+    Args:
+        file: where to.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._sha256 = hashlib.sha256()
+        self._last = b""  # held back: the record at the end is to say that a comment follows
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write `data`, but for its last bytes, and what was held back before."""
+        view = memoryview(data).cast("B")
+        whole = len(view)
+        if whole < _END_RECORD_SIZE:
+            view = memoryview(self._last + bytes(view))
+        else:
+            self._put(self._last)
+        end = max(0, len(view) - _END_RECORD_SIZE)
+        self._put(view[:end])
+        self._last = bytes(view[end:])
+        return whole
+
+    def flush(self) -> None:
+        """As files have it; nothing that can be flushed yet."""
+
+    def finish(self) -> None:
+        """Write what was held back, and the comment. Raises AmpFileError if this was no archive."""
+        if not (self._last.startswith(_END_RECORD) and self._last.endswith(b"\0\0")):
+            raise AmpFileError(
+                f"torch.save did not end with the record of a zip archive, but with {self._last!r}.  Set "
+                "_use_new_zipfile_serialization back to True, or report the version of torch."
+            )
+        self._put(self._last[:-2] + _COMMENT_SIZE.to_bytes(2, "little") + _TAG)
+        self._file.write(self._sha256.hexdigest().encode())
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._sha256.update(data)
+        self._file.write(data)
+
+
+def _check_that_it_loads(path: Path) -> None:
+    """Raises AmpTypeError if it does not. Maps the tensors' bytes, and reads none of them."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as e:
+        reason = next((line for line in str(e).splitlines() if "Unsupported" in line or "GLOBAL" in line), str(e))
+        raise AmpTypeError(
+            "Not saved, since torch.load(weights_only=True) would not load it: "
+            f"{reason.strip()}  Save numbers, strings, tensors, and lists and dictionaries of them."
+        ) from e
+
+
+def _check(file: IO[bytes], path: str) -> None:
+    """Raises AmpFileError unless the SHA-256 at the end of `file` is that of the bytes before it."""
+    size = os.fstat(file.fileno()).st_size
+    body = size - _DIGEST_SIZE
+    file.seek(max(0, body - len(_TAG)))
+    tag = file.read(len(_TAG))
+    if body < len(_TAG) or tag != _TAG:
+        raise AmpFileError(
+            f"{path} is damaged, or not of amp.save: {_COMMENT_SIZE} bytes before the end of its {size} bytes, "
+            f"expected {_TAG!r}, found {tag!r}.  Load an earlier file; what torch.save wrote, load with torch.load."
+        )
+    written = file.read(_DIGEST_SIZE)
+    sha256 = hashlib.sha256()
+    file.seek(0)
+    while body > 0:
+        block = file.read(min(_BLOCK, body))
+        if not block:
+            break
+        sha256.update(block)
+        body -= len(block)
+    if sha256.hexdigest().encode() != written:
+        raise AmpFileError(
+            f"{path} is damaged: expected the SHA-256 that stands at its end, {written.decode('ascii', 'replace')}, "
+            f"found {sha256.hexdigest()}.  Load an earlier file."
+        )
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the lock of a file is ours now; where the file system has none, nobody else takes it either."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """A new file in the directory of `target`, locked, and its path; gone at the end unless it was renamed."""
+    while True:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        if _lock(descriptor) and temporary.exists():  # nobody took it for abandoned before it was locked
+            break
+        os.close(descriptor)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            with suppress(OSError):
+                os.fchmod(descriptor, stat.S_IMODE(os.stat(target).st_mode))
+            yield file, temporary
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what processes that are gone left of the same name: files that nobody has locked."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(descriptor)

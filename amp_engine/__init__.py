@@ -24,8 +24,11 @@ from amp_engine.amp import init as init
 from amp_engine.amp import initialize as initialize
 from amp_engine.amp import keep_float as keep_float
 from amp_engine.amp import load as load
+from amp_engine.amp import load_optimizer_state_dict as load_optimizer_state_dict
 from amp_engine.amp import load_state_dict as load_state_dict
 from amp_engine.amp import master_params as master_params
+from amp_engine.amp import named_masters as named_masters
+from amp_engine.amp import optimizer_state_dict as optimizer_state_dict
 from amp_engine.amp import original as original
 from amp_engine.amp import promote_function as promote_function
 from amp_engine.amp import register_float_function as register_float_function
@@ -35,6 +38,7 @@ from amp_engine.amp import save as save
 from amp_engine.amp import scale as scale
 from amp_engine.amp import scale_loss as scale_loss
 from amp_engine.amp import state_dict as state_dict
+from amp_engine.amp import training_state as training_state
 from amp_engine.amp import unscale as unscale
 from amp_engine.engine import Engine as Engine
 from amp_engine.errors import AmpError as AmpError
@@ -71,8 +75,11 @@ __all__ = [
     "initialize",
     "keep_float",
     "load",
+    "load_optimizer_state_dict",
     "load_state_dict",
     "master_params",
+    "named_masters",
+    "optimizer_state_dict",
     "original",
     "promote_function",
     "register_float_function",
@@ -82,5 +89,6 @@ __all__ = [
     "scale",
     "scale_loss",
     "state_dict",
+    "training_state",
     "unscale",
 ]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import casting, initialized
+from amp_engine import casting, initialized, named
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, Registration, deferred
 from amp_engine.casting import original as original
@@ -27,6 +27,9 @@ from amp_engine.compat.views import Properties
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
 from amp_engine.fsdp import fsdp_policy as fsdp_policy
+from amp_engine.named import load_optimizer_state_dict as load_optimizer_state_dict
+from amp_engine.named import named_masters as named_masters
+from amp_engine.named import optimizer_state_dict as optimizer_state_dict
 from amp_engine.optimizers import LARC
 from amp_engine.scaler import LossScaler
 from amp_engine.scaler_state import ScalerFormat
@@ -198,6 +201,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     _amp_state.engine.load_state_dict(state_dict)
 
 
+def training_state(model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]) -> named.TrainingState:
+    return _amp_state.engine.training_state(model, optimizer)
+
+
 def save(path: str | os.PathLike[str], /, **objects: Any) -> None:
     _amp_state.engine.save(path, **objects)
 
@@ -228,6 +235,7 @@ clip_grad_norm_.__doc__ = Engine.clip_grad_norm_.__doc__
 averaged_model.__doc__ = Engine.averaged_model.__doc__
 state_dict.__doc__ = Engine.state_dict.__doc__
 load_state_dict.__doc__ = Engine.load_state_dict.__doc__
+training_state.__doc__ = Engine.training_state.__doc__
 save.__doc__ = Engine.save.__doc__
 load.__doc__ = Engine.load.__doc__
 disable_casts.__doc__ = Engine.disable_casts.__doc__
@@ -306,8 +314,11 @@ __all__ = [
     "initialize",
     "keep_float",
     "load",
+    "load_optimizer_state_dict",
     "load_state_dict",
     "master_params",
+    "named_masters",
+    "optimizer_state_dict",
     "original",
     "promote_function",
     "register_float_function",
@@ -317,6 +328,7 @@ __all__ = [
     "scale",
     "scale_loss",
     "state_dict",
+    "training_state",
     "unscale",
 ]
 

@@ -8,10 +8,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from amp_engine import checkpoint_file, scaler_state
+from amp_engine import checkpoint_file, named, scaler_state
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.named import TrainingState
+from amp_engine.optimizers import LARC
 from amp_engine.policy import Policy
 from amp_engine.report import Reporter
 from amp_engine.scaler import LossScaler
@@ -51,6 +54,36 @@ class Saving:
         """
         self._initialized_policy("load_state_dict")
         scaler_state.unpack_scalers(self.scalers, state_dict, lambda text: self.reporter.say(text, rank0=True))
+
+    def named_masters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the function `amp.named_masters`."""
+        return named.named_masters(model)
+
+    def optimizer_state_dict(
+        self, model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]
+    ) -> dict[str, Any]:
+        """As the function `amp.optimizer_state_dict`."""
+        return named.optimizer_state_dict(model, optimizer)
+
+    def load_optimizer_state_dict(
+        self, model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC], state_dict: Mapping[str, Any]
+    ) -> None:
+        """As the function `amp.load_optimizer_state_dict`."""
+        named.load_optimizer_state_dict(model, optimizer, state_dict)
+
+    def training_state(
+        self, model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]
+    ) -> TrainingState:
+        """Model, optimizers and loss scalers as one object for torch.distributed.checkpoint.
+
+            dcp.save({"training": amp.training_state(model, optimizer)}, checkpoint_id=folder)
+            dcp.load({"training": amp.training_state(model, optimizer)}, checkpoint_id=folder)
+
+        FP32 weights, and the optimizers' state by the names of parameters. Save each checkpoint to a folder of its own:
+        a save that is interrupted leaves neither the old one nor the new.
+        """
+        self._initialized_policy("training_state")
+        return TrainingState(model, optimizer, self)
 
     def save(self, path: str | os.PathLike[str], /, **objects: Any) -> None:
         """Write a checkpoint that is whole or not there, whatever happens meanwhile; of several ranks, call it on one.

@@ -1,0 +1,188 @@
+"""Masters, and what optimizers keep of them, by the names of the model's parameters.
+
+torch's `get_state_dict` looks for what an optimizer steps among the parameters of the model, where masters are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine.arguments import as_optimizers
+from amp_engine.distributed import without_wrapper
+from amp_engine.errors import AmpStateError
+from amp_engine.optimizers import LARC, inner_of
+from amp_engine.stepping.ghost import ghost
+from amp_engine.stepping.master import masters_of
+from amp_engine.stepping.own_step import unhooked_step
+
+# torch.compile and activation checkpointing put these into names; torch.distributed.checkpoint takes them out, too.
+_OF_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, weight) of each parameter of `model`: its master where it has one, else the parameter.
+
+    Names as `model.named_parameters()` has them, without those of DistributedDataParallel, torch.compile and activation
+    checkpoints; a shared parameter has its first. Of several optimizers that step a parameter, the first one's master.
+    No host sync.
+    """
+    for name, param in without_wrapper(model).named_parameters():
+        master = next(masters_of(param), None)
+        yield _plain(name), param if master is None else master.weight
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]) -> dict[str, Any]:
+    """`{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}, ...]}`, by names as `named_masters` has.
+
+    The form of torch's `get_optimizer_state_dict`, which raises KeyError where there are masters.
+
+    Raises AmpStateError for an optimizer that steps what is no parameter of `model`.
+    """
+    return _by_name(model, optimizer, {})
+
+
+def _by_name(
+    model: nn.Module,
+    optimizer: Optimizer | LARC | Sequence[Optimizer | LARC],
+    stand_ins: Mapping[Optimizer, dict[str, Any]],
+) -> dict[str, Any]:
+    """The same, with other dictionaries for some of the optimizers."""
+    names = _names(model)
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for one in _each(optimizer):
+        by_index = [_name_of(weight, names, one) for weight in _weights(one)]
+        saved = stand_ins.get(one) or one.state_dict()
+        for index, value in saved["state"].items():
+            state[by_index[index] if isinstance(index, int) else index] = value
+        groups += [{**group, "params": [by_index[i] for i in group["params"]]} for group in saved["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC], state_dict: Mapping[str, Any]
+) -> None:
+    """Load what `optimizer_state_dict`, or torch's `get_optimizer_state_dict`, gave, in whatever order parameters are.
+
+    Raises AmpStateError, before anything is loaded, if a group of an optimizer was not saved with the same parameters.
+    """
+    names = _names(model)
+    packed: list[tuple[Optimizer, dict[str, Any]]] = []
+    for one in _each(optimizer):
+        by_index = [_name_of(weight, names, one) for weight in _weights(one)]
+        remaining = iter(enumerate(by_index))
+        groups = []
+        for group in one.param_groups:
+            own = {name: index for _, (index, name) in zip(group["params"], remaining, strict=False)}
+            saved = next((g for g in state_dict["param_groups"] if set(g["params"]) == set(own)), None)
+            if saved is None:
+                raise AmpStateError(
+                    f"No group was saved of exactly {', '.join(own) or 'no parameters'}, which a group of this "
+                    f"{type(one).__name__} has.  Saved were {[list(g['params']) for g in state_dict['param_groups']]}."
+                )
+            groups.append({**saved, "params": list(own.values())})
+        state = {i: state_dict["state"][name] for i, name in enumerate(by_index) if name in state_dict["state"]}
+        packed.append((one, {"state": state, "param_groups": groups}))
+    for one, own_state in packed:
+        one.load_state_dict(own_state)
+
+
+class TrainingState:
+    """Model, optimizers and loss scalers as one `Stateful` of torch.distributed.checkpoint, by names.
+
+    torch.distributed.checkpoint loads into tensors that are there. So of an optimizer that has no state yet, what it
+    will begin with is in the dictionary, and that it is no more; the optimizer stays without. As much memory as its
+    weights and their gradients have is used for a moment.
+
+    Args:
+        model: its FP32 weights are saved.
+        optimizer: those that step it, one or a list.
+        scalers: has the loss scales; an Engine.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC], scalers: Any
+    ) -> None:
+        self._model, self._optimizer, self._scalers = model, optimizer, scalers
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"model": ..., "optimizer": ..., "begun": ..., "amp": ...}`. Waits for the device."""
+        begun = self._begun()
+        stand_ins = {one: _begun(one) for one, has_state in begun.items() if not has_state}
+        return {
+            "model": without_wrapper(self._model).state_dict(),
+            "optimizer": _by_name(self._model, self._optimizer, stand_ins),
+            "begun": list(begun.values()),
+            "amp": self._scalers.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave. Raises what the parts raise."""
+        for one, begun in zip(_each(self._optimizer), state_dict["begun"], strict=True):
+            state = state_dict["optimizer"]["state"] if begun else {}
+            load_optimizer_state_dict(self._model, one, {**state_dict["optimizer"], "state": state})
+        without_wrapper(self._model).load_state_dict(state_dict["model"])
+        self._scalers.load_state_dict(state_dict["amp"])
+
+    def _begun(self) -> dict[Optimizer, bool]:
+        """Whether each optimizer has state."""
+        return {one: any(weight in one.state for weight in _weights(one)) for one in _each(self._optimizer)}
+
+
+def _plain(name: str) -> str:
+    for part in _OF_WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Id of each parameter, and of each of its masters -> its name."""
+    named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
+    return {id(weight): name for name, p in named for weight in (p, *(m.weight for m in masters_of(p)))}
+
+
+def _name_of(weight: Tensor, names: Mapping[int, str], optimizer: Optimizer) -> str:
+    try:
+        return names[id(weight)]
+    except KeyError:
+        raise AmpStateError(
+            f"This {type(optimizer).__name__} steps a tensor of shape {tuple(weight.shape)} that is none of the "
+            f"model's {len(names)} parameters and masters.  Pass the model that the optimizer was made for."
+        ) from None
+
+
+def _each(optimizer: Any) -> Iterable[Optimizer]:
+    return [inner_of(one) for one in as_optimizers(list(optimizer) if isinstance(optimizer, tuple) else optimizer)]
+
+
+def _weights(optimizer: Optimizer) -> list[Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _begun(optimizer: Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()` as it would be after a step, with every state 0, of copies of what it steps."""
+    double = ghost(optimizer)
+    for group, own in zip(double.param_groups, optimizer.param_groups, strict=True):
+        group["params"] = [_copy_with_gradient(weight) for weight in own["params"]]
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    unhooked_step(optimizer)(double)
+    begun = double.state_dict()
+    own_groups = optimizer.state_dict()["param_groups"]
+    for state in begun["state"].values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = torch.zeros_like(value)
+    return {"state": begun["state"], "param_groups": own_groups}
+
+
+def _copy_with_gradient(weight: Tensor) -> nn.Parameter:
+    copy = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    if weight.requires_grad:
+        copy.grad = torch.zeros_like(copy)
+    return copy

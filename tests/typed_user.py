@@ -1,6 +1,10 @@
 """What type checkers are to know of amp_engine: checked by `make lint`, never run."""
 
+from collections import OrderedDict
+from typing import Any
+
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Adam
 from typing_extensions import assert_type
 
@@ -30,3 +34,15 @@ def train(model: nn.Linear, optimizer: SGD, loss: Tensor) -> None:
     assert_type(amp.clip_grad_norm_(optimizer, max_norm=1.0), Tensor)
     assert_type(list(amp.master_params(optimizer)), list[nn.Parameter])
     assert_type(amp.keep_float(model), nn.Linear)
+
+
+def save(model: nn.Linear, optimizer: SGD) -> None:
+    """Checkpoints."""
+    amp.save("path", model=model, optimizer=optimizer, epoch=3)
+    assert_type(amp.load("path", model=model, optimizer=optimizer), dict[str, Any])
+    assert_type(amp.state_dict(format="torch"), OrderedDict[str, Any])
+    assert_type(amp.convert_state_dict({}, "apex"), OrderedDict[str, Any])
+    assert_type(dict(amp.named_masters(model)), dict[str, nn.Parameter])
+    assert_type(amp.optimizer_state_dict(model, [optimizer]), dict[str, Any])
+    state: Stateful = amp.training_state(model, optimizer)
+    state.load_state_dict({})

@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from amp_engine.errors import AmpFileError, AmpTypeError
+from amp_engine.errors import AmpFileError, AmpTypeError, AmpValueError
 
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.16: the record that ends an archive. Its last two
 # bytes are the length of the comment that follows.
@@ -38,10 +38,12 @@ def write_file(path: str | os.PathLike[str], value: Any) -> None:
     The bytes go into a file beside it, reach the disk, and then take its name; a link is followed. What a process that
     was killed left of its own is removed by the next that writes the same name.
 
-    Raises AmpTypeError for what torch.load(weights_only=True) would not load, or what torch.save or the operating
-    system raise, with the old file as it was, and nothing of the new.
+    Raises AmpValueError for what is no file, AmpTypeError for what torch.load(weights_only=True) would not load, or
+    what torch.save or the operating system raise, with the old file as it was, and nothing of the new.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.fsdecode(os.path.realpath(path)))
+    if target.exists() and not target.is_file():  # a rename would put a file in the place of /dev/null, too
+        raise AmpValueError(f"{os.fspath(path)} is a directory or a device.  Use the path of a file.")
     _remove_abandoned(target)
     with _beside(target) as (file, temporary):
         checked = _Checked(file)

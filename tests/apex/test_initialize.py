@@ -489,7 +489,7 @@ def test_a_second_initialize_brings_new_scalers() -> None:
     train(MLP, first, first_optimizer, "co")
     assert scaler_numbers() == (32768.0, 0)
     amp.initialize(second, sgd(second), opt_level="O2", num_losses=2, verbosity=0)
-    assert amp.state_dict() == {
+    assert amp.state_dict(format="apex") == {
         "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0},
         "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 0},
     }

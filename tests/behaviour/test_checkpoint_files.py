@@ -231,6 +231,20 @@ def test_what_the_operating_system_refuses_leaves_the_old_file(
     assert os.listdir(path.parent) == [path.name]
 
 
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+def test_only_a_file_is_replaced(path: Path, kind: str) -> None:
+    """The same would befall /dev/null."""
+    if kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    before = path.stat()
+    with pytest.raises(AmpValueError, match="is a directory or a device"):
+        amp.save(path, epoch=1)
+    assert path.stat() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
 def test_a_directory_that_is_not_there_is_said_by_the_operating_system(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         amp.save(path.parent / "none" / "checkpoint.pt", epoch=1)

@@ -27,7 +27,7 @@ class Flag:
 
 
 def backward(overflowed: bool, is_known: bool = True, skips: bool = True, is_captured: bool = False) -> Any:
-    result = Backward(SimpleNamespace(), 0, SimpleNamespace())  # type: ignore[arg-type]
+    result = Backward(SimpleNamespace(settle=lambda: None), 0, SimpleNamespace())  # type: ignore[arg-type]
     result.found_inf = torch.tensor(float(overflowed))
     result.overflow = Flag(float(overflowed), is_known, is_captured)  # type: ignore[assignment]
     result.skips = skips

@@ -110,4 +110,4 @@ distance, nearest = torch.cdist(points, centers).min(dim=1)
 hit = nearest[distance < 0.2].unique().numel()
 print(f"mean distance to a center {distance.mean().item():.3f}, centers hit {hit} of 8")
 for name, scaler in amp.state_dict().items():
-    print(f"{name}: {scaler}")
+    print(f"{name}: {scaler['loss_scale']}")

@@ -53,30 +53,16 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(
 )
 
 # ---------------------------------------------------------------------------------------------
-# checkpoints: the usual three dictionaries, the scheduler's and the step
+# checkpoints: whole or not there, also if the program is killed while it writes one
 
 
 def save(step: int) -> None:
-    checkpoint = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "amp": amp.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "step": step,
-    }
-    partial = options.checkpoint.with_suffix(".partial")
-    torch.save(checkpoint, partial)
-    partial.replace(options.checkpoint)  # a crash while saving leaves the previous one whole
+    amp.save(options.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler, step=step)
 
 
 start = 0
 if options.resume:
-    checkpoint = torch.load(options.checkpoint, map_location=device)
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    amp.load_state_dict(checkpoint["amp"])
-    scheduler.load_state_dict(checkpoint["scheduler"])
-    start = checkpoint["step"]
+    start = amp.load(options.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler)["step"]
     print(f"resumed at step {start}")
 
 # ---------------------------------------------------------------------------------------------

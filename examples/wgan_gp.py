@@ -109,4 +109,4 @@ away, nearest = torch.cdist(points, centers).min(dim=1)
 hit = nearest[away < 0.2].unique().numel()
 print(f"mean distance to a center {away.mean().item():.3f}, centers hit {hit} of 8")
 for name, scaler in amp.state_dict().items():
-    print(f"{name}: {scaler}")
+    print(f"{name}: {scaler['loss_scale']}")

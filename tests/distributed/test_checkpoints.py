@@ -12,15 +12,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine import amp
-from tests.distributed.test_shards import base, iterate, tensor_parallel, units, whole
+from tests.distributed.test_shards import base, iterate, tensor_parallel, whole
 from tests.ranks import on_ranks
 from tests.support import assert_bitwise, scaler_numbers
 
 RANKS = 2
-CASES = [("O2", "ddp"), ("O5", "ddp"), ("O1", "ddp"), ("O0", "fsdp2"), ("O4", "fsdp2"), ("O4", "tensor parallel")]
+CASES = [
+    *((level, "ddp") for level in ("O1", "O2", "O5")),
+    *((level, "fsdp2") for level in ("O0", "O1", "O2", "O4", "O5")),
+    *((level, "tensor parallel") for level in ("O1", "O4")),
+]
 
 
 def made(level: str, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -30,7 +35,8 @@ def made(level: str, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optim
         for p in model.parameters():
             p.add_(0.01 * seed)
     if kind == "fsdp2":
-        model = units(model)
+        fully_shard(model[0], mp_policy=amp.fsdp_policy(level))  # type: ignore[index]
+        model = fully_shard(model, mp_policy=amp.fsdp_policy(level, root=True))
     elif kind == "tensor parallel":
         model = tensor_parallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)

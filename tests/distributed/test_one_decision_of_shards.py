@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from amp_engine import AmpStateError, amp
 from tests.ranks import Messages, on_ranks
 from tests.support import scaler_numbers
 
-STEPS = 60
+STEPS = int(os.environ.get("STEPS", "60"))  # 200 in make stress
 MAX_NORM = 0.25
 ONE_MESSAGE = [("c10d::allreduce_", 8)]
 
@@ -263,7 +264,7 @@ def test_shards_stay_together(count: int, name: str) -> None:
     assert all(results[name]["finite"] for results in on(count))
     assert first["skips"] >= first["poisoned"] > 0
     for norm, expected in first["norms"]:
-        assert norm == pytest.approx(expected, rel=1e-3 if name.endswith("O3") else 1e-5)
+        assert norm == pytest.approx(expected, rel=1e-2 if name.endswith("O3") else 1e-5)
     assert len(first["norms"]) < 2 or any(norm > MAX_NORM for norm, _ in first["norms"])  # so clipping is active
     for results in on(count):
         assert results[name].get("sent", ONE_MESSAGE) == ONE_MESSAGE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.fsdp import check_units, is_cast_by_fsdp2
 from amp_engine.optimizers import LARC
 from amp_engine.optimizers.base import FusedOptimizer
+from amp_engine.optimizers.rules import rule_of
 from amp_engine.optimizers.wrapped import inner_of, inner_optimizers, parameters_elsewhere, shares_groups, takes_hooks
 from amp_engine.policy import Policy
 
@@ -42,7 +43,7 @@ class InitializeOptions(TypedDict, total=False):
     cast_model_type: torch.dtype | str | bool | None
     patch_torch_functions: bool | None
     keep_batchnorm_fp32: bool | str | None
-    master_weights: bool | None
+    master_weights: bool | Literal["split"] | None
     loss_scale: float | str | None
     cast_model_outputs: torch.dtype | str | None
     num_losses: int
@@ -53,6 +54,7 @@ class InitializeOptions(TypedDict, total=False):
     allow_banned: bool
     adopt_data_writes: bool
     process_group: ProcessGroup | None
+    moment_dtype: torch.dtype | str | None
 
 
 def as_list(optimizers: Any) -> list[Any]:
@@ -223,6 +225,44 @@ def check_optimizers(
                     f"its own, so FP32 masters would never reach them.  Pass the {type(inner).__name__} to "
                     "amp.initialize and wrap it afterwards, or do without the wrapper."
                 )
+
+
+def check_narrow(
+    optimizers: Sequence[Optimizer], wrappers: Iterable[Any], policy: Policy, moments: torch.dtype
+) -> None:
+    """Raise AmpStateError or AmpValueError for what the kernels cannot step with split masters or narrow moments."""
+    if moments not in (torch.float32, torch.bfloat16):
+        raise AmpValueError(
+            f"moment_dtype={moments}, but moments are kept in torch.float32 or torch.bfloat16; float16 holds no second "
+            "moments below 6e-8.  Use one of the two."
+        )
+    is_split, is_narrow = policy.master_weights == "split", moments is not torch.float32
+    asked = 'master_weights="split"' if is_split else f"moment_dtype={moments}"
+    for optimizer in optimizers if is_split or is_narrow else ():
+        name, rule = type(optimizer).__name__, rule_of(optimizer)
+        if rule is None or not all(rule.supports(group) for group in optimizer.param_groups):
+            raise AmpStateError(
+                f"{asked} was given with a {name}, which the kernels cannot step as it is set.  Use torch.optim's "
+                "AdamW, Adam (without amsgrad) or SGD, or a fused optimizer of this package."
+            )
+        if is_narrow and rule.formula != "adam":
+            raise AmpStateError(f"{asked} was given with a {name}, but only Adam and AdamW keep narrow moments.")
+        if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+            raise AmpStateError(
+                f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "
+                "fully_shard divides masters and moments among ranks."
+            )
+    for wrapper in wrappers if is_split else ():
+        refuse_around_split(wrapper)
+
+
+def refuse_around_split(wrapper: Any) -> None:
+    """Raise AmpStateError for a wrapper that reads the weights in the groups, where bfloat16 halves are."""
+    if not isinstance(wrapper, LARC):
+        raise AmpStateError(
+            f'A {type(wrapper).__name__} is around an optimizer with master_weights="split", and would go on from '
+            "parameters rounded to bfloat16.  Use master_weights=True with it."
+        )
 
 
 _HOW = {

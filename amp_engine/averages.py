@@ -12,7 +12,7 @@ from torch.optim import swa_utils
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpTypeError
 from amp_engine.model import CastInputs, without_casts
-from amp_engine.stepping.master import exact_value
+from amp_engine.stepping.exact import exact_value
 
 MultiAvgFn = Callable[[Any, Any, Any], None]
 AvgFn = Callable[[Tensor, Tensor, Any], Tensor]

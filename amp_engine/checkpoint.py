@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
-from amp_engine.stepping.master import exact_value, masters_of
+from amp_engine.stepping.exact import exact_of, exact_value
 
 
 def hook_model(model: nn.Module) -> list[RemovableHandle]:
@@ -59,14 +59,14 @@ def keep_incoming(
     for name, param in module._parameters.items():
         if param is None:
             continue
-        for master in masters_of(param):
+        for keeper in exact_of(param):
             if local_metadata.get("assign_to_params_buffers"):
                 raise AmpStateError(
                     "load_state_dict(assign=True) would replace the parameters that the optimizer's FP32 masters "
                     "belong to.  Use load_state_dict(state_dict), or load before amp.initialize()."
                 )
             value = state_dict.get(prefix + name)
-            master.incoming = value if isinstance(value, Tensor) else None
+            keeper.incoming = value if isinstance(value, Tensor) else None
 
 
 def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
@@ -75,12 +75,11 @@ def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
     for param in module._parameters.values():
         if param is None:
             continue
-        for master in masters_of(param):
-            value, master.incoming = master.incoming, None
+        for keeper in exact_of(param):
+            value, keeper.incoming = keeper.incoming, None
             # Not so if torch refused the value (its shape, say) and will raise, or a module made it another.
             if value is not None and value.shape == param.shape and _same_values(value.to(param), param):
-                master.weight.detach().copy_(value)
-                master.mark_in_sync()
+                keeper.take(value)
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:

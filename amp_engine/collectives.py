@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.kernels import tensor_lists
-from amp_engine.stepping.master import written_memory
+from amp_engine.stepping.exact import written_memory
 from amp_engine.stepping.rows import announce_broadcast
 from amp_engine.torch_private import after_ad_inplace_or_view, is_copy_on_write
 

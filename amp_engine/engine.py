@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ class Engine(Saving):
         cast_model_type: torch.dtype | str | bool | None = None,
         patch_torch_functions: bool | None = None,
         keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | None = None,
+        master_weights: bool | Literal["split"] | None = None,
         loss_scale: float | str | None = None,
         cast_model_outputs: torch.dtype | str | None = None,
         num_losses: int = 1,
@@ -136,6 +136,7 @@ class Engine(Saving):
         allow_banned: bool = False,
         adopt_data_writes: bool = False,
         process_group: ProcessGroup | None = None,
+        moment_dtype: torch.dtype | str | None = None,
     ) -> Any:
         """Prepare models and optimizers for training at `opt_level`. They are changed in place and returned.
 
@@ -148,7 +149,8 @@ class Engine(Saving):
             cast_model_type: type of parameters, floating buffers and inputs; False leaves the model alone.
             patch_torch_functions: cast arguments of listed functions; set by O1 and O4 only.
             keep_batchnorm_fp32: keep affine batch norms in FP32; "True" and "False" are taken too.
-            master_weights: step FP32 copies of low-precision parameters.
+            master_weights: step FP32 copies of low-precision parameters; "split" (O5): bfloat16 parameters and the 16
+                bits that rounding took from each, 2 bytes a parameter less.
             loss_scale: "dynamic", or a static scale (a number, or a string with one).
             cast_model_outputs: type of floating model outputs; default float32 where the model is cast.
             num_losses: how many scalers there are for `scale_loss(..., loss_id=i)`.
@@ -160,6 +162,7 @@ class Engine(Saving):
             adopt_data_writes: have masters follow writes through `param.data`, at one more read of both a step.
             process_group: the ranks that agree on overflows, where neither DistributedDataParallel nor DTensors tell:
                 FullyShardedDataParallel, ZeroRedundancyOptimizer, stages of a pipeline.
+            moment_dtype: torch.bfloat16 keeps Adam's moments in 2 bytes each in place of 4, rounded by chance.
 
         Returns:
             As apex: the model or list of models; with `optimizers` given a pair, an empty list included.
@@ -190,6 +193,7 @@ class Engine(Saving):
                 skip_on_overflow,
                 self.hard_override,
                 process_group,
+                moment_dtype,
             )
             policy = request.policy
             num_losses = arguments.check_num_losses(num_losses)

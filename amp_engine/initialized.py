@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_engine.arguments import check_has_groups, check_optimizers
+from amp_engine.arguments import check_has_groups, check_optimizers, refuse_around_split
 from amp_engine.collectives import Watch, watch
 from amp_engine.compat import face
 from amp_engine.distributed import fsdp1_around, fsdp1_in, is_in_zero, is_sharded, wrappers_around
@@ -23,18 +23,20 @@ from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.fsdp import is_cast_by_fsdp2
 from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC, inner_of
+from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.overflow import OverflowWatch
 from amp_engine.replaced import refuse_replaced
 from amp_engine.report import Reporter
 from amp_engine.request import Request
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.exact import exact_value
 from amp_engine.stepping.hook import Casts, StepHook
-from amp_engine.stepping.master import exact_value
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
+from amp_engine.stepping.split_rows import SplitRows
 from amp_engine.stepping.stepped import SteppedOptimizer
 
 
@@ -225,6 +227,8 @@ class Initialized:
                 lambda _: self._backwards.close_windows_into(stepped)
             )
         else:
+            if stepped.rows.splits:
+                refuse_around_split(wrapper)
             self._wrappers[wrapper] = None
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
                 # torch's zero_grad() has the class's step look into these, which not every such class has. They stay.
@@ -273,14 +277,21 @@ class Initialized:
         policy = request.policy
         # Shards are FP32, and masters themselves.
         in_shards = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
-        rows = Rows(optimizer, bool(policy.master_weights) and not in_shards, exact, adopt_data_writes)
+        is_split = policy.master_weights == "split"
+        makes_masters = bool(policy.master_weights) and not in_shards
+        rows = SplitRows(optimizer, exact) if is_split else Rows(optimizer, makes_masters, exact, adopt_data_writes)
         try:
-            if not rows.makes_masters and policy.cast_model_type and not in_shards:
+            if not (rows.makes_masters or rows.splits) and policy.cast_model_type and not in_shards:
                 self._state_follows_cast.add(optimizer)
                 _match_state_to_parameters(optimizer)
             in_flat_shards = any(fsdp1_in(model) or fsdp1_around(model) for model in request.models)
             ranks = Ranks(rows, request.process_group, is_in_zero(optimizer), in_flat_shards)
-            self.look_after(optimizer, rows, ranks=ranks)
+            stepped = self.look_after(optimizer, rows, ranks=ranks)
+            if is_split or request.moment_dtype is not torch.float32:
+                fused = fused_step_of(optimizer)
+                assert fused is not None, "checked with the request"
+                fused.require(request.moment_dtype)
+                stepped.needs_kernels = True
         except BaseException:
             rows.release()
             raise

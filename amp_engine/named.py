@@ -16,6 +16,7 @@ from amp_engine.arguments import as_optimizers
 from amp_engine.distributed import without_wrapper
 from amp_engine.errors import AmpStateError
 from amp_engine.optimizers import LARC, inner_of
+from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.ghost import ghost
 from amp_engine.stepping.master import masters_of
 from amp_engine.stepping.own_step import unhooked_step
@@ -28,12 +29,16 @@ def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, weight) of each parameter of `model`: its master where it has one, else the parameter.
 
     Names as `model.named_parameters()` has them, without those of DistributedDataParallel, torch.compile and activation
-    checkpoints; a shared parameter has its first. Of several optimizers that step a parameter, the first one's master.
+    checkpoints; a shared parameter has its first. Of several optimizers that step a parameter, the first one's master;
+    of a split one a copy.
     No host sync.
     """
     for name, param in without_wrapper(model).named_parameters():
-        master = next(masters_of(param), None)
-        yield _plain(name), param if master is None else master.weight
+        master, value_f32 = next(masters_of(param), None), None
+        if master is None and next(exact_of(param), None) is not None:
+            value_f32 = exact_value(param)
+        weight = param if master is None else master.weight
+        yield _plain(name), weight if value_f32 is None else nn.Parameter(value_f32, requires_grad=False)
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]) -> dict[str, Any]:
@@ -182,7 +187,9 @@ def _begun(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _copy_with_gradient(weight: Tensor) -> nn.Parameter:
-    copy = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    keeps_float32 = isinstance(weight, nn.Parameter) and next(exact_of(weight), None) is not None
+    value = weight.detach().float() if keeps_float32 else weight.detach().clone()
+    copy = nn.Parameter(value, requires_grad=weight.requires_grad)
     if weight.requires_grad:
         copy.grad = torch.zeros_like(copy)
     return copy

@@ -32,7 +32,8 @@ class Policy:
         cast_model_type: type of the model's parameters, buffers and inputs. None or False: not cast.
         patch_torch_functions: cast the arguments of listed torch functions (O1, O4).
         keep_batchnorm_fp32: leave affine batch norms in float32 when the model is cast.
-        master_weights: the optimizer steps float32 copies of low-precision parameters.
+        master_weights: the optimizer steps float32 copies of low-precision parameters; "split": bfloat16 parameters and
+            the 16 bits that rounding took from each.
         loss_scale: "dynamic", or the static factor.
         patch_torch_functions_type: the low-precision type of `patch_torch_functions`; None elsewhere.
     """
@@ -42,7 +43,7 @@ class Policy:
     cast_model_type: torch.dtype | Literal[False] | None = None
     patch_torch_functions: bool = False
     keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
+    master_weights: bool | Literal["split"] | None = None
     loss_scale: LossScale = 1.0
     patch_torch_functions_type: torch.dtype | None = None
 
@@ -57,6 +58,10 @@ class Policy:
             given["cast_model_type"] = parse_dtype(given["cast_model_type"], "cast_model_type")
         if "keep_batchnorm_fp32" in given and self.opt_level not in _FUNCTION_CASTING_LEVELS:
             given["keep_batchnorm_fp32"] = _parse_bool(given["keep_batchnorm_fp32"], "keep_batchnorm_fp32")
+        if isinstance(given.get("master_weights"), str) and given["master_weights"] != "split":
+            raise AmpValueError(
+                f'master_weights={given["master_weights"]!r} is none of True, False and "split".  Use one of them.'
+            )
         if "loss_scale" in given:
             given["loss_scale"] = parse_loss_scale(given["loss_scale"])
         return dataclasses.replace(self, **given)  # type: ignore[arg-type]
@@ -92,6 +97,12 @@ class Policy:
             yield (
                 f"With opt_level {level}, batchnorm functions are automatically patched to run in FP32, so "
                 f"keep_batchnorm_fp32 should be None. keep_batchnorm_fp32 was {self.keep_batchnorm_fp32}"
+            )
+        if self.master_weights == "split" and not casts_functions and self.cast_model_type is not torch.bfloat16:
+            yield (
+                f'master_weights="split" was given with {level}, whose model is {_in_words(self.cast_model_type)}: a '
+                "bfloat16 parameter and 16 bits make up a float32, a float16 one has too short an exponent for it, and "
+                'float32 has nothing to split.  Use opt_level="O5" with it.'
             )
         if casts_functions and self.master_weights is not None:
             yield (
@@ -152,6 +163,10 @@ def _parse_bool(value: object, argument: str) -> bool:
         return value == "True"
     # apex raised AssertionError here, and scripts that probe for it exist.
     raise AssertionError(f"{argument} must be a boolean, or the string 'True' or 'False'.  {argument} was {value!r}")
+
+
+def _in_words(cast_model_type: object) -> str:
+    return str(cast_model_type).removeprefix("torch.") if cast_model_type else "not cast"
 
 
 def _parse_field(name: str, text: str) -> object:

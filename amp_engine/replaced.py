@@ -35,7 +35,11 @@ class _Replaced:
             return
         params = stepped.rows.columns.params
         # Each rank decides on its own shards, unless it was said with whom.
-        needs_whole = stepped.rows.makes_masters or (self._scaling.is_active and not stepped.ranks.are_said)
+        needs_whole = (
+            stepped.rows.makes_masters
+            or stepped.rows.splits
+            or (self._scaling.is_active and not stepped.ranks.are_said)
+        )
         for ref, ids in zip(self._models, self._ids, strict=True):
             model = ref()
             ours = {id(param) for param in params} & ids

@@ -32,6 +32,7 @@ class Request:
         policy: with what was overridden.
         output_dtype: of floating model outputs; None: not said.
         process_group: whose ranks agree on overflows; None: not said.
+        moment_dtype: that Adam's moments are kept in.
     """
 
     models: list[nn.Module]
@@ -41,6 +42,7 @@ class Request:
     policy: Policy
     output_dtype: torch.dtype | None
     process_group: ProcessGroup | None
+    moment_dtype: torch.dtype
 
 
 def checked(
@@ -52,12 +54,13 @@ def checked(
     skip_on_overflow: bool,
     hard_override: bool,
     process_group: Any = None,
+    moment_dtype: torch.dtype | str | None = None,
 ) -> Request:
     """The arguments of `initialize` in their own types.
 
     Args:
         overrides: of the level's properties; None leaves one as it is.
-        process_group: of `initialize`; ranks agree on overflows in it.
+        process_group, moment_dtype: of `initialize`.
         hard_override: print what does not fit the level, as `_amp_state.hard_override` asks, in place of raising it.
 
     Raises AmpStateError, AmpTypeError or AmpValueError. Changes nothing.
@@ -84,7 +87,9 @@ def checked(
     arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights), agree)
     arguments.check_wrappers(passed)
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
-    return Request(model_list, stepping, wrappers, defaults, policy, output_dtype, process_group)
+    moments = torch.float32 if moment_dtype is None else parse_dtype(moment_dtype, "moment_dtype")
+    arguments.check_narrow(stepping, wrappers, policy, moments)
+    return Request(model_list, stepping, wrappers, defaults, policy, output_dtype, process_group, moments)
 
 
 def _changed_by_a_cast(models: list[nn.Module], policy: Policy) -> list[nn.Parameter]:

@@ -45,6 +45,7 @@ struct CheckArgs {
 
 struct StepArgs {
   Formula formula;
+  bool narrow;                // whether a row has a remainder or moments in bfloat16; a GPU has kernels of its own for it
   Row const* rows;
   Entry const* gradients;     // [n_tensors]; data null: the tensor takes no part
   Chunk const* chunks;

@@ -33,8 +33,16 @@ inline std::string text(at::Tensor const& t) {
 }
 
 inline Type type_of(at::Tensor const& t) {
-  return t.scalar_type() == at::kFloat ? Type::float32
-                                       : t.scalar_type() == at::kHalf ? Type::float16 : Type::bfloat16;
+  switch (t.scalar_type()) {
+    case at::kFloat:
+      return Type::float32;
+    case at::kHalf:
+      return Type::float16;
+    case at::kShort:
+      return Type::remainder;
+    default:
+      return Type::bfloat16;
+  }
 }
 
 // Whether the elements are not those in memory: of a negative or conjugate view, or zeros that have no memory.
@@ -53,13 +61,32 @@ inline void check_length(Named const& list, size_t n, char const* of) {
                     " entries, but ", of, " has ", n, ".  All lists of one call are of one length.");
 }
 
-// Dense tensors of the three floating types, all on `device`.
-inline void check_tensors(Named const& list, at::Device device, bool low_precision_too = true) {
+// Which element types a list may have.
+enum class Allowed { floats, floats_or_remainders, float32, float32_or_bfloat16 };
+
+inline bool is_allowed(Allowed allowed, at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return true;
+    case at::kBFloat16:
+      return allowed != Allowed::float32;
+    case at::kHalf:
+      return allowed == Allowed::floats || allowed == Allowed::floats_or_remainders;
+    case at::kShort:
+      return allowed == Allowed::floats_or_remainders;
+    default:
+      return false;
+  }
+}
+
+// Dense tensors of allowed types, all on `device`.
+inline void check_tensors(Named const& list, at::Device device, Allowed allowed = Allowed::floats) {
   for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
-    bool const is_float32 = t.scalar_type() == at::kFloat;
-    bool const is_low = t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
-    TORCH_CHECK_VALUE(is_float32 || (low_precision_too && is_low), list.at(i), " is ", text(t), ", but the type must be ",
-                      low_precision_too ? "float32, float16 or bfloat16." : "float32.");
+    TORCH_CHECK_VALUE(is_allowed(allowed, t.scalar_type()), list.at(i), " is ", text(t), ", but the type must be ",
+                      allowed == Allowed::float32                ? "float32."
+                      : allowed == Allowed::float32_or_bfloat16  ? "float32 or bfloat16."
+                      : allowed == Allowed::floats_or_remainders ? "float32, float16, bfloat16, or int16 for remainders."
+                                                                 : "float32, float16 or bfloat16.");
     TORCH_CHECK_VALUE(t.layout() == at::kStrided, list.at(i), " is a ", t.layout(),
                       " tensor, but only dense (strided) ones are allowed.");
     TORCH_CHECK_VALUE(t.device() == device, list.at(i), " is ", text(t), ", but the first tensor of the call is on ",

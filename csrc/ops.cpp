@@ -40,6 +40,8 @@ T const* pointer(std::optional<at::Tensor> const& t) {
   return t ? t->const_data_ptr<T>() : nullptr;
 }
 
+void* written_memory(std::optional<at::Tensor> const& t) { return t ? t->mutable_data_ptr() : nullptr; }
+
 template <class T>
 T* mutable_pointer(std::optional<at::Tensor> const& t) {
   return t ? t->mutable_data_ptr<T>() : nullptr;
@@ -213,9 +215,19 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
   }
   TORCH_CHECK_VALUE(groups.size() == n, op, ": groups has ", groups.size(), " entries, but weights has ", n, ".");
   check_tensors(weight_list, device);
-  check_tensors(copy_list, device);
-  check_tensors(list1, device, false);
-  check_tensors(list2, device, false);
+  check_tensors(copy_list, device, Allowed::floats_or_remainders);
+  bool const narrow_state = formula == Formula::adam;
+  check_tensors(list1, device, narrow_state ? Allowed::float32_or_bfloat16 : Allowed::float32);
+  check_tensors(list2, device, narrow_state ? Allowed::float32_or_bfloat16 : Allowed::float32);
+  for (size_t t = 0; t < n; ++t) {
+    bool const is_split = copies_[t] && copies_[t]->scalar_type() == at::kShort;
+    TORCH_CHECK_VALUE(!is_split || !weights_[t] || weights_[t]->scalar_type() == at::kBFloat16, copy_list.at(t),
+                      " is a remainder, which only bfloat16 weights have, but ", weight_list.at(t), " is ",
+                      weights_[t] ? text(*weights_[t]) : "", ".");
+    TORCH_CHECK_VALUE(!state1_[t] || !state2_[t] || state1_[t]->scalar_type() == state2_[t]->scalar_type(), list1.at(t),
+                      " is ", state1_[t] ? text(*state1_[t]) : "", ", and ", list2.at(t), " is ",
+                      state2_[t] ? text(*state2_[t]) : "", ", but both moments must have one type.");
+  }
   for (Named const* list : {&copy_list, &list1, &list2}) {
     check_same_layout(*list, weight_list);
   }
@@ -241,17 +253,19 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
   }
   bool const streamed = device.is_cpu() && stream_copies.value_or(cpu::outgrows_caches(bytes));
   for (size_t t = 0; t < n; ++t) {
-    rows_[t] = {weights_[t] ? weights_[t]->mutable_data_ptr() : nullptr,
-                state1_[t] ? state1_[t]->mutable_data_ptr<float>() : nullptr,
-                state2_[t] ? state2_[t]->mutable_data_ptr<float>() : nullptr,
-                copies_[t] ? copies_[t]->mutable_data_ptr() : nullptr,
-                numels[t],
-                groups[t],
-                weights_[t] ? type_of(*weights_[t]) : Type::float32,
-                copies_[t] ? type_of(*copies_[t]) : Type::float32,
-                chunking_->first_chunk[t],
-                uint32_t(chunks_of(numels[t])),
-                uint32_t(streamed)};
+    rows_[t] = Row{written_memory(weights_[t]),
+                   written_memory(state1_[t]),
+                   written_memory(state2_[t]),
+                   written_memory(copies_[t]),
+                   numels[t],
+                   groups[t],
+                   weights_[t] ? type_of(*weights_[t]) : Type::float32,
+                   copies_[t] ? type_of(*copies_[t]) : Type::float32,
+                   chunking_->first_chunk[t],
+                   uint32_t(chunks_of(numels[t])),
+                   state1_[t] ? type_of(*state1_[t]) : Type::float32,
+                   streamed};
+    narrow_ |= rows_[t].copy_type == Type::remainder || rows_[t].state_type != Type::float32;
   }
   if (device.is_cpu()) {
     coefficients_ = scratch(std::max<int64_t>(int64_t(n), 1) * kCoefficientBytes);
@@ -288,8 +302,8 @@ bool StepTable::is_current() const {
       ask_ahead(*list, t);
     }
     Row const& row = rows_[t];
-    if (!same(weights_[t], row.weight, row.weight_type) || !same(state1_[t], row.state1, Type::float32) ||
-        !same(state2_[t], row.state2, Type::float32) || !same(copies_[t], row.copy, row.copy_type) ||
+    if (!same(weights_[t], row.weight, row.weight_type) || !same(state1_[t], row.state1, row.state_type) ||
+        !same(state2_[t], row.state2, row.state_type) || !same(copies_[t], row.copy, row.copy_type) ||
         (weights_[t] && weights_[t]->numel() != row.numel) || !laid_out_alike(weights_[t], state1_[t]) ||
         !laid_out_alike(weights_[t], copies_[t])) {
       return false;
@@ -346,6 +360,7 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
   }
   StepArgs args{};
   args.formula = formula_;
+  args.narrow = narrow_;
   args.n_tensors = int64_t(n);
   args.n_chunks = int64_t(chunking_->chunks.size());
   args.control = {pointer<float>(inv_scale), pointer<float>(found_inf), pointer<float>(norm), max_norm};

@@ -4,6 +4,7 @@ from amp_engine.kernels.backend import Checks as Checks
 from amp_engine.kernels.choice import has_native as has_native
 from amp_engine.kernels.formulas import FORMULAS as FORMULAS
 from amp_engine.kernels.formulas import Formula as Formula
+from amp_engine.kernels.halves import REMAINDER as REMAINDER
 from amp_engine.kernels.layout import FLOATS as FLOATS
 from amp_engine.kernels.layout import is_dense as is_dense
 from amp_engine.kernels.layout import is_lazy as is_lazy
@@ -29,6 +30,7 @@ from amp_engine.kernels.tensor_lists import stamps as stamps
 
 __all__ = [
     "FLOATS",
+    "REMAINDER",
     "Checks",
     "FORMULAS",
     "Formula",

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from amp_engine.errors import AmpTypeError, AmpValueError
+from amp_engine.kernels import halves
 from amp_engine.kernels.backend import Checks, TensorList
 from amp_engine.kernels.formulas import FORMULAS, Formula, Row, State, one_or, times
+from amp_engine.kernels.layout import FLOATS
 from amp_engine.kernels.reference_lists import checks_of
 from amp_engine.kernels.refusals import check_apart, check_lists, check_scalars, check_vector
 
@@ -33,7 +35,10 @@ class StepTable:
             raise AmpValueError(f"StepTable: formula is {formula!r}, but must be one of {', '.join(FORMULAS)}.")
         lists = {"weights": weights, "copies": copies, "state1": state1, "state2": state2}
         device, n = steps.device, len(weights)
-        check_lists("StepTable", lists, float32=("state1", "state2"), device=device)
+        states = (torch.float32, torch.bfloat16) if formula == "adam" else (torch.float32,)
+        allowed = {"state1": states, "state2": states, "copies": (*FLOATS, halves.REMAINDER)}
+        check_lists("StepTable", lists, allowed=allowed, device=device)
+        _check_halves(weights, copies, state1, state2)
         if len(groups) != n:
             raise AmpValueError(f"StepTable: groups has {len(groups)} entries, but weights has {n}.")
         check_vector("StepTable", "steps", steps, n, torch.float32, device)
@@ -97,13 +102,21 @@ class StepTable:
                 checks=None if checks is None else Checks(*(c[i] for c in checks)),
                 gradient_norm=gradient_norm,
             )
-            state = State(self._weights[i].float(), self._state1[i], self._state2[i], row.norm)
+            state = State(
+                _weight(self._weights[i], self._copies[i]), _wide(self._state1[i]), _wide(self._state2[i]), row.norm
+            )
             new = group.update(_gradient(grad, group, row), state, row)
-            _write(self._weights[i], new.weight, skips)
+            chances: tuple[Tensor | None, Tensor | None] = (None, None)
+            if _is_narrow(self._state1[i]):
+                chances = halves.noise(row.step, self._weights[i])
+            weight, copy = new.weight, new.weight
+            if _is_remainder(self._copies[i]):
+                weight, copy = halves.split(new.weight)
             for old, value in [
-                (self._copies[i], new.weight),
-                (self._state1[i], new.state1),
-                (self._state2[i], new.state2),
+                (self._weights[i], weight),
+                (self._copies[i], copy),
+                (self._state1[i], _rounded(new.state1, chances[0])),
+                (self._state2[i], _rounded(new.state2, chances[1])),
                 (row.norm, new.norm),
                 (self._steps[i], row.step),
             ]:
@@ -139,6 +152,40 @@ class StepTable:
             for tensors in (self._weights, self._copies, self._state1, self._state2)
             for t in tensors
         ]
+
+
+def _check_halves(weights: Sequence[Tensor], copies: TensorList, state1: TensorList, state2: TensorList) -> None:
+    for i, (w, copy, s1, s2) in enumerate(zip(weights, copies, state1, state2, strict=True)):
+        if _is_remainder(copy) and w is not None and w.dtype is not torch.bfloat16:
+            raise AmpValueError(
+                f"StepTable: copies[{i}] is a remainder, which only bfloat16 weights have, but weights[{i}] is "
+                f"{w.dtype}."
+            )
+        if s1 is not None and s2 is not None and s1.dtype is not s2.dtype:
+            raise AmpValueError(
+                f"StepTable: state1[{i}] is {s1.dtype}, and state2[{i}] is {s2.dtype}, but both moments "
+                "must have one type."
+            )
+
+
+def _is_remainder(copy: Tensor | None) -> bool:
+    return copy is not None and copy.dtype is halves.REMAINDER
+
+
+def _is_narrow(state: Tensor | None) -> bool:
+    return state is not None and state.dtype is not torch.float32
+
+
+def _weight(weight: Tensor, copy: Tensor | None) -> Tensor:
+    return halves.joined(weight, copy) if copy is not None and _is_remainder(copy) else weight.float()
+
+
+def _wide(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.float()
+
+
+def _rounded(value: Tensor | None, chance: Tensor | None) -> Tensor | None:
+    return value if value is None or chance is None else halves.by_chance(value, chance)
 
 
 def _gradient(grad: Tensor, group: Formula, row: Row) -> Tensor:

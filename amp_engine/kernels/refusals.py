@@ -22,7 +22,7 @@ def check_lists(
     lists: Mapping[str, TensorList],
     written: Sequence[str] = (),
     *,
-    float32: Sequence[str] = (),
+    allowed: Mapping[str, Sequence[torch.dtype]] | None = None,
     device: torch.device | None = None,
 ) -> None:
     """Raise AmpValueError for lists that the kernels cannot take together. No host sync.
@@ -31,7 +31,7 @@ def check_lists(
         op: what messages call the operation.
         lists: by name; entries of one index must have one shape and one order in memory. None takes no part.
         written: names of lists that are written, see `check_apart`.
-        float32: names of lists that may hold nothing else.
+        allowed: types of those lists that may not be of all three floating ones.
         device: where the tensors must be; None: where the first one is.
     """
     first_name, first = next(iter(lists.items()))
@@ -47,7 +47,7 @@ def check_lists(
                 continue
             if device is None:
                 device = tensor.device
-            _check_tensor(f"{op}: {name}[{i}]", tensor, device, FLOATS[:1] if name in float32 else FLOATS)
+            _check_tensor(f"{op}: {name}[{i}]", tensor, device, (allowed or {}).get(name, FLOATS))
             leader = first[i]
             if leader is not None and not same_layout(tensor, leader):
                 raise AmpValueError(
@@ -146,7 +146,8 @@ def _is_same(a: Tensor, b: Tensor | None) -> bool:
 
 def _check_tensor(place: str, tensor: Tensor, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
     if tensor.dtype not in dtypes:
-        allowed = "float32." if len(dtypes) == 1 else "float32, float16 or bfloat16."
+        names = [_type_name(dtype) + ", for remainders" * (dtype is torch.int16) for dtype in dtypes]
+        allowed = ", ".join(names[:-1]) + " or " * (len(names) > 1) + names[-1] + "."
         raise AmpValueError(f"{place} is {_text(tensor)}, but the type must be {allowed}")
     if tensor.layout is not torch.strided:
         raise AmpValueError(f"{place} is {_text(tensor)}, but only dense (strided) ones are allowed.")

@@ -18,9 +18,11 @@ class StepTable:
     Args:
         formula: a key of `kernels.FORMULAS`: "adam", "sgd", "adagrad", "novograd" or "lamb".
         weights: n masters (float32), or parameters (of any of the three types).
-        copies: n low-precision parameters that the new weights are rounded into, or None.
-        state1: n, float32: exp_avg, momentum buffer or sum; None where the optimizer keeps none.
-        state2: n, float32: exp_avg_sq; None where the optimizer keeps none.
+        copies: n low-precision parameters that the new weights are rounded into, or None; of a bfloat16 weight also its
+            remainder, int16: the two are stepped as the float32 that they are halves of (halves.py).
+        state1: n, float32: exp_avg, momentum buffer or sum; None where the optimizer keeps none. Of "adam" also
+            bfloat16, which is rounded by chance.
+        state2: n, as state1: exp_avg_sq; None where the optimizer keeps none.
         groups: n places in the list of groups that `step` is given.
         steps: float32, shape [n], contiguous: how many steps each tensor has had.
         norms: float32, shape [n], contiguous: NovoGrad's norms.

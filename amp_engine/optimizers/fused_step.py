@@ -16,8 +16,8 @@ from amp_engine.devices import moved
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.refusals import check_apart
-from amp_engine.optimizers.rules import TORCH_RULES, Rule
-from amp_engine.optimizers.state_form import NORM, StateForm, fits
+from amp_engine.optimizers.rules import TORCH_RULES, Rule, rule_of
+from amp_engine.optimizers.state_form import NORM, StateForm
 
 _FUSED_STEPS: weakref.WeakKeyDictionary[Optimizer, FusedStep] = weakref.WeakKeyDictionary()
 
@@ -30,8 +30,8 @@ def fused_step_of(optimizer: Optimizer) -> FusedStep | None:
     """
     fused = _FUSED_STEPS.get(optimizer)
     if fused is None:
-        rule = getattr(type(optimizer), "rule", None) or TORCH_RULES.get(type(optimizer))
-        if not isinstance(rule, Rule):
+        rule = rule_of(optimizer)
+        if rule is None:
             return None
         fused = _FUSED_STEPS[optimizer] = FusedStep(optimizer, rule)
     return fused
@@ -40,9 +40,11 @@ def fused_step_of(optimizer: Optimizer) -> FusedStep | None:
 def release_fused_step(optimizer: Optimizer) -> None:
     """Give a class of torch.optim its state in its own form, and discard its fused step. Waits for the device."""
     fused = _FUSED_STEPS.get(optimizer)
-    if fused is not None and type(optimizer) in TORCH_RULES:
-        del _FUSED_STEPS[optimizer]
-        fused.release()
+    if fused is not None:
+        fused.widen_moments()
+        if type(optimizer) in TORCH_RULES:
+            del _FUSED_STEPS[optimizer]
+            fused.release()
 
 
 class Plan(NamedTuple):
@@ -84,7 +86,12 @@ class FusedStep:
         self._needs_state1: list[bool] = []
         self._group_sizes: list[int] = []
         self._form = StateForm(rule)
+        self.is_required = False  # whether its class's own step cannot do it, so that the reference is to
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
+
+    def require(self, moment_dtype: torch.dtype = torch.float32) -> None:
+        """Step also where the kernels are not compiled, and keep moments in `moment_dtype`."""
+        self.is_required, self._form.dtype = True, moment_dtype
 
     def plan(
         self,
@@ -106,7 +113,8 @@ class FusedStep:
         """
         optimizer = self._live_optimizer()
         weights = params if weights is None else weights
-        if not self._form.is_ours and not kernels.has_native(weights[0].device if weights else torch.device("cpu")):
+        device = weights[0].device if weights else torch.device("cpu")
+        if not (self._form.is_ours or self.is_required or kernels.has_native(device)):
             return None
         if not all(self.rule.supports(group) for group in optimizer.param_groups):
             return None
@@ -169,6 +177,12 @@ class FusedStep:
                 checks=checks if rows is None else None,
             )
 
+    def widen_moments(self) -> None:
+        """Keep moments in float32 from now on."""
+        for state in self._live_optimizer().state.values() if self._form.dtype is not torch.float32 else ():
+            state.update((name, state[name].float()) for name in self._form.moments if state.get(name) is not None)
+        self.is_required, self._form.dtype = False, torch.float32
+
     def release(self) -> None:
         """Give the state its torch form back: counts are tensors of their own, on the CPU. Waits for the device."""
         for table in self._tables:
@@ -205,13 +219,16 @@ class FusedStep:
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         rows = zip(plan.params, plan.weights, plan.gradients, plan.copies, groups, strict=True)
         for i, (p, w, g, c, group) in enumerate(rows):
-            if w.dtype not in dtypes or not kernels.is_dense(w) or kernels.is_lazy(w):
+            is_split = c is not None and c.dtype is kernels.REMAINDER
+            if (w.dtype not in dtypes and not is_split) or not kernels.is_dense(w) or kernels.is_lazy(w):
                 return f"parameter {i} is of another type, or has gaps in memory"
             if g is not None and (g.shape != w.shape or g.device != w.device):
                 return (
                     f"parameter {i} of shape {tuple(w.shape)} on {w.device} has a gradient of another shape or device"
                 )
-            if c is not None and not (c.dtype in kernels.FLOATS and kernels.is_dense(c) and kernels.same_layout(c, w)):
+            if c is not None and not (
+                (is_split or c.dtype in kernels.FLOATS) and kernels.is_dense(c) and kernels.same_layout(c, w)
+            ):
                 return f"the copy of parameter {i} is of another type or another order in memory"
             state = optimizer.state.get(p) or {}
             reason = self._form.misfit(state, w) or (self._form.torn(state, group) if g is not None else None)
@@ -221,7 +238,7 @@ class FusedStep:
             return None  # the table refuses what overlaps, in its own words
         both = list(zip(self._states(plan.params), plan.weights, strict=True))
         moments = {  # what is laid out anew gets memory of its own
-            name: [value if fits(value := state.get(name), w) else None for state, w in both]
+            name: [value if self._form.fits(value := state.get(name), w) else None for state, w in both]
             for name in self._form.moments
         }
         try:

@@ -96,3 +96,9 @@ TORCH_RULES: dict[type[Optimizer], Rule] = {
         supports=lambda group: not group["differentiable"],
     ),
 }
+
+
+def rule_of(optimizer: Optimizer) -> Rule | None:
+    """What the kernels compute for the class of `optimizer`, or None if it is not known to them."""
+    rule = getattr(type(optimizer), "rule", None) or TORCH_RULES.get(type(optimizer))
+    return rule if isinstance(rule, Rule) else None

@@ -20,12 +20,14 @@ class StateForm:
     Attributes:
         moments: the names under which it keeps tensors of their weights' shapes.
         is_ours: whether the class is one of this package's own.
+        dtype: of the moments; float32, or bfloat16 for Adam's.
     """
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self.moments = [rule.state1] if rule.state2 is None else [rule.state1, rule.state2]
         self.is_ours = rule not in TORCH_RULES.values()
+        self.dtype = torch.float32
 
     def misfit(self, state: dict[str, Any], weight: Tensor) -> str | None:
         """What of a tensor's state the kernels could not go on with, were it laid out anew.
@@ -87,23 +89,22 @@ class StateForm:
         names = [rule.state1] if rule.needs_state1(group) else []
         for name in names + ([] if rule.state2 is None else [rule.state2]):
             if state.get(name) is None:
-                state[name] = torch.zeros_like(weight, dtype=torch.float32, memory_format=torch.preserve_format)
+                state[name] = torch.zeros_like(weight, dtype=self.dtype, memory_format=torch.preserve_format)
         if rule.keeps_norm and state.get(NORM) is None:
             state[NORM] = torch.zeros((), device="cpu")
 
     def lay_out(self, state: dict[str, Any], weight: Tensor) -> None:
-        """Have the moments in float32, in the weight's order in memory: a checkpoint's may have another one."""
+        """Have the moments in their type, in the weight's order in memory: a checkpoint's may have others."""
         for name in self.moments:
             value = state.get(name)
-            if value is not None and not fits(value, weight):
-                state[name] = torch.empty_like(weight, dtype=torch.float32).copy_(value.detach())
+            if value is not None and not self.fits(value, weight):
+                state[name] = torch.empty_like(weight, dtype=self.dtype).copy_(value.detach())
 
-
-def fits(value: Tensor | None, weight: Tensor) -> bool:
-    """Whether a moment is float32, in the order in memory of its weight."""
-    return (
-        value is not None
-        and value.dtype == torch.float32
-        and kernels.is_dense(value)
-        and kernels.same_layout(value, weight)
-    )
+    def fits(self, value: Tensor | None, weight: Tensor) -> bool:
+        """Whether a moment has its type, and the order in memory of its weight."""
+        return (
+            value is not None
+            and value.dtype == self.dtype
+            and kernels.is_dense(value)
+            and kernels.same_layout(value, weight)
+        )

@@ -79,10 +79,11 @@ class StepHook:
         stepped, is_scaled = self._stepped, self._scaling.is_active
         stepped.check_first_use()
         casts_off = self._casts.off()
-        if not stepped.rows.makes_masters and casts_off is None and not stepped.is_pending and not is_scaled:
+        is_own = stepped.rows.makes_masters or stepped.needs_kernels
+        if not is_own and casts_off is None and not stepped.is_pending and not is_scaled:
             return None  # nothing to add to torch's own step
         if _closure(args, kwargs) is not None:
-            if not stepped.rows.makes_masters and not is_scaled:
+            if not is_own and not is_scaled:
                 return None  # O4: the closure's forward wants its casts
             raise AmpStateError(
                 f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "

@@ -1,34 +1,24 @@
-"""A low-precision parameter and its float32 master, and where to find the masters of a parameter.
+"""A low-precision parameter and its float32 master.
 
 Which of the two is newer is told by a stamp of each, taken whenever we write one.
 """
 
 from __future__ import annotations
 
-import weakref
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from amp_engine import kernels
 from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels import tensor_lists
+from amp_engine.stepping.exact import Exact, exact_of, exact_value, keep_exact, places_moved
 from amp_engine.stepping.master_parameter import GRAD, MasterParameter, own
 from amp_engine.stepping.slots import NO_SLOTS, Slots
 from amp_engine.torch_private import disable_dynamo
-
-# Live parameter -> weak references to its masters. `state_dict` finds a master here by the identity of the
-# parameter, so that a hook needs no engine and a deepcopy, whose parameters are others, finds none.
-_MASTERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-# Where the memory of parameters with masters begins and ends, in order; empty until somebody asks after one has moved.
-_PLACES: list[tuple[int, int, TensorWeakRef]] = []
 
 
 class Shared:
@@ -49,7 +39,7 @@ class Shared:
 _NOT_SCANNED = Shared(tensor_lists.stamps([]), tensor_lists.stamps([]))
 
 
-class Master:
+class Master(Exact):
     """One low-precision parameter of a model and its float32 master, of equal shape and strides.
 
     Where the parameter has gaps in memory, the master has none.
@@ -57,25 +47,12 @@ class Master:
     Args:
         param: the parameter.
         value_f32: becomes the master's memory.
-        others: masters of the parameter that other optimizers have.
     """
 
-    # A garbage collection goes through every dictionary, and making 50,000 masters sets off many.
-    __slots__ = (
-        "__weakref__",
-        "_memory",
-        "_place",
-        "_shared",
-        "compares",
-        "incoming",
-        "is_doubted",
-        "param",
-        "row",
-        "weight",
-    )
+    __slots__ = ("_memory", "_place", "_shared", "compares", "is_doubted", "row", "weight")
 
-    def __init__(self, param: nn.Parameter, value_f32: Tensor, others: Sequence[Master] = ()) -> None:
-        self.param = param
+    def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
+        super().__init__(param)
         self.weight = MasterParameter(value_f32, requires_grad=True)
         own(self.weight, self)
         # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
@@ -83,16 +60,13 @@ class Master:
         self._shared = _NOT_SCANNED
         self._place = 0
         self.row: int | None = None  # among all that its optimizer steps, as of the last scan
-        # A checkpoint's value between the hooks before and after torch copies it into `param`.
-        self.incoming: Tensor | None = None
         # Whether a broadcast may have been copied into `param.data`, unseen, since the two agreed.
         self.is_doubted = False
         # Whether the parameter's values count where nobody is known to have written it.
         self.compares = False
         # Held, or what replaces it (`param.data = x`) could be given its address, by which the stamp knows it.
         self._memory = param.untyped_storage()
-        _PLACES.clear()
-        _MASTERS[param] = [weakref.ref(master) for master in (*others, self)]
+        keep_exact(self)
 
     def gradient(self) -> Tensor | None:
         """The master's float32 gradient if it has one by now; what is held is left alone."""
@@ -137,7 +111,7 @@ class Master:
         shared = self._shared
         self.is_doubted = False
         self._memory = self.param.untyped_storage()
-        _PLACES.clear()  # the parameter may have moved
+        places_moved()
         shared.params = tensor_lists.put_stamps(shared.params, self._place, tensor_lists.stamps([self.param]))
         shared.weights = tensor_lists.put_stamps(shared.weights, self._place, tensor_lists.stamps([self.weight]))
 
@@ -156,6 +130,16 @@ class Master:
     def share(self, shared: Shared, place: int, row: int) -> None:
         """Keep the stamps, and the gradient, in `shared`, which has them already, from now on."""
         self._shared, self._place, self.row = shared, place, row
+
+    @torch.no_grad()
+    def take(self, value_f32: Tensor) -> None:
+        """Become `value_f32`, which has been rounded into the parameter."""
+        self.weight.copy_(value_f32)
+        self.mark_in_sync()
+
+    def memory(self) -> Tensor:
+        """The master itself."""
+        return self.weight
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -193,58 +177,9 @@ class Master:
         return followed(self.weight.detach(), self.param.detach()) if adopts else self.weight.detach()
 
 
-def exact_value(param: nn.Parameter) -> Tensor | None:
-    """The float32 value of the master behind `param`, or None if it has none that is up to date. Maybe not a copy."""
-    return exact_value_of(masters_of(param))
-
-
-def exact_value_of(masters: Iterable[Master]) -> Tensor | None:
-    """The same of a parameter with these masters."""
-    return next((master.value() for master in masters if master.in_sync()), None)
-
-
 def masters_of(param: nn.Parameter) -> Iterator[Master]:
     """Every live master of `param`: one for each optimizer that owns it."""
-    for ref in _MASTERS.get(param, ()) if _MASTERS else ():  # looking up takes a microsecond
-        master = ref()
-        if master is not None:
-            yield master
-
-
-def written_through_data(tensors: Iterable[Tensor]) -> None:
-    """Have masters follow what was written into their parameters behind autograd's back, as `p.data` of `tensors`."""
-    for tensor in tensors:
-        torch.autograd.graph.increment_version(written_memory(tensor))
-
-
-def written_memory(tensor: Tensor) -> list[Tensor]:
-    """The parameters with masters that have memory where `tensor` has it, and those masters."""
-    if not _PLACES:
-        for param in list(_MASTERS):
-            for t in (param, *(master.weight for master in masters_of(param))):
-                if t.numel() > 0:
-                    _PLACES.append((t.data_ptr(), t.data_ptr() + _extent(t), TensorWeakRef(t)))
-        _PLACES.sort(key=itemgetter(0))
-    begin = tensor.data_ptr()
-    end = begin + _extent(tensor)
-    found = []
-    # Parameters do not overlap, but those that are one another's memory, whose places begin together.
-    place = bisect_left(_PLACES, begin, key=itemgetter(1))
-    while place < len(_PLACES) and _PLACES[place][0] < end:
-        low, high, ref = _PLACES[place]
-        param = ref()
-        if param is not None and low < end and begin < high:
-            found.append(param)
-        place += 1
-    return found
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return (one for one in exact_of(param) if isinstance(one, Master))
 
 
 @disable_dynamo
@@ -273,12 +208,6 @@ def write_back_all(masters: Sequence[Master]) -> None:
     except AmpValueError:  # gaps in memory, another order there, several devices: nothing was written
         for master in masters:
             master.param.copy_(master.weight)
-
-
-def discard_master(master: Master) -> None:
-    """Its parameter is float32 again."""
-    _MASTERS[master.param].remove(weakref.ref(master))
-    _PLACES.clear()
 
 
 def is_laid_out_as(param: Tensor, value: Tensor) -> bool:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
+from amp_engine.stepping.exact import discard_exact, exact_value_of
 from amp_engine.stepping.master import (
     Master,
     Shared,
-    discard_master,
-    exact_value_of,
     laid_out_as,
     masters_of,
     take_state,
@@ -40,13 +39,10 @@ def announce_broadcast(numel: int) -> None:
     """A tensor of `numel` elements, no parameter, was broadcast.
 
     Before the first backward that may be the model's own weights, to be copied into `param.data`. On the rank that
-    they came from nothing changes by that, and elsewhere no version: so all ranks have masters take the rounded
-    values of parameters, as apex did, if all of a parameter may have been in it.
+    they came from nothing changes by that, and elsewhere no version: so all go on from rounded values, as in apex.
     """
     for rows in list(_FRESH):
-        if numel >= max((master.weight.numel() for master in rows.masters), default=0):
-            for master in rows.masters:
-                master.is_doubted = True
+        rows._doubt(numel)
 
 
 class StepRows(NamedTuple):
@@ -77,6 +73,8 @@ class Rows:
             backward only.
     """
 
+    splits: ClassVar[bool] = False  # whether weights have remainders
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -102,8 +100,18 @@ class Rows:
         self._adopt_data_writes = adopt_data_writes
         self._is_fresh = True  # until masters are refreshed for the first time
         if makes_masters:
-            _FRESH.add(self)
+            self._await_broadcasts()
             self.scan(exact)
+
+    def _await_broadcasts(self) -> None:
+        """Hear of them until `refresh`."""
+        _FRESH.add(self)
+
+    def _doubt(self, numel: int) -> None:
+        """Have masters take what parameters are, if a broadcast of `numel` elements may have had all of one in it."""
+        if numel >= max((master.weight.numel() for master in self.masters), default=0):
+            for master in self.masters:
+                master.is_doubted = True
 
     @property
     def columns(self) -> Columns:
@@ -361,7 +369,7 @@ class Rows:
                 master.param.grad = None
                 master.param.data = p.detach()
                 master.param.grad = grad
-                discard_master(master)
+                discard_exact(master)
         self._by_weight, self._by_param, self.masters = {}, {}, []
         self._low = self._high = tensor_lists.params([])
         self._scanned = []
@@ -376,7 +384,7 @@ class Rows:
             value_f32 = exact_f32.to(torch.float32, copy=bool(others))
         else:
             value_f32 = exact_f32
-        master = Master(param, laid_out_as(param, tensor_lists.written_out(value_f32)), others)
+        master = Master(param, laid_out_as(param, tensor_lists.written_out(value_f32)))
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
         take_state(master, states)

@@ -88,6 +88,7 @@ class SteppedOptimizer:
             None  # of the first `scale_loss` or step; raises AmpStateError
         )
         self.adopts_next = False  # whether the next backward looks for writes through `param.data`
+        self.needs_kernels = False  # whether what it steps, or keeps, is nothing that its class can step
         self._scaling = scaling
         self._is_wrapped = False
         self._written_gradients = strays.WrittenGradients()
@@ -269,6 +270,8 @@ class SteppedOptimizer:
         rows.follow()
         # Planned once, before the decision: a group that came between two plans could be stepped on inf.
         planned = None if fused is None else self._plan(fused)
+        if planned is None and self.needs_kernels:
+            strays.refuse_own_step(self.optimizer, fused, rows.step_rows())
         if planned is None or self._is_wrapped:
             self._refuse_capture()
         backward_seen, self.backward_seen = self.backward_seen, False
@@ -282,7 +285,7 @@ class SteppedOptimizer:
             if not backward_seen:
                 strays.warn_of_unseen_gradients(self.optimizer, rows)
             if planned is not None:
-                self._step_fused(planned, decision.flags, None if rows.makes_masters else weight_copies)
+                self._step_fused(planned, decision.flags, None if rows.makes_masters or rows.splits else weight_copies)
             else:
                 self._step_unfused(args, kwargs)
             devices.wait_for_readers(streams)
@@ -323,7 +326,10 @@ class SteppedOptimizer:
         known = Slot.FOREIGN not in slots
         # Those of a list are looked at one by one.
         plan = fused.plan(
-            weights, gradients if known else list(gradients), copies if self.rows.makes_masters else None, known
+            weights,
+            gradients if known else list(gradients),
+            copies if self.rows.makes_masters or self.rows.splits else None,
+            known,
         )
         held = slots.count(Slot.HELD)
         scaled = [held > 0] * len(slots) if held in (0, len(slots)) else [slot == _HELD for slot in slots]

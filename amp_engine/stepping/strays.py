@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from typing import NoReturn
 
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
-from amp_engine.stepping.rows import Rows
+from amp_engine.optimizers.fused_step import FusedStep, Plan
+from amp_engine.stepping.rows import Rows, StepRows
 
 
 class WrittenGradients:
@@ -64,3 +66,15 @@ def refuse_foreign_scaler(optimizer: Optimizer, rows: Rows) -> None:
             "and use `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`, then "
             "optimizer.step(): scale_loss scales, unscales and skips."
         )
+
+
+def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, rows: StepRows) -> NoReturn:
+    """Raise AmpStateError where the class's own step would be needed, which knows no remainders and narrow moments."""
+    reason = "step() has arguments, or torch.amp.GradScaler drives it"
+    if fused is not None:
+        plan = Plan(rows.weights, rows.weights, list(rows.gradients), rows.copies, False)
+        reason = fused.obstacle(plan) or "a gradient is sparse, or a setting is none that the kernels know"
+    raise AmpStateError(
+        f"{type(optimizer).__name__} cannot be stepped by the kernels: {reason}.  Its own step() knows neither split "
+        "masters nor bfloat16 moments.  Leave out master_weights='split' and moment_dtype, or what is in the way."
+    )

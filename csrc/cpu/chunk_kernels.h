@@ -18,6 +18,12 @@ struct ChunkKernels {
                        Partial* of_weight, Partial* of_step);
 };
 
+// Behind the coefficients of one tensor: the number of its step, mixed, for moments that are rounded by chance.
+AMP_HD uint32_t& step_mixed(void* coefficients) {
+  return *reinterpret_cast<uint32_t*>(static_cast<char*>(coefficients) + kCoefficientBytes - sizeof(uint32_t));
+}
+AMP_HD uint32_t step_mixed(void const* coefficients) { return step_mixed(const_cast<void*>(coefficients)); }
+
 extern ChunkKernels const kPortable;
 #if defined(__x86_64__)
 extern ChunkKernels const kAvx2;

@@ -27,6 +27,21 @@ struct Single {
     }
   }
   static void stream(Type type, void* data, int64_t i, float x) { store(type, data, i, x); }
+
+  static float load_split(void const* rounded, void const* remainder, int64_t i) {
+    return joined({static_cast<uint16_t const*>(rounded)[i], static_cast<uint16_t const*>(remainder)[i]});
+  }
+  static void store_split(void* rounded, void* remainder, int64_t i, float x) {
+    Halves const halves = split(x);
+    static_cast<uint16_t*>(rounded)[i] = halves.rounded;
+    static_cast<uint16_t*>(remainder)[i] = halves.remainder;
+  }
+  using Noise = uint32_t;
+  static Noise noise(int64_t i, uint32_t of_step) { return noise_at(i, of_step); }
+  template <int kShift>
+  static void store_by_chance(void* data, int64_t i, float x, Noise noise) {
+    static_cast<uint16_t*>(data)[i] = bf16_by_chance(x, noise >> kShift & 0xffffu);
+  }
 };
 
 template <class L>
@@ -50,13 +65,15 @@ AMP_HD void prefetch(Type type, void const* data, int64_t i, int64_t bytes_ahead
   }
 }
 
-// The low-precision copy that a weight is rounded into, if there is one. Streamed, it is not read before it is written,
-// which saves 2 of 32 bytes an element, 1 to 2% of a step; but the next forward finds none of it in the caches.
+// The low-precision copy that a weight is rounded into, if there is one, or its remainder. Streamed, a copy is not read
+// before it is written, which saves 2 of 32 bytes an element, 1 to 2% of a step; but the next forward finds none of it in
+// the caches.
 class Copy {
  public:
   explicit Copy(Row const& row)
       : data_(row.copy),
-        streamed_(row.copy && row.streamed && reinterpret_cast<uintptr_t>(row.copy) % sizeof(Lanes) == 0) {}
+        streamed_(row.copy && row.streamed && row.copy_type != Type::remainder &&
+                  reinterpret_cast<uintptr_t>(row.copy) % sizeof(Lanes) == 0) {}
   Copy(Copy const&) = delete;
   ~Copy() {
     if (streamed_) {
@@ -71,7 +88,16 @@ class Copy {
     }
   }
   template <class L, class V>
-  AMP_HD void write(Type type, int64_t i, V weight) const {
+  AMP_HD V load(Type weight_type, Type type, void const* weights, int64_t i) const {
+    return type == Type::remainder ? V(L::load_split(weights, data_, i)) : V(L::load(weight_type, weights, i));
+  }
+  template <class L, class V>
+  AMP_HD void write(Type weight_type, Type type, void* weights, int64_t i, V weight) const {
+    if (type == Type::remainder) {
+      L::store_split(weights, data_, i, weight);
+      return;
+    }
+    L::store(weight_type, weights, i, weight);
     if (data_ && streamed_) {
       L::stream(type, data_, i, weight);
     } else if (data_) {
@@ -230,31 +256,43 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
   Row const r = row;
   Entry const g = gradient;
   Copy const copy(r);
-  auto const run = [&](auto weight_type, auto gradient_type, auto copy_type) {
+  [[maybe_unused]] uint32_t of_step = 0;
+  if constexpr (kNarrowState<Update>) {
+    of_step = step_mixed(coefficients);
+  }
+  auto const run = [&](auto weight_type, auto gradient_type, auto copy_type, auto state_type) {
     for_each(span(chunk, r.numel), [&](auto lanes, int64_t i) {
       using L = decltype(lanes);
       using V = typename ValueOf<L>::type;
       prefetch<L>(gradient_type, g.data, i);
       prefetch<L>(weight_type, r.weight, i);
       if (r.state1) {
-        prefetch<L>(Type::float32, r.state1, i);
+        prefetch<L>(state_type, r.state1, i);
       }
       if constexpr (Update::kState2) {
-        prefetch<L>(Type::float32, r.state2, i);
+        prefetch<L>(state_type, r.state2, i);
       }
       copy.template prefetch<L>(copy_type, i);
-      V weight = L::load(weight_type, r.weight, i);
-      V state1 = r.state1 ? L::load(Type::float32, r.state1, i) : V(0.0f);
-      V state2 = Update::kState2 ? L::load(Type::float32, r.state2, i) : V(0.0f);
+      V weight = copy.template load<L, V>(weight_type, copy_type, r.weight, i);
+      V state1 = r.state1 ? L::load(state_type, r.state1, i) : V(0.0f);
+      V state2 = Update::kState2 ? L::load(state_type, r.state2, i) : V(0.0f);
       Update::update(V(L::load(gradient_type, g.data, i)), weight, state1, state2, c);
-      L::store(weight_type, r.weight, i, weight);
-      if (r.state1) {
-        L::store(Type::float32, r.state1, i, state1);
+      if constexpr (kNarrowState<Update>) {
+        if (state_type != Type::float32) {
+          auto const noise = L::noise(i, of_step);
+          L::template store_by_chance<0>(r.state1, i, state1, noise);
+          L::template store_by_chance<16>(r.state2, i, state2, noise);
+        }
       }
-      if constexpr (Update::kState2) {
-        L::store(Type::float32, r.state2, i, state2);
+      if (state_type == Type::float32) {
+        if (r.state1) {
+          L::store(Type::float32, r.state1, i, state1);
+        }
+        if constexpr (Update::kState2) {
+          L::store(Type::float32, r.state2, i, state2);
+        }
       }
-      copy.template write<L>(copy_type, i, weight);
+      copy.template write<L>(weight_type, copy_type, r.weight, i, weight);
     });
   };
   // The usual types, of O2 and O5, of O1 and O4, and of FP32, each in a loop of its own, which asks for none: a quarter to
@@ -262,21 +300,36 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
   Known<Type::float32> const f32;
   Known<Type::float16> const f16;
   Known<Type::bfloat16> const bf16;
+  Known<Type::remainder> const rest;
   auto const are = [&](Type gradient, Type copy) {
     return r.weight_type == Type::float32 && g.type == gradient && r.copy_type == copy;
   };
+  if constexpr (kNarrowState<Update>) {
+    if (r.state_type != Type::float32) {
+      if (are(bf16, bf16)) {
+        run(f32, bf16, bf16, bf16);
+      } else if (r.copy_type == rest && g.type == bf16) {
+        run(bf16, bf16, rest, bf16);
+      } else {
+        run(r.weight_type, g.type, r.copy_type, bf16);
+      }
+      return;
+    }
+  }
   if (are(f16, f16)) {
-    run(f32, f16, f16);
+    run(f32, f16, f16, f32);
   } else if (are(bf16, bf16)) {
-    run(f32, bf16, bf16);
+    run(f32, bf16, bf16, f32);
   } else if (are(f32, f16)) {
-    run(f32, f32, f16);
+    run(f32, f32, f16, f32);
   } else if (are(f32, bf16)) {
-    run(f32, f32, bf16);
+    run(f32, f32, bf16, f32);
   } else if (are(f32, f32)) {
-    run(f32, f32, f32);
+    run(f32, f32, f32, f32);
+  } else if (r.copy_type == rest && g.type == bf16) {
+    run(bf16, bf16, rest, f32);
   } else {
-    run(r.weight_type, g.type, r.copy_type);
+    run(r.weight_type, g.type, r.copy_type, f32);
   }
 }
 
@@ -285,6 +338,7 @@ void lamb_moments(Row const& row, Entry const& gradient, int64_t chunk, float* s
   auto const c = *static_cast<LambMoments::Coefficients const*>(coefficients);
   Row const r = row;
   Entry const g = gradient;
+  Copy const copy(r);
   Span const s = span(chunk, r.numel);
   Leaf weights(s.end - s.begin), steps_leaf(s.end - s.begin);
   Magnitudes of_weights, of_steps;
@@ -296,7 +350,7 @@ void lamb_moments(Row const& row, Entry const& gradient, int64_t chunk, float* s
     prefetch<L>(Type::float32, r.state1, i);
     prefetch<L>(Type::float32, r.state2, i);
     prefetch<L>(Type::float32, steps, i);
-    V const weight = L::load(r.weight_type, r.weight, i);
+    V const weight = copy.load<L, V>(r.weight_type, r.copy_type, r.weight, i);
     V exp_avg = L::load(Type::float32, r.state1, i);
     V exp_avg_sq = L::load(Type::float32, r.state2, i);
     V const u = LambMoments::step(V(L::load(g.type, g.data, i)), weight, exp_avg, exp_avg_sq, c);
@@ -324,9 +378,8 @@ void lamb_apply(Row const& row, Entry const& step, int64_t chunk, void const* co
     prefetch<L>(r.weight_type, r.weight, i);
     copy.prefetch<L>(r.copy_type, i);
     V const u = L::load(Type::float32, step.data, i);
-    V const weight = fma(V(minus_rate), u, V(L::load(r.weight_type, r.weight, i)));
-    L::store(r.weight_type, r.weight, i, weight);
-    copy.write<L>(r.copy_type, i, weight);
+    V const weight = fma(V(minus_rate), u, copy.load<L, V>(r.weight_type, r.copy_type, r.weight, i));
+    copy.write<L>(r.weight_type, r.copy_type, r.weight, i, weight);
   });
 }
 

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "math/types.h"
+#include "math/halves.h"
 
 namespace amp_engine::cpu::avx2 {
 
@@ -43,6 +43,47 @@ struct Lanes {
   }
   static AMP_HD void fence() { _mm_sfence(); }
 
+  // As in math/halves.h, and so below.
+  static AMP_HD Lanes load_split(void const* rounded, void const* remainder, int64_t i) {
+    __m256i const none = _mm256_setzero_si256();
+    __m256i const high = widened(rounded, i), low = widened(remainder, i);
+    __m256i const up = _mm256_cmpgt_epi32(low, _mm256_set1_epi32(0x8000));
+    __m256i const zero = _mm256_cmpeq_epi32(_mm256_and_si256(high, _mm256_set1_epi32(0x7fff)), none);
+    __m256i const down = _mm256_add_epi32(high, _mm256_andnot_si256(zero, up));  // a mask is -1
+    __m256i const kept = _mm256_andnot_si256(_mm256_and_si256(up, zero), low);
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(down, 16), kept));
+  }
+  static AMP_HD void store_split(void* rounded, void* remainder, int64_t i, Lanes x) {
+    __m256i const given = _mm256_castps_si256(x.v);
+    __m256i const tie = _mm256_cmpeq_epi32(_mm256_and_si256(given, _mm256_set1_epi32(0x1ffff)),
+                                           _mm256_set1_epi32(0x18000));
+    __m256i const number = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_ORD_Q));
+    __m256i const bits = _mm256_sub_epi32(given, tie);
+    __m256i const low = _mm256_and_si256(number, _mm256_and_si256(bits, _mm256_set1_epi32(0xffff)));
+    __m256i const up = _mm256_cmpgt_epi32(low, _mm256_set1_epi32(0x8000));
+    __m256i const near = _mm256_and_si256(_mm256_sub_epi32(_mm256_srli_epi32(bits, 16), up), _mm256_set1_epi32(0xffff));
+    put(rounded, i, _mm256_blendv_epi8(_mm256_set1_epi32(0x7fc0), near, number));
+    put(remainder, i, low);
+  }
+
+  using Noise = __m256i;
+  static AMP_HD Noise noise(int64_t i, uint32_t of_step) {
+    __m256i const lane = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    __m256i x = _mm256_add_epi32(lane, _mm256_set1_epi32(int32_t(uint32_t(i) + of_step)));
+    x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+    x = _mm256_mullo_epi32(x, _mm256_set1_epi32(0x7feb352d));
+    x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
+    x = _mm256_mullo_epi32(x, _mm256_set1_epi32(int32_t(0x846ca68bu)));
+    return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+  }
+  template <int kShift>
+  static AMP_HD void store_by_chance(void* data, int64_t i, Lanes x, Noise noise) {
+    __m256i const mine = _mm256_and_si256(_mm256_srli_epi32(noise, kShift), _mm256_set1_epi32(0xffff));
+    __m256i const sum = _mm256_add_epi32(_mm256_castps_si256(x.v), mine);
+    __m256i const nan = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+    put(data, i, _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), nan));
+  }
+
   struct Magnitudes {
     __m256i bits;
 
@@ -63,6 +104,16 @@ struct Lanes {
   };
 
  private:
+  static AMP_HD __m256i widened(void const* data, int64_t i) {
+    auto const* at = reinterpret_cast<__m128i const*>(static_cast<uint16_t const*>(data) + i);
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(at));
+  }
+  // The lower halves of lanes that are below 2^16.
+  static AMP_HD void put(void* data, int64_t i, __m256i halves) {
+    auto* at = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(data) + i);
+    __m256i const packed = _mm256_packus_epi32(halves, halves);
+    _mm_storeu_si128(at, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+  }
   AMP_HD __m128i low(Type type) const {
     return type == Type::float16 ? _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT) : bf16();
   }

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "math/types.h"
+#include "math/halves.h"
 
 namespace amp_engine::cpu::avx512 {
 
@@ -43,6 +43,47 @@ struct Lanes {
   }
   static AMP_HD void fence() { _mm_sfence(); }
 
+  // As in math/halves.h, and so below.
+  static AMP_HD Lanes load_split(void const* rounded, void const* remainder, int64_t i) {
+    __m512i const high = widened(rounded, i), low = widened(remainder, i);
+    __mmask16 const up = _mm512_cmpgt_epu32_mask(low, _mm512_set1_epi32(0x8000));
+    __mmask16 const zero = _mm512_testn_epi32_mask(high, _mm512_set1_epi32(0x7fff));
+    __m512i const down = _mm512_mask_sub_epi32(high, __mmask16(up & ~zero), high, _mm512_set1_epi32(1));
+    __m512i const kept = _mm512_maskz_mov_epi32(__mmask16(~(up & zero)), low);
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(down, 16), kept));
+  }
+  static AMP_HD void store_split(void* rounded, void* remainder, int64_t i, Lanes x) {
+    __m512i const one = _mm512_set1_epi32(1), given = _mm512_castps_si512(x.v);
+    __mmask16 const tie = _mm512_cmpeq_epi32_mask(_mm512_and_si512(given, _mm512_set1_epi32(0x1ffff)),
+                                                  _mm512_set1_epi32(0x18000));
+    __mmask16 const number = _mm512_cmp_ps_mask(x.v, x.v, _CMP_ORD_Q);
+    __m512i const bits = _mm512_mask_add_epi32(given, tie, given, one);
+    __m512i const low = _mm512_maskz_and_epi32(number, bits, _mm512_set1_epi32(0xffff));
+    __m512i const high = _mm512_srli_epi32(bits, 16);
+    __mmask16 const up = _mm512_cmpgt_epu32_mask(low, _mm512_set1_epi32(0x8000));
+    __m512i const near = _mm512_mask_add_epi32(high, up, high, one);
+    put(rounded, i, _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc0), number, near));
+    put(remainder, i, low);
+  }
+
+  using Noise = __m512i;
+  static AMP_HD Noise noise(int64_t i, uint32_t of_step) {
+    __m512i const lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    __m512i x = _mm512_add_epi32(lane, _mm512_set1_epi32(int32_t(uint32_t(i) + of_step)));
+    x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+    x = _mm512_mullo_epi32(x, _mm512_set1_epi32(0x7feb352d));
+    x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
+    x = _mm512_mullo_epi32(x, _mm512_set1_epi32(int32_t(0x846ca68bu)));
+    return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+  }
+  template <int kShift>
+  static AMP_HD void store_by_chance(void* data, int64_t i, Lanes x, Noise noise) {
+    __m512i const mine = _mm512_and_si512(_mm512_srli_epi32(noise, kShift), _mm512_set1_epi32(0xffff));
+    __m512i const sum = _mm512_add_epi32(_mm512_castps_si512(x.v), mine);
+    __mmask16 const nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+    put(data, i, _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), nan, _mm512_set1_epi32(0x7fc0)));
+  }
+
   struct Magnitudes {
     __m512i bits;
 
@@ -59,6 +100,14 @@ struct Lanes {
   };
 
  private:
+  static AMP_HD __m512i widened(void const* data, int64_t i) {
+    auto const* at = reinterpret_cast<__m256i const*>(static_cast<uint16_t const*>(data) + i);
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(at));
+  }
+  static AMP_HD void put(void* data, int64_t i, __m512i halves) {
+    auto* at = reinterpret_cast<__m256i*>(static_cast<uint16_t*>(data) + i);
+    _mm256_storeu_si256(at, _mm512_cvtepi32_epi16(halves));
+  }
   AMP_HD __m256i low(Type type) const {
     return type == Type::float16 ? _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT) : bf16();
   }

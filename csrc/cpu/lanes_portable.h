@@ -1,7 +1,7 @@
 // One float at a time, for machines without the vector instructions that we know.
 #pragma once
 
-#include "math/types.h"
+#include "math/halves.h"
 
 namespace amp_engine::cpu::portable {
 
@@ -27,6 +27,23 @@ struct Lanes {
 
   static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) { x.store(type, data, i); }
   static AMP_HD void fence() {}
+
+  // As in math/halves.h, and so below.
+  static AMP_HD Lanes load_split(void const* rounded, void const* remainder, int64_t i) {
+    return joined({static_cast<uint16_t const*>(rounded)[i], static_cast<uint16_t const*>(remainder)[i]});
+  }
+  static AMP_HD void store_split(void* rounded, void* remainder, int64_t i, Lanes x) {
+    Halves const halves = split(x.v);
+    static_cast<uint16_t*>(rounded)[i] = halves.rounded;
+    static_cast<uint16_t*>(remainder)[i] = halves.remainder;
+  }
+
+  using Noise = uint32_t;
+  static AMP_HD Noise noise(int64_t i, uint32_t of_step) { return noise_at(i, of_step); }
+  template <int kShift>
+  static AMP_HD void store_by_chance(void* data, int64_t i, Lanes x, Noise noise) {
+    static_cast<uint16_t*>(data)[i] = bf16_by_chance(x.v, noise >> kShift & 0xffffu);
+  }
 
   struct Magnitudes {
     uint32_t bits = 0;

@@ -30,7 +30,7 @@ double learning_rate(Group const& group) { return group.lr_on_device ? double(*g
 
 template <class Update>
 void prepare(StepArgs const& args) {
-  static_assert(sizeof(typename Update::Coefficients) <= kCoefficientBytes);
+  static_assert(sizeof(typename Update::Coefficients) <= kCoefficientBytes - sizeof(uint32_t));
   constexpr bool is_lamb = std::is_same_v<Update, LambMoments>;
   double const norm = is_lamb ? norm_of_all(args) : 0.0;
   for (int64_t t = 0; t < args.n_tensors; ++t) {
@@ -48,6 +48,9 @@ void prepare(StepArgs const& args) {
       prepared.clip = lamb_clip(hyper, norm);
     }
     *static_cast<typename Update::Coefficients*>(coefficients_of(args, t)) = Update::prepare(hyper, prepared);
+    if constexpr (kNarrowState<Update>) {
+      step_mixed(coefficients_of(args, t)) = mixed(uint32_t(int64_t(prepared.step)));
+    }
   }
 }
 

@@ -36,16 +36,21 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) 
   });
 }
 
-// As update_share, and both sums.
-template <class Map>
+// As update_share, or where weights may have remainders as update_narrow_share, and both sums.
+template <class Map, bool kNarrow>
 AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, int n,
                               LambMoments::Coefficients const& c, Leaf& weights, Leaf& steps) {
   Raw const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
   Raw const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
   Raw const raw1 = Map::load(lists.state1, Type::float32, first, n);
   Raw const raw2 = Map::load(lists.state2, Type::float32, first, n);
+  bool const is_split = kNarrow && lists.copy.type == Type::remainder;
+  Raw raw_rest = {};
+  if (is_split) {
+    raw_rest = Map::load(lists.copy, Type::remainder, first, n);
+  }
   Floats const g = Map::widened(raw_gradient, lists.gradient.type);
-  Floats const w = Map::widened(raw_weight, lists.weight.type);
+  Floats const w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
   Floats s1 = Map::widened(raw1, Type::float32);
   Floats s2 = Map::widened(raw2, Type::float32);
   Floats u;
@@ -62,7 +67,8 @@ AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, i
   steps.add(u);
 }
 
-__global__ void __launch_bounds__(kThreads, 3) moments(StepArgs const args) {
+template <bool kNarrow>
+AMP_DEVICE void moments_chunk(StepArgs const& args) {
   Chunk const chunk = args.chunks[blockIdx.x];
   if (is_skipped(args)) {
     return;
@@ -80,17 +86,17 @@ __global__ void __launch_bounds__(kThreads, 3) moments(StepArgs const args) {
   Leaf steps;
   int first = 0;
   if (lists.gradient.has_quads() && lists.weight.has_quads() && lists.state1.has_quads() && lists.state2.has_quads() &&
-      step.has_quads()) {
+      step.has_quads() && (!kNarrow || lists.copy.has_quads())) {
 #pragma unroll 1
     for (; first + kStride <= n; first += kStride) {
-      moments_share<Quads>(lists, step, first, n, c, weights, steps);
+      moments_share<Quads, kNarrow>(lists, step, first, n, c, weights, steps);
     }
     weights.hand_over<Quads, Singles>();
     steps.hand_over<Quads, Singles>();
   }
 #pragma unroll 1
   for (; first < n; first += kStride) {
-    moments_share<Singles>(lists, step, first, n, c, weights, steps);
+    moments_share<Singles, kNarrow>(lists, step, first, n, c, weights, steps);
   }
   Partial const of_weight = weights.sum(Type::float32);
   Partial const of_step = steps.sum(Type::float32);
@@ -99,6 +105,9 @@ __global__ void __launch_bounds__(kThreads, 3) moments(StepArgs const args) {
     args.partials[args.n_chunks + blockIdx.x] = of_step;
   }
 }
+
+__global__ void __launch_bounds__(kThreads, 3) moments(StepArgs const args) { moments_chunk<false>(args); }
+__global__ void __launch_bounds__(kThreads, 2) narrow_moments(StepArgs const args) { moments_chunk<true>(args); }
 
 struct StepTable {
   StepArgs const& args;
@@ -144,13 +153,17 @@ struct Apply {
   }
 };
 
-__global__ void __launch_bounds__(kThreads, 5) apply(StepArgs const args) {
+template <bool kNarrow>
+AMP_DEVICE void apply_chunk(StepArgs const& args) {
   Chunk const chunk = args.chunks[blockIdx.x];
   if (is_skipped(args) || !args.gradients[chunk.tensor].data) {
     return;
   }
-  update_chunk<Apply>(args, chunk, Entry{args.lamb_steps[chunk.tensor], Type::float32, 0});
+  update_chunk<Apply, kNarrow>(args, chunk, Entry{args.lamb_steps[chunk.tensor], Type::float32, 0});
 }
+
+__global__ void __launch_bounds__(kThreads, 5) apply(StepArgs const args) { apply_chunk<false>(args); }
+__global__ void __launch_bounds__(kThreads, 3) narrow_apply(StepArgs const args) { apply_chunk<true>(args); }
 
 }  // namespace
 
@@ -159,10 +172,10 @@ void lamb(StepArgs const& args, cudaStream_t stream) {
     launch(gradient_norm, 1, kListThreads, stream, args);
   }
   launch(prepare, prepare_blocks(args), kPrepareThreads, stream, args);
-  launch(moments, args.n_chunks, kThreads, stream, args);
+  launch(args.narrow ? narrow_moments : moments, args.n_chunks, kThreads, stream, args);
   launch(segments, 2 * ((args.n_chunks + kThreads - 1) / kThreads), kThreads, stream, args);
   launch(ratios, prepare_blocks(args), kPrepareThreads, stream, args);
-  launch(apply, args.n_chunks, kThreads, stream, args);
+  launch(args.narrow ? narrow_apply : apply, args.n_chunks, kThreads, stream, args);
 }
 
 }  // namespace amp_engine::cuda

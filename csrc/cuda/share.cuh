@@ -89,6 +89,13 @@ struct Quads {
       store_8(at + offset(4) * 2, raw.word + 2);
     }
   }
+  // Bits of a 16-bit type. By itself, since `store` by way of it spills.
+  static AMP_DEVICE void store_halves(List const& list, int first, int, Raw const& raw) {
+    char* const at = list.at(first + position(0), Type::bfloat16);
+    store_8(at, raw.word);
+    store_8(at + offset(4) * 2, raw.word + 2);
+  }
+  static AMP_DEVICE uint16_t half(Raw const& raw, int k) { return uint16_t(raw.word[k / 2] >> k % 2 * 16); }
   static AMP_DEVICE Floats widened(Raw const& raw, Type type) {
     Floats x;
     if (type == Type::float32) {
@@ -158,6 +165,15 @@ struct Singles {
       }
     }
   }
+  static AMP_DEVICE void store_halves(List const& list, int first, int n, Raw const& raw) {
+    int const i = first + position(0);
+    char* const at = list.at(i, Type::bfloat16);
+#pragma unroll
+    for (int k = 0; k < kShare; ++k) {
+      store_2_if(i + offset(k) < n, at + offset(k) * 2, raw.word[k / 2] >> k % 2 * 16);
+    }
+  }
+  static AMP_DEVICE uint16_t half(Raw const& raw, int k) { return uint16_t(raw.word[k]); }
   static AMP_DEVICE Floats widened(Raw const& raw, Type type) {
     Floats x;
     if (type == Type::float32) {

@@ -17,22 +17,32 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) 
   });
 }
 
-template <class Update>
-__global__ void __launch_bounds__(kThreads, 4) update(StepArgs const args) {
+template <class Update, bool kNarrow>
+AMP_DEVICE void update_if_taken(StepArgs const& args) {
   Chunk const chunk = args.chunks[blockIdx.x];
   if (is_skipped(args)) {
     return;
   }
   Entry const gradient = args.gradients[chunk.tensor];
   if (gradient.data) {
-    update_chunk<Update>(args, chunk, gradient);
+    update_chunk<Update, kNarrow>(args, chunk, gradient);
   }
+}
+
+template <class Update>
+__global__ void __launch_bounds__(kThreads, 4) update(StepArgs const args) {
+  update_if_taken<Update, false>(args);
+}
+
+template <class Update>
+__global__ void __launch_bounds__(kThreads, 3) narrow(StepArgs const args) {
+  update_if_taken<Update, true>(args);
 }
 
 template <class Update>
 void run(StepArgs const& args, cudaStream_t stream) {
   launch(prepare<Update>, prepare_blocks(args), kPrepareThreads, stream, args);
-  launch(update<Update>, args.n_chunks, kThreads, stream, args);
+  launch(args.narrow ? narrow<Update> : update<Update>, args.n_chunks, kThreads, stream, args);
 }
 
 }  // namespace

@@ -51,15 +51,105 @@ struct Lists {
   List gradient, weight, copy, state1, state2;
   bool has_state1, has_copy;
 
-  AMP_DEVICE Lists(Row const& row, Entry const& gradient, uint32_t chunk)
+  AMP_DEVICE Lists(Row const& row, Entry const& gradient, uint32_t chunk, Type state_type = Type::float32)
       : gradient(gradient.data, gradient.type, chunk),
         weight(row.weight, row.weight_type, chunk),
         copy(row.copy, row.copy_type, chunk),
-        state1(row.state1, Type::float32, chunk),
-        state2(row.state2, Type::float32, chunk),
+        state1(row.state1, state_type, chunk),
+        state2(row.state2, state_type, chunk),
         has_state1(row.state1),
         has_copy(row.copy) {}
 };
+
+// Of two 16-bit lists in the words of `Map`: bfloat16 weights and their remainders.
+template <class Map>
+AMP_DEVICE Floats joined_share(Raw const& rounded, Raw const& remainder) {
+  Floats x;
+#pragma unroll
+  for (int k = 0; k < kShare; ++k) {
+    x.at[k] = joined({Map::half(rounded, k), Map::half(remainder, k)});
+  }
+  return x;
+}
+
+template <class Map>
+AMP_DEVICE void store_split(List const& rounded, List const& remainder, int first, int n, Floats const& x) {
+  Raw high = {}, low = {};
+#pragma unroll
+  for (int k = 0; k < kShare; ++k) {
+    Halves const halves = split(x.at[k]);
+    high.word[k / 2] |= uint32_t(halves.rounded) << k % 2 * 16;
+    low.word[k / 2] |= uint32_t(halves.remainder) << k % 2 * 16;
+  }
+  Map::store_halves(rounded, first, n, high);
+  Map::store_halves(remainder, first, n, low);
+}
+
+// Both moments, of the element at `first` of the chunk that begins at element `begin` of its tensor.
+template <class Map>
+AMP_DEVICE void store_by_chance(Lists const& lists, int64_t begin, int first, int n, Floats const& s1, Floats const& s2,
+                                uint32_t of_step) {
+  Raw of_1 = {}, of_2 = {};
+#pragma unroll
+  for (int k = 0; k < kShare; ++k) {
+    uint32_t const noise = noise_at(begin + first + Map::position(k), of_step);
+    of_1.word[k / 2] |= uint32_t(bf16_by_chance(s1.at[k], noise & 0xffffu)) << k % 2 * 16;
+    of_2.word[k / 2] |= uint32_t(bf16_by_chance(s2.at[k], noise >> 16)) << k % 2 * 16;
+  }
+  Map::store_halves(lists.state1, first, n, of_1);
+  Map::store_halves(lists.state2, first, n, of_2);
+}
+
+// As update_share, with remainders and moments of 16 bits. Not a case of it: its registers would be every step's.
+template <class Map, class Update>
+AMP_DEVICE void update_narrow_share(Lists const& lists, int64_t begin, int first, int n,
+                                    typename Update::Coefficients const& c, uint32_t of_step) {
+  bool const has_state1 = Update::kState1 && lists.has_state1;
+  bool const is_split = lists.copy.type == Type::remainder;
+  Raw const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
+  Raw const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
+  Raw raw_rest = {}, raw1 = {}, raw2 = {};
+  if (is_split) {
+    raw_rest = Map::load(lists.copy, Type::remainder, first, n);
+  }
+  if (has_state1) {
+    raw1 = Map::load(lists.state1, lists.state1.type, first, n);
+  }
+  if constexpr (Update::kState2) {
+    raw2 = Map::load(lists.state2, lists.state2.type, first, n);
+  }
+  Floats const g = Map::widened(raw_gradient, lists.gradient.type);
+  Floats w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
+  Floats s1 = Map::widened(raw1, lists.state1.type);
+  Floats s2 = Map::widened(raw2, lists.state2.type);
+#pragma unroll
+  for (int k = 0; k < kShare; ++k) {
+    Update::update(g.at[k], w.at[k], s1.at[k], s2.at[k], c);
+  }
+  bool is_stored = false;
+  if constexpr (kNarrowState<Update>) {
+    if (lists.state1.type != Type::float32) {
+      store_by_chance<Map>(lists, begin, first, n, s1, s2, of_step);
+      is_stored = true;
+    }
+  }
+  if (!is_stored) {
+    if (has_state1) {
+      Map::store(lists.state1, Type::float32, first, n, s1);
+    }
+    if constexpr (Update::kState2) {
+      Map::store(lists.state2, Type::float32, first, n, s2);
+    }
+  }
+  if (is_split) {
+    store_split<Map>(lists.weight, lists.copy, first, n, w);
+    return;
+  }
+  Map::store(lists.weight, lists.weight.type, first, n, w);
+  if (lists.has_copy) {
+    Map::store(lists.copy, lists.copy.type, first, n, w);
+  }
+}
 
 template <class Map, class Update>
 AMP_DEVICE void update_share(Lists const& lists, int first, int n, typename Update::Coefficients const& c) {
@@ -94,25 +184,34 @@ AMP_DEVICE void update_share(Lists const& lists, int first, int n, typename Upda
   }
 }
 
-template <class Update>
+template <class Update, bool kNarrow = false>
 AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gradient) {
   Row const row = args.rows[chunk.tensor];
   auto const c = *reinterpret_cast<typename Update::Coefficients const*>(coefficients_of(args, chunk.tensor));
   int const n = elements_of(chunk.index, row.numel);
-  Lists const lists(row, gradient, chunk.index);
+  Lists const lists(row, gradient, chunk.index, kNarrow ? row.state_type : Type::float32);
   // Lists that the optimizer or the tensor does not have begin at null, which is aligned to everything.
   bool const quads = lists.gradient.has_quads() && lists.weight.has_quads() && lists.copy.has_quads() &&
                      (!Update::kState1 || lists.state1.has_quads()) && (!Update::kState2 || lists.state2.has_quads());
+  int64_t const begin = int64_t(chunk.index) * kChunk;
+  uint32_t const of_step = kNarrow ? mixed(uint32_t(int64_t(args.steps[chunk.tensor]))) : 0;
+  auto const share = [&](auto map, int first) {
+    if constexpr (kNarrow) {
+      update_narrow_share<decltype(map), Update>(lists, begin, first, n, c, of_step);
+    } else {
+      update_share<decltype(map), Update>(lists, first, n, c);
+    }
+  };
   int first = 0;
   if (quads) {
 #pragma unroll 1
     for (; first + kStride <= n; first += kStride) {
-      update_share<Quads, Update>(lists, first, n, c);
+      share(Quads{}, first);
     }
   }
 #pragma unroll 1
   for (; first < n; first += kStride) {
-    update_share<Singles, Update>(lists, first, n, c);
+    share(Singles{}, first);
   }
 }
 

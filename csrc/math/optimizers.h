@@ -1,8 +1,11 @@
 // Which optimizers there are, for all that goes through them: kinds, tables, launches, hyperparameters.
 #pragma once
 
+#include <type_traits>
+
 #include "adagrad.h"
 #include "adam.h"
+#include "halves.h"
 #include "lamb.h"
 #include "novograd.h"
 #include "sgd.h"
@@ -50,6 +53,10 @@ struct HyperOf;
   };
 AMP_OPTIMIZERS(X)
 #undef X
+
+// Whether moments may be bfloat16.
+template <class Update>
+constexpr bool kNarrowState = std::is_same_v<Update, Adam>;
 
 // `call(type{})` for the type of `formula`. On the host.
 template <class Call>

@@ -11,16 +11,17 @@ constexpr int64_t kChunk = 32768;
 // One tensor of a step, 64 bytes.
 struct alignas(16) Row {
   void* weight;        // float32 master, or the parameter itself
-  float* state1;       // exp_avg, momentum buffer or sum; null if the optimizer has none
-  float* state2;       // exp_avg_sq; null if the optimizer has none
-  void* copy;          // low-precision parameter that the weight is rounded into; null if none
+  void* state1;        // exp_avg, momentum buffer or sum; null if the optimizer has none
+  void* state2;        // exp_avg_sq; null if the optimizer has none
+  void* copy;          // low-precision parameter that the weight is rounded into, or its remainder; null if none
   int64_t numel;
   uint32_t group;      // index of its hyperparameters
   Type weight_type;
   Type copy_type;
   uint32_t first_chunk;
   uint32_t n_chunks;
-  uint32_t streamed;   // whether a CPU writes the copy past its caches
+  Type state_type : 16;     // float32; of Adam also bfloat16, rounded by chance
+  uint32_t streamed : 16;   // whether a CPU writes the copy past its caches
 };
 static_assert(sizeof(Row) == 64);
 

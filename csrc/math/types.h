@@ -1,11 +1,12 @@
-// The three element types and their conversions, one element at a time. Rounding is to nearest, ties to even.
+// The element types and their conversions, one element at a time. Rounding is to nearest, ties to even.
 #pragma once
 
 #include "host_device.h"
 
 namespace amp_engine {
 
-enum class Type : uint32_t { float32 = 0, float16 = 1, bfloat16 = 2 };
+// `remainder`: the lower half of a float32 beside the bfloat16 that it rounds to, see halves.h.
+enum class Type : uint32_t { float32 = 0, float16 = 1, bfloat16 = 2, remainder = 3 };
 
 AMP_HD int64_t size_of(Type type) { return type == Type::float32 ? 4 : 2; }
 

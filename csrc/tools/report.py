@@ -28,7 +28,10 @@ FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-I", str(FOLDER.parent)]
 
 # Of the kernels that come by every element: threads in a block, and resident blocks that each was designed for.
 THREADS = 256
-BLOCKS = {"map<Check>": 5, "map": 4, "apply": 5, "update": 4, "moments": 3}
+BLOCKS = {
+    **{"map<Check>": 5, "map": 4, "apply": 5, "update": 4, "moments": 3},
+    **{"narrow": 3, "narrow_apply": 3, "narrow_moments": 2},
+}
 REGISTERS = 65536  # of a multiprocessor
 MOST_BLOCKS = 2048 // THREADS
 

@@ -269,6 +269,7 @@ struct StepCase {
   std::vector<float> steps, norms, largest;
   std::vector<double> sum_squares;
   bool has_state1;
+  bool narrow = false;  // whether weights may have remainders, and moments be bfloat16
   float const* inv_scale = nullptr;
   float const* norm = nullptr;
   float const* found_inf = nullptr;
@@ -290,17 +291,20 @@ struct StepCase {
     std::vector<Entry> entries(n);
     std::vector<float*> lamb_steps(n);
     std::vector<Tensor> scratch;
+    bool is_narrow = false;
     for (size_t t = 0; t < n; ++t) {
-      rows[t] = {.weight = r.weights[t].data(),
-                 .state1 = has_state1 ? reinterpret_cast<float*>(r.states1[t].data()) : nullptr,
-                 .state2 = reinterpret_cast<float*>(r.states2[t].data()),
+      rows[t] = Row{.weight = r.weights[t].data(),
+                 .state1 = has_state1 ? r.states1[t].data() : nullptr,
+                 .state2 = r.states2[t].data(),
                  .copy = has_copy[t] ? r.copies[t].data() : nullptr,
                  .numel = numels[t],
                  .group = group_of[t],
                  .weight_type = weights[t].type,
                  .copy_type = copies[t].type,
                  .first_chunk = first[t],
-                 .n_chunks = uint32_t((numels[t] + kChunk - 1) / kChunk)};
+                 .n_chunks = uint32_t((numels[t] + kChunk - 1) / kChunk),
+                 .state_type = states1[t].type};
+      is_narrow |= copies[t].type == Type::remainder || states1[t].type != Type::float32;
       entries[t] = {present[t] ? gradients[t].data() : nullptr, gradients[t].type, scaled[t]};
       lamb_steps[t] = reinterpret_cast<float*>(scratch.emplace_back(Type::float32, numels[t], 0).data());
     }
@@ -308,6 +312,7 @@ struct StepCase {
         static_cast<char*>(std::aligned_alloc(64, n * kCoefficientBytes)), &std::free);
     std::vector<Partial> partials(2 * chunks.size() + 1);
     backend(StepArgs{.formula = formula,
+                     .narrow = is_narrow,
                      .rows = rows.data(),
                      .gradients = entries.data(),
                      .chunks = chunks.data(),
@@ -355,23 +360,26 @@ Group any_group(Formula formula, bool has_momentum, float const* lr_on_device) {
 
 void test_steps() {
   static float const inv_scale = 0.125f, norm = 3.0f, found = 1.0f, clean = 0.0f, lr = 0.02f;
-  for (int number = 0; number < 300; ++number) {
+  for (int number = 0; number < 500; ++number) {
     StepCase c;
     c.formula = Formula(number % kFormulas);
+    c.narrow = number / kFormulas % 2;
     c.has_state1 = c.formula != Formula::sgd || chance(2);
     c.groups = {any_group(c.formula, c.has_state1, &lr), any_group(c.formula, c.has_state1, &lr)};
     Offsets const any_offset;
     for (size_t t = random_bits() % 6; t > 0; --t) {
       int64_t const numel = any_numel();
       c.gradients.emplace_back(any_type(), numel, any_offset()).fill(-8.0f, 8.0f);
-      c.weights.emplace_back(chance(3) ? any_type() : Type::float32, numel, any_offset())
+      bool const is_split = c.narrow && chance(2);
+      Type const state = c.narrow && c.formula == Formula::adam && chance(2) ? Type::bfloat16 : Type::float32;
+      c.weights.emplace_back(is_split ? Type::bfloat16 : chance(3) ? any_type() : Type::float32, numel, any_offset())
           .fill(-1.0f, 1.0f);
-      c.copies.emplace_back(pick({Type::float16, Type::bfloat16, Type::float32}), numel, any_offset()).fill(9.0f, 9.0f);
-      c.states1.emplace_back(Type::float32, numel, any_offset())
-          .fill(c.formula == Formula::adagrad ? 0.0f : -1.0f, 1.0f);
-      c.states2.emplace_back(Type::float32, numel, any_offset()).fill(0.0f, 1.0f);
+      Type const copy = is_split ? Type::remainder : pick({Type::float16, Type::bfloat16, Type::float32});
+      c.copies.emplace_back(copy, numel, any_offset()).fill(is_split ? -9.0f : 9.0f, 9.0f);  // any bits do as remainders
+      c.states1.emplace_back(state, numel, any_offset()).fill(c.formula == Formula::adagrad ? 0.0f : -1.0f, 1.0f);
+      c.states2.emplace_back(state, numel, any_offset()).fill(0.0f, 1.0f);
       c.present.push_back(!chance(5));
-      c.has_copy.push_back(chance(2));
+      c.has_copy.push_back(is_split || chance(2));
       c.scaled.push_back(chance(2));
       c.group_of.push_back(uint32_t(random_bits() % 2));
       c.steps.push_back(float(random_bits() % 4 * 100));

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from amp_engine.apex import apex_C
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.stepping.master import written_through_data
+from amp_engine.stepping.exact import written_through_data
 from amp_engine.torch_private import leaves_of
 
 

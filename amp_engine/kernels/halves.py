@@ -1,0 +1,80 @@
+"""Weights and moments in 16 bits where float32 takes 32, in plain PyTorch; csrc/math/halves.h has the same arithmetic.
+
+A float32 is kept as the bfloat16 that it rounds to, ties to even, and its own lower half. Both exactly is impossible:
+of the 65,537 values that round to an even bfloat16, two have one lower half. So a tie below an even one is first moved
+up by one unit in the last place of float32, 32,640 of the 4.28e9 finite values; all others come back as they were.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+REMAINDER = torch.int16
+"""The type of lower halves, whose bits they are."""
+
+_HALF = 0x8000
+_NAN = 0x7FC0
+
+
+def split(value_f32: Tensor) -> tuple[Tensor, Tensor]:
+    """(bfloat16, remainder), of the shape and strides of a float32 tensor. A NaN keeps no payload. No host sync."""
+    bits = value_f32.detach().view(torch.int32)
+    bits = bits + ((bits & 0x1FFFF) == 0x18000).int()
+    low = bits & 0xFFFF
+    high = (bits >> 16) + (low > _HALF).int()
+    nan = value_f32.isnan()
+    return _short(torch.where(nan, _NAN, high)).view(torch.bfloat16), _short(torch.where(nan, 0, low))
+
+
+def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 tensor that `split` gave these of. No host sync.
+
+    A remainder of another value, because somebody wrote `rounded`, changes less than half of bfloat16's unit.
+    """
+    high, low = _long(rounded.detach().view(torch.int16)), _long(remainder)
+    was_rounded_up = low > _HALF
+    is_lost = was_rounded_up & ((high & 0x7FFF) == 0)  # `split` rounds nothing up to 0
+    low = torch.where(is_lost, 0, low)
+    return (((high - (was_rounded_up & ~is_lost).int()) << 16) | low).view(torch.float32)
+
+
+def noise(step: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """16 bits for each of two moments: int64, of the shape and order in memory of `like`, a function of those places.
+
+    Args:
+        step: the number of the step, shape [].
+        like: the dense tensor that is stepped.
+    """
+    places = torch.arange(like.numel(), device=like.device).as_strided(like.shape, like.stride())
+    bits = _mixed((places + _mixed(step.long())) & 0xFFFFFFFF)
+    return bits & 0xFFFF, bits >> 16
+
+
+def by_chance(value_f32: Tensor, noise: Tensor) -> Tensor:
+    """bfloat16, rounded up with the probability that makes the mean exact, by 16 bits of `noise`.
+
+    To nearest, a second moment with beta2 = 0.999 would stand still: a change of a thousandth is less than half of
+    bfloat16's unit.
+    """
+    bits = (value_f32.view(torch.int32).long() & 0xFFFFFFFF) + noise
+    return _short(torch.where(value_f32.isnan(), _NAN, bits >> 16)).view(torch.bfloat16)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """C. Wellons, "Prospecting for Hash Functions" (2018), lowbias32, in the public domain; of 32 bits in int64."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _short(bits: Tensor) -> Tensor:
+    """int16 with the lower 16 bits of an integer."""
+    return ((bits + _HALF & 0xFFFF) - _HALF).to(torch.int16)
+
+
+def _long(bits: Tensor) -> Tensor:
+    """int32 from the bits of an int16."""
+    return bits.int() & 0xFFFF

@@ -1,0 +1,208 @@
+"""Rows whose masters are in two halves: the bfloat16 parameter itself, and the 16 bits that rounding took from it.
+
+The optimizer's groups keep the model's own parameters, and there is no FP32 tensor: what is stepped is joined in the
+kernels' registers. What somebody else writes into a parameter becomes its master, as the version tells; a write through
+`.data`, which no version tells of, leaves a master that still rounds to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import kernels
+from amp_engine.dtypes import is_low_precision
+from amp_engine.errors import AmpStateError
+from amp_engine.kernels import halves, tensor_lists
+from amp_engine.stepping.exact import Exact, discard_exact, exact_of, keep_exact, places_moved
+from amp_engine.stepping.rows import Rows, StepRows
+
+
+class Marks:
+    """Stamps of many parameters, as they were when their remainders were written."""
+
+    def __init__(self, stamps: tensor_lists.Stamps) -> None:
+        self.stamps = stamps
+
+
+class Remainder(Exact):
+    """The lower half of one parameter's master.
+
+    Args:
+        param: bfloat16, dense.
+        exact_f32: rounds to `param`; None: the parameter is the master.
+    """
+
+    __slots__ = ("_marks", "_memory", "_place", "bits")
+
+    def __init__(self, param: nn.Parameter, exact_f32: Tensor | None) -> None:
+        super().__init__(param)
+        self.bits = torch.zeros_like(param, dtype=halves.REMAINDER, requires_grad=False)
+        self._marks, self._place = Marks(tensor_lists.stamps([param])), 0
+        # Held, or what replaces it (`param.data = x`) could be given its address, by which the stamp knows it.
+        self._memory = param.untyped_storage()
+        if exact_f32 is not None:
+            self.take(exact_f32)
+
+    def in_sync(self) -> bool:
+        """Whether nobody but us wrote the parameter since."""
+        return tensor_lists.have_stamps([self.param], self.marked_as())
+
+    def marked_as(self) -> tensor_lists.Stamps:
+        """The stamp of the parameter when it was in sync."""
+        return tensor_lists.stamps_of(self._marks.stamps, self._place)
+
+    def share(self, marks: Marks, place: int) -> None:
+        """Keep the stamp in `marks`, which has it already, from now on."""
+        self._marks, self._place = marks, place
+
+    def value(self) -> Tensor:
+        """The master: float32, new memory. No host sync."""
+        return halves.joined(self.param, self.bits)
+
+    @torch.no_grad()
+    def take(self, value_f32: Tensor | None) -> None:
+        """Become the lower half of `value_f32`, which has been rounded into the parameter; of nothing for None."""
+        param = self.param
+        if self.bits.device != param.device or not kernels.same_layout(self.bits, param):
+            self.bits = torch.zeros_like(param, dtype=halves.REMAINDER, requires_grad=False)
+        if value_f32 is None:
+            self.bits.zero_()
+        else:
+            laid_out = torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(value_f32)
+            self.bits.copy_(halves.split(laid_out)[1])
+        self._memory = param.untyped_storage()
+        places_moved()
+        stamp = tensor_lists.stamps([param])
+        self._marks.stamps = tensor_lists.put_stamps(self._marks.stamps, self._place, stamp)
+
+    def memory(self) -> None:
+        """Nobody sees it."""
+
+
+class SplitRows(Rows):
+    """The rows of one optimizer whose bfloat16 parameters have remainders.
+
+    Args:
+        optimizer: keeps its groups; moments that it loads stay float32, where torch would round them to its parameters'
+            type.
+        exact: id of a parameter -> its float32 value from before the model was cast.
+    """
+
+    splits = True
+
+    def __init__(self, optimizer: Optimizer, exact: Mapping[int, Tensor]) -> None:
+        super().__init__(optimizer, False)
+        self._exact = exact
+        self._by_row: list[Remainder | None] = []
+        self._split = tensor_lists.params([])  # the parameters that have a remainder
+        self._marks = Marks(tensor_lists.stamps(self._split))
+        self._seen: tuple[nn.Parameter, ...] = ()  # the weights as of the last scan
+        self._is_doubted = False
+        self._incoming: dict[str, Any] = {}
+        self.scan()
+        self._exact = {}  # its memory goes
+        self._await_broadcasts()
+        self._hooks = [
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
+        """Bring the rows in line with the groups as they are now: what is new has a remainder of 0.
+
+        Raises AmpStateError, before anything is changed, for a parameter that cannot have one.
+        """
+        super().scan(exact)
+        weights = self._columns.weights
+        if tensor_lists.same_objects(weights, self._seen):
+            return
+        known = {id(one.param): one for one in self._by_row if one is not None}
+        for p in weights:
+            if is_low_precision(p) and id(p) not in known:
+                _check(p)
+        self._by_row = [(known.pop(id(p), None) or self._new(p)) if is_low_precision(p) else None for p in weights]
+        for gone in known.values():
+            discard_exact(gone)
+        remainders = [one for one in self._by_row if one is not None]
+        self._split = tensor_lists.params([one.param for one in remainders])
+        self._marks = Marks(tensor_lists.joined(one.marked_as() for one in remainders))
+        for place, one in enumerate(remainders):
+            one.share(self._marks, place)
+        self._seen = weights
+
+    def _new(self, param: nn.Parameter) -> Remainder:
+        remainder = Remainder(param, self._exact.get(id(param)))
+        keep_exact(remainder)
+        return remainder
+
+    def _doubt(self, numel: int) -> None:
+        """A tensor was broadcast: all ranks go on from rounded parameters, if all of one may have been in it."""
+        largest = max((one.bits.numel() for one in self._by_row if one is not None), default=0)
+        self._is_doubted |= numel >= largest
+
+    def refresh(self, adopt_data_writes: bool = False) -> None:
+        """Drop the remainder of every parameter that was written by somebody else."""
+        self.scan()
+        super().refresh(adopt_data_writes)
+        if self._is_doubted or not tensor_lists.have_stamps(self._split, self._marks.stamps):
+            for one in self._by_row:
+                if one is not None and (self._is_doubted or not one.in_sync()):
+                    one.take(None)
+            self._is_doubted = False
+
+    def mark_in_sync(self) -> None:
+        """Declare that remainders belong to what parameters are."""
+        super().mark_in_sync()
+        self._marks.stamps = tensor_lists.stamps(self._split)
+
+    def step_rows(self) -> StepRows:
+        """What the next step has to do: parameters, and remainders beside them."""
+        rows = super().step_rows()
+        return rows._replace(copies=[None if one is None else one.bits for one in self._by_row])
+
+    def release(self) -> None:
+        """Give the parameters their masters' float32 values."""
+        for hook in self._hooks:
+            hook.remove()
+        for one in self._by_row:
+            if one is None:
+                continue
+            param, value = one.param, one.value() if one.in_sync() else one.param.detach().float()
+            grad, param.grad = param.grad, None
+            param.data = value
+            param.grad = None if grad is None else grad.float()
+            discard_exact(one)
+        self._by_row = []
+        super().release()
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._incoming = state_dict
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        """Moments are what was saved again, and not rounded."""
+        saved, self._incoming = self._incoming, {}
+        indices = [i for group in saved["param_groups"] for i in group["params"]]
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, param in zip(indices, own, strict=True):
+            for name, value in saved["state"].get(index, {}).items():
+                is_moment = isinstance(value, Tensor) and value.is_floating_point() and name != "step"
+                if is_moment and is_low_precision(param):
+                    optimizer.state[param][name] = value.to(param.device, torch.float32, copy=True)
+
+
+def _check(param: nn.Parameter) -> None:
+    if param.dtype is not torch.bfloat16 or not kernels.is_dense(param):
+        raise AmpStateError(
+            f"A parameter of shape {tuple(param.shape)}, {param.dtype} and strides {param.stride()} has no split "
+            "master: it must be bfloat16 and without gaps in memory.  Use master_weights=True."
+        )
+    if next(exact_of(param), None) is not None:
+        raise AmpStateError(
+            f"A parameter of shape {tuple(param.shape)} is stepped by two optimizers, and has one remainder.  "
+            "Use master_weights=True."
+        )

@@ -1,0 +1,340 @@
+"""Masters in two halves (`master_weights="split"`) and moments in bfloat16 (`moment_dtype`), through the engine."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_engine import amp, kernels
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.kernels import choice, halves
+from amp_engine.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from amp_engine.stepping.exact import exact_of, exact_value
+from tests import support
+from tests.behaviour.test_resume import checkpoint, everything, resumed
+from tests.models import CNN, LSTM, MLP, NORMED_MLP
+from tests.ranks import on_ranks
+from tests.support import assert_bitwise, backward, frozen, group_params, masters, picture, train
+
+NARROW = {
+    "split": {"master_weights": "split"},
+    "moments": {"moment_dtype": torch.bfloat16},
+    "both": {"master_weights": "split", "moment_dtype": "bfloat16"},
+}
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+OPTIMIZERS = {
+    "AdamW": adamw,
+    "SGD": sgd,
+    "FusedAdam": lambda params: FusedAdam(params, lr=1e-2, eps=1e-4),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.05, momentum=0.9),
+    "FusedLAMB": lambda params: FusedLAMB(params, lr=1e-2),
+    "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=1e-2),
+}
+
+
+def started(make: Any = adamw, task: Any = NORMED_MLP, level: str = "O5", **keywords: Any) -> Any:
+    return support.started(level, make, task, **keywords)
+
+
+def exact(model: nn.Module) -> list[Tensor]:
+    return [weight.detach().clone() for _, weight in amp.named_masters(model)]
+
+
+@pytest.fixture(params=["as built", "reference"])
+def computes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "reference":
+        monkeypatch.setattr(choice, "_NATIVE", {})
+
+
+@pytest.mark.usefixtures("computes")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_is_that_of_fp32_masters_but_for_ties(name: str) -> None:
+    kept = {}
+    for master_weights in (True, "split"):
+        model, optimizer = started(OPTIMIZERS[name], master_weights=master_weights)
+        kept[master_weights] = train(NORMED_MLP, model, optimizer, "c" * 8), exact(model)
+        amp.close()
+    if name == "AdamW" and not kernels.has_native(torch.device("cpu")):
+        torch.testing.assert_close(kept["split"], kept[True], rtol=1e-5, atol=1e-6)  # torch's own step rounds elsewhere
+    else:
+        assert_bitwise(kept["split"], kept[True])
+
+
+def test_there_is_no_fp32_copy_and_what_there_is_takes_four_bytes_a_weight() -> None:
+    model, optimizer = started(**NARROW["both"])
+    train(NORMED_MLP, model, optimizer, "cc")
+    for param in group_params(optimizer):
+        assert any(param is own for own in model.parameters())
+        state = optimizer.state[param]
+        assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.bfloat16
+        keepers = list(exact_of(param))
+        if param.dtype is torch.float32:
+            assert keepers == []  # of the batch norm
+        else:
+            (remainder,) = keepers
+            assert (remainder.bits.dtype, param.dtype) == (torch.int16, torch.bfloat16)
+            assert not torch.equal(exact_value(param), param.float())
+            assert torch.equal(exact_value(param).bfloat16(), param)
+
+
+@pytest.mark.usefixtures("computes")
+@pytest.mark.parametrize("how", NARROW)
+@pytest.mark.parametrize("name", ["AdamW", "FusedAdam", "SGD"])
+@pytest.mark.parametrize("task", [NORMED_MLP, CNN, LSTM], ids=lambda task: task.name)
+def test_a_resumed_run_is_the_uncut_one(task: Any, name: str, how: str) -> None:
+    if name == "SGD" and how != "split":
+        with pytest.raises(AmpStateError, match="only Adam and AdamW keep narrow moments"):
+            started(OPTIMIZERS[name], task, **NARROW[how])
+        return
+    make, keywords = OPTIMIZERS[name], {"loss_scale": "dynamic", **NARROW[how]}
+    model, optimizer = started(make, task, **keywords)
+    train(task, model, optimizer, "ccoc")
+    file = checkpoint(model, optimizer)
+    losses = train(task, model, optimizer, "cocc", first=4)
+    truth = everything(model, optimizer)
+    amp.close()
+    model, optimizer = resumed(file, task, make, "O5", **keywords)
+    assert train(task, model, optimizer, "cocc", first=4) == losses
+    assert_bitwise(everything(model, optimizer), truth)
+
+
+@pytest.mark.parametrize("into", [True, "split"])
+def test_a_checkpoint_of_one_form_goes_on_in_the_other(into: Any) -> None:
+    out_of = "split" if into is True else True
+    model, optimizer = started(master_weights=out_of)
+    train(NORMED_MLP, model, optimizer, "ccc")
+    file = checkpoint(model, optimizer)
+    losses, values = train(NORMED_MLP, model, optimizer, "ccc", first=3), exact(model)
+    amp.close()
+    model, optimizer = resumed(file, NORMED_MLP, adamw, "O5", master_weights=into)
+    assert train(NORMED_MLP, model, optimizer, "ccc", first=3) == losses
+    assert_bitwise(exact(model), values)
+
+
+def test_a_file_and_the_names_of_parameters_carry_it_too(tmp_path: Any) -> None:
+    model, optimizer = started(**NARROW["both"])
+    train(NORMED_MLP, model, optimizer, "ccc")
+    amp.save(tmp_path / "run.pt", model=model, optimizer=optimizer)
+    by_name, truth = frozen(amp.optimizer_state_dict(model, optimizer)), everything(model, optimizer)
+    state = amp.training_state(model, optimizer).state_dict()
+    amp.close()
+    model, optimizer = started(seed=5, **NARROW["both"])
+    begun = amp.training_state(model, optimizer).state_dict()["optimizer"]["state"]
+    for name, of_one in begun.items():  # torch.distributed.checkpoint copies into these
+        assert {key: value.dtype for key, value in of_one.items()} == {
+            "step": torch.float32,
+            "exp_avg": torch.float32,
+            "exp_avg_sq": torch.float32,
+        }, name
+    amp.load(tmp_path / "run.pt", model=model, optimizer=optimizer)
+    train(NORMED_MLP, model, optimizer, "")
+    assert_bitwise(everything(model, optimizer)["saved"], truth["saved"])
+    assert_bitwise(amp.optimizer_state_dict(model, optimizer)["state"], _wide(by_name["state"]))
+    amp.training_state(model, optimizer).load_state_dict(state)
+    assert_bitwise(everything(model, optimizer)["saved"], truth["saved"])
+
+
+def _wide(state: dict[str, Any]) -> dict[str, Any]:
+    """Moments as they are until the next step narrows them again."""
+    return {name: {key: value.float() for key, value in of_one.items()} for name, of_one in state.items()}
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "state_dict"])
+def test_what_somebody_writes_becomes_the_master(how: str) -> None:
+    model, optimizer = started(sgd, MLP, master_weights="split")
+    train(MLP, model, optimizer, "cc")
+    weight = model[0].weight
+    new = torch.full_like(weight, 0.5)
+    with torch.no_grad():
+        if how == "in place":
+            weight.copy_(new)
+        elif how == "replaced":
+            weight.data = new.clone()
+        else:
+            model.load_state_dict({**model.state_dict(), "0.weight": new.float() + 2**-12})
+    expected = new.float() + (2**-12 if how == "state_dict" else 0)
+    assert exact_value(weight) is None or torch.equal(exact_value(weight), expected)
+    optimizer.zero_grad()
+    loss = MLP.loss(model, MLP.batch(0))
+    backward(loss, optimizer)
+    buffer = optimizer.state[weight]["momentum_buffer"]
+    after = expected - 0.05 * (0.9 * buffer + weight.grad.float())
+    optimizer.step()
+    torch.testing.assert_close(exact_value(weight), after, rtol=0, atol=1e-7)
+
+
+def test_a_write_that_nobody_sees_leaves_what_rounds_to_it() -> None:
+    model, optimizer = started(sgd, MLP, master_weights="split")
+    train(MLP, model, optimizer, "cc")
+    model[0].weight.data.zero_()
+    assert torch.equal(exact_value(model[0].weight).bfloat16(), model[0].weight)
+
+
+def test_a_skipped_step_leaves_both_halves() -> None:
+    model, optimizer = started(loss_scale="dynamic", **NARROW["both"])
+    train(NORMED_MLP, model, optimizer, "cc")
+    before = exact(model), frozen(optimizer.state_dict())
+    train(NORMED_MLP, model, optimizer, "o", first=2)
+    assert_bitwise((exact(model), frozen(optimizer.state_dict())), before)
+
+
+def test_parameters_come_and_go() -> None:
+    model, optimizer = started(sgd, MLP, master_weights="split")
+    train(MLP, model, optimizer, "c")
+    kept = exact_value(model[0].weight)
+    late = nn.Linear(4, 4).bfloat16()
+    optimizer.add_param_group({"params": list(late.parameters()), "lr": 0.1})
+    late.weight.grad = torch.ones_like(late.weight)
+    before = late.weight.detach().float()
+    optimizer.step()
+    torch.testing.assert_close(exact_value(late.weight), before - 0.1, rtol=0, atol=1e-7)
+    assert not torch.equal(exact_value(model[0].weight), kept)
+    del optimizer.param_groups[1]
+    train(MLP, model, optimizer, "c", first=1)
+    assert list(exact_of(late.weight)) == []
+
+
+def test_close_gives_the_model_its_masters_and_moments_of_float32() -> None:
+    model, optimizer = started(**NARROW["both"])
+    train(NORMED_MLP, model, optimizer, "ccc")
+    values = exact(model)
+    amp.close()
+    assert_bitwise([p.detach() for p in model.parameters()], values)
+    assert {v.dtype for p in model.parameters() for v in optimizer.state[p].values()} == {torch.float32}
+    NORMED_MLP.loss(model, NORMED_MLP.batch(0)).backward()
+    optimizer.step()
+    assert not list(exact_of(next(model.parameters())))
+
+
+def test_copies_of_the_model_are_models_of_their_own() -> None:
+    model, optimizer = started(sgd, MLP, master_weights="split")
+    train(MLP, model, optimizer, "cc")
+    twin = copy.deepcopy(model)
+    assert exact_value(twin[0].weight) is None
+    average = amp.averaged_model(model, optimizer)
+    average.update_parameters(model)
+    assert_bitwise([p.detach() for p in average.module.parameters()], exact(model))
+
+
+def test_larc_around_it_steps() -> None:
+    model, optimizer = started(sgd, MLP, master_weights="split")
+    wrapper = LARC(optimizer)
+    before = exact(model)
+    backward(MLP.loss(model, MLP.batch(0)), wrapper)
+    wrapper.step()
+    assert not torch.equal(exact(model)[0], before[0])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As timm's: without hooks of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+
+def test_a_lookahead_would_go_on_from_rounded_weights_and_is_refused() -> None:
+    model = MLP.model()
+    inner = sgd(model.parameters())
+    with pytest.raises(AmpStateError, match="A Lookahead is around"):
+        amp.initialize(model, Lookahead(inner), opt_level="O5", verbosity=0, master_weights="split")
+    amp.initialize(model, inner, opt_level="O5", verbosity=0, master_weights="split")
+    with pytest.raises(AmpStateError, match="A Lookahead is around"):
+        backward(MLP.loss(model, MLP.batch(0)), Lookahead(inner))
+
+
+REFUSED = {
+    "float16": ("O2", adamw, {"master_weights": "split"}, AmpStateError, "whose model is float16"),
+    "float32": ("O0", adamw, {"master_weights": "split"}, AmpStateError, "whose model is float32"),
+    "functions": ("O4", adamw, {"master_weights": "split"}, AmpStateError, "doesn't make sense to use master_weights"),
+    "typed wrong": ("O5", adamw, {"master_weights": "spilt"}, AmpValueError, 'none of True, False and "split"'),
+    "class": (
+        "O5",
+        lambda params: torch.optim.RMSprop(params),
+        {"master_weights": "split"},
+        AmpStateError,
+        "RMSprop, which the kernels cannot step",
+    ),
+    "amsgrad": (
+        "O5",
+        lambda params: torch.optim.AdamW(params, amsgrad=True),
+        {"moment_dtype": "bfloat16"},
+        AmpStateError,
+        "cannot step as it is set",
+    ),
+    "float16 moments": ("O5", adamw, {"moment_dtype": torch.float16}, AmpValueError, "float16 holds no second"),
+    "no type": ("O5", adamw, {"moment_dtype": "half16"}, AmpTypeError, "moment_dtype='half16'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_and_changes_nothing(case: str) -> None:
+    level, make, keywords, error, text = REFUSED[case]
+    model = MLP.model()
+    optimizer = make(model.parameters())
+    before = picture(model, [optimizer])
+    with pytest.raises(error, match=text):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    assert_bitwise(picture(model, [optimizer]), before)
+
+
+def test_two_optimizers_of_one_parameter_are_refused() -> None:
+    model = MLP.model()
+    both = [sgd(model.parameters()), sgd(model.parameters())]
+    before = picture(model, both)
+    with pytest.raises(AmpStateError, match="stepped by two optimizers"):
+        amp.initialize(model, both, opt_level="O5", verbosity=0, master_weights="split")
+    assert_bitwise(picture(model, both), before)
+
+
+@pytest.mark.parametrize("how", NARROW)
+def test_a_step_that_the_kernels_cannot_take_is_refused_before_it_writes(how: str) -> None:
+    model, optimizer = started(adamw, MLP, **NARROW[how])
+    train(MLP, model, optimizer, "c")
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    for weight in group_params(optimizer):
+        weight.grad = weight.grad.to_sparse()
+    before = exact(model), masters(optimizer)
+    with pytest.raises(AmpStateError, match="AdamW cannot be stepped by the kernels"):
+        optimizer.step()
+    assert_bitwise((exact(model), masters(optimizer)), before)
+
+
+def _on_rank(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(rank)  # each begins with weights of its own, and so with remainders
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = adamw(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **NARROW["both"])
+    ddp = DistributedDataParallel(model)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        loss = ddp(torch.randn(8, 8, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        backward(loss, optimizer)
+        optimizer.step()
+    result = exact(model), [v.clone() for p in group_params(optimizer) for v in optimizer.state[p].values()]
+    del ddp
+    return result
+
+
+def test_ranks_that_began_with_other_weights_have_one_master_and_one_rounding() -> None:
+    one, other = on_ranks(_on_rank, 2)
+    assert_bitwise(one, other)
+    assert any(not torch.equal(halves.split(w)[1], torch.zeros_like(w, dtype=torch.int16)) for w in one[0])

@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 
 from amp_engine import devices, kernels
 from amp_engine.devices import moved
+from amp_engine.distributed import is_sharded
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.refusals import check_apart
 from amp_engine.optimizers.rules import TORCH_RULES, Rule, rule_of
-from amp_engine.optimizers.state_form import NORM, StateForm
+from amp_engine.optimizers.state_form import StateForm
+from amp_engine.optimizers.step_table import Table
 
 _FUSED_STEPS: weakref.WeakKeyDictionary[Optimizer, FusedStep] = weakref.WeakKeyDictionary()
 
@@ -77,8 +79,8 @@ class FusedStep:
     def __init__(self, optimizer: Optimizer, rule: Rule) -> None:
         self.rule = rule
         self._optimizer = weakref.ref(optimizer)
-        self._tables: list[_Table] = []
-        self._captured: list[_Table] = []  # those of before, which a CUDA graph goes on writing to
+        self._tables: list[Table] = []
+        self._captured: list[Table] = []  # those of before, which a CUDA graph goes on writing to
         self._weights: tuple[Tensor, ...] = ()
         self._copies: tuple[Tensor | None, ...] = ()
         self._inner: list[dict[str, Any]] = []
@@ -238,8 +240,7 @@ class FusedStep:
             return None  # the table refuses what overlaps, in its own words
         both = list(zip(self._states(plan.params), plan.weights, strict=True))
         moments = {  # what is laid out anew gets memory of its own
-            name: [value if self._form.fits(value := state.get(name), w) else None for state, w in both]
-            for name in self._form.moments
+            name: [self._form.kept(state.get(name), w) for state, w in both] for name in self._form.moments
         }
         try:
             check_apart("step", {"weights": plan.weights, "copies": plan.copies, **moments}, {})
@@ -276,7 +277,7 @@ class FusedStep:
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         for p, w, g, i in zip(params, weights, gradients, group_of, strict=True):
             if g is not None and self._form.lacks(optimizer.state.get(p) or {}, self._needs_state1[i]):
-                self._form.fill(optimizer.state[p], w, optimizer.param_groups[i])
+                self._form.fill(optimizer.state[p], p if is_sharded(p) else w, optimizer.param_groups[i])
             if p in optimizer.state:
                 self._form.lay_out(optimizer.state[p], w)
         self._stateless = [
@@ -289,7 +290,7 @@ class FusedStep:
             by_device.setdefault(w.device, []).append(i)
         self._captured += [table for table in self._tables if table.is_captured]
         self._tables = [
-            _Table(
+            Table(
                 self.rule,
                 rows=None if len(by_device) == 1 else rows,
                 device=device,
@@ -308,69 +309,6 @@ class FusedStep:
         optimizer = self._optimizer()
         assert optimizer is not None, "called with the optimizer in hand"
         return optimizer
-
-
-class _Table:
-    """The tensors of one device. `rows` are their places among the optimizer's, None if they are all."""
-
-    def __init__(
-        self,
-        rule: Rule,
-        *,
-        rows: list[int] | None,
-        device: torch.device,
-        weights: list[Tensor],
-        copies: list[Tensor | None],
-        groups: list[int],
-        inner: list[dict[str, Any]],
-        start: list[float],
-    ) -> None:
-        self.rows = rows
-        self.device = device
-        self.is_captured = False  # in a CUDA graph
-        self.inner = inner
-        self.steps = moved(torch.tensor(start, dtype=torch.float32, device="cpu"), device)
-        self.state1: list[Tensor | None] = [state.get(rule.state1) for state in inner]
-        self.state2: list[Tensor | None] = [state.get(rule.state2) if rule.state2 else None for state in inner]
-        self._counts: list[Tensor | None] = self.state1
-        if rule.keeps_step:
-            self._counts = _put(inner, "step", self.steps)
-        norms = None
-        self._norms: list[Tensor | None] = [None] * len(inner)
-        if rule.keeps_norm:
-            known = [float(state.get(NORM) or 0.0) for state in inner]
-            norms = moved(torch.tensor(known, dtype=torch.float32, device="cpu"), device)
-            self._norms = _put(inner, NORM, norms)
-        self.native = kernels.StepTable(
-            rule.formula, weights, copies, self.state1, self.state2, groups, self.steps, norms
-        )
-
-    def is_current(self, rule: Rule) -> bool:
-        """Whether the optimizer's state is still what the table points to."""
-        return (
-            tensor_lists.same_entries(self.inner, rule.state1, self.state1)
-            and (rule.state2 is None or tensor_lists.same_entries(self.inner, rule.state2, self.state2))
-            and (not rule.keeps_step or tensor_lists.same_entries(self.inner, "step", self._counts))
-            and (not rule.keeps_norm or tensor_lists.same_entries(self.inner, NORM, self._norms))
-            and self.native.is_current()
-        )
-
-    def by_state(self) -> list[tuple[Tensor, float]]:
-        """The tensor of the optimizer's state that tells a count, and the count. Waits for the device."""
-        pairs = zip(self._counts, self.steps.tolist(), strict=True)
-        return [(tensor, count) for tensor, count in pairs if tensor is not None]
-
-
-def _put(inner: list[dict[str, Any]], name: str, numbers: Tensor) -> list[Tensor | None]:
-    """Replace each number that state has under `name` by the view of its place in `numbers`: n views, or None."""
-    views: list[Tensor | None] = []
-    for state, view in zip(inner, numbers.unbind(), strict=True):
-        if state.get(name) is None:
-            views.append(None)
-        else:
-            state[name] = view
-            views.append(view)
-    return views
 
 
 def _to_torch_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:

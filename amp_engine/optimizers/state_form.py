@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_engine import kernels
+from amp_engine.distributed import is_sharded, local_of
 from amp_engine.optimizers.rules import TORCH_RULES, Rule
 
 NORM = "exp_avg_sq"  # where NovoGrad keeps the one norm of a tensor
@@ -38,6 +39,8 @@ class StateForm:
             value = state.get(name)
             if value is None:
                 continue
+            is_shard = isinstance(value, Tensor) and is_sharded(value)
+            value = local_of(value) if is_shard else value
             if not isinstance(value, Tensor) or value.layout is not torch.strided or value.shape != weight.shape:
                 return f"has a {name} that is no dense tensor of that shape"
             if value.device != weight.device:
@@ -45,6 +48,8 @@ class StateForm:
             is_widened = self.is_ours or self._rule.keeps_step
             if not value.is_floating_point() or not (is_widened or value.dtype == torch.float32):
                 return f"has a {name} of {value.dtype}"
+            if is_shard and not self.fits(value, weight):
+                return f"has a {name} in shards of another type, or in another order in memory"
         for name in ["step"] * self._rule.keeps_step + [NORM] * self._rule.keeps_norm:
             value = state.get(name)
             if value is not None and not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
@@ -82,7 +87,7 @@ class StateForm:
         return 0.0 if buffer is None else known.get(id(buffer), 1.0)
 
     def fill(self, state: dict[str, Any], weight: Tensor, group: dict[str, Any]) -> None:
-        """As torch's classes do at a tensor's first gradient."""
+        """As torch's classes do at a tensor's first gradient; `weight` may be a DTensor, and moments then are."""
         rule = self._rule
         if rule.keeps_step and state.get("step") is None:
             state["step"] = torch.tensor(0.0, device="cpu")
@@ -97,8 +102,13 @@ class StateForm:
         """Have the moments in their type, in the weight's order in memory: a checkpoint's may have others."""
         for name in self.moments:
             value = state.get(name)
-            if value is not None and not self.fits(value, weight):
+            if value is not None and not self.fits(local_of(value), weight):
                 state[name] = torch.empty_like(weight, dtype=self.dtype).copy_(value.detach())
+
+    def kept(self, value: Tensor | None, weight: Tensor) -> Tensor | None:
+        """The moment, of a DTensor this rank's part, if it fits; None if it is missing or will be laid out anew."""
+        value = None if value is None else local_of(value)
+        return value if self.fits(value, weight) else None
 
     def fits(self, value: Tensor | None, weight: Tensor) -> bool:
         """Whether a moment has its type, and the order in memory of its weight."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from amp_engine.distributed import is_sharded
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.master import Master
 
@@ -23,6 +24,7 @@ class Columns(NamedTuple):
         plain: the parameters without a master,
         plain_rows: and where they are;
         plain_mask: n; not 0 there.
+        has_shards: whether some of `weights` are DTensors.
         asks: whether some of `plain` have a `.grad` of their own to be asked, as masters of another optimizer do;
         weight_handle, param_handle, plain_handle: `weights`, `params` and `plain`, in the form that loops read fastest.
     """
@@ -34,6 +36,7 @@ class Columns(NamedTuple):
     plain: tuple[nn.Parameter, ...]
     plain_rows: tuple[int, ...]
     plain_mask: bytes
+    has_shards: bool
     asks: bool
     weight_handle: Sequence[Tensor]
     param_handle: Sequence[Tensor]
@@ -51,7 +54,8 @@ def columns_of(groups: list[dict[str, Any]], find: Callable[[nn.Parameter], Mast
     mask = bytes(m is None for m in masters)
     handles = [tensor_lists.params(tensors) for tensors in (weights, params, plain)]
     asks = tensor_lists.asks_for_gradients(plain)
-    return Columns(weights, params, masters, copies, plain, plain_rows, mask, asks, *handles)
+    has_shards = any(map(is_sharded, weights))
+    return Columns(weights, params, masters, copies, plain, plain_rows, mask, has_shards, asks, *handles)
 
 
 NO_COLUMNS = columns_of([], lambda _: None)

@@ -17,7 +17,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, Plan, release_fused_step
 from amp_engine.scaler import LossScaler
-from amp_engine.stepping import strays
+from amp_engine.stepping import shards, strays
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.own_step import foreach_as_by_default, unhooked_step
 from amp_engine.stepping.pending import Pending, Skip
@@ -285,7 +285,8 @@ class SteppedOptimizer:
             if not backward_seen:
                 strays.warn_of_unseen_gradients(self.optimizer, rows)
             if planned is not None:
-                self._step_fused(planned, decision.flags, None if rows.makes_masters or rows.splits else weight_copies)
+                has_copies = rows.makes_masters or rows.splits or rows.columns.has_shards
+                self._step_fused(planned, decision.flags, None if has_copies else weight_copies)
             else:
                 self._step_unfused(args, kwargs)
             devices.wait_for_readers(streams)
@@ -323,6 +324,9 @@ class SteppedOptimizer:
     def _plan(self, fused: FusedStep) -> Planned | None:
         """What the kernels are to do, or None if the class's own step has to."""
         weights, gradients, slots, copies = self.rows.step_rows()
+        if self.rows.columns.has_shards:
+            plan = shards.plan(fused, weights, gradients)
+            return None if plan is None else Planned(fused, plan, [False] * len(slots))
         known = Slot.FOREIGN not in slots
         # Those of a list are looked at one by one.
         plan = fused.plan(
@@ -355,6 +359,8 @@ class SteppedOptimizer:
         )
         if weight_copies is not None:
             weight_copies.written(plan.weights)
+        if self.rows.columns.has_shards:
+            shards.mark_written(plan.params)
         self.rows.mark_in_sync()
 
     def _step_unfused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

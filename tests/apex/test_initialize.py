@@ -62,7 +62,13 @@ APEX_SIGNATURE = {
     "min_loss_scale": None,
     "max_loss_scale": 2.0**24,
 }
-OURS = {"skip_on_overflow": False, "allow_banned": False, "adopt_data_writes": False, "process_group": None}
+OURS = {
+    "skip_on_overflow": False,
+    "allow_banned": False,
+    "adopt_data_writes": False,
+    "process_group": None,
+    "moment_dtype": None,
+}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,0 +1,84 @@
+"""The tensors that the kernels step together, and the state of their optimizer that goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_engine import kernels
+from amp_engine.devices import moved
+from amp_engine.distributed import local_of
+from amp_engine.kernels import tensor_lists
+from amp_engine.optimizers.rules import Rule
+from amp_engine.optimizers.state_form import NORM
+
+
+class Table:
+    """The tensors of one device. `rows` are their places among the optimizer's, None if they are all."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        *,
+        rows: list[int] | None,
+        device: torch.device,
+        weights: list[Tensor],
+        copies: list[Tensor | None],
+        groups: list[int],
+        inner: list[dict[str, Any]],
+        start: list[float],
+    ) -> None:
+        self.rows = rows
+        self.device = device
+        self.is_captured = False  # in a CUDA graph
+        self.inner = inner
+        self.steps = moved(torch.tensor(start, dtype=torch.float32, device="cpu"), device)
+        self.state1: list[Tensor | None] = [state.get(rule.state1) for state in inner]
+        self.state2: list[Tensor | None] = [state.get(rule.state2) if rule.state2 else None for state in inner]
+        self._counts: list[Tensor | None] = self.state1
+        if rule.keeps_step:
+            self._counts = _put(inner, "step", self.steps)
+        norms = None
+        self._norms: list[Tensor | None] = [None] * len(inner)
+        if rule.keeps_norm:
+            known = [float(state.get(NORM) or 0.0) for state in inner]
+            norms = moved(torch.tensor(known, dtype=torch.float32, device="cpu"), device)
+            self._norms = _put(inner, NORM, norms)
+        self.native = kernels.StepTable(
+            rule.formula, weights, copies, _local(self.state1), _local(self.state2), groups, self.steps, norms
+        )
+
+    def is_current(self, rule: Rule) -> bool:
+        """Whether the optimizer's state is still what the table points to."""
+        return (
+            tensor_lists.same_entries(self.inner, rule.state1, self.state1)
+            and (rule.state2 is None or tensor_lists.same_entries(self.inner, rule.state2, self.state2))
+            and (not rule.keeps_step or tensor_lists.same_entries(self.inner, "step", self._counts))
+            and (not rule.keeps_norm or tensor_lists.same_entries(self.inner, NORM, self._norms))
+            and self.native.is_current()
+        )
+
+    def by_state(self) -> list[tuple[Tensor, float]]:
+        """The tensor of the optimizer's state that tells a count, and the count. Waits for the device."""
+        pairs = zip(self._counts, self.steps.tolist(), strict=True)
+        return [(tensor, count) for tensor, count in pairs if tensor is not None]
+
+
+def _put(inner: list[dict[str, Any]], name: str, numbers: Tensor) -> list[Tensor | None]:
+    """Replace each number that state has under `name` by the view of its place in `numbers`: n views, or None."""
+    views: list[Tensor | None] = []
+    for state, view in zip(inner, numbers.unbind(), strict=True):
+        if state.get(name) is None:
+            views.append(None)
+        else:
+            state[name] = view
+            views.append(view)
+    return views
+
+
+def _local(states: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Of DTensors what this rank has."""
+    return [None if state is None else local_of(state) for state in states]

@@ -19,6 +19,7 @@ from amp_engine.amp import disable_casts as disable_casts
 from amp_engine.amp import explain as explain
 from amp_engine.amp import float_function as float_function
 from amp_engine.amp import fsdp_policy as fsdp_policy
+from amp_engine.amp import get_scale as get_scale
 from amp_engine.amp import half_function as half_function
 from amp_engine.amp import init as init
 from amp_engine.amp import initialize as initialize
@@ -70,6 +71,7 @@ __all__ = [
     "explain",
     "float_function",
     "fsdp_policy",
+    "get_scale",
     "half_function",
     "init",
     "initialize",

@@ -129,6 +129,17 @@ def scale_loss(
     return _amp_state.engine.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
 
 
+def get_scale(loss_id: int = 0) -> Tensor:
+    """The scale that the next backward of this loss uses, to log it: float32, shape [], a copy on the losses' device.
+
+    No host sync; `float(amp.get_scale())` is one. Of several ranks it waits for the agreement on the last backward.
+    1 if not enabled.
+
+    Raises AmpStateError before `initialize`, AmpIndexError for a loss_id that there is not.
+    """
+    return _amp_state.engine.get_scale(loss_id)
+
+
 def scale(loss: Tensor, loss_id: int = 0) -> Tensor:
     """`loss.float() * scale`, to call `torch.autograd.grad` on: for gradient penalties and other double backwards.
 
@@ -309,6 +320,7 @@ __all__ = [
     "explain",
     "float_function",
     "fsdp_policy",
+    "get_scale",
     "half_function",
     "init",
     "initialize",

@@ -23,7 +23,7 @@ from amp_engine.distributed import (
     is_zero,
     wrappers_around,
 )
-from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.dtypes import LOW_PRECISION, is_low_precision
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.fsdp import check_units, is_cast_by_fsdp2
 from amp_engine.optimizers import LARC
@@ -265,6 +265,7 @@ def refuse_around_split(wrapper: Any) -> None:
         )
 
 
+_ZERO_IN_FLOAT16 = 2.0**-25  # half of the smallest number, and rounded to even
 _HOW = {
     True: "would come after the decision to skip a step that overflowed",
     False: "would never reach the FP32 masters that it steps",
@@ -353,6 +354,24 @@ def has_float16_convolution_on_cpu(models: Sequence[nn.Module], policy: Policy) 
         for model in models
         for module in model.modules()
     )
+
+
+def zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> tuple[str, float] | None:
+    """(class, eps) of the first optimizer that adds an `eps` to float16 numbers in which it is 0; None if none does."""
+    if policy.cast_model_type is not torch.float16 or policy.master_weights:
+        return None
+    for optimizer in optimizers:
+        if isinstance(optimizer, FusedOptimizer):
+            continue  # computes in FP32
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if (
+                isinstance(eps, float)
+                and 0 < eps <= _ZERO_IN_FLOAT16
+                and any(is_low_precision(p) for p in group["params"])
+            ):
+                return type(optimizer).__name__, eps
+    return None
 
 
 def _described(value: Any) -> str:

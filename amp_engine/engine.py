@@ -213,6 +213,8 @@ class Engine(Saving):
             self.function_casts.follow(policy, request.models, allow_banned, verbose=verbosity == 2)
             if arguments.has_float16_convolution_on_cpu(request.models, policy):
                 self.reporter.say_once(report.FLOAT16_CONV_ON_CPU)
+            if found := arguments.zero_eps(request.optimizers, policy):
+                self.reporter.say_once(report.EPS_IS_ZERO.format(optimizer=found[0], eps=found[1]))
             return models if optimizers is None else (models, optimizers)
 
     def scale_loss(
@@ -252,6 +254,11 @@ class Engine(Saving):
         stepped = list(dict.fromkeys(map(self._initialized.stepped_by, arguments.as_list(optimizers))))
         scaler = self._scaling.scaler(loss_id)
         return self.backwards.of(loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
+
+    def get_scale(self, loss_id: int = 0) -> Tensor:
+        """As the function `amp.get_scale`."""
+        policy = self._initialized_policy("get_scale")
+        return self._scaling.scaler(loss_id).snapshot().scale if policy.enabled else torch.ones(())
 
     def scale(self, loss: Tensor, loss_id: int = 0) -> Tensor:
         """As the function `amp.scale`."""

@@ -20,6 +20,11 @@ FLOAT16_CONV_ON_CPU = (
     "step was measured to take up to 80 times as long as in FP32.  opt_level='O4' and 'O5' use bfloat16 instead."
 )
 
+EPS_IS_ZERO = (
+    "Note:  {optimizer} steps float16 weights in float16 here, where eps={eps} is 0: a weight whose second moment is 0 "
+    "is divided by 0.  Pass eps=1e-4, or use amp_engine.optimizers.FusedAdam, which computes in FP32."
+)
+
 
 def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
     """Of function casts that a model without them will feel, since they are process-wide."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from amp_engine import amp
+from amp_engine import AmpIndexError, AmpStateError, amp
 from amp_engine.scaler import LossScaler
 from tests.models import MLP
 from tests.oracle import Scale, scale_rule
@@ -313,3 +313,22 @@ def test_an_owed_update_comes_before_whatever_is_asked_and_once(name: str) -> No
     assert calls == [65536.0]
     ASKS[name](scaler)
     assert calls == [65536.0]
+
+
+def test_get_scale_is_what_the_next_loss_is_multiplied_by() -> None:
+    with pytest.raises(AmpStateError, match=r"amp.get_scale\(\) was called before amp.initialize"):
+        amp.get_scale()
+    model, optimizer = start("O2", num_losses=2)
+    before = amp.get_scale()
+    assert (before.dtype, before.shape) == (torch.float32, ())
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
+        assert scaled_loss == before == 2.0**16
+    train(MLP, model, optimizer, "o")
+    assert before == 2.0**16  # a copy
+    assert amp.get_scale() == 2.0**15
+    assert amp.get_scale(loss_id=1) == 2.0**16
+    with pytest.raises(AmpIndexError, match="loss_id=2"):
+        amp.get_scale(2)
+    amp.close()
+    amp.initialize(model, optimizer, enabled=False)
+    assert amp.get_scale() == 1.0

@@ -1,0 +1,50 @@
+"""An `eps` that is 0 in float16 is told of at `initialize`, before it makes weights infinite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from amp_engine import amp
+from amp_engine.optimizers import FusedAdam
+from tests.models import MLP
+
+CASES = {
+    "AdamW": ("O3", torch.optim.AdamW, {}, "AdamW steps float16 weights in float16 here, where eps=1e-08 is 0"),
+    "Adam, half of the smallest number": (
+        "O3",
+        torch.optim.Adam,
+        {"eps": 2.0**-25},
+        "where eps=2.9802322387695312e-08 is 0",
+    ),
+    "a larger one": ("O3", torch.optim.AdamW, {"eps": 1e-4}, None),
+    "the smallest that is not 0": ("O3", torch.optim.AdamW, {"eps": 2.0**-24}, None),
+    "masters": ("O2", torch.optim.AdamW, {}, None),
+    "FP32": ("O0", torch.optim.AdamW, {}, None),
+    "computed in FP32": ("O3", FusedAdam, {}, None),
+    "no eps": ("O3", torch.optim.SGD, {}, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_eps_that_float16_does_not_hold_is_told_of(case: str, capsys: Any) -> None:
+    level, make, keywords, text = CASES[case]
+    model = MLP.model()
+    amp.initialize(model, make(model.parameters(), lr=0.1, **keywords), opt_level=level)
+    said = capsys.readouterr().out
+    assert ("is 0: a weight whose second moment is 0" in said) is (text is not None)
+    assert text is None or text in said
+
+
+def test_it_is_true(capsys: Any) -> None:
+    assert torch.tensor(2.0**-25, dtype=torch.float16) == 0 != torch.tensor(2.0**-24, dtype=torch.float16)
+    model = MLP.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    assert "is 0" not in capsys.readouterr().out
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-5)  # its square is 0 in float16
+    optimizer.step()
+    assert not all(p.isfinite().all() for p in model.parameters())

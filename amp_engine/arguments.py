@@ -247,6 +247,12 @@ def check_narrow(
             )
         if is_narrow and rule.formula != "adam":
             raise AmpStateError(f"{asked} was given with a {name}, but only Adam and AdamW keep narrow moments.")
+        is_half = policy.cast_model_type in LOW_PRECISION and not policy.master_weights
+        if is_narrow and is_half and not isinstance(optimizer, FusedOptimizer):
+            raise AmpStateError(
+                f"{asked} was given with a {name} at {policy.opt_level}, which has half weights without masters.  Use "
+                "amp_engine.optimizers.FusedAdam, or opt_level='O2' or 'O5'."
+            )
         if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             raise AmpStateError(
                 f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "

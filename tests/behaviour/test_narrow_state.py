@@ -74,6 +74,16 @@ def test_a_run_is_that_of_fp32_masters_but_for_ties(name: str) -> None:
         assert_bitwise(kept["split"], kept[True])
 
 
+@pytest.mark.parametrize("level", support.LEVELS)
+def test_every_level_keeps_narrow_moments(level: str) -> None:
+    make = OPTIMIZERS["FusedAdam" if level == "O3" else "AdamW"]
+    model, optimizer = started(make, level=level, moment_dtype=torch.bfloat16)
+    losses = train(NORMED_MLP, model, optimizer, "c" * 20)
+    assert losses[-1] < losses[0]
+    moments = [v for of_one in optimizer.state.values() for k, v in of_one.items() if k != "step"]
+    assert {v.dtype for v in moments} == {torch.bfloat16}
+
+
 def test_there_is_no_fp32_copy_and_what_there_is_takes_four_bytes_a_weight() -> None:
     model, optimizer = started(**NARROW["both"])
     train(NORMED_MLP, model, optimizer, "cc")
@@ -280,6 +290,7 @@ REFUSED = {
         AmpStateError,
         "cannot step as it is set",
     ),
+    "half weights": ("O3", adamw, {"moment_dtype": "bfloat16"}, AmpStateError, "half weights without masters"),
     "float16 moments": ("O5", adamw, {"moment_dtype": torch.float16}, AmpValueError, "float16 holds no second"),
     "no type": ("O5", adamw, {"moment_dtype": "half16"}, AmpTypeError, "moment_dtype='half16'"),
 }

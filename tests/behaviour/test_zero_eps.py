@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from amp_engine import amp
+from amp_engine import Engine, amp
 from amp_engine.optimizers import FusedAdam
 from tests.models import MLP
 
@@ -32,7 +32,8 @@ CASES = {
 def test_an_eps_that_float16_does_not_hold_is_told_of(case: str, capsys: Any) -> None:
     level, make, keywords, text = CASES[case]
     model = MLP.model()
-    amp.initialize(model, make(model.parameters(), lr=0.1, **keywords), opt_level=level)
+    with Engine() as engine:  # one that has not said it yet
+        engine.initialize(model, make(model.parameters(), lr=0.1, **keywords), opt_level=level)
     said = capsys.readouterr().out
     assert ("is 0: a weight whose second moment is 0" in said) is (text is not None)
     assert text is None or text in said

@@ -17,6 +17,7 @@ from amp_engine.amp import convert_state_dict as convert_state_dict
 from amp_engine.amp import current_engine as current_engine
 from amp_engine.amp import disable_casts as disable_casts
 from amp_engine.amp import explain as explain
+from amp_engine.amp import find_overflow as find_overflow
 from amp_engine.amp import float_function as float_function
 from amp_engine.amp import fsdp_policy as fsdp_policy
 from amp_engine.amp import get_scale as get_scale
@@ -31,6 +32,7 @@ from amp_engine.amp import master_params as master_params
 from amp_engine.amp import named_masters as named_masters
 from amp_engine.amp import optimizer_state_dict as optimizer_state_dict
 from amp_engine.amp import original as original
+from amp_engine.amp import overflow_report as overflow_report
 from amp_engine.amp import promote_function as promote_function
 from amp_engine.amp import register_float_function as register_float_function
 from amp_engine.amp import register_half_function as register_half_function
@@ -69,6 +71,7 @@ __all__ = [
     "current_engine",
     "disable_casts",
     "explain",
+    "find_overflow",
     "float_function",
     "fsdp_policy",
     "get_scale",
@@ -83,6 +86,7 @@ __all__ = [
     "named_masters",
     "optimizer_state_dict",
     "original",
+    "overflow_report",
     "promote_function",
     "register_float_function",
     "register_half_function",

@@ -35,6 +35,8 @@ from amp_engine.scaler import LossScaler
 from amp_engine.scaler_state import ScalerFormat
 from amp_engine.scaler_state import convert_state_dict as convert_state_dict
 from amp_engine.stepping.double_backward import Gradients
+from amp_engine.telemetry.find_overflow import OverflowSource
+from amp_engine.telemetry.post_mortem import OverflowReport
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
@@ -236,6 +238,39 @@ def explain() -> Explanation:
     return _amp_state.engine.explain()
 
 
+def overflow_report() -> OverflowReport:
+    """What is known of each overflow since the first `initialize`, or the first after `close`, oldest first.
+
+    The newest 1000, as far as the host has heard; `str()` is a table of them, and an entry the line that was printed.
+    Each has the parameter and the module in which the backward first became non-finite, how many elements, inf or nan,
+    the loss and its scale, the likely cause, and for a loss that was not finite the operation that made it so.
+    No host sync.
+    """
+    return _amp_state.engine.overflow_report()
+
+
+def find_overflow(step_fn: Callable[[], Any], loss_scale: float | None = None) -> OverflowSource:
+    """Run one batch once more and name the module and operation that first gave a value that is not finite.
+
+        print(amp.find_overflow(lambda: loss_fn(model(x), y)))
+
+    Args:
+        step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`. If it returns a
+            loss and ran no backward, that is done here, for all optimizers. `optimizer.step()` of the optimizers that
+            were passed to `initialize` does nothing inside; of others it steps.
+        loss_scale: what dynamic scales are meanwhile. Default: that of the newest overflow, or else as they are.
+
+    Returns:
+        What was found; `str()` is a sentence. Gradients, buffers, random numbers and loss scales are as before. What
+        torch.compile compiled is run without it; what torch.jit compiled is one operation.
+
+    Looks at the arguments and results of every operation, so it takes many times as long as a step; waits for the
+    device at each. Of several ranks all have to call it. Raises AmpStateError before `initialize`, inside of a
+    `scale_loss`, and while gradients wait for a step.
+    """
+    return _amp_state.engine.find_overflow(step_fn, loss_scale)
+
+
 def close() -> None:
     _amp_state.engine.close()
 
@@ -318,6 +353,7 @@ __all__ = [
     "current_engine",
     "disable_casts",
     "explain",
+    "find_overflow",
     "float_function",
     "fsdp_policy",
     "get_scale",
@@ -332,6 +368,7 @@ __all__ = [
     "named_masters",
     "optimizer_state_dict",
     "original",
+    "overflow_report",
     "promote_function",
     "register_float_function",
     "register_half_function",

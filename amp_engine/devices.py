@@ -63,6 +63,7 @@ class HostNumbers:
         self._event: torch.cuda.Event | None = None
         self._has_arrived = False
         self._device = device = values[0].device
+        self.count = len(values)
         self.is_captured = is_capturing(device)
         self._host: Tensor | list[float]
         if values[0].is_cpu:

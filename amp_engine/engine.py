@@ -18,6 +18,7 @@ from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import EngineCasts, Explanation, FunctionCasts, patcher
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpStateError
+from amp_engine.explaining import Explaining
 from amp_engine.initialized import Initialized, master_params
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.policy import Policy
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 
 
-class Engine(Saving):
+class Engine(Saving, Explaining):
     """Mixed precision for some models and optimizers, without module-level state.
 
         with Engine() as engine:
@@ -207,6 +208,7 @@ class Engine(Saving):
                 self.reporter.say(line, rank0=True)
 
             self._initialized.add(request, adopt_data_writes)
+            self.overflows.begin(anew=self.policy is None)
             self.policy = policy
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
             self._scaling.begin(policy.loss_scale, num_losses, min_loss_scale, max_loss_scale, skip_on_overflow)

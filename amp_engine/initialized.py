@@ -24,7 +24,6 @@ from amp_engine.fsdp import is_cast_by_fsdp2
 from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.optimizers.fused_step import fused_step_of
-from amp_engine.overflow import OverflowWatch
 from amp_engine.replaced import refuse_replaced
 from amp_engine.report import Reporter
 from amp_engine.request import Request
@@ -38,6 +37,8 @@ from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.split_rows import SplitRows
 from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.telemetry.overflow_watch import OverflowWatch
+from amp_engine.telemetry.post_mortem import Place
 
 
 @contextmanager
@@ -67,7 +68,8 @@ class Initialized:
         # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backwards, self._scaling, self._casts = backwards, scaling, casts
-        self._watch = OverflowWatch(reporter, self.parameter_names, scaling)
+        self.overflows = OverflowWatch(reporter, self.parameter_places, self._stepped_params, scaling)
+        backwards.evidence.on_unchecked_loss = self.overflows.unchecked_loss
         self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
         self._wrappers = weakref.WeakKeyDictionary()
         self._collectives: Watch | None = None  # of torch.distributed, while something is in care
@@ -198,7 +200,7 @@ class Initialized:
             on_skip: told of each step that was skipped; without it messages say so.
             ranks: who decides on a skip together; None: those of a DistributedDataParallel.
         """
-        pending = Pending(on_skip or self._watch.skipped, self._watch.stepped_on)
+        pending = Pending(on_skip or self.overflows.skipped, self.overflows.stepped_on, self.overflows.clean)
         stepped = SteppedOptimizer(optimizer, rows, self._scaling, pending, ranks)
         StepHook(stepped, self._backwards, self._scaling, self._casts)  # which the optimizer holds
         self._backwards.add(stepped)
@@ -258,14 +260,25 @@ class Initialized:
         self._state_follows_cast.clear()
         _warn_of_lost_hooks([param for param, dtype in params if param.dtype != dtype])
 
-    def parameter_names(self) -> dict[int, str]:
-        """Id of each parameter -> its name, with the model's position where there are several models."""
+    def parameter_places(self) -> dict[int, Place]:
+        """Id of each parameter -> where it is.
+
+        With the model's position where there are several models; without what torch.compile adds to names.
+        """
         models = self.models
-        return {
-            id(param): name if len(models) == 1 else f"models[{i}].{name}"
-            for i, model in enumerate(models)
-            for name, param in model.named_parameters()
-        }
+        places: dict[int, Place] = {}
+        for i, model in enumerate(models):
+            of = "" if len(models) == 1 else f"models[{i}]"
+            for path, module in model.named_modules():
+                parts = [part for part in (of, *path.split(".")) if part not in ("", "_orig_mod")]
+                for name, param in module.named_parameters(recurse=False):
+                    place = Place(".".join([*parts, name]), ".".join(parts), type(module).__name__)
+                    places.setdefault(id(param), place)
+        return places
+
+    def _stepped_params(self) -> list[Tensor]:
+        """The models' parameters that are stepped, each once."""
+        return list({id(p): p for one in self.stepped for p in one.rows.columns.params}.values())
 
     def _take_in(
         self,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -75,69 +73,6 @@ class Reporter:
         """Print `text`; with `rank0` only on the first of several ranks."""
         if self.verbosity > 0 and not (rank0 and _rank() > 0):
             print(text)
-
-
-@dataclass(frozen=True)
-class OverflowDiagnosis:
-    """Why steps are being skipped in a row.
-
-    Attributes:
-        skips: how many in a row.
-        loss_id: whose scaler.
-        loss_scale: what the scale is now.
-        loss: before scaling; the sum if there are several.
-        nonfinite: names of the parameters whose gradients were not finite, in optimizer order.
-        first: the one of them that the backward reached first, the last in the forward; None if there is none.
-        is_nan: whether there is a NaN in its gradient, and not inf alone.
-        checked: how many gradients were looked at.
-        weights: names of the parameters that are not finite themselves, in optimizer order. A float16 copy is inf where
-            its FP32 master is beyond 65,520, which no gradient shows.
-    """
-
-    skips: int
-    loss_id: int
-    loss_scale: float
-    loss: float
-    nonfinite: tuple[str, ...]
-    first: str | None
-    is_nan: bool
-    checked: int
-    weights: tuple[str, ...] = ()
-
-    @property
-    def loss_is_finite(self) -> bool:
-        """Whether the loss, before scaling, was."""
-        return math.isfinite(self.loss)
-
-    def __str__(self) -> str:
-        if self.weights:
-            cause = (
-                f"Weights are not finite, so no scale can help: {_some(self.weights)}.  A float16 one is inf from "
-                "65520 on.  Go back to a checkpoint with a lower learning rate, keep the module in FP32 "
-                "(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
-            )
-        elif not self.loss_is_finite:
-            cause = (
-                "The loss itself is not finite, so no scale can help.  Look at the forward pass: the learning rate, "
-                "the input, a logarithm or a division, or an overflow of float16 (bfloat16 has none: 'O4', 'O5')."
-            )
-        elif self.first is not None:
-            cause = (
-                f"The loss is finite, so the backward pass overflows: first, as it goes from the loss to the input, in "
-                f"the gradient of {self.first} ({'nan' if self.is_nan else 'inf'}).  Keep its module and the one "
-                "behind it in FP32 (amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
-            )
-        else:
-            cause = "The loss is finite, and so is each gradient that was looked at."
-        return (
-            f"Amp diagnosis:  {self.skips} steps in a row were skipped; loss scaler {self.loss_id} is at "
-            f"{self.loss_scale}.  Loss finite: {'yes' if self.loss_is_finite else 'no'} ({self.loss:.6g}).  Non-finite "
-            f"gradients: {len(self.nonfinite)} of {self.checked} ({_some(self.nonfinite) or 'none'}).  {cause}"
-        )
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def initialization(defaults: Policy, policy: Policy) -> Iterator[str]:

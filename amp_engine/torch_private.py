@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 SEEN_IN = ("2.11.0", "2.13.0", "2.14.1")
@@ -48,6 +48,7 @@ NAMES = (
     PrivateName("torch._C._TorchDispatchModeKey", "which is a mode of this key"),
     PrivateName("torch._C._len_torch_dispatch_stack", "whether something traces an operator of ours"),
     PrivateName("torch._C._disabled_torch_dispatch_impl", "whether a tensor's class traces one"),
+    PrivateName("torch._C._current_graph_task_id", "whether an operation is run by a backward"),
     PrivateName("torch._C._functorch.peek_interpreter_stack", "whether a cast is made inside of vmap, grad or jvp"),
     PrivateName("torch._C.TensorBase", "the slots behind Tensor.data and the operators, past any subclass"),
     PrivateName("torch._C._dynamo.eval_frame", "to have Dynamo trace hooks as parts of a graph, and not alone"),
@@ -57,6 +58,7 @@ NAMES = (
     PrivateName("torch.jit._builtins._find_builtin", "to show torch.jit.script patched functions"),
     PrivateName("torch.jit._builtins._register_builtin", "as the operators that they are"),
     PrivateName("torch.nn.modules.batchnorm._BatchNorm", "which modules are batch norms"),
+    PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "to see each operation of a batch that is recorded"),
     PrivateName("torch.utils._python_dispatch._get_current_dispatch_mode", "whether a mode sees a cast"),
     PrivateName("torch.utils._python_dispatch.is_traceable_wrapper_subclass", "which parameters hold others"),
     PrivateName("torch.utils._pytree.tree_leaves", "the tensors in what a forward gave, as DDP finds them"),
@@ -90,6 +92,7 @@ NAMES = (
     ),
 )
 
+DispatchMode = TorchDispatchMode
 TensorBase: Any = _C.TensorBase
 after_ad_inplace_or_view: Any = _C._after_ADInplaceOrView_keyset
 BatchNormBase = _BatchNorm
@@ -124,6 +127,11 @@ def fsdp_param_dtype(module: Any) -> torch.dtype | None:
     """Its `param_dtype`."""
     dtype = fsdp_policy_of(module).param_dtype
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return bool(_C._current_graph_task_id() != -1)
 
 
 def joins_uneven_inputs(wrapper: Any) -> bool:

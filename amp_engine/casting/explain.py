@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,6 +12,7 @@ import torch
 from amp_engine.casting import locks, patcher
 from amp_engine.casting.calls import Call
 from amp_engine.errors import AmpStateError
+from amp_engine.tables import table
 
 _USE = "Type:\n\n    with amp.explain() as explanation:\n        ...  # one iteration\n    print(explanation)"
 
@@ -110,26 +111,13 @@ class Explanation:
             for r in records
         ]
         totals = [sum(getattr(r, name) for r in records) for name in ("calls", "casts", "cached", "bytes_moved")]
-        return _table([head, *rows, ("total", "", "", *map(_number, totals))])
+        return table([head, *rows, ("total", "", "", *map(_number, totals))], words=3, has_total=True)
 
 
 _NOTHING_RAN = (
     "None ran, or only inside of amp.disable_casts() or a module of amp.keep_float(), or in code that "
     "torch.compile compiled, which is not seen."
 )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [_line(row, widths) for row in rows]
-    rule = "-" * max(map(len, lines))
-    return "\n".join((lines[0], rule, *lines[1:-1], rule, lines[-1]))
-
-
-def _line(row: Iterable[str], widths: Sequence[int]) -> str:
-    """Three columns of words, then numbers."""
-    cells = zip(row, widths, strict=True)
-    return "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(cells)).rstrip()
 
 
 def _name(dtype: torch.dtype | None) -> str:

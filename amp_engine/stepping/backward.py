@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 
 import torch
 from torch import Tensor
 
 from amp_engine.devices import HostNumbers
 from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.stepping.forward_order import Order, Origin
 from amp_engine.stepping.slots import Checked
 
 NO_LOSS = torch.zeros((), device="cpu")
@@ -27,10 +28,13 @@ class Backward:
     Attributes:
         loss: the last one that was backpropagated; any shape.
         checked: what was found, for each optimizer and device.
-        order: of parameters in the forward, by id, larger for later ones; empty unless a diagnosis is near.
+        order: of parameters in the forward, as `forward_order` tells; of an earlier one where none was taken of this.
+        origin: where the forward stopped to be finite, if somebody looked.
+        elements: how many were not finite in the gradient of `first_nonfinite`, if somebody looked while it was there.
         skips: whether an overflow skips the step, or is only reported.
         found_inf: float32, shape []: != 0 is an overflow.
-        overflow: the same on its way to the host, with the scale after it. These two are there after `conclude`.
+        overflow: the same on its way to the host, with the scale after it, the one that it had, and the loss if it is
+            one number. These two are there after `conclude`.
     """
 
     found_inf: Tensor
@@ -42,14 +46,20 @@ class Backward:
         self.snapshot = snapshot
         self.loss = loss
         self.checked: list[Checked] = []
-        self.order: Mapping[int, int] = {}
+        self.order: Order = {}
+        self.origin: Origin | None = None
+        self.elements: int | None = None
         self.skips = True
+        self.number = 0  # of the scaled backwards of its engine, from 1
 
     def conclude(self, found_inf: Tensor) -> None:
         """All gradients were checked, and the scaler was updated, which gave `found_inf`. No host sync."""
         # Found by the largest magnitude: finite gradients whose squares overflow are no overflow.
         self.found_inf = found_inf
-        self.overflow = HostNumbers(found_inf, self.scaler.scale)
+        numbers = [found_inf, self.scaler.scale, self.snapshot.scale]
+        if is_number(self.loss) and self.loss is not NO_LOSS and self.loss.device == found_inf.device:
+            numbers.append(self.loss.float().view(()))
+        self.overflow = HostNumbers(*numbers)
 
     def settle(self) -> None:
         """Have `conclude` called, if it waits for what other ranks found."""
@@ -58,3 +68,44 @@ class Backward:
     def adjusted_scale(self) -> float:
         """The scale after `conclude`. Waits until the host knows."""
         return self.overflow.read(1)
+
+    def loss_scale(self) -> float:
+        """The scale that the loss had. Waits until the host knows. After `conclude`."""
+        return self.overflow.read(2)
+
+    def loss_value(self) -> float | None:
+        """The loss before scaling, or the sum of several; None if nobody told. Waits until the host knows."""
+        if (sent := self.sent_loss()) is not None:
+            return sent
+        return None if self.loss is NO_LOSS else float(self.loss.float().sum())
+
+    def sent_loss(self) -> float | None:
+        """The loss before scaling if it came with the flag. Waits until the host knows of that."""
+        return self.overflow.read(3) if self.overflow.count > 3 else None
+
+    def first_nonfinite(self) -> tuple[Tensor, bool] | None:
+        """The parameter whose gradient the backward found not finite first, and whether there is a NaN in it.
+
+        A backward goes from the last to the first, so the last one in the forward was reached first. In the order of
+        the optimizer where the graph tells none. Waits for the device.
+        """
+        found = self.nonfinite()
+        places = [(self.order.get(id(param), (0, 0)), row) for row, (param, _) in enumerate(found)]
+        return found[max(places)[1]] if places else None
+
+    def nonfinite(self) -> list[tuple[Tensor, bool]]:
+        """The parameters whose gradients are not finite, and whether there is a NaN in each. Waits for the device."""
+        # NaN has more bits than inf, so the largest magnitude is NaN if there is one.
+        return [
+            (param, math.isnan(largest))
+            for checked in self.checked
+            for param, bad, largest in zip(
+                checked.params, checked.checks.nonfinite.tolist(), checked.checks.largest.tolist(), strict=True
+            )
+            if bad
+        ]
+
+
+def is_number(loss: Tensor) -> bool:
+    """Whether `loss` is one number that can be read without a collective or a mode of torch's."""
+    return type(loss) is Tensor and loss.numel() == 1

@@ -77,6 +77,9 @@ class StepHook:
         if self._is_stepping:  # a subclass called super().step()
             return None
         stepped, is_scaled = self._stepped, self._scaling.is_active
+        if self._backwards.evidence.is_rehearsal:
+            stepped.forget_backwards()
+            return (self._ghosts.of(optimizer, args, kwargs, fused_step_of(optimizer) is not None), *args[1:]), kwargs
         stepped.check_first_use()
         casts_off = self._casts.off()
         is_own = stepped.rows.makes_masters or stepped.needs_kernels

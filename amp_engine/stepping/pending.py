@@ -33,10 +33,14 @@ class Pending:
     Args:
         on_skip: told, for each step that was skipped, how many were in a row, and because of which backwards.
         on_report: told a backward whose overflow did not skip.
+        on_clean: told a backward that did not overflow.
     """
 
     def __init__(
-        self, on_skip: Callable[[int, Sequence[Backward]], None], on_report: Callable[[Backward], None]
+        self,
+        on_skip: Callable[[int, Sequence[Backward]], None],
+        on_report: Callable[[Backward], None],
+        on_clean: Callable[[Backward], None],
     ) -> None:
         self.backwards: list[Backward] = []  # for the next step
         self.caller_skips = False  # whether somebody's own `scale_loss` took it on itself to skip the next step
@@ -46,17 +50,13 @@ class Pending:
         self._skipped = False
         self._on_skip = on_skip
         self._on_report = on_report
+        self._on_clean = on_clean
 
     @property
     def skipped(self) -> bool:
         """Whether the last step was skipped. Waits for the device if that decided."""
         self.hear(wait=True)
         return self._skipped
-
-    @property
-    def is_near_diagnosis(self) -> bool:
-        """Whether so many steps in a row were skipped that why is about to be said; a GPU tells of them late."""
-        return SKIPS_BEFORE_DIAGNOSIS - 4 <= self.skips_in_a_row < SKIPS_BEFORE_DIAGNOSIS
 
     @property
     def skips_next(self) -> bool:
@@ -111,10 +111,13 @@ class Pending:
 
     def _conclude(self, backwards: Sequence[Backward]) -> None:
         """Say, and remember, what `backwards` meant for their step."""
-        overflowed = [backward for backward in backwards if backward.overflow.read() != 0]
-        skipping = [backward for backward in overflowed if backward.skips]
-        for backward in overflowed:
-            if not backward.skips:
+        skipping = []
+        for backward in backwards:
+            if backward.overflow.read() == 0:
+                self._on_clean(backward)
+            elif backward.skips:
+                skipping.append(backward)
+            else:
                 self._on_report(backward)
         self._skipped = bool(skipping)
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipping else 0

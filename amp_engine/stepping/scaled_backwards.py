@@ -14,7 +14,7 @@ from amp_engine.devices import moved
 from amp_engine.errors import AmpStateError
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
-from amp_engine.stepping.forward_order import forward_order
+from amp_engine.stepping.evidence import Evidence
 from amp_engine.stepping.reduction import Reduction
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
@@ -41,6 +41,7 @@ class ScaledBackwards:
         self._stepped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[SteppedOptimizer]]
         self._stepped = weakref.WeakKeyDictionary()
         self._scaling = scaling
+        self.evidence = Evidence(scaling)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -96,7 +97,7 @@ class ScaledBackwards:
         for one in stepped:
             one.check_first_use()
         if self._passes_through(scaler, stepped):
-            return PassedThrough(loss, self.casts)
+            return PassedThrough(self, loss, loss_id)
         return ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def close_windows_into(self, stepped: SteppedOptimizer) -> None:
@@ -107,11 +108,18 @@ class ScaledBackwards:
         self._close_left_open(stepped)
 
     def close_windows(
-        self, stepped: Sequence[SteppedOptimizer], backward: Backward, delay_overflow_check: bool = False
+        self,
+        stepped: Sequence[SteppedOptimizer],
+        backward: Backward,
+        delay_overflow_check: bool = False,
+        loss: Tensor | None = None,
     ) -> None:
         """Unscale and check gradients, then move the scale; gradients go if that fails. No host sync.
 
         Where other ranks are to agree, the scale moves when somebody asks for it, or for what becomes of the step.
+
+        Args:
+            loss: the last one, whose graph tells the order of the parameters; None if it is not known.
         """
         backward.settle()
         backward.skips = backward.scaler.dynamic or self._scaling.skip_on_overflow
@@ -126,6 +134,8 @@ class ScaledBackwards:
             for one in stepped:
                 one.window.discard_backward()
             raise
+        if check:
+            self.evidence.keep(backward, loss, is_in_trouble=any(one.pending.skips_in_a_row > 0 for one in stepped))
         if delay_overflow_check:
             return
         scaler = backward.scaler
@@ -241,8 +251,7 @@ class ScaledBackward:
             for one in self._stepped:
                 one.enter_backward(backward)
                 entered.append(one)
-            if any(one.pending.is_near_diagnosis for one in self._stepped):
-                backward.order = forward_order(loss)
+            self._backwards.evidence.enter(backward, loss)
             return loss.float() * moved(backward.snapshot.scale, loss.device)
         except BaseException:
             for one in entered:
@@ -260,7 +269,7 @@ class ScaledBackward:
                 for one in self._stepped:
                     one.window.leave_open(self._backward.loss)
             else:
-                self._backwards.close_windows(self._stepped, self._backward, self._delay_overflow_check)
+                self._backwards.close_windows(self._stepped, self._backward, self._delay_overflow_check, self._loss)
         finally:
             self._backwards.casts.after_backward()
 
@@ -268,14 +277,16 @@ class ScaledBackward:
 class PassedThrough:
     """The body of a `scale_loss` in which nothing is scaled, checked or moved."""
 
-    def __init__(self, loss: Tensor, casts: CopiesOfWeights) -> None:
+    def __init__(self, backwards: ScaledBackwards, loss: Tensor, loss_id: int) -> None:
+        self._backwards = backwards
         self._loss = loss
-        self._casts = casts
+        self._loss_id = loss_id
 
     def __enter__(self) -> Tensor:
+        self._backwards.evidence.enter_unchecked(self._loss, self._loss_id)
         return self._loss.float()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._casts.after_backward()
+        self._backwards.casts.after_backward()

@@ -17,6 +17,8 @@ class Scaling:
         scalers: one for each loss_id.
         skip_on_overflow: whether static scales skip as well.
         latched: the scale that `amp.scale` multiplied by last, by loss_id; no more than that while it is the scaler's.
+        expects_nonfinite: whether the last loss that the host heard of on a GPU was not finite, so that it waits for
+            the next one, to see where that comes from.
         reported: those loss_ids whose static scale was said to overflow, so that looking again is of no more use.
     """
 
@@ -24,6 +26,7 @@ class Scaling:
     skip_on_overflow: bool = False
     latched: dict[int, ScaleSnapshot] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
+    expects_nonfinite: bool = False
 
     @property
     def is_active(self) -> bool:

@@ -84,9 +84,8 @@ class SteppedOptimizer:
         self.window = Window(rows)
         self.pending = pending
         self.backward_seen = False  # since the last step
-        self.before_first_use: Callable[[], None] | None = (
-            None  # of the first `scale_loss` or step; raises AmpStateError
-        )
+        # Called before the first `scale_loss` or step; raises AmpStateError.
+        self.before_first_use: Callable[[], None] | None = None
         self.adopts_next = False  # whether the next backward looks for writes through `param.data`
         self.needs_kernels = False  # whether what it steps, or keeps, is nothing that its class can step
         self._scaling = scaling
@@ -195,6 +194,15 @@ class SteppedOptimizer:
         self.pending.skipped_by_caller()
         self.backward_seen = False
         self.rows.discard_gradients()
+
+    def forget_backwards(self) -> None:
+        """Discard what backwards since the last step left, and what they decided."""
+        if not self.window.is_closed:
+            self.window.discard()
+        self.pending.backwards = []
+        self.backward_seen = False
+        self.rows.discard_gradients()
+        tensor_lists.discard_gradients(self.rows.columns.plain)
 
     def _adopt_gradients(self) -> None:
         """Have an open window, if need be one around the gradients that are there."""

@@ -1399,7 +1399,8 @@ def test_exit_clip_and_step_wait_for_nothing(
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return capsys.readouterr().out.splitlines()
+    """What was printed since, but for what is known of each overflow."""
+    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Amp post-mortem")]
 
 
 @native_only

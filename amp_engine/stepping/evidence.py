@@ -1,0 +1,109 @@
+"""What is kept of a backward while it is there, for whoever explains an overflow when the host hears of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from amp_engine.devices import HostNumbers, is_capturing
+from amp_engine.distributed import local_of
+from amp_engine.stepping import arithmetic
+from amp_engine.stepping.backward import Backward, is_number
+from amp_engine.stepping.forward_order import Order, Origin, forward_order, origin_of_nonfinite
+from amp_engine.stepping.scaling import Scaling
+
+
+class Evidence:
+    """Looks where it costs nothing while all is well: on a CPU, at what was found already; on a GPU, after a skip.
+
+    Args:
+        scaling: whether a loss that is not finite is to be expected.
+
+    Attributes:
+        on_unchecked_loss: told the number of the backward, the loss_id, the value and the origin of each loss whose
+            gradients are not checked; of those that are not finite of the first in a row.
+        before_backward: told each loss, while a batch is rehearsed; or None. Nothing else is done then.
+    """
+
+    def __init__(self, scaling: Scaling) -> None:
+        self.on_unchecked_loss: Callable[[int, int, float, Origin | None], None] | None = None
+        self.before_backward: Callable[[Tensor], None] | None = None
+        self._scaling = scaling
+        self._count = 0
+        # By loss_id. They hold no tensors: parameters are there by id.
+        self._orders: dict[int, Order] = {}
+        self._losses: dict[int, HostNumbers] = {}  # where gradients are not checked, on their way from a GPU
+        self._told: set[int] = set()
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether a batch is run to be looked at: no step is taken."""
+        return self.before_backward is not None
+
+    def enter(self, backward: Backward, loss: Tensor) -> None:
+        """Before a backward that is checked: where its loss stopped to be finite, if the host may look."""
+        if self.before_backward is not None:
+            return self.before_backward(loss)
+        self._count += 1
+        backward.number = self._count
+        if self._may_read(loss) and not math.isfinite(loss.item()):
+            backward.origin = origin_of_nonfinite(loss)
+        self._scaling.expects_nonfinite = False
+        return None
+
+    def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:
+        """Before a backward whose gradients nobody checks: say of a loss that it is not finite."""
+        if self.before_backward is not None:
+            return self.before_backward(loss)
+        self._count += 1
+        if is_number(loss):
+            self._look_at_unchecked(loss, loss_id)
+        return None
+
+    def _look_at_unchecked(self, loss: Tensor, loss_id: int) -> None:
+        if loss.device.type != "cpu":
+            sent = self._losses.get(loss_id)
+            if sent is not None and not sent.is_known():
+                return
+            self._scaling.expects_nonfinite = sent is not None and not math.isfinite(sent.read())
+            self._losses[loss_id] = HostNumbers(loss.detach().float())
+        if not self._may_read(loss):
+            return
+        value = loss.item()
+        is_finite = math.isfinite(value)
+        if is_finite:
+            self._told.discard(loss_id)
+        elif loss_id in self._told:
+            return
+        else:
+            self._told.add(loss_id)
+        if self.on_unchecked_loss is not None:
+            self.on_unchecked_loss(self._count, loss_id, value, None if is_finite else origin_of_nonfinite(loss))
+
+    def keep(self, backward: Backward, loss: Tensor | None, is_in_trouble: bool) -> None:
+        """After the checks of a backward, before the scale moves.
+
+        Args:
+            loss: whose graph tells the order of the parameters, if it is known.
+            is_in_trouble: whether steps are being skipped.
+        """
+        if self.is_rehearsal:
+            return
+        found_inf = backward.scaler.found_inf
+        overflowed = found_inf.device.type == "cpu" and found_inf.item() != 0
+        is_needed = overflowed or backward.loss_id not in self._orders
+        if loss is not None and (is_needed or (is_in_trouble and found_inf.device.type != "cpu")):
+            self._orders[backward.loss_id] = forward_order(loss)
+        backward.order = self._orders.get(backward.loss_id, {})
+        if overflowed and (first := backward.first_nonfinite()) is not None:
+            grad = first[0].grad
+            if grad is not None:
+                backward.elements = int((~arithmetic.values(local_of(grad)).isfinite()).sum())
+
+    def _may_read(self, loss: Tensor) -> bool:
+        """Whether the host may read the loss: it is there, or steps are in trouble and it may wait."""
+        if not is_number(loss):
+            return False
+        return loss.device.type == "cpu" or (self._scaling.expects_nonfinite and not is_capturing(loss.device))

@@ -1,0 +1,223 @@
+"""`amp.find_overflow`: the operation is named, and everything is as it was before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_engine import AmpStateError, AmpTypeError, Engine
+from tests.models import NORMED_MLP
+from tests.support import DYNAMIC_LEVELS, LEVELS, assert_bitwise
+from tests.telemetry.plants import LAYERS
+from tests.telemetry.test_post_mortem import Run
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_operation_and_its_module_are_named(level: str, kind: str) -> None:
+    run = Run(level, kind, skip_on_overflow=False)
+    run.step()
+    for bad in ("backward", "forward", ""):
+        run.model.planted.bad = bad
+        found = run.engine.find_overflow(run.backward)
+        assert found.phase == (bad or None), str(found)
+        if bad:
+            assert found.operation == {"backward": "BackwardOverflow", "forward": "mul"}[bad]
+            assert (found.module, found.module_type) == ("planted", "Planted")
+            assert found.kind == "inf"
+            assert found.elements == found.numel > 0
+            assert found.largest_input is not None
+            assert f"{found.operation} in planted (Planted)" in str(found)
+        else:
+            assert "Everything is finite" in str(found)
+            assert found.loss is not None
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+class Everything(nn.Module):
+    """A linear layer, dropout and batch norm, with what `bad` says in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.bad = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.norm(self.first(x)), 0.5)
+        if self.bad == "mask":  # as attention does: -inf is meant
+            mask = torch.ones(8, 8, dtype=torch.bool).triu(1)
+            scores = (x.unsqueeze(2) * x.unsqueeze(1)).masked_fill(mask, float("-inf"))
+            x = (scores.softmax(-1) @ x.unsqueeze(2)).squeeze(2)
+        if self.bad == "masked row":
+            x = x + x.masked_fill(torch.ones(8, dtype=torch.bool), float("-inf")).softmax(-1)
+        if self.bad == "log":
+            x = (x - x).log()
+        if self.bad == "hook" and x.requires_grad:
+            x.register_hook(lambda grad: grad * float("nan"))
+        if self.bad == "sum" and x.requires_grad:
+            # Each of the two is finite, and their sum in float16 is not.
+            x = _Large.apply(x) + _Large.apply(x)
+        return self.last(x)
+
+
+class _Large(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.full_like(grad, 0.75 * torch.finfo(grad.dtype).max)
+
+
+@pytest.mark.parametrize(
+    ("bad", "phase", "operation"),
+    [
+        ("mask", None, None),
+        ("masked row", "forward", "_softmax"),
+        ("log", "forward", "log"),
+        ("hook", "backward", "a sum of gradients, or a hook, before"),
+        ("sum", "backward", "a sum of gradients, or a hook, before"),
+    ],
+)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_what_is_meant_and_what_is_not(level: str, bad: str, phase: str | None, operation: str | None) -> None:
+    torch.manual_seed(0)
+    with Engine() as engine:
+        model = Everything()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        model.bad = bad
+        x = torch.randn(4, 4)
+        found = engine.find_overflow(lambda: model(x).float().square().mean(), loss_scale=64.0)
+        assert found.phase == phase, str(found)
+        if operation is not None:
+            assert found.operation is not None
+            assert found.operation.startswith(operation)
+            assert found.module == ""
+            assert "the model itself (Everything)" in str(found)
+
+
+@pytest.mark.parametrize("bad", ["", "log", "sum"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_everything_is_as_before(level: str, bad: str) -> None:
+    runs: list[Any] = []
+    tensors: list[list[Any]] = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        engine = Engine()
+        model = Everything()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for index in range(4):
+            x = torch.randn(4, 4)
+            if looks:
+                model.bad = bad
+
+                def step(
+                    engine: Engine = engine, model: nn.Module = model, x: Tensor = x, optimizer: Any = optimizer
+                ) -> None:
+                    optimizer.zero_grad()
+                    with engine.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+                        scaled_loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                engine.find_overflow(step, loss_scale=2.0**20)
+                model.bad = ""
+            optimizer.zero_grad()
+            with engine.scale_loss(model(x).float().square().mean(), optimizer, loss_id=0) as scaled_loss:
+                (scaled_loss * (float("inf") if index == 1 and level in DYNAMIC_LEVELS else 1.0)).backward()
+            optimizer.step()
+        report = [(r.backward, r.cause, r.loss_scale) for r in engine.overflow_report()]
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+        runs.append((report, hooks, engine.state_dict()))
+        tensors.append([*model.state_dict().values(), *state_of(optimizer), torch.get_rng_state()])
+        engine.close()
+    assert runs[0] == runs[1]
+    for plain, looked in zip(*tensors, strict=True):
+        assert_bitwise(plain, looked)
+
+
+def test_gradients_that_are_there_stay() -> None:
+    run = Run("O1", "linear")
+    run.step()  # leaves what zero_grad has not taken
+    before = {name: p.grad for name, p in run.model.named_parameters()}
+    copies = {name: None if grad is None else grad.clone() for name, grad in before.items()}
+    run.engine.find_overflow(run.backward)
+    for name, p in run.model.named_parameters():
+        assert p.grad is before[name]
+        grad, copied = p.grad, copies[name]
+        assert (grad is None) == (copied is None)
+        assert grad is None or copied is None or torch.equal(grad, copied)
+
+
+def test_it_runs_at_the_scale_that_overflowed() -> None:
+    with Engine() as engine:
+        model = NORMED_MLP.model(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        engine.scalers[0]._loss_scale = 2.0**24
+        x = NORMED_MLP.batch(0)
+
+        def loss() -> Tensor:
+            return NORMED_MLP.loss(model, x)
+
+        with engine.scale_loss(loss(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        (record,) = engine.overflow_report()
+        assert record.loss_scale == 2.0**24
+        found = engine.find_overflow(loss)
+        assert found.phase == "backward", str(found)
+        assert found.loss_scale == 2.0**24
+        assert engine.scalers[0].loss_scale() == 2.0**23
+        assert engine.find_overflow(loss, loss_scale=1.0).phase is None
+
+
+def test_a_weight_is_named_before_anything_else() -> None:
+    run = Run("O1", "linear")
+    with torch.no_grad():
+        run.model.planted.layer.weight[0, 0] = float("inf")
+    found = run.engine.find_overflow(run.backward)
+    assert (found.phase, found.parameter, found.elements) == ("weights", "planted.layer.weight", 1)
+
+
+def test_what_raises_leaves_no_trace() -> None:
+    run = Run("O2", "linear")
+
+    def fails() -> None:
+        run.backward()
+        raise KeyError("no batch")
+
+    with pytest.raises(KeyError, match="no batch"):
+        run.engine.find_overflow(fails)
+    run.step()
+    assert len(run.engine.overflow_report()) == 0
+    assert run.engine.find_overflow(run.backward).phase is None
+
+
+def test_refusals() -> None:
+    engine = Engine()
+    with pytest.raises(AmpStateError, match="before amp.initialize"):
+        engine.find_overflow(lambda: None)
+    run = Run("O2", "linear")
+    with pytest.raises(AmpTypeError, match=r"not a Tensor.*lambda: loss_fn"):
+        run.engine.find_overflow(torch.ones(()))  # type: ignore[arg-type]
+    run.batch = (torch.ones(2, 4), torch.ones(2, 2))
+    run.backward()
+    with pytest.raises(AmpStateError, match=r"wait for SGD.step"):
+        run.engine.find_overflow(run.backward)
+    run.optimizer.step()
+    with (
+        run.engine.scale_loss(torch.ones((), requires_grad=True), run.optimizer),
+        pytest.raises(AmpStateError, match="inside of"),
+    ):
+        run.engine.find_overflow(run.backward)

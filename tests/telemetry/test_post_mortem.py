@@ -1,0 +1,222 @@
+"""What is said of an overflow: the cause, and the module where it began, for ten kinds of layers at four levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_engine import Engine
+from amp_engine.telemetry.post_mortem import OverflowRecord, has_exploded
+from tests.ranks import on_ranks
+from tests.telemetry.plants import LAYERS, Model, Planted, batch
+
+LEVELS = ("O1", "O2", "O4", "O5")
+
+
+class Run:
+    """A model in training, into whose third batch something is planted."""
+
+    def __init__(
+        self, level: str, kind: str, *, lr: float = 1e-3, wrap: Any = lambda model: model, **keywords: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.engine = Engine()
+        self.model = Model(kind)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
+        # At O4 and O5 nothing is skipped, and at O4 no gradient looked at, unless the user asks.
+        keywords = {"verbosity": 0, "skip_on_overflow": level in ("O4", "O5"), **keywords}
+        self.engine.initialize(self.model, self.optimizer, opt_level=level, **keywords)
+        self.wrapped = wrap(self.model)
+        self.index = 0
+        self.bad = ""
+        self.batch = batch(0)
+
+    def backward(self) -> None:
+        x, y = self.batch
+        loss = nn.functional.mse_loss(self.wrapped(x).float(), y)
+        with self.engine.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.batch = batch(self.index, self.bad)
+        self.backward()
+        self.optimizer.step()
+        self.index += 1
+
+    def plant(self, bad: str) -> OverflowRecord:
+        """What is known of a third batch in which something goes wrong."""
+        self.step()
+        self.step()
+        assert len(self.engine.overflow_report()) == 0
+        self.bad = self.model.planted.bad = bad
+        self.step()
+        (record,) = self.engine.overflow_report()
+        return record
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_backward_that_overflows_is_named(level: str, kind: str) -> None:
+    run = Run(level, kind)
+    record = run.plant("backward")
+    assert record.cause == "backward"
+    assert record.module is not None
+    assert record.module.startswith("planted.layer")
+    assert record.parameter is not None
+    parameter = run.model.get_parameter(record.parameter)
+    assert (record.elements, record.numel) == (parameter.numel(), parameter.numel())
+    assert record.kind in ("inf", "nan")
+    assert record.loss_is_finite
+    assert record.parameter in str(record)
+    assert "backward" in str(record)
+    # Everything before it in the forward is not finite either, and nothing behind it.
+    assert {name.split(".")[0] for name in record.nonfinite} == {"first", "planted"}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_forward_that_overflows_is_named(level: str, kind: str) -> None:
+    record = Run(level, kind).plant("forward")
+    assert record.cause == "forward"
+    assert record.near is not None
+    assert record.near.startswith("planted.layer")
+    assert not record.loss_is_finite
+    assert record.near in str(record)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_batch_that_is_not_finite_is_named(level: str) -> None:
+    record = Run(level, "layer norm", skip_on_overflow=False).plant("data")
+    assert record.cause == "data"
+    assert record.near is not None
+    assert record.near.startswith("first")
+    assert "batch" in str(record)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_learning_rate_that_is_too_high_is_divergence(level: str) -> None:
+    run = Run(level, "linear", lr=100.0, skip_on_overflow=False)
+    for _ in range(40):
+        run.step()
+        if report := run.engine.overflow_report():
+            assert report[0].cause == "divergence"
+            assert report[0].growth is not None
+            assert report[0].growth > 10
+            assert "learning rate" in str(report[0])
+            return
+    raise AssertionError("it did not diverge")
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
+def test_where_no_gradient_is_checked_a_loss_that_is_not_finite_is_said_once(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(level, "linear", skip_on_overflow=False, verbosity=1)
+    run.plant("forward")
+    for _ in range(3):
+        run.step()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Amp post-mortem")]
+    assert len(lines) == 1
+    assert "forward" in lines[0]
+    assert not run.engine.overflow_report()[0].skipped
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_that_is_not_finite_is_named(level: str) -> None:
+    run = Run(level, "linear")
+    run.step()
+    with torch.no_grad():
+        for weight in run.engine.master_params(run.optimizer):
+            if weight.shape == (8, 4):
+                weight[0, 0] = float("nan")
+    while not run.engine.overflow_report():  # a step writes masters into the model
+        run.step()
+    (record,) = run.engine.overflow_report()
+    assert record.cause == "weights"
+    assert record.weights == ("first.weight",)
+
+
+def test_every_skip_prints_apexs_line_and_one_of_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run("O2", "linear", verbosity=1)
+    run.plant("backward")
+    run.step()
+    lines = capsys.readouterr().out.splitlines()
+    first, second = (i for i, line in enumerate(lines) if line.startswith("Gradient overflow.  Skipping step, loss"))
+    assert lines[first + 1] == str(run.engine.overflow_report()[0])
+    assert lines[second + 1] == str(run.engine.overflow_report()[1])
+
+
+def causes_under_ddp(rank: int) -> list[tuple[str, str, str | None]]:
+    found = []
+    for level in LEVELS:
+        for bad in ("backward", "forward"):
+            run = Run(level, "linear", wrap=DistributedDataParallel)
+            record = run.plant(bad)
+            where = record.module if bad == "backward" else record.near
+            found.append((level, record.cause, where))
+            del run
+    return found
+
+
+def test_ranks_of_ddp_name_the_same() -> None:
+    ours, theirs = on_ranks(causes_under_ddp, 2)
+    assert ours == theirs
+    for level, cause, where in ours:
+        assert where is not None, level
+        assert where.startswith("planted.layer"), (level, cause)
+    assert [cause for _, cause, _ in ours] == ["backward", "forward"] * len(LEVELS)
+
+
+def test_activation_checkpointing_is_left_alone() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: Planted) -> None:
+            super().__init__()
+            self.inner = inner
+            self.bad = ""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.inner.bad = self.bad
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    run = Run("O1", "linear")
+    run.model.planted = Checkpointed(run.model.planted)  # what it saves can be had once, by the backward
+    record = run.plant("forward")
+    assert record.cause == "forward"
+
+
+@pytest.mark.parametrize(
+    ("loss", "earlier", "is_exploding"),
+    [
+        (1e6, [1.0], True),
+        (float("nan"), [1.0, 1e3, 1e6], True),
+        (float("inf"), [2.0, 1.9, 1.8, 1.7], False),
+        (1e6, [1.0, 1.1, 0.9, 1.0, 1.0], False),  # one bad batch
+        (1e6, [1.0, 1.1, 0.9, 1.0, 50.0], True),
+        (5.0, [1.0], False),
+        (5.0, [], False),
+        (None, [1.0, 2.0], False),
+        (-1e6, [-1.0, -2.0], True),
+    ],
+)
+def test_what_counts_as_an_explosion(loss: float | None, earlier: list[float], is_exploding: bool) -> None:
+    assert has_exploded(loss, earlier) is is_exploding
+
+
+def test_the_report_is_a_table_and_keeps_the_newest() -> None:
+    run = Run("O2", "linear")
+    assert "No backward" in str(run.engine.overflow_report())
+    run.plant("backward")
+    report = run.engine.overflow_report()
+    assert "planted.layer.bias" in str(report)
+    assert len(report) == 1
+    assert list(report)[0].skipped
+    run.engine.close()
+    assert len(run.engine.overflow_report()) == 1  # to be read after the run
+    model = Model("linear")
+    run.engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    assert len(run.engine.overflow_report()) == 0

@@ -25,6 +25,7 @@ from amp_engine.amp import half_function as half_function
 from amp_engine.amp import init as init
 from amp_engine.amp import initialize as initialize
 from amp_engine.amp import keep_float as keep_float
+from amp_engine.amp import last_step as last_step
 from amp_engine.amp import load as load
 from amp_engine.amp import load_optimizer_state_dict as load_optimizer_state_dict
 from amp_engine.amp import load_state_dict as load_state_dict
@@ -41,6 +42,7 @@ from amp_engine.amp import save as save
 from amp_engine.amp import scale as scale
 from amp_engine.amp import scale_loss as scale_loss
 from amp_engine.amp import state_dict as state_dict
+from amp_engine.amp import step_scheduler as step_scheduler
 from amp_engine.amp import training_state as training_state
 from amp_engine.amp import unscale as unscale
 from amp_engine.engine import Engine as Engine
@@ -51,6 +53,7 @@ from amp_engine.errors import AmpStateError as AmpStateError
 from amp_engine.errors import AmpTypeError as AmpTypeError
 from amp_engine.errors import AmpValueError as AmpValueError
 from amp_engine.policy import Policy as Policy
+from amp_engine.scale_rule import DynamicLossScale as DynamicLossScale
 
 __version__ = "0.1.0"
 
@@ -61,6 +64,7 @@ __all__ = [
     "AmpStateError",
     "AmpTypeError",
     "AmpValueError",
+    "DynamicLossScale",
     "Engine",
     "Policy",
     "amp",
@@ -79,6 +83,7 @@ __all__ = [
     "init",
     "initialize",
     "keep_float",
+    "last_step",
     "load",
     "load_optimizer_state_dict",
     "load_state_dict",
@@ -95,6 +100,7 @@ __all__ = [
     "scale",
     "scale_loss",
     "state_dict",
+    "step_scheduler",
     "training_state",
     "unscale",
 ]

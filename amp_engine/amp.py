@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from amp_engine import casting, initialized, named
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
@@ -31,10 +32,12 @@ from amp_engine.named import load_optimizer_state_dict as load_optimizer_state_d
 from amp_engine.named import named_masters as named_masters
 from amp_engine.named import optimizer_state_dict as optimizer_state_dict
 from amp_engine.optimizers import LARC
+from amp_engine.scale_rule import DynamicLossScale as DynamicLossScale
 from amp_engine.scaler import LossScaler
 from amp_engine.scaler_state import ScalerFormat
 from amp_engine.scaler_state import convert_state_dict as convert_state_dict
 from amp_engine.stepping.double_backward import Gradients
+from amp_engine.stepping.last_step import LastStep
 from amp_engine.telemetry.find_overflow import OverflowSource
 from amp_engine.telemetry.post_mortem import OverflowReport
 
@@ -239,36 +242,19 @@ def explain() -> Explanation:
 
 
 def overflow_report() -> OverflowReport:
-    """What is known of each overflow since the first `initialize`, or the first after `close`, oldest first.
-
-    The newest 1000, as far as the host has heard; `str()` is a table of them, and an entry the line that was printed.
-    Each has the parameter and the module in which the backward first became non-finite, how many elements, inf or nan,
-    the loss and its scale, the likely cause, and for a loss that was not finite the operation that made it so.
-    No host sync.
-    """
     return _amp_state.engine.overflow_report()
 
 
 def find_overflow(step_fn: Callable[[], Any], loss_scale: float | None = None) -> OverflowSource:
-    """Run one batch once more and name the module and operation that first gave a value that is not finite.
-
-        print(amp.find_overflow(lambda: loss_fn(model(x), y)))
-
-    Args:
-        step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`. If it returns a
-            loss and ran no backward, that is done here, for all optimizers. `optimizer.step()` of the optimizers that
-            were passed to `initialize` does nothing inside; of others it steps.
-        loss_scale: what dynamic scales are meanwhile. Default: that of the newest overflow, or else as they are.
-
-    Returns:
-        What was found; `str()` is a sentence. Gradients, buffers, random numbers and loss scales are as before. What
-        torch.compile compiled is run without it; what torch.jit compiled is one operation.
-
-    Looks at the arguments and results of every operation, so it takes many times as long as a step; waits for the
-    device at each. Of several ranks all have to call it. Raises AmpStateError before `initialize`, inside of a
-    `scale_loss`, and while gradients wait for a step.
-    """
     return _amp_state.engine.find_overflow(step_fn, loss_scale)
+
+
+def last_step(optimizer: Optimizer | LARC | None = None) -> LastStep:
+    return _amp_state.engine.last_step(optimizer)
+
+
+def step_scheduler(scheduler: LRScheduler, optimizer: Optimizer | LARC | None = None) -> int:
+    return _amp_state.engine.step_scheduler(scheduler, optimizer)
 
 
 def close() -> None:
@@ -287,6 +273,10 @@ load.__doc__ = Engine.load.__doc__
 disable_casts.__doc__ = Engine.disable_casts.__doc__
 keep_float.__doc__ = casting.keep_float.__doc__
 explain.__doc__ = Engine.explain.__doc__
+step_scheduler.__doc__ = Engine.step_scheduler.__doc__
+last_step.__doc__ = Engine.last_step.__doc__
+find_overflow.__doc__ = Engine.find_overflow.__doc__
+overflow_report.__doc__ = Engine.overflow_report.__doc__
 close.__doc__ = Engine.close.__doc__
 
 
@@ -345,6 +335,7 @@ def _current_casts() -> Any:
 
 
 __all__ = [
+    "DynamicLossScale",
     "LossScaler",
     "averaged_model",
     "clip_grad_norm_",
@@ -361,6 +352,7 @@ __all__ = [
     "init",
     "initialize",
     "keep_float",
+    "last_step",
     "load",
     "load_optimizer_state_dict",
     "load_state_dict",
@@ -377,6 +369,7 @@ __all__ = [
     "scale",
     "scale_loss",
     "state_dict",
+    "step_scheduler",
     "training_state",
     "unscale",
 ]

@@ -31,6 +31,7 @@ from amp_engine.optimizers.base import FusedOptimizer
 from amp_engine.optimizers.rules import rule_of
 from amp_engine.optimizers.wrapped import inner_of, inner_optimizers, parameters_elsewhere, shares_groups, takes_hooks
 from amp_engine.policy import Policy
+from amp_engine.scale_rule import DynamicLossScale
 
 # What `initialize` takes, and gives back: the same objects.
 Models = TypeVar("Models", bound=nn.Module | list[Any])
@@ -44,7 +45,7 @@ class InitializeOptions(TypedDict, total=False):
     patch_torch_functions: bool | None
     keep_batchnorm_fp32: bool | str | None
     master_weights: bool | Literal["split"] | None
-    loss_scale: float | str | None
+    loss_scale: float | str | DynamicLossScale | None
     cast_model_outputs: torch.dtype | str | None
     num_losses: int
     verbosity: int

@@ -24,7 +24,8 @@ from amp_engine.optimizers import LARC, inner_of
 from amp_engine.policy import Policy
 from amp_engine.request import checked
 from amp_engine.saving import Saving
-from amp_engine.scaler import DEFAULT_MAX_LOSS_SCALE, LossScaler, check_bounds
+from amp_engine.scale_rule import DEFAULT_MAX_LOSS_SCALE, DynamicLossScale
+from amp_engine.scaler import LossScaler, check_bounds
 from amp_engine.stepping import double_backward
 from amp_engine.stepping.clipping import clip_grad_norm_
 from amp_engine.stepping.double_backward import Gradients
@@ -54,6 +55,7 @@ class Engine(Saving, Explaining):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.policy: Policy | None = None  # None before initialize and after close
         self.reporter = report.Reporter()
         self.min_loss_scale: float | None = None
@@ -84,7 +86,7 @@ class Engine(Saving, Explaining):
         if not self.policy.enabled:
             return "<Engine: enabled=False>"
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._initialized.optimizers)
-        scale = "dynamic" if self.policy.loss_scale == "dynamic" else str(self.policy.loss_scale)
+        scale = str(self.policy.loss_scale)
         count = f"{len(self.scalers)} losses" if len(self.scalers) != 1 else "1 loss"
         return f"<Engine at {self.policy.opt_level}: steps {optimizers or 'no optimizer'}; {count}, loss scale {scale}>"
 
@@ -126,7 +128,7 @@ class Engine(Saving, Explaining):
         patch_torch_functions: bool | None = None,
         keep_batchnorm_fp32: bool | str | None = None,
         master_weights: bool | Literal["split"] | None = None,
-        loss_scale: float | str | None = None,
+        loss_scale: float | str | DynamicLossScale | None = None,
         cast_model_outputs: torch.dtype | str | None = None,
         num_losses: int = 1,
         verbosity: int = 1,
@@ -152,7 +154,8 @@ class Engine(Saving, Explaining):
             keep_batchnorm_fp32: keep affine batch norms in FP32; "True" and "False" are taken too.
             master_weights: step FP32 copies of low-precision parameters; "split" (O5): bfloat16 parameters and the 16
                 bits that rounding took from each, 2 bytes a parameter less.
-            loss_scale: "dynamic", or a static scale (a number, or a string with one).
+            loss_scale: "dynamic"; a DynamicLossScale with numbers of your own; "auto", which follows the largest
+                gradient that was seen; or a static scale (a number, or a string with one).
             cast_model_outputs: type of floating model outputs; default float32 where the model is cast.
             num_losses: how many scalers there are for `scale_loss(..., loss_id=i)`.
             verbosity: 0 silent, 1 apex's messages, 2 every cast as well.

@@ -12,12 +12,13 @@ import torch
 
 from amp_engine.dtypes import parse_dtype
 from amp_engine.errors import AmpStateError, AmpValueError
+from amp_engine.scale_rule import DynamicLossScale
 
 # Scales and their inverses are float32 on the device: the smallest normal number, and one over it.
 LOWEST_SCALE = torch.finfo(torch.float32).tiny
 HIGHEST_SCALE = 1.0 / LOWEST_SCALE
 
-LossScale = float | Literal["dynamic"]
+LossScale = float | Literal["dynamic", "auto"] | DynamicLossScale
 
 _FUNCTION_CASTING_LEVELS = ("O1", "O4")
 
@@ -34,7 +35,7 @@ class Policy:
         keep_batchnorm_fp32: leave affine batch norms in float32 when the model is cast.
         master_weights: the optimizer steps float32 copies of low-precision parameters; "split": bfloat16 parameters and
             the 16 bits that rounding took from each.
-        loss_scale: "dynamic", or the static factor.
+        loss_scale: "dynamic", also with numbers of one's own; "auto"; or the static factor.
         patch_torch_functions_type: the low-precision type of `patch_torch_functions`; None elsewhere.
     """
 
@@ -131,20 +132,24 @@ class Policy:
 
 
 def parse_loss_scale(value: object) -> LossScale:
-    """`value` as a loss scale: "dynamic", or a positive finite number (strings such as "128.0" too).
+    """`value` as a loss scale: "dynamic", "auto", or a positive finite number (strings such as "128.0" too).
 
     Raises AmpValueError for anything else.
     """
-    if value == "dynamic":
-        return "dynamic"
+    if value == "dynamic" or value == "auto":
+        return value
+    if isinstance(value, str) and (parsed := DynamicLossScale.parse(value)) is not None:
+        return parsed
+    if isinstance(value, DynamicLossScale):
+        return value
     try:
         scale = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         scale = math.nan
     if not LOWEST_SCALE <= scale <= HIGHEST_SCALE:
         raise AmpValueError(
-            f'loss_scale={value!r} is neither "dynamic" nor a positive finite number (that float32 holds, and its '
-            f"inverse: {LOWEST_SCALE} to {HIGHEST_SCALE}).  "
+            f'loss_scale={value!r} is neither "dynamic", "auto", a DynamicLossScale nor a positive finite number (that '
+            f"float32 holds, and its inverse: {LOWEST_SCALE} to {HIGHEST_SCALE}).  "
             'Use loss_scale="dynamic", or a number such as loss_scale=128.0.'
         )
     return scale

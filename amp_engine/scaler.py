@@ -9,55 +9,12 @@ import torch
 from torch import Tensor
 
 from amp_engine import devices, kernels
+from amp_engine.auto_scale import FIRST_SCALE, AutoScale, Forgiving
 from amp_engine.devices import moved, number_on
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.policy import LOWEST_SCALE, LossScale, parse_loss_scale
-
-DEFAULT_MIN_LOSS_SCALE = 2.0**-24
-DEFAULT_MAX_LOSS_SCALE = 2.0**24
-
-
-class ScaleSnapshot:
-    """The scale of one backward, out of reach of later updates: float32 tensors of shape [].
-
-    Args:
-        current: the scaler's own, which is copied.
-        static: its number, if it is static.
-    """
-
-    def __init__(self, current: Tensor, static: float | None) -> None:
-        self.scale = current.clone()
-        self._static = static
-        self._taken_from, self._version = current, _version(current)
-        self._inv_scale: Tensor | None = None
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the scale is 1, and known to be without asking the device."""
-        return self._static == 1.0
-
-    def is_still(self, current: Tensor) -> bool:
-        """Whether `current`, the scaler's own, was not written since. No host sync."""
-        return current is self._taken_from and _version(current) == self._version >= 0
-
-    def equals(self, other: ScaleSnapshot) -> bool:
-        """Whether both are known to be the same scale. No host sync: two updates may have led back to it unseen."""
-        if self._static is not None:
-            return self._static == other._static
-        return self is other or (
-            self._taken_from is other._taken_from and self._version == other._version and self._version >= 0
-        )
-
-    @property
-    def inv_scale(self) -> Tensor:
-        """1 / scale; taken in float64, then rounded once: a static scale need not be a power of two."""
-        if self._inv_scale is None:
-            self._inv_scale = self.scale.double().reciprocal().float()
-        return self._inv_scale
-
-    def learn_inverse(self, inv_scale: Tensor) -> None:
-        """Take the inverse from the kernel that adjusted the scale, which saves computing it."""
-        self._inv_scale = inv_scale
+from amp_engine.scale_rule import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
+from amp_engine.scale_snapshot import ScaleSnapshot
 
 
 class LossScaler:
@@ -65,10 +22,10 @@ class LossScaler:
 
     Dynamic, once per backward (see `kernels.update_scale_` for the formula): halve on overflow, double
     after `scale_window` clean backwards in a row, stay within [min_loss_scale, max_loss_scale].
-    Static: the scale stays, the count of clean backwards runs on.
+    "auto": as `AutoScale` says. Static: the scale stays, the count of clean backwards runs on.
 
     Args:
-        loss_scale: "dynamic", or the static scale.
+        loss_scale: "dynamic", a DynamicLossScale, whose numbers then count, "auto", or the static scale.
         init_scale: first dynamic scale; `max_loss_scale` if that is lower.
         scale_factor: growth factor and inverse of the backoff factor, above 1.
         scale_window: clean backwards between two growths.
@@ -90,14 +47,24 @@ class LossScaler:
         max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
     ) -> None:
         loss_scale = parse_loss_scale(loss_scale)
+        self.auto: AutoScale | None = AutoScale() if loss_scale == "auto" else None
+        self._backoff_factor: float | None = None  # 1 / scale_factor
+        self._forgiving: Forgiving | None = None
+        if isinstance(loss_scale, DynamicLossScale):
+            rule, loss_scale = loss_scale, "dynamic"
+            init_scale, scale_factor, scale_window = rule.init_scale, rule.growth_factor, rule.growth_interval
+            self._backoff_factor = rule.backoff_factor
+            self._forgiving = Forgiving(rule.hysteresis) if rule.hysteresis > 1 else None
+            min_loss_scale = min_loss_scale if rule.min_loss_scale is None else rule.min_loss_scale
+            max_loss_scale = max_loss_scale if rule.max_loss_scale is None else rule.max_loss_scale
         self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
-        self.dynamic = loss_scale == "dynamic"
-        first = self.bounded(init_scale) if loss_scale == "dynamic" else loss_scale
-        self._init_scale = init_scale
+        # What the user asked for exactly; a float32 device scalar would round 0.1.
+        self._static_scale = None if isinstance(loss_scale, str) else loss_scale
+        self.dynamic = self._static_scale is None
+        self._init_scale = FIRST_SCALE if self.auto is not None else init_scale
         self.scale_factor = scale_factor
         self._scale_seq_len = scale_window
-        # What the user asked for exactly; a float32 device scalar would round 0.1.
-        self._static_scale = None if self.dynamic else first
+        first = self.bounded(self._init_scale) if self._static_scale is None else self._static_scale
         self.scale = torch.tensor(first, dtype=torch.float32, device="cpu")
         self.unskipped = torch.tensor(0, dtype=torch.int32, device="cpu")
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
@@ -105,7 +72,8 @@ class LossScaler:
         self._owed: Callable[[], None] | None = None  # an update that waits for other ranks
 
     def __repr__(self) -> str:
-        return f"<LossScaler: {'dynamic' if self.dynamic else self._static_scale}>"  # what it is now, the device knows
+        kind = "auto" if self.auto is not None else "dynamic" if self.dynamic else self._static_scale
+        return f"<LossScaler: {kind}>"  # what it is now, the device knows
 
     @property
     def is_identity(self) -> bool:
@@ -143,6 +111,9 @@ class LossScaler:
             self.scale = moved(self.scale, device)
             self.unskipped = moved(self.unskipped, device)
             self.found_inf = moved(self.found_inf, device)
+            for more in (self.auto, self._forgiving):
+                if more is not None:
+                    more.to(device)
 
     def snapshot(self) -> ScaleSnapshot:
         """The scale for one backward, as a copy. No host sync."""
@@ -155,12 +126,13 @@ class LossScaler:
         bad = moved(nonfinite.any().float(), self.found_inf.device)
         self.found_inf.copy_(torch.maximum(self.found_inf, bad))
 
-    def update_(self, closed: ScaleSnapshot | None = None) -> Tensor:
+    def update_(self, closed: ScaleSnapshot | None = None, largest: Tensor | None = None) -> Tensor:
         """Adjust the scale after one backward and discard the overflow. No host sync.
 
         Args:
             closed: the snapshot of this backward, which learns its own inverse on the way, unless the scale has
                 moved since: by another backward, a checkpoint, or a write.
+            largest: of the magnitudes of its scaled gradients, float32, shape []; for "auto".
 
         Returns:
             float32 tensor of shape [], != 0 if this backward overflowed.
@@ -169,21 +141,31 @@ class LossScaler:
         is_still = closed is not None and closed.is_still(self.scale)
         found_inf = torch.empty_like(self.found_inf)
         inv_scale = torch.empty_like(self.scale)
+        used = self.scale.clone() if self.auto is not None and closed is None else None
+        forgiving = self._forgiving
         kernels.update_scale_(
             self.scale,
             self.unskipped,
             self.found_inf,
             growth_factor=self.scale_factor,
-            backoff_factor=1.0 / self.scale_factor,
+            backoff_factor=self._backoff_factor or 1.0 / self.scale_factor,
             growth_interval=self._scale_seq_len,
             min_scale=self._min_loss_scale,
             max_scale=self._max_loss_scale,
-            dynamic=self.dynamic,
+            hysteresis_tracker=None if forgiving is None else forgiving.left,
+            hysteresis=1 if forgiving is None else forgiving.hysteresis,
+            dynamic=self.dynamic and self.auto is None,
             inv_scale_used=inv_scale,
             found_inf_used=found_inf,
         )
         if closed is not None and is_still:
             closed.learn_inverse(inv_scale)
+        if self.auto is not None:
+            used = closed.scale if closed is not None else used
+            assert used is not None
+            low, high = self._min_loss_scale, self._max_loss_scale
+            self.auto.update_(self.scale, used, found_inf, largest, low, high)
+            self.unskipped.mul_(found_inf == 0)
         self._last_found_inf = found_inf
         return found_inf
 
@@ -192,6 +174,9 @@ class LossScaler:
         self.settle()
         self.scale.fill_(self.bounded(self._init_scale) if self._static_scale is None else self._static_scale)
         self.unskipped.zero_()
+        for more in (self.auto, self._forgiving):
+            if more is not None:
+                more.restart()
 
     def bounded(self, scale: float) -> float:
         """`scale`, or the bound of dynamic scales that it is beyond."""
@@ -266,6 +251,20 @@ class LossScaler:
         self.settle()
         return {"loss_scale": self.loss_scale(), "unskipped": int(self.unskipped)}
 
+    def memory(self) -> dict[str, float]:
+        """What decides of its next moves besides `state_dict`; empty for most. Waits for the device."""
+        self.settle()
+        known = {} if self.auto is None else self.auto.memory()
+        return known if self._forgiving is None else {**known, "overflows_left": float(self._forgiving.left)}
+
+    def remember(self, memory: Mapping[str, float]) -> None:
+        """Take over what `memory` gave, as far as it concerns a scaler of this kind."""
+        self.settle()
+        if self.auto is not None:
+            self.auto.remember(memory)
+        if self._forgiving is not None:
+            self._forgiving.left.fill_(int(memory.get("overflows_left", self._forgiving.hysteresis)))
+
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Take over scale and count; whether the scaler is dynamic stays as it is.
 
@@ -277,8 +276,19 @@ class LossScaler:
             raise AmpValueError(
                 f'A loss scaler\'s state is {{"loss_scale": float, "unskipped": int}}, not {state!r}.'
             ) from e
-        self._loss_scale = loss_scale
-        self._unskipped = unskipped
+        self._put(loss_scale, unskipped)
+
+    def _put(self, loss_scale: float, unskipped: int | None = None) -> None:
+        """Have this scale from now on, and this count, if it is given."""
+        scale = parse_loss_scale(loss_scale)
+        if not isinstance(scale, float):
+            raise AmpValueError("_loss_scale is a number.  Use for example _loss_scale = 2.0**16.")
+        self.settle()
+        if not self.dynamic:
+            self._static_scale = scale
+        self.scale.fill_(scale)
+        if unskipped is not None:
+            self.unskipped.fill_(unskipped)
 
     # The names that scripts read and write (`loss_scalers[0]._loss_scale = 2**20`).
 
@@ -288,13 +298,7 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        scale = parse_loss_scale(value)
-        if scale == "dynamic":
-            raise AmpValueError("_loss_scale is a number.  Use for example _loss_scale = 2.0**16.")
-        self.settle()
-        if not self.dynamic:
-            self._static_scale = scale
-        self.scale.fill_(scale)
+        self._put(value)
 
     @property
     def _unskipped(self) -> int:
@@ -334,7 +338,7 @@ class LossScaler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_loss_scale" not in state:
-            self.__dict__.update(state)
+            self.__dict__.update({"auto": None, "_backoff_factor": None, "_forgiving": None, **state})
             return
         # apex's attributes: the FP16_Optimizer of apex.fp16_utils saved its scaler as an object.
         dynamic, scale = state["dynamic"], float(state["_loss_scale"])
@@ -345,13 +349,8 @@ class LossScaler:
             min_loss_scale=state["_min_loss_scale"],
             max_loss_scale=state["_max_loss_scale"],
         )
-        self._loss_scale = max(scale, self._min_loss_scale) if dynamic else scale  # apex's could sink to 0
-        self._unskipped = state["_unskipped"]
-        self._has_overflow = state["_has_overflow"]
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # an inference tensor keeps none
+        self._put(max(scale, self._min_loss_scale) if dynamic else scale, state["_unskipped"])  # apex's could sink to 0
+        self.found_inf.fill_(float(state["_has_overflow"]))
 
 
 def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:

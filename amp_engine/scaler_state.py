@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError, AmpValueError
@@ -23,6 +24,7 @@ SCHEMA_VERSION = 2
 ScalerFormat = Literal["amp", "apex", "torch"]
 
 _SCALER_KEY = "loss_scaler"
+_MEMORY = ("seen", "limit", "reach", "overflows_left")
 _SCALE_WINDOW = 2000  # apex's, which none of its users could change
 
 
@@ -35,6 +37,7 @@ class SavedScaler(NamedTuple):
         dynamic: whether it was.
         opt_level: of the run that saved it, or None where nobody wrote it down.
         is_torchs: a GradScaler's, which grows without bounds.
+        memory: what "auto" and hysteresis know besides; empty for other scalers.
     """
 
     loss_scale: float
@@ -42,11 +45,12 @@ class SavedScaler(NamedTuple):
     dynamic: bool
     opt_level: str | None = None
     is_torchs: bool = False
+    memory: Mapping[str, float] = MappingProxyType({})
 
     def as_amp(self) -> dict[str, Any]:
         """An entry of `amp.state_dict()`."""
         more = {"dynamic": self.dynamic, "opt_level": self.opt_level, "version": SCHEMA_VERSION}
-        return {**self.as_apex(), **more}
+        return {**self.as_apex(), **more, **self.memory}
 
     def as_apex(self) -> dict[str, Any]:
         """The entry that apex wrote."""
@@ -81,7 +85,9 @@ def pack_scalers(
     packed: OrderedDict[str, Any] = OrderedDict()
     for i, scaler in enumerate(scalers):
         state = scaler.state_dict()
-        saved = SavedScaler(float(state["loss_scale"]), int(state["unskipped"]), scaler.dynamic, opt_level)
+        saved = SavedScaler(
+            float(state["loss_scale"]), int(state["unskipped"]), scaler.dynamic, opt_level, memory=scaler.memory()
+        )
         packed[f"{_SCALER_KEY}{i}"] = saved.as_amp()
     converted = convert_state_dict(packed, scaler_format)
     if destination is None:
@@ -155,6 +161,7 @@ def _load(scaler: LossScaler, saved: SavedScaler, name: str, say: Callable[[str]
         # Ours as it was, so that a resume is bitwise: a script may have set a scale beyond the bounds.
         scale = scaler.bounded(saved.loss_scale) if saved.is_torchs else saved.loss_scale
         scaler.load_state_dict({"loss_scale": scale, "unskipped": saved.unskipped})
+        scaler.remember(saved.memory)
     elif scaler.dynamic:
         scaler.restart()
         say(f"{name} was saved from a static loss scale: a dynamic scale starts at {scaler.loss_scale()}")
@@ -205,7 +212,18 @@ def _read_entry(entry: Any, metadata: Mapping[str, Any], index: int) -> SavedSca
     dynamic = entry.get("dynamic")
     if dynamic is None:
         dynamic = _was_dynamic(metadata, index, loss_scale, unskipped)
-    return SavedScaler(loss_scale, unskipped, bool(dynamic), None if level is None else str(level))
+    memory = _read_memory(entry)
+    return SavedScaler(loss_scale, unskipped, bool(dynamic), None if level is None else str(level), memory=memory)
+
+
+def _read_memory(entry: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        memory = {name: float(entry[name]) for name in _MEMORY if name in entry}
+    except (TypeError, ValueError) as e:
+        raise AmpValueError(f"A loss scaler's {', '.join(_MEMORY)} are numbers, in {entry!r}.") from e
+    if not all(0.0 <= value < math.inf for value in memory.values()):
+        raise AmpValueError(f"A loss scaler's {', '.join(_MEMORY)} are finite numbers from 0 on, in {entry!r}.")
+    return memory
 
 
 def _was_dynamic(metadata: Mapping[str, Any], index: int, loss_scale: float, unskipped: int) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from amp_engine.devices import HostNumbers
-from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.devices import HostNumbers, moved
+from amp_engine.scale_snapshot import ScaleSnapshot
+from amp_engine.scaler import LossScaler
 from amp_engine.stepping.forward_order import Order, Origin
 from amp_engine.stepping.slots import Checked
 
@@ -82,6 +85,22 @@ class Backward:
     def sent_loss(self) -> float | None:
         """The loss before scaling if it came with the flag. Waits until the host knows of that."""
         return self.overflow.read(3) if self.overflow.count > 3 else None
+
+    def largest(self, groups: Sequence[dist.ProcessGroup]) -> Tensor | None:
+        """The largest magnitude among its scaled gradients, over all ranks of `groups`; None if none was looked at.
+
+        float32, shape [], NaN if there is one. One message of 4 bytes a group. No host sync otherwise.
+        """
+        found = [checked.checks.largest.max() for checked in self.checked if len(checked.checks.largest) > 0]
+        if not found:
+            return None
+        device = self.snapshot.scale.device
+        largest = (
+            torch.stack([moved(one, device) for one in found]).max() if len(found) > 1 else moved(found[0], device)
+        )
+        for group in groups:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return largest
 
     def first_nonfinite(self) -> tuple[Tensor, bool] | None:
         """The parameter whose gradient the backward found not finite first, and whether there is a NaN in it.

@@ -17,7 +17,8 @@ from amp_engine.devices import moved
 from amp_engine.distributed import local_of
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.kernels.layout import is_dense, is_lazy
-from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.scale_snapshot import ScaleSnapshot
+from amp_engine.scaler import LossScaler
 from amp_engine.stepping.scaling import Scaling
 
 Gradients = TypeVar(

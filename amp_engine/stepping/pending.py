@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.last_step import LastStep
 
 SKIPS_BEFORE_DIAGNOSIS = 8
 
@@ -45,6 +46,8 @@ class Pending:
         self.backwards: list[Backward] = []  # for the next step
         self.caller_skips = False  # whether somebody's own `scale_loss` took it on itself to skip the next step
         self.skips_in_a_row = 0
+        self.taken = 0  # steps, as far as the host has heard
+        self.last = LastStep()
         # Of steps that the device decided: what the host has not been told yet, oldest first.
         self._undecided: deque[list[Backward]] = deque()
         self._skipped = False
@@ -57,6 +60,11 @@ class Pending:
         """Whether the last step was skipped. Waits for the device if that decided."""
         self.hear(wait=True)
         return self._skipped
+
+    @property
+    def unheard(self) -> int:
+        """How many steps the device decided that the host has not heard of."""
+        return len(self._undecided)
 
     @property
     def skips_next(self) -> bool:
@@ -83,6 +91,7 @@ class Pending:
         """
         self._settle()
         backwards, self.backwards = self.backwards, []
+        self.last = LastStep(backwards)
         if on_device and not all(backward.overflow.is_known() for backward in backwards):
             self._undecided.append([backward for backward in backwards if not backward.overflow.is_captured])
             return Take([backward.found_inf for backward in backwards if backward.skips])
@@ -102,7 +111,14 @@ class Pending:
         self.caller_skips = False
         self.backwards = []
         self._skipped = True
+        self.last = LastStep(was_skipped=True)
         self.skips_in_a_row += 1
+
+    def taken_unseen(self) -> None:
+        """A step was taken that nothing was pending for."""
+        self.taken += 1
+        self._skipped = False
+        self.last = LastStep()
 
     def hear(self, wait: bool) -> None:
         """Report steps that the device decided, as far as the host knows of them by now, or all of them."""
@@ -121,5 +137,6 @@ class Pending:
                 self._on_report(backward)
         self._skipped = bool(skipping)
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipping else 0
+        self.taken += not skipping
         if skipping:
             self._on_skip(self.skips_in_a_row, skipping)

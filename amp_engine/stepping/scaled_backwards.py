@@ -141,10 +141,12 @@ class ScaledBackwards:
         scaler = backward.scaler
         reduction = Reduction(list(groups), scaler.found_inf) if groups else None
 
+        largest = backward.largest(list(groups)) if scaler.auto is not None else None
+
         def conclude() -> None:
             if reduction is not None:
                 scaler.found_inf.copy_(reduction.wait())
-            found_inf = scaler.update_(backward.snapshot)
+            found_inf = scaler.update_(backward.snapshot, largest)
             if check and stepped:
                 backward.conclude(found_inf)
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from amp_engine.errors import AmpIndexError
 from amp_engine.policy import LossScale
-from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.scale_snapshot import ScaleSnapshot
+from amp_engine.scaler import LossScaler
 
 
 @dataclass

@@ -17,7 +17,8 @@ from amp_engine.devices import current_streams, moved
 from amp_engine.distributed import is_sharded, local_gradient
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
-from amp_engine.scaler import LossScaler, ScaleSnapshot
+from amp_engine.scale_snapshot import ScaleSnapshot
+from amp_engine.scaler import LossScaler
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -51,7 +52,7 @@ class OverflowWatch:
         self._records: deque[OverflowRecord] = deque(maxlen=KEPT_RECORDS)
         self._count = 0
         self._losses: dict[int, deque[float]] = {}  # of clean backwards, by loss_id
-        self._last: Backward | None = None  # that was clean
+        self._last: Callable[[], Backward | None] = lambda: None  # that was clean
 
     def report(self) -> OverflowReport:
         """The records so far. No host sync."""
@@ -66,9 +67,9 @@ class OverflowWatch:
 
     def clean(self, backward: Backward) -> None:
         """A backward did not overflow; told once for each of its optimizers."""
-        if backward is self._last:
+        if backward is self._last():
             return
-        self._last = backward
+        self._last = weakref.ref(backward)  # it holds parameters
         loss = backward.sent_loss()
         if loss is not None and math.isfinite(loss):
             self._remember(backward.loss_id, loss)

@@ -197,7 +197,8 @@ def test_a_step_is_one_message_of_8_bytes(counted: list[dict[Any, Any]], level: 
     for results in counted:
         sent, asked = results[level, scale]
         assert Counter(sent) == ({("c10d::allreduce_", 8): 1} if decides else {})
-        assert not decides or asked == 0
+        # On a CPU the host reads this rank's own flag, which is there. It waits for no other rank.
+        assert not decides or asked <= 1
 
 
 def test_uneven_inputs_under_join_are_trained_to_their_end(counted: list[dict[Any, Any]]) -> None:

@@ -1,0 +1,82 @@
+"""How a dynamic loss scale moves, as users choose it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+
+from amp_engine.errors import AmpValueError
+
+DEFAULT_MIN_LOSS_SCALE = 2.0**-24
+DEFAULT_MAX_LOSS_SCALE = 2.0**24
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """A dynamic loss scale with numbers of your own.
+
+        amp.initialize(model, optimizer, opt_level="O2", loss_scale=amp.DynamicLossScale(growth_interval=500))
+
+    Attributes:
+        init_scale: the first scale, above 0; `max_loss_scale` if that is lower. Default as in apex and torch, 2**16.
+        growth_factor: what the scale is multiplied by after `growth_interval` clean backwards in a row; above 1.
+        backoff_factor: what it is multiplied by at an overflow; between 0 and 1.
+        growth_interval: at least 1. Default as in apex and torch, 2000.
+        hysteresis: which overflow since the last clean backward lowers the scale: 1 the first, as in apex and torch; 2
+            forgives one. Steps are skipped either way. As in Megatron-LM, whose default is 2.
+        min_loss_scale: floor; None: that of `initialize`, or else 2**-24.
+        max_loss_scale: ceiling; None: that of `initialize`, by default 2**24.
+
+    Raises AmpValueError for values outside of these.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_loss_scale: float | None = None
+    max_loss_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check("init_scale", 0 < self.init_scale < math.inf, "a positive finite number", "2.0**16")
+        self._check("growth_factor", 1 < self.growth_factor < math.inf, "a finite number above 1", "2.0")
+        self._check("backoff_factor", 0 < self.backoff_factor < 1, "a number between 0 and 1", "0.5")
+        for name in ("growth_interval", "hysteresis"):
+            value = getattr(self, name)
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            self._check(name, is_count, "a whole number from 1 on", "2000" if name == "growth_interval" else "2")
+
+    def _check(self, name: str, is_right: bool, allowed: str, example: str) -> None:
+        if not is_right:
+            raise AmpValueError(
+                f"DynamicLossScale({name}={getattr(self, name)!r}): {name} is {allowed}.  Type for example "
+                f"{name}={example}."
+            )
+
+    def __str__(self) -> str:
+        """`dynamic(growth_interval=500)`: what differs from the defaults; `parse` reads it."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changed = {f.name: given[f.name] for f in dataclasses.fields(self) if given[f.name] != f.default}
+        return f"dynamic({' '.join(f'{name}={value}' for name, value in changed.items())})"
+
+    @classmethod
+    def parse(cls, text: str) -> DynamicLossScale | None:
+        """What `str` wrote; None for any other text. Raises AmpValueError for values that it cannot have."""
+        match = re.fullmatch(r"dynamic\((.*)\)", text)
+        if match is None:
+            return None
+        names = {f.name for f in dataclasses.fields(cls)}
+        values: dict[str, float | int | None] = {}
+        for pair in match[1].split():
+            name, _, value = pair.partition("=")
+            if name not in names or not re.fullmatch(r"[-+.\w]+", value):
+                return None
+            try:
+                whole = name in ("growth_interval", "hysteresis")
+                values[name] = None if value == "None" else int(value) if whole else float(value)
+            except ValueError:
+                return None
+        return cls(**values)  # type: ignore[arg-type]

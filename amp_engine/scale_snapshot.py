@@ -1,0 +1,52 @@
+"""The scale of one backward."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class ScaleSnapshot:
+    """The scale of one backward, out of reach of later updates: float32 tensors of shape [].
+
+    Args:
+        current: the scaler's own, which is copied.
+        static: its number, if it is static.
+    """
+
+    def __init__(self, current: Tensor, static: float | None) -> None:
+        self.scale = current.clone()
+        self._static = static
+        self._taken_from, self._version = current, _version(current)
+        self._inv_scale: Tensor | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the scale is 1, and known to be without asking the device."""
+        return self._static == 1.0
+
+    def is_still(self, current: Tensor) -> bool:
+        """Whether `current`, the scaler's own, was not written since. No host sync."""
+        return current is self._taken_from and _version(current) == self._version >= 0
+
+    def equals(self, other: ScaleSnapshot) -> bool:
+        """Whether both are known to be the same scale. No host sync: two updates may have led back to it unseen."""
+        if self._static is not None:
+            return self._static == other._static
+        return self is other or (
+            self._taken_from is other._taken_from and self._version == other._version and self._version >= 0
+        )
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """1 / scale; taken in float64, then rounded once: a static scale need not be a power of two."""
+        if self._inv_scale is None:
+            self._inv_scale = self.scale.double().reciprocal().float()
+        return self._inv_scale
+
+    def learn_inverse(self, inv_scale: Tensor) -> None:
+        """Take the inverse from the kernel that adjusted the scale, which saves computing it."""
+        self._inv_scale = inv_scale
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # an inference tensor keeps none

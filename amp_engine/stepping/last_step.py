@@ -1,0 +1,90 @@
+"""What became of a step, for whoever asks, when they ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_engine.devices import HostNumbers, moved
+from amp_engine.stepping.backward import NO_LOSS, Backward
+
+
+class _Outcome(NamedTuple):
+    """What one backward meant for the step; as Backward has it, but for parameters, which it would keep alive."""
+
+    skips: bool
+    found_inf: Tensor
+    overflow: HostNumbers
+    loss: Tensor
+    squares: list[Tensor]
+
+
+class LastStep:
+    """The last `optimizer.step()`, as `amp.last_step(optimizer)` gives it. Reading it later gives the same.
+
+    Args:
+        backwards: that decided it, oldest first; none where nothing was scaled or checked.
+        was_skipped: by somebody else, without asking them.
+    """
+
+    def __init__(self, backwards: Sequence[Backward] = (), was_skipped: bool = False) -> None:
+        self._outcomes = [
+            _Outcome(b.skips, b.found_inf, b.overflow, b.loss, [checked.checks.sum_squares for checked in b.checked])
+            for b in backwards
+        ]
+        self._was_skipped = was_skipped
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host knows by now whether the step was skipped, so that nothing below waits for that."""
+        return all(outcome.overflow.is_known() for outcome in self._outcomes)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether it was skipped. Waits for the device until that is known."""
+        return self._was_skipped or any(one.skips and one.overflow.read() != 0 for one in self._outcomes)
+
+    @property
+    def flag(self) -> Tensor:
+        """Whether it was skipped, on the device: bool, shape []. No host sync."""
+        if self._was_skipped or not self._outcomes:
+            return torch.tensor(self._was_skipped, device="cpu")
+        device = self._outcomes[-1].found_inf.device
+        skipped = torch.zeros((), dtype=torch.bool, device=device)
+        for outcome in self._outcomes:
+            if outcome.skips:
+                skipped = skipped | (moved(outcome.found_inf, device) != 0)
+        return skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the last of its backwards had; 1.0 where nothing was scaled. Waits until the host knows."""
+        return self._outcomes[-1].overflow.read(2) if self._outcomes else 1.0
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the last of its backwards, before scaling, or the sum of several; None if nobody told."""
+        if not self._outcomes or self._outcomes[-1].loss is NO_LOSS:
+            return None
+        return float(self._outcomes[-1].loss.float().sum())
+
+    @property
+    def norm(self) -> float | None:
+        """2-norm of the unscaled gradients before any clipping, over what was looked at. Waits for the device.
+
+        None where nothing was looked at, and of several backwards, whose sum nobody has looked at. Taken by the check:
+        the root of the sum of squares in float64, over the scale.
+        """
+        if len(self._outcomes) != 1:
+            return None
+        squares = [float(one.sum()) for one in self._outcomes[0].squares]
+        return sum(squares) ** 0.5 / self.loss_scale if squares else None
+
+    def __repr__(self) -> str:
+        if not self.is_known:
+            return "<LastStep: not known yet>"
+        what = "skipped" if self.skipped else "taken"
+        return f"<LastStep: {what}, loss scale {self.loss_scale:g}>"

@@ -1,0 +1,304 @@
+"""Loss scales with a rule of one's own, the one that follows gradients, and what becomes of steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from amp_engine import AmpStateError, AmpTypeError, AmpValueError, DynamicLossScale, Engine, Policy
+from amp_engine.auto_scale import FIRST_SCALE, LARGEST
+from amp_engine.scaler import LossScaler
+from tests.models import NORMED_MLP
+from tests.ranks import on_ranks
+from tests.support import assert_bitwise, started, train
+
+
+def moves(scaler: LossScaler, overflows: str) -> list[float]:
+    """The scale after each backward, `o` with an overflow and `c` without."""
+    scales = []
+    for outcome in overflows:
+        scaler.record_(torch.tensor(outcome == "o"))
+        scaler.update_()
+        scales.append(scaler.loss_scale())
+    return scales
+
+
+def test_the_numbers_of_a_rule_are_those_of_the_scaler() -> None:
+    rule = DynamicLossScale(init_scale=64.0, growth_factor=4.0, backoff_factor=0.125, growth_interval=2)
+    assert moves(LossScaler(rule), "ccoocc") == [64.0, 256.0, 32.0, 4.0, 4.0, 16.0]
+
+
+def test_the_defaults_of_a_rule_are_those_of_dynamic() -> None:
+    script = "ccoc" * 5 + "o" * 30
+    assert moves(LossScaler(DynamicLossScale()), script) == moves(LossScaler("dynamic"), script)
+
+
+@pytest.mark.parametrize(("hysteresis", "expected"), [(1, [8, 4, 2]), (2, [16, 8, 4]), (3, [16, 16, 8])])
+def test_hysteresis_forgives_as_megatron_does(hysteresis: int, expected: list[float]) -> None:
+    # Until a clean backward the count stays used up, so that each further overflow lowers the scale.
+    rule = DynamicLossScale(init_scale=16.0, hysteresis=hysteresis)
+    assert moves(LossScaler(rule), "ooo") == expected
+    assert moves(LossScaler(rule), "oocoo"[: 2 * hysteresis - 1])[-1] >= 16.0 / 2**3
+
+
+def test_a_rule_has_bounds_of_its_own() -> None:
+    rule = DynamicLossScale(init_scale=2.0**10, min_loss_scale=2.0**8, max_loss_scale=2.0**11, growth_interval=1)
+    assert moves(LossScaler(rule), "ccooooo") == [2.0**11, 2.0**11, 2.0**10, 2.0**9, 2.0**8, 2.0**8, 2.0**8]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"init_scale": 0.0}, r"init_scale=0.0\): init_scale is a positive finite number"),
+        ({"growth_factor": 1.0}, "growth_factor is a finite number above 1"),
+        ({"backoff_factor": 1.5}, "backoff_factor is a number between 0 and 1"),
+        ({"growth_interval": 0}, "growth_interval is a whole number from 1 on"),
+        ({"hysteresis": 1.5}, "hysteresis is a whole number from 1 on"),
+    ],
+)
+def test_a_wrong_number_says_what_is_allowed(keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(AmpValueError, match=said):
+        DynamicLossScale(**keywords)
+
+
+@pytest.mark.parametrize("bad", ["automatic", "dynamic(growth=3)", "dynamic(growth_interval=x)", None.__class__])
+def test_another_loss_scale_is_refused(bad: Any) -> None:
+    with Engine() as engine, pytest.raises(AmpValueError, match=r'neither "dynamic", "auto", a DynamicLossScale'):
+        engine.initialize(nn.Linear(2, 2), opt_level="O2", loss_scale=bad, verbosity=0)
+
+
+@pytest.mark.parametrize(
+    "loss_scale", ["auto", "dynamic", DynamicLossScale(), DynamicLossScale(growth_interval=7, min_loss_scale=0.5)]
+)
+def test_a_policy_with_it_reads_itself_back(loss_scale: Any) -> None:
+    policy = Policy(enabled=True, opt_level="O2").override(loss_scale=loss_scale)
+    assert Policy.parse(str(policy)) == policy
+
+
+def gradient(scaler: LossScaler, magnitude: float) -> bool:
+    """One backward whose largest unscaled gradient is this; whether it overflows, as float16 does."""
+    snapshot = scaler.snapshot()
+    largest = torch.tensor(magnitude * scaler.loss_scale()).half().float()
+    scaler.record_(~largest.isfinite())
+    return bool(scaler.update_(snapshot, largest) != 0)
+
+
+def test_auto_takes_the_largest_power_of_two_that_leaves_headroom() -> None:
+    scaler = LossScaler("auto")
+    assert scaler.loss_scale() == FIRST_SCALE
+    for magnitude, expected in ((1.5, 4096.0), (1.5, 4096.0), (0.75, 4096.0), (3.0, 2048.0)):
+        assert not gradient(scaler, magnitude)
+        # 65504 / (2**3 * magnitude), rounded down to a power of two; smaller gradients are forgotten slowly.
+        assert scaler.loss_scale() == expected
+        assert 8 * magnitude * scaler.loss_scale() <= LARGEST
+
+
+def test_auto_skips_one_step_where_dynamic_skips_as_many_as_the_shift_has_powers_of_two() -> None:
+    skips = {}
+    for kind in ("auto", "dynamic"):
+        scaler = LossScaler(kind)
+        for _ in range(20):
+            gradient(scaler, 1.0 / 64)
+        skips[kind] = sum(gradient(scaler, 8.0) for _ in range(40))
+    assert skips["dynamic"] >= 4
+    assert skips["auto"] <= skips["dynamic"] / 4
+
+
+def test_auto_remembers_an_overflow_that_no_weight_showed() -> None:
+    # An activation's gradient overflows from 2**10 on, where the largest gradient of a weight is 2**-4.
+    scaler = LossScaler("auto")
+    overflows = []
+    for _ in range(3000):
+        snapshot, scale = scaler.snapshot(), scaler.loss_scale()
+        overflows.append(scale >= 2.0**10)
+        scaler.record_(torch.tensor(scale >= 2.0**10))
+        scaler.update_(snapshot, torch.tensor(2.0**-4 * scale))
+    assert sum(overflows) <= 4
+    assert scaler.loss_scale() >= 2.0**7
+    assert not any(overflows[-1000:])
+
+
+def test_auto_recovers_from_data_that_no_scale_helps() -> None:
+    scaler = LossScaler("auto")
+    for _ in range(5):
+        gradient(scaler, 1.0)
+    for _ in range(50):
+        snapshot = scaler.snapshot()
+        scaler.record_(torch.tensor(True))
+        scaler.update_(snapshot, torch.tensor(float("nan")))
+    assert scaler.loss_scale() == 2.0**-24
+    for _ in range(8 * 24):
+        assert not gradient(scaler, 1.0)
+    assert scaler.loss_scale() >= 1.0
+
+
+def test_auto_stays_where_all_gradients_are_zero() -> None:
+    scaler = LossScaler("auto")
+    gradient(scaler, 0.0)
+    assert scaler.loss_scale() == FIRST_SCALE
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_auto_trains_as_a_dynamic_scale_does_where_nothing_overflows(level: str) -> None:
+    losses = []
+    for kind in ("auto", "dynamic"):
+        with Engine() as engine:
+            model, optimizer = started(level, engine=engine, loss_scale=kind)
+            losses.append(train(NORMED_MLP, model, optimizer, "c" * 10, engine=engine))
+            assert not engine.overflow_report()
+            if kind == "auto":
+                assert engine.scalers[0].loss_scale() != FIRST_SCALE  # it has seen the gradients
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("loss_scale", ["auto", DynamicLossScale(hysteresis=3, growth_interval=2)])
+def test_a_resume_is_bitwise(loss_scale: Any) -> None:
+    script = "ccoccooocccoc"
+    with Engine() as engine:
+        model, optimizer = started("O2", engine=engine, loss_scale=loss_scale)
+        train(NORMED_MLP, model, optimizer, script[:7], engine=engine)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), engine.state_dict()))
+        train(NORMED_MLP, model, optimizer, script[7:], first=7, engine=engine)
+        uncut = copy.deepcopy((model.state_dict(), engine.state_dict()))
+    with Engine() as engine:
+        model, optimizer = started("O2", engine=engine, loss_scale=loss_scale, seed=1)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        engine.load_state_dict(saved[2])
+        train(NORMED_MLP, model, optimizer, script[7:], first=7, engine=engine)
+        assert_bitwise(dict(model.state_dict()), dict(uncut[0]))
+        assert engine.state_dict() == uncut[1]
+        assert "seen" in uncut[1]["loss_scaler0"] or "overflows_left" in uncut[1]["loss_scaler0"]
+
+
+@pytest.mark.parametrize("bad", [{"seen": "much"}, {"limit": float("nan")}, {"overflows_left": -1}])
+def test_a_damaged_memory_is_refused_before_anything_is_loaded(bad: dict[str, Any]) -> None:
+    with Engine() as engine:
+        started("O2", engine=engine, loss_scale="auto")
+        state = engine.state_dict()
+        state["loss_scaler0"].update(bad, loss_scale=4.0)
+        with pytest.raises(AmpValueError, match="loss scaler"):
+            engine.load_state_dict(state)
+        assert engine.scalers[0].loss_scale() == FIRST_SCALE
+
+
+class Split(nn.Module):
+    """Each rank's gradient is of another size, and there is nothing that would reduce it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * 10.0**self.rank
+
+
+def scale_on(rank: int) -> float:
+    torch.manual_seed(0)
+    model = Split(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with Engine() as engine:
+        engine.initialize(
+            model,
+            optimizer,
+            opt_level="O2",
+            loss_scale="auto",
+            verbosity=0,
+            process_group=torch.distributed.group.WORLD,
+        )
+        for _ in range(3):
+            optimizer.zero_grad()
+            with engine.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        return engine.scalers[0].loss_scale()
+
+
+def test_ranks_that_agree_on_overflows_agree_on_an_auto_scale() -> None:
+    ours, theirs = on_ranks(scale_on, 2)
+    assert ours == theirs
+    assert 8 * 20.0 * ours <= LARGEST < 16 * 20.0 * ours  # the larger gradient: 2 * 10
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_last_step_tells_what_became_of_it(level: str) -> None:
+    with Engine() as engine:
+        model, optimizer = started(level, engine=engine)
+        assert not engine.last_step().skipped
+        train(NORMED_MLP, model, optimizer, "c", engine=engine)
+        clean = engine.last_step(optimizer)
+        assert clean.is_known
+        assert not clean.skipped
+        assert not bool(clean.flag)
+        if level in ("O1", "O2", "O5"):
+            optimizer.zero_grad()
+            loss = NORMED_MLP.loss(model, NORMED_MLP.batch(1))
+            with engine.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            norm = torch.stack([p.grad.float().norm() for p in engine.master_params(optimizer)]).norm()
+            optimizer.step()
+            assert engine.last_step().norm == pytest.approx(norm.item(), rel=1e-5)
+            assert engine.last_step().loss == pytest.approx(loss.item())
+        else:
+            assert (clean.norm, clean.loss_scale) == (None, 1.0)
+        if level in ("O1", "O2"):
+            scale = engine.scalers[0].loss_scale()
+            train(NORMED_MLP, model, optimizer, "o", first=2, engine=engine)
+            last = engine.last_step()
+            assert last.skipped
+            assert bool(last.flag)
+            assert last.loss_scale == scale
+            assert "skipped" in repr(last)
+            assert not clean.skipped  # what was asked before stays
+
+
+def test_of_several_optimizers_one_is_to_be_named() -> None:
+    with Engine() as engine:
+        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        engine.initialize(models, optimizers, opt_level="O2", verbosity=0)
+        with pytest.raises(AmpStateError, match=r"2 are initialized.*last_step\(optimizer\)"):
+            engine.last_step()
+        assert not engine.last_step(optimizers[1]).skipped
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O4"])
+def test_a_scheduler_follows_the_steps_that_were_taken(level: str) -> None:
+    with Engine() as engine:
+        model, optimizer = started(level, engine=engine)
+        scheduler = LambdaLR(optimizer, lambda count: 1.0 / (1 + count))
+        script = "ccooc" if level == "O2" else "ccc"
+        stepped = []
+        for index, outcome in enumerate(script):
+            train(NORMED_MLP, model, optimizer, outcome, first=index, engine=engine)
+            stepped.append(engine.step_scheduler(scheduler))
+        assert stepped == [int(outcome == "c") for outcome in script]
+        assert scheduler.last_epoch == script.count("c")
+        later = StepLR(optimizer, 1)  # one that is made in the middle of a run begins there
+        train(NORMED_MLP, model, optimizer, "c", first=9, engine=engine)
+        assert engine.step_scheduler(later) == 1
+
+
+def test_a_disabled_engine_steps_schedulers_and_skips_nothing() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Engine() as engine:
+        engine.initialize(model, optimizer, enabled=False)
+        scheduler = StepLR(optimizer, 1)
+        optimizer.step()
+        assert engine.step_scheduler(scheduler) == 1
+        assert not engine.last_step(optimizer).skipped
+
+
+def test_what_is_no_scheduler_is_refused() -> None:
+    with Engine() as engine:
+        _, optimizer = started("O2", engine=engine)
+        with pytest.raises(AmpTypeError, match="not a float"):
+            engine.step_scheduler(0.1)  # type: ignore[arg-type]
+        del optimizer

@@ -35,14 +35,17 @@ from amp_engine.amp import optimizer_state_dict as optimizer_state_dict
 from amp_engine.amp import original as original
 from amp_engine.amp import overflow_report as overflow_report
 from amp_engine.amp import promote_function as promote_function
+from amp_engine.amp import receipt as receipt
 from amp_engine.amp import register_float_function as register_float_function
 from amp_engine.amp import register_half_function as register_half_function
 from amp_engine.amp import register_promote_function as register_promote_function
 from amp_engine.amp import save as save
+from amp_engine.amp import scalars as scalars
 from amp_engine.amp import scale as scale
 from amp_engine.amp import scale_loss as scale_loss
 from amp_engine.amp import state_dict as state_dict
 from amp_engine.amp import step_scheduler as step_scheduler
+from amp_engine.amp import step_times as step_times
 from amp_engine.amp import training_state as training_state
 from amp_engine.amp import unscale as unscale
 from amp_engine.engine import Engine as Engine
@@ -93,14 +96,17 @@ __all__ = [
     "original",
     "overflow_report",
     "promote_function",
+    "receipt",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
     "save",
+    "scalars",
     "scale",
     "scale_loss",
     "state_dict",
     "step_scheduler",
+    "step_times",
     "training_state",
     "unscale",
 ]

@@ -38,8 +38,12 @@ from amp_engine.scaler_state import ScalerFormat
 from amp_engine.scaler_state import convert_state_dict as convert_state_dict
 from amp_engine.stepping.double_backward import Gradients
 from amp_engine.stepping.last_step import LastStep
+from amp_engine.telemetry import receipt as _receipts
+from amp_engine.telemetry import scalars as _scalars
 from amp_engine.telemetry.find_overflow import OverflowSource
 from amp_engine.telemetry.post_mortem import OverflowReport
+from amp_engine.telemetry.receipt import Receipt
+from amp_engine.telemetry.step_times import StepTimes
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
@@ -257,27 +261,31 @@ def step_scheduler(scheduler: LRScheduler, optimizer: Optimizer | LARC | None = 
     return _amp_state.engine.step_scheduler(scheduler, optimizer)
 
 
+def receipt(explanation: Explanation | None = None, times: StepTimes | None = None) -> Receipt:
+    return _receipts.receipt(_amp_state.engine, explanation, times)
+
+
+def step_times() -> StepTimes:
+    return StepTimes(_amp_state.engine)
+
+
+def scalars() -> dict[str, float]:
+    return _scalars.scalars(_amp_state.engine)
+
+
 def close() -> None:
     _amp_state.engine.close()
 
 
-scale_loss.__doc__ = Engine.scale_loss.__doc__
+_AS_ENGINE = "scale_loss clip_grad_norm_ averaged_model state_dict load_state_dict training_state save "
+_AS_ENGINE += "load disable_casts explain step_scheduler last_step find_overflow overflow_report close"
+for _name in _AS_ENGINE.split():
+    globals()[_name].__doc__ = getattr(Engine, _name).__doc__
 master_params.__doc__ = initialized.master_params.__doc__
-clip_grad_norm_.__doc__ = Engine.clip_grad_norm_.__doc__
-averaged_model.__doc__ = Engine.averaged_model.__doc__
-state_dict.__doc__ = Engine.state_dict.__doc__
-load_state_dict.__doc__ = Engine.load_state_dict.__doc__
-training_state.__doc__ = Engine.training_state.__doc__
-save.__doc__ = Engine.save.__doc__
-load.__doc__ = Engine.load.__doc__
-disable_casts.__doc__ = Engine.disable_casts.__doc__
 keep_float.__doc__ = casting.keep_float.__doc__
-explain.__doc__ = Engine.explain.__doc__
-step_scheduler.__doc__ = Engine.step_scheduler.__doc__
-last_step.__doc__ = Engine.last_step.__doc__
-find_overflow.__doc__ = Engine.find_overflow.__doc__
-overflow_report.__doc__ = Engine.overflow_report.__doc__
-close.__doc__ = Engine.close.__doc__
+receipt.__doc__ = _receipts.receipt.__doc__
+step_times.__doc__ = StepTimes.__doc__
+scalars.__doc__ = _scalars.scalars.__doc__
 
 
 def half_function(fn: F) -> F:
@@ -362,14 +370,17 @@ __all__ = [
     "original",
     "overflow_report",
     "promote_function",
+    "receipt",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
     "save",
+    "scalars",
     "scale",
     "scale_loss",
     "state_dict",
     "step_scheduler",
+    "step_times",
     "training_state",
     "unscale",
 ]

@@ -79,6 +79,12 @@ class HostNumbers:
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(device))
 
+    def arrived(self) -> list[float] | None:
+        """The values, if somebody has found that they are there; None else. Asks nobody: a tenth of a microsecond."""
+        if self._has_arrived and isinstance(self._host, Tensor):
+            self._host = self._host.tolist()  # at once: to ask a tensor for one number takes a microsecond
+        return self._host if isinstance(self._host, list) else None
+
     def is_known(self) -> bool:
         """Whether the values have arrived. Does not wait. During a capture nothing is known that came from a GPU."""
         if self._event is None:
@@ -101,4 +107,6 @@ class HostNumbers:
                 )
             self._event.synchronize()
             self._has_arrived = True
+        if isinstance(self._host, Tensor) and not self.is_captured:
+            self._host = self._host.tolist()
         return float(self._host[place])

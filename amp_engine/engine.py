@@ -32,6 +32,7 @@ from amp_engine.stepping.double_backward import Gradients
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.telemetry import markup
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,6 +90,9 @@ class Engine(Saving, Explaining):
         scale = str(self.policy.loss_scale)
         count = f"{len(self.scalers)} losses" if len(self.scalers) != 1 else "1 loss"
         return f"<Engine at {self.policy.opt_level}: steps {optimizers or 'no optimizer'}; {count}, loss scale {scale}>"
+
+    def _repr_html_(self) -> str:
+        return markup.fragment(markup.preformatted(repr(self)))
 
     def __enter__(self) -> Engine:
         return self

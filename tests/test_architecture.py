@@ -21,7 +21,9 @@ LAYERS = [
     ["copying", "distributed", "errors", "tables", "kernels._native", "casting.locks"],
     ["devices", "checkpoint_file"],
     ["kernels.layout", "kernels.backend", "kernels.library", "kernels.halves"],
-    ["dtypes", "dynamo", "stepping", "compat", "telemetry", "__main__"],
+    ["dtypes", "dynamo", "stepping", "compat", "telemetry"],
+    ["telemetry.history", "telemetry.markup", "telemetry.software", "telemetry.records"],
+    ["telemetry.wording", "__main__"],
     ["containers", "scale_rule", "scale_snapshot"],
     ["policy"],
     ["kernels.refusals", "kernels.formulas", "levels"],
@@ -74,8 +76,12 @@ LAYERS = [
     ["initialized", "named"],
     ["saving", "explaining"],
     ["engine"],
-    ["compat.settings"],
+    ["compat.settings", "telemetry.kept", "telemetry.plots", "telemetry.receipt_text"],
+    ["telemetry.shapes", "telemetry.memory", "telemetry.stepped_by", "telemetry.step_times", "telemetry.scalars"],
+    ["telemetry.receipt_html"],
+    ["telemetry.receipt"],
     ["amp"],
+    ["telemetry.callbacks"],
 ]
 RANK = {f"amp_engine.{name}": i for i, layer in enumerate(LAYERS) for name in layer}
 

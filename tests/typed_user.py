@@ -6,9 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Adam
+from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import assert_type
 
 from amp_engine import Engine, amp
+from amp_engine.telemetry.callbacks import TensorBoardScalars
+from amp_engine.telemetry.receipt import Receipt
 
 
 def one(model: nn.Linear, optimizer: SGD) -> None:
@@ -46,3 +49,15 @@ def save(model: nn.Linear, optimizer: SGD) -> None:
     assert_type(amp.optimizer_state_dict(model, [optimizer]), dict[str, Any])
     state: Stateful = amp.training_state(model, optimizer)
     state.load_state_dict({})
+
+
+def look(writer: SummaryWriter) -> None:
+    """What a run tells about itself."""
+    with amp.explain() as explanation, amp.step_times() as times:
+        pass
+    assert_type(amp.receipt(), Receipt)
+    receipt = amp.receipt(explanation, times=times)
+    assert_type(receipt.memory[0].bytes, int)
+    assert_type(Receipt.from_json(receipt.to_json()), Receipt)
+    assert_type(amp.scalars(), dict[str, float])
+    TensorBoardScalars(writer)(3)

@@ -61,6 +61,10 @@ class WeightCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def kept(self) -> list[Tensor] | None:
+        """The casts; None where the compiled cache has them, which hands out none."""
+        return [entry.cast for entry in list(self._entries.values())]
+
     def cast(self, weight: nn.Parameter, dtype: torch.dtype, on_cast: Callable[[], None] = lambda: None) -> Tensor:
         """`weight.to(dtype)`, from the cache if it is there. Gradients flow to `weight`.
 
@@ -149,6 +153,10 @@ class NativeWeightCache(WeightCache):
 
     def __len__(self) -> int:
         return len(self.native)
+
+    def kept(self) -> list[Tensor] | None:
+        """Nothing that is known here."""
+        return None
 
     def cast(self, weight: nn.Parameter, dtype: torch.dtype, on_cast: Callable[[], None] = lambda: None) -> Tensor:
         """`weight.to(dtype)`, from the cache if it is there. Gradients flow to `weight`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,6 +13,7 @@ from amp_engine.casting import locks, patcher
 from amp_engine.casting.calls import Call
 from amp_engine.errors import AmpStateError
 from amp_engine.tables import table
+from amp_engine.telemetry import markup
 
 _USE = "Type:\n\n    with amp.explain() as explanation:\n        ...  # one iteration\n    print(explanation)"
 
@@ -105,19 +106,33 @@ class Explanation:
         if not records:
             reason = self._why_empty() if self._open is not None else self._reason
             return f"No listed function was seen.  {reason or _NOTHING_RAN}"
-        head = ("function", "list", "ran in", "calls", "casts", "cached", "bytes moved")
-        rows = [
-            (r.function, r.listed, _name(r.dtype), *map(_number, (r.calls, r.casts, r.cached, r.bytes_moved)))
-            for r in records
-        ]
-        totals = [sum(getattr(r, name) for r in records) for name in ("calls", "casts", "cached", "bytes_moved")]
-        return table([head, *rows, ("total", "", "", *map(_number, totals))], words=3, has_total=True)
+        return table([_HEAD, *_rows(records)], words=3, has_total=True)
+
+    def _repr_html_(self) -> str:
+        records = self.records
+        if not records:
+            return markup.fragment(markup.preformatted(str(self)))
+        classes = [""] * len(records) + ["total"]
+        return markup.fragment(markup.table(_HEAD, _rows(records), numbers=range(3, len(_HEAD)), classes=classes))
+
+
+_HEAD = ("function", "list", "ran in", "calls", "casts", "cached", "bytes moved")
 
 
 _NOTHING_RAN = (
     "None ran, or only inside of amp.disable_casts() or a module of amp.keep_float(), or in code that "
     "torch.compile compiled, which is not seen."
 )
+
+
+def _rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """One for each record, and their sums."""
+    rows = [
+        (r.function, r.listed, _name(r.dtype), *map(_number, (r.calls, r.casts, r.cached, r.bytes_moved)))
+        for r in records
+    ]
+    totals = [sum(getattr(r, name) for r in records) for name in ("calls", "casts", "cached", "bytes_moved")]
+    return [*rows, ("total", "", "", *map(_number, totals))]
 
 
 def _name(dtype: torch.dtype | None) -> str:

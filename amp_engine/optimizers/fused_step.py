@@ -39,6 +39,11 @@ def fused_step_of(optimizer: Optimizer) -> FusedStep | None:
     return fused
 
 
+def fused_step_so_far(optimizer: Optimizer) -> FusedStep | None:
+    """What steps `optimizer` with the kernels, if a step, or `initialize`, has made it by now. Changes nothing."""
+    return _FUSED_STEPS.get(optimizer)
+
+
 def release_fused_step(optimizer: Optimizer) -> None:
     """Give a class of torch.optim its state in its own form, and discard its fused step. Waits for the device."""
     fused = _FUSED_STEPS.get(optimizer)
@@ -90,6 +95,21 @@ class FusedStep:
         self._form = StateForm(rule)
         self.is_required = False  # whether its class's own step cannot do it, so that the reference is to
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the kernels have done a step of what the optimizer steps now."""
+        return bool(self._tables)
+
+    @property
+    def moment_dtype(self) -> torch.dtype:
+        """What moments are kept in."""
+        return self._form.dtype
+
+    @property
+    def copies(self) -> Sequence[Tensor | None]:
+        """What the last step wrote beside the weights: n, or none before it."""
+        return self._copies
 
     def require(self, moment_dtype: torch.dtype = torch.float32) -> None:
         """Step also where the kernels are not compiled, and keep moments in `moment_dtype`."""

@@ -46,7 +46,8 @@ class Pending:
         self.backwards: list[Backward] = []  # for the next step
         self.caller_skips = False  # whether somebody's own `scale_loss` took it on itself to skip the next step
         self.skips_in_a_row = 0
-        self.taken = 0  # steps, as far as the host has heard
+        self.steps = 0  # that were decided here, and
+        self.skips = 0  # how many of them were skipped, as far as was heard
         self.last = LastStep()
         # Of steps that the device decided: what the host has not been told yet, oldest first.
         self._undecided: deque[list[Backward]] = deque()
@@ -60,6 +61,11 @@ class Pending:
         """Whether the last step was skipped. Waits for the device if that decided."""
         self.hear(wait=True)
         return self._skipped
+
+    @property
+    def taken(self) -> int:
+        """How many steps were taken, as far as the host has heard."""
+        return self.steps - self.skips - self.unheard
 
     @property
     def unheard(self) -> int:
@@ -90,6 +96,7 @@ class Pending:
                 now, and is told later if not.
         """
         self._settle()
+        self.steps += 1
         backwards, self.backwards = self.backwards, []
         self.last = LastStep(backwards)
         if on_device and not all(backward.overflow.is_known() for backward in backwards):
@@ -112,11 +119,13 @@ class Pending:
         self.backwards = []
         self._skipped = True
         self.last = LastStep(was_skipped=True)
+        self.steps += 1
+        self.skips += 1
         self.skips_in_a_row += 1
 
     def taken_unseen(self) -> None:
         """A step was taken that nothing was pending for."""
-        self.taken += 1
+        self.steps += 1
         self._skipped = False
         self.last = LastStep()
 
@@ -137,6 +146,6 @@ class Pending:
                 self._on_report(backward)
         self._skipped = bool(skipping)
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipping else 0
-        self.taken += not skipping
         if skipping:
+            self.skips += 1
             self._on_skip(self.skips_in_a_row, skipping)

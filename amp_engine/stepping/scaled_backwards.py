@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
@@ -42,6 +43,8 @@ class ScaledBackwards:
         self._stepped = weakref.WeakKeyDictionary()
         self._scaling = scaling
         self.evidence = Evidence(scaling)
+        # Goes around the body of each `scale_loss` while somebody measures.
+        self.around: Callable[[AbstractContextManager[Tensor]], AbstractContextManager[Tensor]] | None = None
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -92,13 +95,16 @@ class ScaledBackwards:
         loss_id: int,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> ScaledBackward | PassedThrough:
+    ) -> AbstractContextManager[Tensor]:
         """For the body of a `scale_loss` with these arguments."""
         for one in stepped:
             one.check_first_use()
+        body: AbstractContextManager[Tensor]
         if self._passes_through(scaler, stepped):
-            return PassedThrough(self, loss, loss_id)
-        return ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
+            body = PassedThrough(self, loss, loss_id)
+        else:
+            body = ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
+        return body if self.around is None else self.around(body)
 
     def close_windows_into(self, stepped: SteppedOptimizer) -> None:
         """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
@@ -149,6 +155,7 @@ class ScaledBackwards:
             found_inf = scaler.update_(backward.snapshot, largest)
             if check and stepped:
                 backward.conclude(found_inf)
+                self._scaling.history.note(backward.loss_id, backward.overflow)
 
         if reduction is None:
             conclude()

@@ -8,6 +8,7 @@ from amp_engine.errors import AmpIndexError
 from amp_engine.policy import LossScale
 from amp_engine.scale_snapshot import ScaleSnapshot
 from amp_engine.scaler import LossScaler
+from amp_engine.telemetry.history import ScaleHistory
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Scaling:
         expects_nonfinite: whether the last loss that the host heard of on a GPU was not finite, so that it waits for
             the next one, to see where that comes from.
         reported: those loss_ids whose static scale was said to overflow, so that looking again is of no more use.
+        history: of the scales, as the host learns of them.
     """
 
     scalers: list[LossScaler] = field(default_factory=list)
@@ -28,6 +30,7 @@ class Scaling:
     latched: dict[int, ScaleSnapshot] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
     expects_nonfinite: bool = False
+    history: ScaleHistory = field(default_factory=ScaleHistory)
 
     @property
     def is_active(self) -> bool:
@@ -50,6 +53,7 @@ class Scaling:
             LossScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
             for _ in range(num_losses)
         ]
+        self.history.begin([scaler.loss_scale() for scaler in self.scalers])  # which are on the CPU still
 
     def scaler(self, loss_id: int) -> LossScaler:
         """The scaler of this number. Raises AmpIndexError if there is none."""

@@ -112,6 +112,11 @@ class SplitRows(Rows):
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
 
+    @property
+    def remainders(self) -> list[Tensor]:
+        """The lower halves, as of the last scan: int16, each of its parameter's shape."""
+        return [one.bits for one in self._by_row if one is not None]
+
     def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
         """Bring the rows in line with the groups as they are now: what is new has a remainder of 0.
 

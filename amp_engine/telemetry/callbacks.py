@@ -1,0 +1,73 @@
+"""`amp.scalars()` for TensorBoard and Weights & Biases: any object with their methods will do, none is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from amp_engine import amp
+from amp_engine.engine import Engine
+from amp_engine.telemetry.scalars import scalars
+
+
+class ScalarWriter(Protocol):
+    """What a torch.utils.tensorboard.SummaryWriter can do."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
+        """Write one number."""
+
+
+class Run(Protocol):
+    """What a wandb.Run can do."""
+
+    def log(self, data: dict[str, float], *, step: int) -> object:
+        """Write some numbers."""
+
+
+class TensorBoardScalars:
+    """Writes `amp.scalars()` with `writer.add_scalar(name, value, step)`.
+
+        log = TensorBoardScalars(SummaryWriter("runs"))
+        for step, (x, y) in enumerate(batches):
+            ...
+            optimizer.step()
+            log(step)
+
+    Args:
+        writer: a SummaryWriter.
+        engine: whose scalars; None: that of `amp`.
+
+    No host sync. Raises AmpStateError where `amp.scalars` does.
+    """
+
+    def __init__(self, writer: ScalarWriter, engine: Engine | None = None) -> None:
+        self._writer = writer
+        self._engine = engine
+
+    def __call__(self, step: int) -> None:
+        """Write the numbers of now."""
+        for name, value in _scalars(self._engine).items():
+            self._writer.add_scalar(name, value, step)
+
+
+class WandbScalars:
+    """Writes `amp.scalars()` with `run.log(scalars, step=step)`, as `TensorBoardScalars` does.
+
+    Args:
+        run: what `wandb.init()` returned.
+        engine: whose scalars; None: that of `amp`.
+    """
+
+    def __init__(self, run: Run, engine: Engine | None = None) -> None:
+        self._run = run
+        self._engine = engine
+
+    def __call__(self, step: int) -> None:
+        """Write the numbers of now, in one call."""
+        found = _scalars(self._engine)
+        if found:
+            self._run.log(dict(found), step=step)
+
+
+def _scalars(engine: Engine | None) -> Mapping[str, float]:
+    return amp.scalars() if engine is None else scalars(engine)

@@ -1,0 +1,128 @@
+"""The loss scale of each loss over its backwards, and which of them overflowed: what the host has learned anyway."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+LIMIT = 1000
+"""How many points a track keeps before it is thinned."""
+
+_LET_WAIT = 64  # backwards whose flags nobody has asked for by then are asked for
+
+
+class Outcome(Protocol):
+    """The flag of one backward, and the scale after it, on their way to the host: `devices.HostNumbers`."""
+
+    is_captured: bool
+
+    def arrived(self) -> Sequence[float] | None:
+        """Both, if somebody has found that they are there. Asks nobody."""
+
+    def is_known(self) -> bool:
+        """Whether they are there. Does not wait."""
+
+    def read(self, place: int = 0) -> float:
+        """One of them. Waits."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A backward after which the scale was another one, or that overflowed.
+
+    Attributes:
+        backward: its number among those of its loss, from 1; 0 is the beginning.
+        scale: the scale after it.
+        overflows: of this backward, and of those before it that were thinned out.
+    """
+
+    backward: int
+    scale: float
+    overflows: int = 0
+
+
+class Track:
+    """The scale of one loss.
+
+    Args:
+        scale: of the first backward; None: nobody knows.
+
+    Attributes:
+        scale: after the last backward that the host knows of.
+        backwards: how many it knows of, and
+        overflows: how many of them overflowed. Both count all, whatever was thinned out of `points`.
+        points: at most `LIMIT`, oldest first.
+    """
+
+    def __init__(self, scale: float | None = None) -> None:
+        self.scale = scale
+        self.backwards = 0
+        self.overflows = 0
+        self.points = [] if scale is None else [Point(0, scale)]
+
+    def add(self, overflowed: bool, scale: float) -> None:
+        """One more backward, after which the scale is `scale`."""
+        self.backwards += 1
+        if scale == self.scale and not overflowed:  # nearly all of them
+            return
+        self.scale = scale
+        self.overflows += overflowed
+        self.points.append(Point(self.backwards, scale, int(overflowed)))
+        if len(self.points) > LIMIT:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Keep the first point, the last, and every second in between; overflows of the others go to the next kept."""
+        first, *rest = self.points
+        newest_first = zip(rest[-1::-2], rest[-2::-2], strict=False)
+        merged = [Point(p.backward, p.scale, p.overflows + before.overflows) for p, before in newest_first]
+        self.points = [first, *rest[: len(rest) % 2], *reversed(merged)]
+
+
+class ScaleHistory:
+    """The tracks of all losses of an engine, from one `initialize` to the next."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[int, Track] = {}
+        self._waiting: deque[tuple[int, Outcome]] = deque()  # oldest first
+
+    def begin(self, scales: Sequence[float]) -> None:
+        """Start anew, with the first scale of each loss."""
+        self._waiting.clear()
+        self._tracks = {loss_id: Track(scale) for loss_id, scale in enumerate(scales)}
+
+    def note(self, loss_id: int, outcome: Outcome) -> None:
+        """A backward is concluded. Its outcome counts once the host knows it; nothing is asked of a device for that.
+
+        A captured one is left out: it is run by replays, of which the host hears nothing.
+        """
+        waiting = self._waiting
+        values = outcome.arrived()
+        if values is not None and not waiting:
+            self.track(loss_id).add(values[0] != 0, values[1])
+            return
+        if outcome.is_captured:
+            return
+        waiting.append((loss_id, outcome))
+        while waiting and waiting[0][1].arrived() is not None:
+            self._take()
+        if len(waiting) > _LET_WAIT:
+            self.hear(wait=False)
+
+    def hear(self, wait: bool) -> None:
+        """Take in what has arrived by now, or all of it."""
+        while self._waiting and (wait or self._waiting[0][1].is_known()):
+            self._take()
+
+    def track(self, loss_id: int) -> Track:
+        """Of one loss, as far as was heard."""
+        track = self._tracks.get(loss_id)
+        if track is None:
+            track = self._tracks[loss_id] = Track()
+        return track
+
+    def _take(self) -> None:
+        loss_id, outcome = self._waiting.popleft()
+        self.track(loss_id).add(outcome.read() != 0, outcome.read(1))

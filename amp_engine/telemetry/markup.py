@@ -1,0 +1,90 @@
+"""HTML of what a notebook or a page shows: tables that a narrow window does not cut, names that are never markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+# One root class, so that nothing of the page around it changes. Colours of its own, so that it can be read whatever is
+# behind it; both sets keep a contrast of 4.5 (WCAG 2.1, 1.4.3).
+STYLE = """
+.amp { --ink: #1b1f24; --soft: #57606a; --paper: #fff; --line: #d0d7de; --shade: #f6f8fa; --mark: #0550ae;
+  --bad: #b3261e; color-scheme: light dark; background: var(--paper); color: var(--ink); padding: 1em; text-align: left;
+  font: 14px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 0 auto; box-sizing: border-box; }
+@media (prefers-color-scheme: dark) { .amp { --ink: #e6edf3; --soft: #9da7b1; --paper: #0d1117; --line: #30363d;
+  --shade: #161b22; --mark: #79c0ff; --bad: #ff9a91; } }
+.amp * { box-sizing: border-box; }
+.amp p, .amp h1, .amp pre { overflow-wrap: anywhere; } .amp a { color: var(--mark); }
+.amp .wide { overflow-x: auto; }
+.amp h1 { font-size: 22px; margin: 0 0 .2em; color: var(--ink); }
+.amp h2 { font-size: 16px; margin: 1.8em 0 .5em; padding-bottom: .2em; border-bottom: 1px solid var(--line);
+  color: var(--ink); }
+.amp p { margin: .4em 0; } .amp .soft { color: var(--soft); } .amp .bad { color: var(--bad); }
+.amp code, .amp pre { font: 12.5px/1.45 ui-monospace, monospace; background: var(--shade); color: var(--ink); }
+.amp pre { padding: .7em; white-space: pre-wrap; border: 1px solid var(--line); }
+.amp table { border-collapse: collapse; width: 100%; margin: .5em 0; color: var(--ink); background: var(--paper);
+  font-size: 13px; }
+.amp th, .amp td { text-align: left; vertical-align: top; padding: .25em .6em .25em 0; border: 0;
+  border-bottom: 1px solid var(--line); background: none; color: inherit; }
+.amp th { color: var(--soft); font-weight: 600; }
+.amp .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.amp th.n { white-space: normal; }
+.amp td.n:last-child, .amp th.n:last-child { padding-right: 0; }
+.amp td.n + td:not(.n), .amp th.n + th:not(.n) { padding-left: .6em; }
+.amp tr.changed td { color: var(--mark); font-weight: 600; }
+.amp tr.total td { font-weight: 600; }
+.amp summary { cursor: pointer; color: var(--mark); }
+@media (max-width: 600px) { .amp { padding: .7em; } .amp table { font-size: 12px; }
+  .amp th, .amp td { padding-right: .4em; } }
+"""
+
+
+def fragment(body: str, style: str = "") -> str:
+    """`body` with its style, for a notebook or a page."""
+    return f'<div class="amp"><style>{STYLE}{style}</style>{body}</div>'
+
+
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    numbers: Sequence[int] = (),
+    classes: Sequence[str] | None = None,
+    markup: Sequence[int] = (),
+) -> str:
+    """A table of texts, which are escaped. Names may be broken behind a dot or an underscore.
+
+    Args:
+        head: of the columns; all empty: none.
+        rows: a text for each column.
+        numbers: the columns that are aligned to the right.
+        classes: one for each row, "" for none.
+        markup: the columns that are HTML already.
+    """
+
+    def cell(tag: str, column: int, text: str) -> str:
+        if column in numbers:
+            return f'<{tag} class="n">{escape(text)}</{tag}>'
+        return f"<{tag}>{text if tag == 'td' and column in markup else name(text)}</{tag}>"
+
+    top = "".join(cell("th", i, text) for i, text in enumerate(head)) if any(head) else ""
+    lines = []
+    for row, kind in zip(rows, classes or [""] * len(rows), strict=True):
+        opened = f'<tr class="{escape(kind)}">' if kind else "<tr>"
+        lines.append(opened + "".join(cell("td", i, text) for i, text in enumerate(row)) + "</tr>")
+    header = f"<thead><tr>{top}</tr></thead>" if top else ""
+    return f'<div class="wide"><table>{header}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def name(text: str) -> str:
+    """A text, escaped, that a line may end in behind each dot and underscore."""
+    return escape(text).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """A paragraph of a text, which is escaped."""
+    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def preformatted(text: str) -> str:
+    """Lines as they are, of a text, which is escaped."""
+    return f"<pre>{escape(text)}</pre>"

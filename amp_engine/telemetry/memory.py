@@ -1,0 +1,137 @@
+"""What a run keeps in memory, by class of tensors: counted tensor by tensor, not asked of torch's allocators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine.casting.cache import WeightCache
+from amp_engine.distributed import local_of
+from amp_engine.optimizers.fused_step import fused_step_so_far
+from amp_engine.stepping.master_parameter import MasterParameter
+from amp_engine.stepping.split_rows import SplitRows
+from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.telemetry.kept import measured
+from amp_engine.telemetry.records import Memory
+
+PARAMETERS, BUFFERS, MASTERS, REMAINDERS = "parameters", "buffers", "FP32 masters", "remainders of split masters"
+GRADIENTS, STATE, COPIES = "gradients", "optimizer state", "weight copies"
+AT_MOST = "weight copies, at most"
+KINDS = (PARAMETERS, BUFFERS, MASTERS, REMAINDERS, STATE, COPIES, AT_MOST, GRADIENTS)
+
+
+def by_class(
+    models: Sequence[nn.Module], stepped: Sequence[SteppedOptimizer], cache: WeightCache | None
+) -> list[Memory]:
+    """The bytes of each class on each device, as they are now. Changes nothing. No host sync, but of sparse gradients.
+
+    Memory under two names counts once, in the class that comes first: what two optimizers step, a gradient that both a
+    master and a parameter have. Not in here: activations, averages, tables of kernels, what torch's allocators keep.
+
+    Args:
+        models: their parameters, buffers and gradients.
+        stepped: their masters, state, and gradients that wait for the step.
+        cache: of the function casts.
+    """
+    params = [p for model in models for p in measured(model.parameters())]
+    params += [p for one in stepped for p in one.rows.columns.params]
+    count = _Count()
+    count.add(PARAMETERS, params)
+    count.add(BUFFERS, (b for model in models for b in measured(model.buffers())))
+    for one in stepped:
+        count.add(MASTERS, (master.weight for master in one.rows.masters))
+        if isinstance(one.rows, SplitRows):
+            count.add(REMAINDERS, one.rows.remainders)
+    for one in stepped:
+        count.add(STATE, _tensors_in(list(one.optimizer.state.values())))
+    if cache is not None:
+        _add_copies(count, params, stepped, cache)
+    # Of parameters, of masters without making them FP32, and for the step, but where the parameter still has its own:
+    # that is the same memory, shared copy-on-write.
+    count.add(GRADIENTS, (p.grad for p in params if not isinstance(p, MasterParameter)))
+    for one in stepped:
+        count.add(GRADIENTS, (master.gradient() for master in one.rows.masters))
+        held, columns = one.rows.slots, one.rows.columns
+        rows = (i for i, p in enumerate(columns.copies) if held.holds(i) and p is not None and p.grad is None)
+        count.add(GRADIENTS, (held.gradients[i] for i in rows))
+    return count.records()
+
+
+def _add_copies(
+    count: _Count, params: Sequence[Tensor], stepped: Sequence[SteppedOptimizer], cache: WeightCache
+) -> None:
+    """The half copies of FP32 weights: those of Python's cache, or what the kernels' steps write beside the weights.
+
+    The compiled cache hands out none of the others; it tells how many are casts of their weights now, and so do we, at
+    the size of as many of the largest weights.
+    """
+    kept = cache.kept()
+    if kept is not None:
+        count.add(COPIES, kept)
+        return
+    fused = [fused_step_so_far(one.optimizer) for one in stepped]
+    known = [copy for one in fused if one is not None for copy in one.copies if copy is not None]
+    count.add(COPIES, known)
+    others = len(cache) - len(known)
+    weights = {id(p): p for p in params if p.dtype is torch.float32}.values()
+    for weight in sorted(weights, key=lambda p: -p.numel())[: max(others, 0)]:
+        count.add_bytes(AT_MOST, weight.device, 2 * weight.numel())
+
+
+class _Count:
+    """Sums by class and device, of tensors that were not seen before."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], list[int]] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self._storages: list[Any] = []  # held, or an address could be given out twice
+
+    def add(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
+        """Count tensors of a class."""
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            local = local_of(tensor.detach())
+            if local.layout is not torch.strided:  # sparse: its indices and values
+                self.add(kind, _parts(local))
+                continue
+            storage = local.untyped_storage()
+            # Not by data_ptr(), which tells copy-on-write memory that a writer has come.
+            place = storage._cdata, int(local.storage_offset())
+            if place not in self._seen:
+                self._seen.add(place)
+                self._storages.append(storage)
+                self.add_bytes(kind, local.device, min(local.numel() * local.element_size(), storage.nbytes()))
+
+    def add_bytes(self, kind: str, device: torch.device, count: int) -> None:
+        """Count one more tensor."""
+        sums = self._sums.setdefault((kind, str(device)), [0, 0])
+        sums[0] += 1
+        sums[1] += count
+
+    def records(self) -> list[Memory]:
+        """In the order of the classes."""
+        order = sorted(self._sums, key=lambda key: (KINDS.index(key[0]), key[1]))
+        return [Memory(*key, *self._sums[key]) for key in order]
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce() if not tensor.is_coalesced() else tensor
+        yield from (tensor.indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in the state of an optimizer, which holds dictionaries and lists of them at any depth."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)

@@ -1,0 +1,44 @@
+"""`amp.scalars()`: numbers to log every iteration, of what the host knows without waiting."""
+
+from __future__ import annotations
+
+from amp_engine.engine import Engine
+from amp_engine.errors import AmpStateError
+
+
+def scalars(engine: Engine) -> dict[str, float]:
+    """What the host has heard by now, by a name to log it under. No host sync; on a GPU the last steps may be missing.
+
+    Returns:
+        "amp/loss_scale": that the next backward uses; with several losses "amp/loss_scale/0" and so on. Left out while
+        nobody knows it. "amp/skipped_steps": since `initialize`, of all optimizers together. "amp/skips_in_a_row": the
+        most that one of them has now. "amp/overflow_share": of the backwards since `initialize` that were looked at, 0
+        to 1. Empty if not enabled.
+
+    Raises AmpStateError before `initialize` and after `close`.
+    """
+    policy = engine.policy
+    if policy is None:
+        raise AmpStateError(
+            "amp.scalars() was called, but amp.initialize() was not, or amp.close() was.  Call model, optimizer = "
+            "amp.initialize(model, optimizer, opt_level=...) first."
+        )
+    if not policy.enabled:
+        return {}
+    history, scalers = engine._scaling.history, engine.scalers
+    history.hear(wait=False)
+    tracks = [history.track(loss_id) for loss_id in range(len(scalers))]
+    found: dict[str, float] = {}
+    for loss_id, (scaler, track) in enumerate(zip(scalers, tracks, strict=True)):
+        # One that is on the CPU is asked itself, and has followed what was loaded or written since.
+        scale = float(scaler.scale) if scaler.scale.is_cpu else track.scale
+        if scale is not None:
+            found["amp/loss_scale" if len(scalers) == 1 else f"amp/loss_scale/{loss_id}"] = scale
+    pendings = [one.pending for one in engine._initialized.stepped]
+    for pending in pendings:
+        pending.hear(wait=False)
+    backwards = sum(track.backwards for track in tracks)
+    found["amp/skipped_steps"] = float(sum(pending.skips for pending in pendings))
+    found["amp/skips_in_a_row"] = float(max((pending.skips_in_a_row for pending in pendings), default=0))
+    found["amp/overflow_share"] = sum(track.overflows for track in tracks) / backwards if backwards else 0.0
+    return found

@@ -1,0 +1,101 @@
+"""Which dimensions of matrix products in half are no multiple of 8, as tensor cores want them.
+
+"Train With Mixed Precision" (https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html) asks
+for multiples of 8 in the sizes of linear layers, channels, vocabularies and batches of 2-byte types. From cuBLAS 11 and
+cuDNN 7.6.3 on other sizes run on tensor cores too, slower: 8 elements are 16 bytes ("Matrix Multiplication Background
+User's Guide", in the same place, section "Tensor Core Requirements").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from amp_engine.casting import FunctionCasts
+from amp_engine.casting.keep_float import kept_modules
+from amp_engine.distributed import fsdp2_param_dtypes
+from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.telemetry.kept import measured
+from amp_engine.telemetry.records import Shape
+
+MULTIPLE = 8
+RULE = "https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html"
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def audited(prefix: str, model: nn.Module, casts: FunctionCasts | None) -> tuple[int, list[Shape]]:
+    """How many modules of `model` compute matrix products in half, and which of their dimensions are to be padded.
+
+    Linear, convolutions, attention, recurrent networks and their cells, and what embeddings hand on; what else uses a
+    parameter in a product is not known. The rows of an embedding are looked up, and no dimension of a product: where
+    they are the weight of a Linear as well, that one tells. Depthwise convolutions are no matrix product.
+
+    Args:
+        prefix: in front of the names of modules.
+        casts: the function casts, at levels that have them.
+    """
+    in_float = {part for module, _ in kept_modules(model) for part in module.modules()}
+    inside = {child for m in model.modules() if isinstance(m, nn.MultiheadAttention) for child in m.children()}
+    is_cast_by_fsdp2 = bool(fsdp2_param_dtypes(model) & set(LOW_PRECISION))
+    count, found = 0, []
+    for name, module in model.named_modules():
+        sizes = list(_sizes(module))
+        if not sizes or module in inside:
+            continue
+        params = measured(module.parameters(recurse=False))
+        is_half = any(p.dtype in LOW_PRECISION for p in params) or is_cast_by_fsdp2
+        is_half_by_function = casts is not None and _function(module) is not None and _is_half(casts, _function(module))
+        if module in in_float or not (is_half or is_half_by_function):
+            continue
+        count += 1
+        for dimension, size in sizes:
+            if size % MULTIPLE:
+                padded = -(-size // MULTIPLE) * MULTIPLE
+                where = ".".join(filter(None, (prefix, name)))
+                found.append(Shape(where, type(module).__name__, dimension, size, padded))
+    return count, found
+
+
+def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """The dimensions of the products that `module` computes, but for batches and sequences."""
+    if isinstance(module, nn.Linear):
+        yield from (("in_features", module.in_features), ("out_features", module.out_features))
+    elif isinstance(module, _CONVOLUTIONS):
+        channels = module.in_channels // module.groups, module.out_channels // module.groups
+        if module.groups == 1:
+            yield from (("in_channels", channels[0]), ("out_channels", channels[1]))
+        elif channels[0] > 1:
+            yield from (("in_channels of a group", channels[0]), ("out_channels of a group", channels[1]))
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        yield "embedding_dim", module.embedding_dim
+    elif isinstance(module, nn.MultiheadAttention):
+        yield from (("embed_dim", module.embed_dim), ("embed_dim / num_heads", module.head_dim))
+        for name in ("kdim", "vdim"):
+            if getattr(module, name) != module.embed_dim:
+                yield name, getattr(module, name)
+    elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        yield from (("input_size", module.input_size), ("hidden_size", module.hidden_size))
+        if getattr(module, "proj_size", 0):
+            yield "proj_size", int(module.proj_size)  # type: ignore[arg-type]  # which cells lack
+
+
+def _function(module: nn.Module) -> str | None:
+    """What `module` calls, on the list "half"; None of an embedding, which is on no list."""
+    if isinstance(module, (nn.Linear, nn.MultiheadAttention)):
+        return "linear"
+    if isinstance(module, _CONVOLUTIONS):
+        return f"conv{'_transpose' if module.transposed else ''}{len(module.kernel_size)}d"
+    if isinstance(module, nn.RNNBase):
+        return module.mode.lower()
+    return "cell" if isinstance(module, nn.RNNCellBase) else None
+
+
+def _is_half(casts: FunctionCasts, function: str | None) -> bool:
+    """Whether nobody took the function off its list, or put it on another one."""
+    removed = {(id(owner), name) for owner, name in casts.removals}
+    moved = {(id(r.module), r.name) for r in casts.registrations if r.kind != "half"}
+    return not any((id(owner), function) in removed | moved for owner in (F, torch))

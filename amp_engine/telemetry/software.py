@@ -1,0 +1,39 @@
+"""What is installed, what was compiled, and why something is missing."""
+
+import platform
+from collections.abc import Iterator
+
+import torch
+
+import amp_engine
+from amp_engine.kernels import _native
+
+
+def describe() -> Iterator[tuple[str, str]]:
+    """Name and state of each thing that decides which kernels run."""
+    cuda = torch.version.cuda
+    yield "amp_engine", amp_engine.__version__
+    yield "Python", platform.python_version()
+    yield "torch", f"{torch.__version__}, {f'CUDA {cuda}' if cuda else 'without CUDA'}"
+    if _native.module is None:
+        yield "kernels", "plain PyTorch"
+        yield "missing", f"compiled kernels: {_native.reason}"
+    else:
+        info = _native.module.build_info()
+        kind = f"CPU and CUDA {info['cuda']}" if info["cuda"] else "CPU"
+        yield (
+            "kernels",
+            f"compiled for {kind}, against torch {_native.record.get('torch', info['torch'])}, by {info['compiler']}",
+        )
+        yield "CPU", f"{info['cpu_capability']}, {torch.get_num_threads()} threads"
+        if not info["cuda"]:
+            yield (
+                "missing",
+                f"CUDA kernels: {_native.record.get('reason', 'nobody noted why')}; then run: {_native.INSTALL}",
+            )
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(i)
+            yield f"GPU {i}", f"{torch.cuda.get_device_name(i)}, sm_{major}{minor}"
+    else:
+        yield "GPU", "none that torch can use"

@@ -1,0 +1,139 @@
+"""The loss scale over backwards: what is kept, what is counted, and that nobody is asked for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amp_engine import Engine
+from amp_engine.devices import HostNumbers
+from amp_engine.telemetry.history import LIMIT, Point, ScaleHistory, Track
+from tests.models import MLP
+from tests.support import DYNAMIC_LEVELS, started, train
+
+
+class Late:
+    """Numbers of a device on their way to the host."""
+
+    def __init__(self, overflowed: bool, scale: float, is_captured: bool = False) -> None:
+        self.values, self.is_captured = [float(overflowed), scale], is_captured
+        self.is_there = self.was_found = False
+        self.questions = 0
+
+    def arrived(self) -> list[float] | None:
+        return self.values if self.was_found else None
+
+    def is_known(self) -> bool:
+        self.questions += 1
+        self.was_found |= self.is_there
+        return self.was_found
+
+    def read(self, place: int = 0) -> float:
+        self.was_found = True
+        return self.values[place]
+
+
+def test_only_moves_and_overflows_are_kept_and_all_is_counted() -> None:
+    track = Track(8.0)
+    for overflowed, scale in ((False, 8.0), (True, 4.0), (False, 4.0), (True, 4.0), (False, 8.0)):
+        track.add(overflowed, scale)
+    assert track.points == [Point(0, 8.0), Point(2, 4.0, 1), Point(4, 4.0, 1), Point(5, 8.0)]
+    assert (track.backwards, track.overflows, track.scale) == (5, 2, 8.0)
+
+
+def test_a_full_track_is_thinned_and_loses_no_overflow_and_neither_end() -> None:
+    track, count = Track(1.0), 3 * LIMIT + 1
+    for i in range(count):
+        track.add(i % 3 == 0, float(i % 7))
+        assert len(track.points) <= LIMIT
+    assert track.points[0] == Point(0, 1.0)
+    assert (track.points[-1].backward, track.points[-1].scale) == (count, float((count - 1) % 7))
+    assert sum(point.overflows for point in track.points) == track.overflows == LIMIT + 1
+    numbers = [point.backward for point in track.points]
+    assert numbers == sorted(set(numbers))
+    assert all(point.scale == (point.backward - 1) % 7 for point in track.points[1:]), "a point is what was there"
+
+
+def test_what_has_not_arrived_is_waited_for_by_nobody_but_who_says_so() -> None:
+    history, late = ScaleHistory(), [Late(False, 8.0), Late(True, 4.0), Late(False, 4.0)]
+    history.begin([8.0])
+    for one in late:
+        history.note(0, one)
+    assert history.track(0).backwards == 0
+    assert [one.questions for one in late] == [0, 0, 0], "nothing is asked on the way"
+    late[0].was_found = True  # by whoever decides on the step
+    late[2].was_found = True
+    early = Late(False, 4.0)
+    early.was_found = True
+    history.note(0, early)
+    assert history.track(0).backwards == 1, "in their order"
+    late[1].is_there = True
+    history.hear(wait=False)
+    assert (history.track(0).backwards, history.track(0).overflows) == (4, 1)
+    assert history.track(0).points == [Point(0, 8.0), Point(2, 4.0, 1)]
+    history.note(0, Late(False, 4.0))
+    history.hear(wait=False)
+    assert history.track(0).backwards == 4
+    history.hear(wait=True)
+    assert history.track(0).backwards == 5
+
+
+def test_those_that_nobody_asks_for_do_not_pile_up() -> None:
+    history, most = ScaleHistory(), 0
+    history.begin([1.0])
+    for _ in range(1000):
+        one = Late(False, 1.0)
+        one.is_there = True
+        history.note(0, one)
+        most = max(most, len(history._waiting))
+    assert most < 100
+
+
+def test_captured_backwards_are_left_out() -> None:
+    history = ScaleHistory()
+    history.begin([1.0])
+    history.note(0, Late(True, 0.5, is_captured=True))
+    history.hear(wait=True)
+    assert history.track(0).backwards == 0
+
+
+def test_numbers_on_the_cpu_have_arrived_at_once() -> None:
+    assert HostNumbers(torch.tensor(1.0), torch.tensor(0.5)).arrived() == [1.0, 0.5]
+
+
+def test_numbers_that_a_device_computes_have_arrived_when_somebody_has_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a device without events
+    numbers = HostNumbers(torch.tensor(1.0), torch.tensor(0.5))
+    assert numbers.arrived() is None
+    assert numbers.read(1) == 0.5
+    assert numbers.arrived() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
+def test_an_engine_keeps_the_history_of_its_scalers(level: str) -> None:
+    with Engine() as engine:
+        model, optimizer = started(level, task=MLP, engine=engine)
+        train(MLP, model, optimizer, "ccocoo", engine=engine)
+        track = engine._scaling.history.track(0)
+        assert [p.backward for p in track.points if p.overflows] == [3, 5, 6]
+        first = track.points[0].scale
+        assert [p.scale for p in track.points] == [first, first / 2, first / 4, first / 8]
+        assert track.scale == engine.scalers[0].loss_scale()
+        engine.scalers[0]._loss_scale = 4.0
+        train(MLP, model, optimizer, "c", engine=engine)
+        assert track.points[-1] == Point(7, 4.0), "what somebody writes is seen at the next backward"
+
+
+def test_two_optimizers_of_one_loss_are_one_backward() -> None:
+    with Engine() as engine:
+        a, b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b)]
+        engine.initialize([a, b], optimizers, opt_level="O1", verbosity=0, num_losses=2)
+        with engine.scale_loss(b(a(torch.ones(1, 4))).sum(), optimizers, loss_id=1) as scaled:
+            scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        history = engine._scaling.history
+        assert [history.track(i).backwards for i in (0, 1)] == [0, 1]

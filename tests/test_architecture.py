@@ -22,7 +22,7 @@ LAYERS = [
     ["devices", "checkpoint_file"],
     ["kernels.layout", "kernels.backend", "kernels.library", "kernels.halves"],
     ["dtypes", "dynamo", "stepping", "compat", "telemetry"],
-    ["telemetry.history", "telemetry.markup", "telemetry.software", "telemetry.records"],
+    ["telemetry.history", "telemetry.magnitudes", "telemetry.markup", "telemetry.software", "telemetry.records"],
     ["telemetry.wording", "__main__"],
     ["containers", "scale_rule", "scale_snapshot"],
     ["policy"],

@@ -1,0 +1,142 @@
+"""How large the values of tensors are, counted by powers of two on their device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amp_engine.distributed import local_of
+
+# A float32 is 2^(field - 127) * 1.mantissa; its field is 0 for 0 and for what is below 2^-126, and 255 for inf and NaN.
+_FIELDS = 256
+_BIAS = 127
+_ZEROS = _FIELDS  # one more place, for values that are 0
+
+LOWEST = -_BIAS
+"""Exponent under which everything below 2^-126 is counted."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a floating type can hold, as exponents of two.
+
+    Attributes:
+        largest: of its largest power of two; float16: 15, since its largest number is 65504.
+        smallest_normal: below it numbers have fewer bits; float16: -14.
+        smallest: of its smallest number; float16: -24. Half of it is rounded to 0, to even.
+    """
+
+    largest: int
+    smallest_normal: int
+    smallest: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Limits:
+        """Those of `torch.finfo(dtype)`."""
+        info = torch.finfo(dtype)
+        normal = math.frexp(info.tiny)[1] - 1
+        return cls(math.frexp(info.max)[1] - 1, normal, normal + round(math.log2(info.eps)))
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """How many values there are of each power of two.
+
+    Attributes:
+        counts: (e, n), ascending: n values with 2^e <= |x| < 2^(e+1). What is below 2^-126 is under `LOWEST`.
+        zeros: how many are 0.
+        nonfinite: how many are inf or NaN.
+    """
+
+    counts: tuple[tuple[int, int], ...] = ()
+    zeros: int = 0
+    nonfinite: int = 0
+
+    @property
+    def total(self) -> int:
+        """How many values there are."""
+        return self.nonzero + self.zeros + self.nonfinite
+
+    @property
+    def nonzero(self) -> int:
+        """How many are finite and not 0."""
+        return sum(n for _, n in self.counts)
+
+    @property
+    def largest(self) -> int | None:
+        """The exponent of the largest finite value; None where all are 0."""
+        return self.counts[-1][0] if self.counts else None
+
+    def lost(self, dtype: torch.dtype, scale: float = 1.0) -> float:
+        """Share of the nonzero values that become 0 in `dtype` once they are multiplied by `scale`. 0 to 1.
+
+        A value is rounded to 0 below half of the smallest number, so those with e + log2(scale) < smallest - 1. The
+        scale counts as the power of two below it, since values are counted by powers of two.
+        """
+        return self._share_below(Limits.of(dtype).smallest - 1, scale)
+
+    def subnormal(self, dtype: torch.dtype, scale: float = 1.0) -> float:
+        """Share of the nonzero values that keep fewer bits than `dtype` has, or none, once multiplied by `scale`."""
+        return self._share_below(Limits.of(dtype).smallest_normal, scale)
+
+    def too_large(self, dtype: torch.dtype, scale: float = 1.0) -> float:
+        """Share of the nonzero values that become inf in `dtype` once they are multiplied by `scale`."""
+        over = Limits.of(dtype).largest - _shift(scale)
+        return sum(n for e, n in self.counts if e > over) / max(1, self.nonzero)
+
+    def _share_below(self, exponent: int, scale: float) -> float:
+        return sum(n for e, n in self.counts if e + _shift(scale) < exponent) / max(1, self.nonzero)
+
+    def __add__(self, other: Magnitudes) -> Magnitudes:
+        counts = dict(self.counts)
+        for e, n in other.counts:
+            counts[e] = counts.get(e, 0) + n
+        return Magnitudes(tuple(sorted(counts.items())), self.zeros + other.zeros, self.nonfinite + other.nonfinite)
+
+
+class MagnitudeCounter:
+    """Counts values by powers of two where they are; nothing waits until `read`."""
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.device, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, tensors: Iterable[Tensor], inv_scale: Tensor | float = 1.0) -> None:
+        """Count the values of floating tensors, multiplied by `inv_scale`; of a DTensor those of this rank.
+
+        Takes about 13 bytes of memory a value of the largest tensor for a moment. No host sync.
+        """
+        for tensor in tensors:
+            values = local_of(tensor.detach())
+            values = values.coalesce().values() if values.is_sparse else values
+            counted = _counted(values.float() * inv_scale)
+            so_far = self._counts.get(counted.device)
+            self._counts[counted.device] = counted if so_far is None else so_far.add_(counted)
+
+    def read(self) -> Magnitudes:
+        """What was counted so far. Waits for the device."""
+        sums = [0] * (_FIELDS + 1)
+        for counted in self._counts.values():
+            sums = [a + b for a, b in zip(sums, counted.tolist(), strict=True)]
+        counts = tuple((field - _BIAS, n) for field, n in enumerate(sums[: _FIELDS - 1]) if n)
+        return Magnitudes(counts, sums[_ZEROS], sums[_FIELDS - 1])
+
+
+def _counted(values_f32: Tensor) -> Tensor:
+    """How many values have each exponent field, and how many are 0: int64, shape [257], on their device."""
+    fields = values_f32.abs().view(torch.int32).bitwise_right_shift(23).long()
+    fields = fields.masked_fill(values_f32 == 0, _ZEROS).flatten()
+    if fields.is_cpu:
+        return torch.bincount(fields, minlength=_FIELDS + 1)
+    # bincount waits for the GPU, to learn how many bins there are; histc counts in float32, up to 2^24.
+    return torch.zeros(_FIELDS + 1, dtype=torch.int64, device=fields.device).scatter_add_(
+        0, fields, torch.ones_like(fields)
+    )
+
+
+def _shift(scale: float) -> int:
+    return math.frexp(scale)[1] - 1

@@ -21,6 +21,7 @@ from amp_engine.amp import find_overflow as find_overflow
 from amp_engine.amp import float_function as float_function
 from amp_engine.amp import fsdp_policy as fsdp_policy
 from amp_engine.amp import get_scale as get_scale
+from amp_engine.amp import gradient_histogram as gradient_histogram
 from amp_engine.amp import half_function as half_function
 from amp_engine.amp import init as init
 from amp_engine.amp import initialize as initialize
@@ -48,6 +49,7 @@ from amp_engine.amp import step_scheduler as step_scheduler
 from amp_engine.amp import step_times as step_times
 from amp_engine.amp import training_state as training_state
 from amp_engine.amp import unscale as unscale
+from amp_engine.amp import watch_gradients as watch_gradients
 from amp_engine.engine import Engine as Engine
 from amp_engine.errors import AmpError as AmpError
 from amp_engine.errors import AmpFileError as AmpFileError
@@ -82,6 +84,7 @@ __all__ = [
     "float_function",
     "fsdp_policy",
     "get_scale",
+    "gradient_histogram",
     "half_function",
     "init",
     "initialize",
@@ -109,4 +112,5 @@ __all__ = [
     "step_times",
     "training_state",
     "unscale",
+    "watch_gradients",
 ]

@@ -22,11 +22,9 @@ from amp_engine import casting, initialized, named
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, Registration, deferred
 from amp_engine.casting import original as original
-from amp_engine.compat import settings
 from amp_engine.compat.handle import Handle, NoOpHandle
-from amp_engine.compat.views import Properties
+from amp_engine.compat.state import AmpState
 from amp_engine.engine import Engine
-from amp_engine.errors import AmpStateError
 from amp_engine.fsdp import fsdp_policy as fsdp_policy
 from amp_engine.named import load_optimizer_state_dict as load_optimizer_state_dict
 from amp_engine.named import named_masters as named_masters
@@ -38,73 +36,18 @@ from amp_engine.scaler_state import ScalerFormat
 from amp_engine.scaler_state import convert_state_dict as convert_state_dict
 from amp_engine.stepping.double_backward import Gradients
 from amp_engine.stepping.last_step import LastStep
+from amp_engine.telemetry import gradient_histogram as _histograms
 from amp_engine.telemetry import receipt as _receipts
 from amp_engine.telemetry import scalars as _scalars
 from amp_engine.telemetry.find_overflow import OverflowSource
+from amp_engine.telemetry.gradient_histogram import GradientHistogram
+from amp_engine.telemetry.gradient_watch import GradientWatch
 from amp_engine.telemetry.post_mortem import OverflowReport
 from amp_engine.telemetry.receipt import Receipt
 from amp_engine.telemetry.step_times import StepTimes
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
-
-
-class AmpState:
-    """The current engine, under the names that scripts know of apex's state object.
-
-    `opt_properties`, `loss_scalers`, `min_loss_scale` and `max_loss_scale` exist once `initialize` was called,
-    `handle` while functions are cast. All are the engine's own: what is written counts from then on.
-    """
-
-    def __init__(self) -> None:
-        self.engine = Engine()
-        # apex refused models that are not FP32 unless this was set. They are welcome here either way.
-        self.allow_incoming_model_not_fp32 = False
-
-    @property
-    def hard_override(self) -> bool:
-        """Whether complaints about properties that do not fit the level are printed, not raised."""
-        return self.engine.hard_override
-
-    @hard_override.setter
-    def hard_override(self, value: bool) -> None:
-        self.engine.hard_override = value
-
-    @property
-    def verbosity(self) -> int:
-        """0 silent, 1 messages, 2 every cast."""
-        return self.engine.reporter.verbosity
-
-    @verbosity.setter
-    def verbosity(self, value: int) -> None:
-        self.engine.reporter.verbosity = value
-
-    def __getattr__(self, name: str) -> Any:
-        engine: Engine | None = self.__dict__.get("engine")
-        if engine is not None and engine.policy is not None:
-            if name == "opt_properties":
-                return Properties(settings.EnginePolicy(engine))
-            if engine.policy.enabled and name in ("min_loss_scale", "max_loss_scale"):
-                return getattr(engine, name)
-            if engine.policy.enabled and name == "loss_scalers":
-                return engine.scalers
-        if engine is not None and engine.casts is not None and name == "handle":
-            return Handle(engine)
-        raise AttributeError(f"'AmpState' object has no attribute '{name}'")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("opt_properties", "handle"):
-            raise AmpStateError(
-                f"_amp_state.{name} shows what amp.initialize decided.  Write to its attributes instead."
-            )
-        if name == "loss_scalers":
-            settings.replace_scalers(self.engine, value)
-        elif name == "min_loss_scale":
-            settings.bound_scales(self.engine, value, self.engine.max_loss_scale)
-        elif name == "max_loss_scale":
-            settings.bound_scales(self.engine, self.engine.min_loss_scale, value)
-        else:
-            super().__setattr__(name, value)
 
 
 _amp_state = AmpState()
@@ -261,8 +204,18 @@ def step_scheduler(scheduler: LRScheduler, optimizer: Optimizer | LARC | None = 
     return _amp_state.engine.step_scheduler(scheduler, optimizer)
 
 
-def receipt(explanation: Explanation | None = None, times: StepTimes | None = None) -> Receipt:
-    return _receipts.receipt(_amp_state.engine, explanation, times)
+def receipt(
+    explanation: Explanation | None = None, times: StepTimes | None = None, gradients: GradientHistogram | None = None
+) -> Receipt:
+    return _receipts.receipt(_amp_state.engine, explanation, times, gradients)
+
+
+def gradient_histogram(step_fn: Callable[[], Any], dtype: torch.dtype | None = None) -> GradientHistogram:
+    return _histograms.gradient_histogram(_amp_state.engine, step_fn, dtype)
+
+
+def watch_gradients(every: int = 100, dtype: torch.dtype | None = None) -> GradientWatch:
+    return GradientWatch(_amp_state.engine, every, dtype)
 
 
 def step_times() -> StepTimes:
@@ -284,6 +237,8 @@ for _name in _AS_ENGINE.split():
 master_params.__doc__ = initialized.master_params.__doc__
 keep_float.__doc__ = casting.keep_float.__doc__
 receipt.__doc__ = _receipts.receipt.__doc__
+gradient_histogram.__doc__ = _histograms.gradient_histogram.__doc__
+watch_gradients.__doc__ = GradientWatch.__doc__
 step_times.__doc__ = StepTimes.__doc__
 scalars.__doc__ = _scalars.scalars.__doc__
 
@@ -356,6 +311,7 @@ __all__ = [
     "float_function",
     "fsdp_policy",
     "get_scale",
+    "gradient_histogram",
     "half_function",
     "init",
     "initialize",
@@ -383,6 +339,7 @@ __all__ = [
     "step_times",
     "training_state",
     "unscale",
+    "watch_gradients",
 ]
 
 

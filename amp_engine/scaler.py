@@ -255,7 +255,10 @@ class LossScaler:
         """What decides of its next moves besides `state_dict`; empty for most. Waits for the device."""
         self.settle()
         known = {} if self.auto is None else self.auto.memory()
-        return known if self._forgiving is None else {**known, "overflows_left": float(self._forgiving.left)}
+        if self._forgiving is None:
+            return known
+        # It counts on below 0, which is no other state: the next overflow lowers the scale.
+        return {**known, "overflows_left": max(0.0, float(self._forgiving.left))}
 
     def remember(self, memory: Mapping[str, float]) -> None:
         """Take over what `memory` gave, as far as it concerns a scaler of this kind."""

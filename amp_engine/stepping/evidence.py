@@ -24,12 +24,12 @@ class Evidence:
     Attributes:
         on_unchecked_loss: told the number of the backward, the loss_id, the value and the origin of each loss whose
             gradients are not checked; of those that are not finite of the first in a row.
-        before_backward: told each loss, while a batch is rehearsed; or None. Nothing else is done then.
+        before_backward: told each loss and its scale, while a batch is rehearsed; or None. Nothing else is done then.
     """
 
     def __init__(self, scaling: Scaling) -> None:
         self.on_unchecked_loss: Callable[[int, int, float, Origin | None], None] | None = None
-        self.before_backward: Callable[[Tensor], None] | None = None
+        self.before_backward: Callable[[Tensor, Tensor | float], None] | None = None
         self._scaling = scaling
         self._count = 0
         # By loss_id. They hold no tensors: parameters are there by id.
@@ -45,7 +45,7 @@ class Evidence:
     def enter(self, backward: Backward, loss: Tensor) -> None:
         """Before a backward that is checked: where its loss stopped to be finite, if the host may look."""
         if self.before_backward is not None:
-            return self.before_backward(loss)
+            return self.before_backward(loss, backward.snapshot.scale)
         self._count += 1
         backward.number = self._count
         if self._may_read(loss) and not math.isfinite(loss.item()):
@@ -56,7 +56,7 @@ class Evidence:
     def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:
         """Before a backward whose gradients nobody checks: say of a loss that it is not finite."""
         if self.before_backward is not None:
-            return self.before_backward(loss)
+            return self.before_backward(loss, 1.0)
         self._count += 1
         if is_number(loss):
             self._look_at_unchecked(loss, loss_id)

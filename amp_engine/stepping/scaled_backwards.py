@@ -45,6 +45,9 @@ class ScaledBackwards:
         self.evidence = Evidence(scaling)
         # Goes around the body of each `scale_loss` while somebody measures.
         self.around: Callable[[AbstractContextManager[Tensor]], AbstractContextManager[Tensor]] | None = None
+        # Told of each backward while its gradients are as the step will find them, while somebody looks at them. Half
+        # gradients of masters are still scaled; without a Backward nothing was scaled or checked.
+        self.on_close: Callable[[Sequence[SteppedOptimizer], Backward | None], None] | None = None
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -101,7 +104,7 @@ class ScaledBackwards:
             one.check_first_use()
         body: AbstractContextManager[Tensor]
         if self._passes_through(scaler, stepped):
-            body = PassedThrough(self, loss, loss_id)
+            body = PassedThrough(self, loss, stepped, loss_id)
         else:
             body = ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
         return body if self.around is None else self.around(body)
@@ -142,6 +145,8 @@ class ScaledBackwards:
             raise
         if check:
             self.evidence.keep(backward, loss, is_in_trouble=any(one.pending.skips_in_a_row > 0 for one in stepped))
+        if self.on_close is not None:
+            self.on_close(stepped, backward)
         if delay_overflow_check:
             return
         scaler = backward.scaler
@@ -155,7 +160,8 @@ class ScaledBackwards:
             found_inf = scaler.update_(backward.snapshot, largest)
             if check and stepped:
                 backward.conclude(found_inf)
-                self._scaling.history.note(backward.loss_id, backward.overflow)
+                if not self.evidence.is_rehearsal:
+                    self._scaling.history.note(backward.loss_id, backward.overflow)
 
         if reduction is None:
             conclude()
@@ -286,9 +292,12 @@ class ScaledBackward:
 class PassedThrough:
     """The body of a `scale_loss` in which nothing is scaled, checked or moved."""
 
-    def __init__(self, backwards: ScaledBackwards, loss: Tensor, loss_id: int) -> None:
+    def __init__(
+        self, backwards: ScaledBackwards, loss: Tensor, stepped: Sequence[SteppedOptimizer], loss_id: int
+    ) -> None:
         self._backwards = backwards
         self._loss = loss
+        self._stepped = stepped
         self._loss_id = loss_id
 
     def __enter__(self) -> Tensor:
@@ -298,4 +307,8 @@ class PassedThrough:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._backwards.casts.after_backward()
+        try:
+            if kind is None and self._backwards.on_close is not None:
+                self._backwards.on_close(self._stepped, None)
+        finally:
+            self._backwards.casts.after_backward()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from amp_engine.distributed import local_of
-from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.forward_order import name_of, parameters_of
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.telemetry.module_names import Module, ModuleNames, tensors_in
 from amp_engine.telemetry.post_mortem import Place
+from amp_engine.telemetry.rehearsal import check_callable, rehearsal
 from amp_engine.torch_private import DispatchMode, is_in_backward
 
 Phase = Literal["weights", "data", "forward", "backward"]
@@ -94,6 +94,7 @@ class _Recording(DispatchMode):
         super().__init__()
         self.names = ModuleNames()
         self.loss: Tensor | None = None
+        self.scale = 1.0  # of this loss
         self.was_backward = False
         self._places = places
         self._is_forward = True
@@ -156,9 +157,9 @@ class _Recording(DispatchMode):
         if self.names.innermost is None:
             self._watch_backward(tensors)
 
-    def before_backward(self, loss: Tensor) -> None:
+    def before_backward(self, loss: Tensor, scale: Tensor | float) -> None:
         """A loss is about to be scaled."""
-        self.loss = loss.detach()
+        self.loss, self.scale = loss.detach(), float(scale)
         self.was_backward = True
         self._is_forward = False
         self.names.running.clear()
@@ -240,39 +241,24 @@ def find_overflow(
         scale_loss: enters a scaled backward of a loss that `step_fn` returned without one.
         loss_scale: what dynamic scalers are set to meanwhile; None leaves them.
     """
-    if not callable(step_fn):
-        raise AmpTypeError(
-            f"find_overflow takes a function that runs one batch, not a {type(step_fn).__name__}.  Type for example "
-            "amp.find_overflow(lambda: loss_fn(model(x), y))."
-        )
-    backwards.refuse_inside("find_overflow")
-    for one in backwards.all:
-        if one.is_pending:
-            raise AmpStateError(
-                "find_overflow() was called while gradients of a scaled backward wait for "
-                f"{type(one.optimizer).__name__}.step(), which it would discard.  Call it after the step."
-            )
+    check_callable(step_fn, "find_overflow")
     bad = [(p, places[id(p)]) for m in models for p in m.parameters() if not local_of(p.detach()).isfinite().all()]
     recording = _Recording(places)
     with ExitStack() as stack:
-        stack.enter_context(_put_back(models, backwards, scalers))
+        stack.enter_context(
+            rehearsal("find_overflow", models, backwards, scalers, recording.before_backward, loss_scale)
+        )
         stack.callback(recording.remove_hooks)
         stack.enter_context(recording.names.following(models, recording.given, recording.gave))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for scaler in scalers:
-            if loss_scale is not None and scaler.dynamic:
-                scaler.scale.fill_(scaler.bounded(loss_scale))
-        used = scalers[0].loss_scale() if scalers else 1.0
-        backwards.evidence.before_backward = recording.before_backward
         stack.enter_context(recording)
         loss = step_fn()
         if isinstance(loss, Tensor) and loss.requires_grad and not recording.was_backward:
             with scale_loss(loss) as scaled_loss:
                 scaled_loss.sum().backward()
-    return _completed(recording, bad, used)
+    return _completed(recording, bad)
 
 
-def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]], used: float) -> OverflowSource:
+def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]]) -> OverflowSource:
     """What was found, with what is known of the loss; of parameters that are not finite, the first."""
     source = recording.found
     if bad:
@@ -289,41 +275,7 @@ def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]], used:
         )
     if recording.loss is None:
         return source
-    return dataclasses.replace(source, loss=float(recording.loss.float().sum()), loss_scale=used)
-
-
-@contextmanager
-def _put_back(models: Sequence[nn.Module], backwards: ScaledBackwards, scalers: Sequence[LossScaler]) -> Iterator[None]:
-    """Afterwards everything that a batch without a step changes is as it was: bit for bit, in the same memory."""
-    stepped = backwards.all
-    params = {id(p): p for m in models for p in m.parameters()}
-    params |= {id(p): p for one in stepped for p in one.rows.columns.params}
-    grads = [(p, p.grad) for p in params.values()]
-    buffers = [(b, b.clone()) for m in models for b in m.buffers()]
-    for scaler in scalers:
-        scaler.settle()
-    scales = [(s, s.scale.clone(), s.unskipped.clone(), s.found_inf.clone()) for s in scalers]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        try:
-            for p, _ in grads:
-                p.grad = None
-            yield
-        finally:
-            backwards.evidence.before_backward = None
-            for one in stepped:
-                one.forget_backwards()
-            for scaler, scale, unskipped, found_inf in scales:
-                scaler.settle()
-                scaler.clear_overflow_state()
-                scaler.scale.copy_(scale)
-                scaler.unskipped.copy_(unskipped)
-                scaler.found_inf.copy_(found_inf)
-            for p, grad in grads:
-                p.grad = grad
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+    return dataclasses.replace(source, loss=float(recording.loss.float().sum()), loss_scale=recording.scale)
 
 
 def _floats(tensors: Sequence[Tensor | None]) -> list[Tensor]:

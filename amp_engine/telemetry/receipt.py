@@ -22,6 +22,7 @@ from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.policy import Policy
 from amp_engine.scale_rule import DEFAULT_MAX_LOSS_SCALE
 from amp_engine.telemetry import kept, memory, receipt_html, receipt_text, shapes, stepped_by
+from amp_engine.telemetry.gradient_histogram import GradientHistogram
 from amp_engine.telemetry.records import (
     Asked,
     Fact,
@@ -63,6 +64,7 @@ class Receipt:
     memory: tuple[Memory, ...]
     shapes: Shapes
     times: Times | None
+    gradients: GradientHistogram | None
     software: tuple[Fact, ...]
 
     @property
@@ -111,7 +113,12 @@ class Receipt:
         return receipt_html.rendered(self)
 
 
-def receipt(engine: Engine, explanation: Explanation | None = None, times: StepTimes | None = None) -> Receipt:
+def receipt(
+    engine: Engine,
+    explanation: Explanation | None = None,
+    times: StepTimes | None = None,
+    gradients: GradientHistogram | None = None,
+) -> Receipt:
     """One page about a run, as it is now: what was asked for, what was cast and kept, and why, memory, loss scale.
 
         with amp.explain() as explanation:
@@ -123,6 +130,7 @@ def receipt(engine: Engine, explanation: Explanation | None = None, times: StepT
         engine: whose run; `amp.receipt` takes none.
         explanation: of some iterations, for the table of functions and types. It is not collected otherwise.
         times: of some iterations, for the shares of time: what `with amp.step_times() as times:` gives.
+        gradients: of a batch, for the picture of what underflows: what `amp.gradient_histogram(step_fn)` gives.
 
     Returns:
         A frozen record; `str()`, a notebook, `save(path)` and `to_json()` render it.
@@ -145,10 +153,14 @@ def receipt(engine: Engine, explanation: Explanation | None = None, times: StepT
         )
     if not isinstance(times, (StepTimes, types.NoneType)):
         raise AmpTypeError(f"times is what `with amp.step_times() as times:` gives, not a {type(times).__name__}.")
+    if not isinstance(gradients, (GradientHistogram, types.NoneType)):
+        raise AmpTypeError(
+            f"gradients is what amp.gradient_histogram(step_fn) gives, not a {type(gradients).__name__}."
+        )
     if not policy.enabled:
         nothing = Functions(None, (), (), None, "")
         asked = Asked(False, None, "enabled=False: amp leaves everything as it is.", ())
-        return Receipt(asked, (), nothing, (), (), (), Shapes(0, ()), None, tuple(_software()))
+        return Receipt(asked, (), nothing, (), (), (), Shapes(0, ()), None, None, tuple(_software()))
     models, stepped = engine._initialized.models, engine._initialized.stepped
     scaling = engine._scaling
     for one in stepped:
@@ -166,6 +178,7 @@ def receipt(engine: Engine, explanation: Explanation | None = None, times: StepT
         memory=tuple(memory.by_class(models, stepped, None if casts is None else casts.cache)),
         shapes=Shapes(sum(count for count, _ in audits), tuple(shape for _, found in audits for shape in found)),
         times=None if times is None else times.measured(),
+        gradients=gradients,
         software=tuple(_software()),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from amp_engine.telemetry import markup, plots, wording
+from amp_engine.telemetry import histogram_picture, markup, plots, wording
 from amp_engine.telemetry.markup import paragraph, table
 from amp_engine.telemetry.memory import KINDS
 from amp_engine.telemetry.shapes import RULE
@@ -39,13 +39,14 @@ def rendered(receipt: Receipt) -> str:
         ("Loss scale", _losses),
         ("Memory", _memory),
         ("Shapes for tensor cores", _shapes),
+        ("Gradients", _gradients),
         ("Time", _times),
         ("Software", _software),
     ):
         found = "".join(section(receipt))
         if found:
             parts += [f"<h2>{name}</h2>", found]
-    return markup.fragment("".join(parts), plots.STYLE)
+    return markup.fragment("".join(parts), plots.STYLE + histogram_picture.STYLE)
 
 
 def _asked(receipt: Receipt) -> Iterator[str]:
@@ -168,6 +169,13 @@ def _shapes(receipt: Receipt) -> Iterator[str]:
         numbers=(2, 3),
         markup=(4,),
     )
+
+
+def _gradients(receipt: Receipt) -> Iterator[str]:
+    if receipt.gradients is None:
+        yield paragraph(wording.NO_GRADIENTS, "soft")
+    else:
+        yield histogram_picture.section(receipt.gradients)
 
 
 def _times(receipt: Receipt) -> Iterator[str]:

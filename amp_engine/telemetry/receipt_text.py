@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from amp_engine.telemetry import wording
+from amp_engine.telemetry import histogram_picture, wording
 from amp_engine.telemetry.wording import number, plural, size
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def rendered(receipt: Receipt) -> str:
         ("Loss scale", _losses),
         ("Memory", _memory),
         ("Shapes for tensor cores", _shapes),
+        ("Gradients", _gradients),
         ("Time", _times),
         ("Software", _software),
     ):
@@ -112,6 +113,14 @@ def _shapes(receipt: Receipt) -> Iterator[str]:
     for one, names in wording.shapes(shapes.found):
         yield f"{one.class_name}: {one.dimension} = {one.size}, pad to {one.pad_to}"
         yield from _wrapped(wording.some(names), "    ")
+
+
+def _gradients(receipt: Receipt) -> Iterator[str]:
+    if receipt.gradients is None:
+        yield from _wrapped(wording.NO_GRADIENTS)
+        return
+    for sentence in histogram_picture.losses(receipt.gradients):
+        yield from _wrapped(sentence)
 
 
 def _times(receipt: Receipt) -> Iterator[str]:

@@ -18,6 +18,10 @@ NO_OPTIMIZER = "No optimizer was passed to amp.initialize."
 NO_TIMES = (
     "Not measured.  Type:  with amp.step_times() as times: ...  around some iterations, then amp.receipt(times=times)."
 )
+NO_GRADIENTS = (
+    "Not measured.  Type:  gradients = amp.gradient_histogram(lambda: loss_fn(model(x), y)),  then "
+    "amp.receipt(gradients=gradients)."
+)
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 

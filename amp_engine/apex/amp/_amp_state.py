@@ -1,8 +1,8 @@
 """`apex.amp._amp_state`, the module: the state object of the same name, and messages by its rules."""
 
-from amp_engine.amp import AmpState as AmpState
 from amp_engine.amp import _amp_state as _amp_state
 from amp_engine.amp import master_params as master_params
+from amp_engine.compat.state import AmpState as AmpState
 from amp_engine.errors import AmpStateError
 
 

@@ -1,0 +1,41 @@
+"""The gradients of one backward as the next step will find them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from amp_engine.distributed import local_of
+from amp_engine.stepping import arithmetic
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.stepped import SteppedOptimizer
+
+
+class ClosedGradient(NamedTuple):
+    """One parameter's gradient.
+
+    Attributes:
+        param: the model's own.
+        values: what is stored of its gradient, on this rank.
+        is_scaled: whether they are multiplied by the loss scale still, as half gradients of masters are.
+    """
+
+    param: Tensor
+    values: Tensor
+    is_scaled: bool
+
+
+def closed_gradients(stepped: Sequence[SteppedOptimizer], backward: Backward | None) -> Iterator[ClosedGradient]:
+    """Each gradient once, at the exit of a `scale_loss`; without a Backward nothing is scaled."""
+    seen: set[int] = set()
+    for one in stepped:
+        columns = one.rows.columns
+        for param, master in zip(columns.params, columns.masters, strict=True):
+            if id(param) in seen or (grad := param.grad) is None:
+                continue
+            seen.add(id(param))
+            yield ClosedGradient(
+                param, arithmetic.values(local_of(grad.detach())), master is not None and backward is not None
+            )

@@ -1,0 +1,241 @@
+"""`amp.gradient_histogram`: how large gradients are, and how many of them a type loses at a loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from amp_engine.engine import Engine
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.telemetry import histogram_picture
+from amp_engine.telemetry.closed_gradients import closed_gradients
+from amp_engine.telemetry.kept import dtype_name
+from amp_engine.telemetry.magnitudes import Limits, MagnitudeCounter, Magnitudes
+from amp_engine.telemetry.module_names import ModuleNames
+from amp_engine.telemetry.rehearsal import check_callable, rehearsal
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TRIES = 6
+# The largest gradient is brought to 2^14 at most, so that a sum of two of them is no overflow in float16.
+_HEADROOM = 1
+_LOWER = 2.0**-8
+
+
+@dataclass(frozen=True)
+class GradientHistogram:
+    """The gradients of one batch, counted by powers of two, without the loss scale.
+
+    Attributes:
+        title: of which models at which level.
+        dtype: whose limits are marked, such as "float16".
+        loss_scale: of the run, at the time.
+        measured_at: the scale that the gradients had while they were counted: at float16 levels the largest that
+            overflows nowhere, so that the least of them was lost.
+        activations: gradients of what modules gave, each tensor once; without losses, which have no dimensions.
+        weights: gradients of parameters.
+
+    `str()` is a picture in text, `plot()` one by matplotlib; a notebook shows it, and a receipt takes it.
+    """
+
+    title: str
+    dtype: str
+    loss_scale: float
+    measured_at: float
+    activations: Magnitudes
+    weights: Magnitudes
+
+    @property
+    def parts(self) -> tuple[tuple[str, Magnitudes], ...]:
+        """Both, by name; without one that has no gradient."""
+        both = ("activation gradients", self.activations), ("weight gradients", self.weights)
+        return tuple((name, found) for name, found in both if found.total)
+
+    def lost(self, scale: float | None = None) -> float:
+        """Share of the nonzero gradients of both kinds that are 0 in `dtype` at a loss scale; default that of the run.
+
+        0 to 1. What is 0 at `measured_at` already is counted as a zero, and not among them.
+        """
+        both = self.activations + self.weights
+        return both.lost(getattr(torch, self.dtype), self.loss_scale if scale is None else scale)
+
+    def plot(self, path: str | None = None) -> Figure:
+        """The picture as a matplotlib figure, which is written to `path` if there is one.
+
+        Raises ModuleNotFoundError without matplotlib: `pip install amp_engine[plots]`.
+        """
+        return histogram_picture.figure(self, path)
+
+    def __str__(self) -> str:
+        return histogram_picture.text(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return histogram_picture.html(self)
+
+
+class _Counting:
+    """Counts the gradients of one batch by hooks, with the loss multiplied by `factor` besides its scale."""
+
+    def __init__(self, params: Sequence[Tensor], factor: float) -> None:
+        self.activations = MagnitudeCounter()
+        self.weights = MagnitudeCounter()
+        self.names = ModuleNames()
+        self.scale = 1.0  # of the loss, without the factor
+        self.was_backward = False
+        self._params = params
+        self._factor = factor
+        self._hooked: set[tuple[Node, int]] = set()  # alive, so that no other is taken for one of them
+        self._was_closed = False
+
+    def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """A module is about to be run."""
+
+    def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """A module was run: watch for the gradients of its results. A cast of a result is the same result."""
+        for tensor in tensors:
+            node, place = tensor.grad_fn, tensor.output_nr
+            if node is None or not tensor.is_floating_point() or tensor.dim() == 0:  # a loss, whose gradient is 1
+                continue
+            while node.name() == "ToCopyBackward0" and (following := node.next_functions[0])[0] is not None:
+                node, place = following[0], following[1]
+            if (node, place) not in self._hooked:
+                self._hooked.add((node, place))
+                tensor.register_hook(self._arrives)
+
+    def _arrives(self, grad: Tensor) -> None:
+        self.was_backward = True
+        self.activations.add([grad], 1.0 / (self.scale * self._factor))
+
+    def before_backward(self, loss: Tensor, scale: Tensor | float) -> None:
+        """A loss is about to be scaled."""
+        self.was_backward = True
+        self.scale = float(scale)
+        if loss.requires_grad and self._factor != 1.0:
+            loss.register_hook(lambda grad: grad * self._factor)
+
+    def closed(self, stepped: Sequence[SteppedOptimizer], backward: Backward | None) -> None:
+        """A `scale_loss` was left."""
+        self._was_closed = True
+        for one in closed_gradients(stepped, backward):
+            scale = self.scale if one.is_scaled else 1.0
+            self.weights.add([one.values], 1.0 / (scale * self._factor))
+
+    def finish(self) -> None:
+        """Where no `scale_loss` told of gradients, they are in `.grad`, as they arrived."""
+        if not self._was_closed:
+            self.weights.add([p.grad for p in self._params if p.grad is not None])
+
+
+def gradient_histogram(
+    engine: Engine, step_fn: Callable[[], Any], dtype: torch.dtype | None = None
+) -> GradientHistogram:
+    """Run one batch once more and count its gradients by powers of two: those of activations and of weights.
+
+        print(amp.gradient_histogram(lambda: loss_fn(model(x), y)))
+        amp.gradient_histogram(lambda: loss_fn(model(x), y)).plot("gradients.png")
+
+    It is the picture of Micikevicius et al., "Mixed Precision Training" (2018, https://arxiv.org/abs/1710.03740, figure
+    3), with the limits of the type at scale 1 and at the present loss scale, and the share that is lost at each.
+
+    Args:
+        engine: whose models; `amp.gradient_histogram` takes none.
+        step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`, or returns the
+            loss. `optimizer.step()` does nothing inside. At a float16 level it is run two or more times: at the present
+            scale, and at the largest that overflows nowhere, where the least is lost.
+        dtype: whose limits are marked. Default: the type that the level computes in; at O0 float16.
+
+    Returns:
+        A frozen record. Gradients, buffers, random numbers and loss scales are as before.
+
+    Waits for the device. Counting takes some passes over each gradient. Of several ranks all have to call it, and each
+    counts its own. Raises AmpStateError before `initialize`, inside of a `scale_loss`, while gradients wait for a step,
+    and where the batch had no gradient; AmpTypeError for what cannot be called; AmpValueError for a type that is not
+    floating.
+    """
+    policy = engine.policy
+    if policy is None or not policy.enabled:
+        raise AmpStateError(
+            "gradient_histogram() was called, but amp.initialize() was not, or with enabled=False.  Call model, "
+            "optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+        )
+    check_callable(step_fn, "gradient_histogram")
+    half = policy.patch_torch_functions_type if policy.patch_torch_functions else policy.cast_model_type
+    half = half if half in (torch.float16, torch.bfloat16) else torch.float16
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise AmpTypeError(f"dtype is a torch.dtype, not a {type(dtype).__name__}.  Use for example torch.float16.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise AmpValueError(f"dtype={dtype} is not a floating type.  Use for example torch.float16.")
+    counting, factor = _measured(engine, step_fn, is_narrow=policy.opt_level in ("O1", "O2", "O3"))
+    activations, weights = counting.activations.read(), counting.weights.read()
+    if not (activations.total or weights.total):
+        raise AmpStateError(
+            "gradient_histogram() saw no gradient: the function neither ran a backward nor returned a loss that has "
+            "one.  Call amp.gradient_histogram(lambda: loss_fn(model(x), y))."
+        )
+    names = ", ".join(dict.fromkeys(type(model).__name__ for model in engine._initialized.models))
+    return GradientHistogram(
+        title=f"Gradients of {names or 'the model'} at {policy.opt_level}",
+        dtype=dtype_name(dtype or half),
+        loss_scale=counting.scale,
+        measured_at=counting.scale * factor,
+        activations=activations,
+        weights=weights,
+    )
+
+
+def _measured(engine: Engine, step_fn: Callable[[], Any], is_narrow: bool) -> tuple[_Counting, float]:
+    """The counts at the scale at which least is lost, and its factor over the present one."""
+    factor, best = 1.0, None
+    for _ in range(_TRIES):
+        counting = _run(engine, step_fn, factor)
+        activations, weights = counting.activations.read(), counting.weights.read()
+        exponents = [found.largest for found in (activations, weights) if found.largest is not None]
+        if not is_narrow:
+            return counting, factor
+        if activations.nonfinite or weights.nonfinite:
+            if best is not None:  # what was asked for was too much
+                return best
+            factor *= _LOWER
+            continue
+        best = counting, factor
+        if not exponents:
+            return best
+        highest = Limits.of(torch.float16).largest - _HEADROOM
+        wanted = 2.0 ** (highest - max(exponents)) / counting.scale
+        if wanted <= factor * 2:
+            return best
+        factor = wanted
+    return best or (counting, factor)
+
+
+def _run(engine: Engine, step_fn: Callable[[], Any], factor: float) -> _Counting:
+    """One batch, with its gradients counted."""
+    initialized, backwards = engine._initialized, engine.backwards
+    models = initialized.models
+    params = list({id(p): p for model in models for p in model.parameters()}.values())
+    counting = _Counting(params, factor)
+    with ExitStack() as stack:
+        stack.enter_context(
+            rehearsal("gradient_histogram", models, backwards, engine.scalers, counting.before_backward)
+        )
+        stack.callback(setattr, backwards, "on_close", backwards.on_close)
+        backwards.on_close = counting.closed
+        stack.enter_context(counting.names.following(models, counting.given, counting.gave))
+        loss = step_fn()
+        if isinstance(loss, Tensor) and loss.requires_grad and not counting.was_backward:
+            with backwards.of(loss, initialized.stepped, engine.scalers[0], 0) as scaled_loss:
+                scaled_loss.sum().backward()
+        counting.finish()
+    return counting

@@ -1,0 +1,257 @@
+"""`amp.watch_gradients()`: what each gradient is like, noted where it is and read when somebody asks."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_engine.devices import HostNumbers, is_capturing
+from amp_engine.engine import Engine
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.kernels import tensor_lists
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.tables import table
+from amp_engine.telemetry import markup
+from amp_engine.telemetry.closed_gradients import ClosedGradient, closed_gradients
+from amp_engine.telemetry.wording import number, percent, scale
+
+KEPT = 100
+"""How many of the looked-at backwards are kept, the newest."""
+
+_ZEROS, _FLUSHED, _SUBNORMAL, _NONFINITE, _SQUARES, _LARGEST = range(6)
+
+
+@dataclass(frozen=True)
+class GradientRecord:
+    """One parameter's gradient after one backward.
+
+    Attributes:
+        backward: the number of the backward since the `with` was entered, from 1.
+        loss_scale: that the loss had.
+        parameter: its name in the model.
+        elements: how many values it has.
+        largest: of the magnitudes, without the loss scale; not finite where a value is not.
+        norm: 2-norm without the loss scale, before any clipping.
+        zeros: share that is 0, 0 to 1; with what was lost to a half type on the way.
+        flushed: share that a half type would make 0 at the loss scale: 0 < |scale * g| < half of its smallest number.
+            0 for gradients that are in half already.
+        subnormal: share that is not 0 and, at the loss scale, keeps fewer bits than a half type has or none.
+        nonfinite: how many values are inf or NaN.
+    """
+
+    backward: int
+    loss_scale: float
+    parameter: str
+    elements: int
+    largest: float
+    norm: float
+    zeros: float
+    flushed: float
+    subnormal: float
+    nonfinite: int
+
+
+class _Noted(NamedTuple):
+    """What one backward left on one device: the scale and six numbers a gradient, on their way to the host."""
+
+    backward: int
+    names: list[str]
+    elements: list[int]
+    numbers: HostNumbers
+
+
+class GradientWatch:
+    """Looks at the gradients of every n-th backward inside of `with amp.watch_gradients(every=100) as watch:`.
+
+        with amp.watch_gradients(every=100) as watch:
+            train()
+        print(watch)                      # the newest backward, a line for each parameter
+        for record in watch.records: ...
+
+    Norm and largest magnitude are those that the check of `scale_loss` found, where it looks; the shares take some
+    passes over the gradients. All of it stays on the device until somebody reads, and nothing is done for the other
+    backwards. No host sync before `records` is read. A backward that a CUDA graph captures is left out.
+
+    Args:
+        engine: whose `scale_loss`.
+        every: look at every how-manieth backward, the first one included.
+        dtype: whose limits `flushed` and `subnormal` are of. Default: the type that the level computes in; at O0
+            float16.
+
+    Raises AmpTypeError or AmpValueError for other arguments, AmpStateError where one is watching already.
+    """
+
+    def __init__(self, engine: Engine, every: int = 100, dtype: torch.dtype | None = None) -> None:
+        if isinstance(every, bool) or not isinstance(every, int):
+            raise AmpTypeError(f"every is a number of backwards, not a {type(every).__name__}.  Use every=100.")
+        if every < 1:
+            raise AmpValueError(f"every={every}: expected 1 or more backwards.  Use every=1 for each of them.")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise AmpTypeError(f"dtype is a floating torch.dtype, not {dtype!r}.  Use torch.float16.")
+        self._engine = engine
+        self._every = every
+        self._dtype = dtype
+        self._count = 0
+        self._noted: deque[_Noted] = deque(maxlen=KEPT)
+        # By id of the parameter, which is looked at, since another one may have the id later.
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+
+    def __enter__(self) -> GradientWatch:
+        backwards = self._engine.backwards
+        if backwards.on_close is not None:
+            raise AmpStateError("amp.watch_gradients() is watching already.  Leave its `with` before the next one.")
+        self._count = 0
+        self._noted.clear()
+        backwards.on_close = self._look
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.backwards.on_close = None
+
+    @property
+    def records(self) -> list[GradientRecord]:
+        """Of the newest 100 backwards that were looked at, oldest first. Waits for the device."""
+        return [record for noted in self._noted for record in self._read(noted)]
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        if not rows:
+            return "No gradient was looked at.  Run a backward in amp.scale_loss inside of the `with`."
+        newest = self._read(self._noted[-1])
+        first = f"backward {newest[0].backward}, loss scale {scale(newest[0].loss_scale)}"
+        return f"{first}\n{table([_HEAD, *rows], words=1)}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        rows = self._rows()
+        if not rows:
+            return markup.fragment(markup.preformatted(str(self)))
+        return markup.fragment(markup.table(_HEAD, rows, numbers=range(1, len(_HEAD))))
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Those of the newest backward: those that lose most first."""
+        if not self._noted:
+            return []
+        last = self._noted[-1].backward
+        newest = [record for noted in self._noted if noted.backward == last for record in self._read(noted)]
+        return [
+            (
+                r.parameter,
+                number(r.elements),
+                f"{r.largest:.3g}",
+                f"{r.norm:.3g}",
+                percent(r.zeros),
+                percent(r.flushed),
+                percent(r.subnormal),
+            )
+            for r in sorted(newest, key=lambda r: -(r.zeros + r.subnormal))
+        ]
+
+    def _limits(self) -> tuple[float, float]:
+        """Half of the smallest number of the half type, and its smallest normal number."""
+        policy = self._engine.policy
+        dtype = self._dtype
+        if dtype is None:
+            found = policy and (policy.patch_torch_functions_type or policy.cast_model_type)
+            dtype = found if found in (torch.float16, torch.bfloat16) else torch.float16
+        info = torch.finfo(dtype)
+        return info.tiny * info.eps / 2, info.tiny
+
+    def _look(self, stepped: Sequence[SteppedOptimizer], backward: Backward | None) -> None:
+        """A `scale_loss` was left."""
+        self._count += 1
+        if (self._count - 1) % self._every:
+            return
+        checked = {} if backward is None else _found_by_check(backward)
+        by_device: dict[torch.device, list[ClosedGradient]] = {}
+        for one in closed_gradients(stepped, backward):
+            if not is_capturing(one.values.device):
+                by_device.setdefault(one.values.device, []).append(one)
+        flush, normal = self._limits()
+        for device, gradients in by_device.items():
+            loss_scale = torch.ones((), dtype=torch.float32, device=device)
+            if backward is not None:
+                loss_scale = backward.snapshot.scale.to(device, non_blocking=True)
+            numbers = [loss_scale.double()]
+            for one in gradients:
+                numbers += _six(one, loss_scale, flush, normal, checked.get(id(one.param)))
+            names = self._names_of([one.param for one in gradients])
+            elements = [one.values.numel() for one in gradients]
+            self._noted.append(_Noted(self._count, names, elements, HostNumbers(*numbers)))
+
+    def _names_of(self, params: Sequence[Tensor]) -> list[str]:
+        """Their names in the models; asked for again only where a parameter is new."""
+        known = self._names
+        if any((found := known.get(id(p))) is None or found[0]() is not p for p in params):
+            places = self._engine._initialized.parameter_places()
+            for p in params:
+                place = places.get(id(p))
+                name = f"a parameter of shape {tuple(p.shape)}" if place is None else place.parameter
+                known[id(p)] = weakref.ref(p), name
+        return [known[id(p)][1] for p in params]
+
+    @staticmethod
+    def _read(noted: _Noted) -> list[GradientRecord]:
+        read = noted.numbers.read
+        loss_scale = read(0)
+        records = []
+        for i, (name, elements) in enumerate(zip(noted.names, noted.elements, strict=True)):
+            found = [read(1 + 6 * i + place) for place in range(6)]
+            total = max(1, elements)
+            records.append(
+                GradientRecord(
+                    backward=noted.backward,
+                    loss_scale=loss_scale,
+                    parameter=name,
+                    elements=elements,
+                    largest=found[_LARGEST] / loss_scale,
+                    norm=found[_SQUARES] ** 0.5 / loss_scale,
+                    zeros=found[_ZEROS] / total,
+                    flushed=found[_FLUSHED] / total,
+                    subnormal=found[_SUBNORMAL] / total,
+                    nonfinite=int(found[_NONFINITE]),
+                )
+            )
+        return records
+
+
+_HEAD = ("parameter", "elements", "largest", "norm", "zeros", "flushed", "subnormal")
+
+
+def _found_by_check(backward: Backward) -> dict[int, tuple[Tensor, Tensor]]:
+    """Sum of squares and largest magnitude of each scaled gradient that the check read, by id of its parameter."""
+    return {
+        id(param): (checked.checks.sum_squares[i], checked.checks.largest[i])
+        for checked in backward.checked
+        for i, (param, how) in enumerate(zip(checked.params, checked.arrived, strict=True))
+        if how not in (tensor_lists.NONE, tensor_lists.OTHER)
+    }
+
+
+@torch.no_grad()
+def _six(
+    one: ClosedGradient, loss_scale: Tensor, flush: float, normal: float, checked: tuple[Tensor, Tensor] | None
+) -> list[Tensor]:
+    """Counts and sums of one gradient as it is at the loss scale: float64, shape [], on its device."""
+    values = one.values if one.is_scaled else one.values.float() * loss_scale
+    magnitudes = values.abs()
+    is_zero = magnitudes == 0
+    is_small = magnitudes < flush
+    counts = [is_zero.sum(), (is_small & ~is_zero).sum(), ((magnitudes < normal) & ~is_zero).sum()]
+    counts.append((~values.isfinite()).sum())
+    if checked is None:
+        wide = magnitudes.double()
+        checked = wide.square().sum(), wide.max() if wide.numel() else wide.new_zeros(())
+    return [*(count.double() for count in counts), checked[0].double(), checked[1].double()]

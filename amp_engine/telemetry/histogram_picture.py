@@ -1,0 +1,195 @@
+"""Pictures of a gradient histogram: text, inline SVG, and matplotlib's where that is installed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from amp_engine.telemetry import markup, plots
+from amp_engine.telemetry.magnitudes import Limits, Magnitudes
+from amp_engine.telemetry.wording import number, percent, scale
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from amp_engine.telemetry.gradient_histogram import GradientHistogram
+
+_ROWS = 44  # of text, at most
+_BAR = 26
+_WIDTH, _HEIGHT = 1000.0, 180.0
+STYLE = """
+.amp .hist { position: relative; margin: .4em 0 1.2em; } .amp .hist svg { display: block; width: 100%; height: 180px;
+  background: var(--shade); } .amp .hist .at { position: absolute; font-size: 12px; color: var(--soft);
+  transform: translateX(-50%); white-space: nowrap; }
+.amp .hist .axis { position: relative; height: 1.4em; }
+"""
+
+
+class Mark(NamedTuple):
+    """A limit of the type: values below 2^exponent are `what`."""
+
+    exponent: int
+    what: str
+    is_at_scale: bool  # of the run, and not at scale 1
+
+
+def marks(histogram: GradientHistogram) -> list[Mark]:
+    """The limits at scale 1 and at the loss scale of the run, largest first."""
+    limits, name = Limits.of(getattr(torch, histogram.dtype)), histogram.dtype
+    shift = math.frexp(histogram.loss_scale)[1] - 1
+    found = [
+        Mark(limits.smallest_normal, f"subnormal in {name} at scale 1", False),
+        Mark(limits.smallest - 1, f"0 in {name} at scale 1", False),
+    ]
+    if shift:
+        at = f"at the loss scale of {scale(histogram.loss_scale)}"
+        found += [
+            Mark(limits.smallest_normal - shift, f"subnormal {at}", True),
+            Mark(limits.smallest - 1 - shift, f"0 {at}", True),
+        ]
+    return sorted(found, key=lambda mark: -mark.exponent)
+
+
+def losses(histogram: GradientHistogram) -> Iterator[str]:
+    """A sentence for each kind of gradients."""
+    dtype: torch.dtype = getattr(torch, histogram.dtype)
+    for name, found in histogram.parts:
+        at_1, at_scale = (percent(found.lost(dtype, s)) for s in (1.0, histogram.loss_scale))
+        zeros = percent(found.zeros / found.total)
+        bad = f"  {number(found.nonfinite)} are not finite." if found.nonfinite else ""
+        yield (
+            f"{name}: of {number(found.nonzero)} that are not 0, {histogram.dtype} loses {at_1} at scale 1 "
+            f"and {at_scale} at {scale(histogram.loss_scale)}; {zeros} of all were 0.{bad}"
+        )
+
+
+def text(histogram: GradientHistogram) -> str:
+    """Rows of powers of two, from the largest down, with the limits between them."""
+    parts = histogram.parts
+    low, high = _span(histogram)
+    step = max(1, math.ceil((high - low + 1) / _ROWS))
+    rows = [(top, [_share(found, top - step + 1, top) for _, found in parts]) for top in range(high, low - 1, -step)]
+    longest = max((share for _, shares in rows for share in shares), default=0.0) or 1.0
+    left = list(marks(histogram))
+    lines = [f"{histogram.title}, by powers of two, without the loss scale"]
+    lines.append(f"(measured at a scale of {scale(histogram.measured_at)})")
+    lines.append("".join([" " * 9, *(f"{name:<{_BAR + 10}}" for name, _ in parts)]).rstrip())
+    for top, shares in rows:
+        while left and left[0].exponent > top:
+            mark = left.pop(0)
+            lines.append(f"{'':9}-- below 2^{mark.exponent}: {mark.what} --")
+        cells = [f"{percent(s):>7} {_bar(s / longest):<{_BAR + 2}}" if s else " " * (_BAR + 10) for s in shares]
+        lines.append("".join([f"{f'2^{top - step + 1}':>7}  ", *cells]).rstrip())
+    lines += [f"{'':9}-- below 2^{mark.exponent}: {mark.what} --" for mark in left if mark.exponent > low - step]
+    return "\n".join([*lines, "", *losses(histogram)])
+
+
+def html(histogram: GradientHistogram) -> str:
+    """What a notebook shows."""
+    return markup.fragment(f"<h2>{escape(histogram.title)}</h2>{section(histogram)}", plots.STYLE + STYLE)
+
+
+def section(histogram: GradientHistogram) -> str:
+    """A picture and a sentence for each kind of gradients."""
+    sentences = list(losses(histogram))
+    measured = f"By powers of two, without the loss scale; measured at a scale of {scale(histogram.measured_at)}."
+    parts = [markup.paragraph(measured, "soft")]
+    for (name, found), sentence in zip(histogram.parts, sentences, strict=True):
+        parts += [markup.paragraph(sentence), _svg(histogram, name, found)]
+    return "".join(parts)
+
+
+def figure(histogram: GradientHistogram, path: str | None = None) -> Figure:
+    """As `GradientHistogram.plot`."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError(
+            "plot() draws by matplotlib, which is not installed.  Type: pip install amp_engine[plots].  print() of the "
+            "histogram needs nothing."
+        ) from e
+    low, high = _span(histogram)
+    drawn = Figure(figsize=(9, 1.2 + 2.9 * len(histogram.parts)), layout="constrained")
+    axes = drawn.subplots(len(histogram.parts), 1, squeeze=False)[:, 0]
+    sentences = list(losses(histogram))
+    for axis, (_, found), sentence in zip(axes, histogram.parts, sentences, strict=True):
+        exponents = [e for e, _ in found.counts]
+        shares = [100 * n / max(1, found.nonzero) for _, n in found.counts]
+        axis.bar(exponents, shares, width=0.9, align="edge", color=plots.COLOURS[0])
+        for mark in marks(histogram):
+            if low < mark.exponent <= high + 1:
+                colour = plots.COLOURS[2 if mark.is_at_scale else 5]
+                style = "-" if mark.what.startswith("0") else ":"
+                axis.axvline(
+                    mark.exponent, color=colour, linestyle=style, label=f"below 2^{mark.exponent}: {mark.what}"
+                )
+        axis.set_xlim(low, high + 1)
+        axis.set_ylabel("% of those not 0")
+        axis.set_title(sentence, fontsize=9, wrap=True)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8, loc="best")
+    axes[-1].set_xlabel("log2 of the magnitude, without the loss scale")
+    drawn.suptitle(histogram.title)
+    if path is not None:
+        drawn.savefig(path, dpi=120)
+    return drawn
+
+
+def _svg(histogram: GradientHistogram, name: str, found: Magnitudes) -> str:
+    low, high = _span(histogram)
+    unit = _WIDTH / (high + 1 - low)
+    longest = max((n for _, n in found.counts), default=1)
+
+    def x(exponent: float) -> float:
+        return unit * (exponent - low)
+
+    bars = []
+    for e, n in found.counts:
+        height = (_HEIGHT - 12) * n / longest
+        title = f"2^{e}: {percent(n / found.nonzero)}"
+        bars.append(
+            f'<rect x="{x(e) + unit * 0.06:.2f}" y="{_HEIGHT - height:.2f}" width="{unit * 0.88:.2f}" '
+            f'height="{height:.2f}" fill="{plots.COLOURS[0]}"><title>{escape(title)}</title></rect>'
+        )
+    shown = [mark for mark in marks(histogram) if low < mark.exponent <= high]
+    lines, legend = [], []
+    for mark in shown:
+        colour = plots.COLOURS[2 if mark.is_at_scale else 5]
+        dash = "" if mark.what.startswith("0") else ' stroke-dasharray="3 4"'
+        lines.append(
+            f'<path d="M{x(mark.exponent):.2f} 0V{_HEIGHT:.0f}" vector-effect="non-scaling-stroke" stroke="{colour}" '
+            f'stroke-width="2"{dash}></path>'
+        )
+        legend.append(
+            f'<span class="swatch" style="background: {colour}"></span>'
+            f"{escape(f'left of 2^{mark.exponent}: {mark.what}')}"
+        )
+    step = max(1, (high + 1 - low) // 10)
+    ticks = "".join(
+        f'<span class="at" style="left: {100 * (e - low) / (high + 1 - low):.2f}%">2^{e}</span>'
+        for e in range(low + step // 2 + 1, high + 1, step)
+    )
+    return (
+        f'<div class="hist"><svg viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(name)} by powers of two">{"".join(bars)}{"".join(lines)}</svg>'
+        f'<div class="axis">{ticks}</div><p class="soft">{"<br>".join(legend)}</p></div>'
+    )
+
+
+def _span(histogram: GradientHistogram) -> tuple[int, int]:
+    """The lowest and the highest exponent that are drawn: of all values, and of the limits that are near."""
+    found = [e for _, part in histogram.parts for e, _ in part.counts] or [0]
+    near = [m.exponent for m in marks(histogram) if min(found) - 12 <= m.exponent <= max(found) + 12]
+    return min([*found, *(e - 1 for e in near)]), max([*found, *near])
+
+
+def _share(found: Magnitudes, low: int, high: int) -> float:
+    return sum(n for e, n in found.counts if low <= e <= high) / max(1, found.nonzero)
+
+
+def _bar(share: float) -> str:
+    return "#" * max(1, round(_BAR * share))

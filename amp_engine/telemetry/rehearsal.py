@@ -1,0 +1,97 @@
+"""One batch once more, to be looked at: afterwards everything is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.scaler import LossScaler
+from amp_engine.stepping.scaled_backwards import ScaledBackwards
+
+
+def check_callable(step_fn: Any, call: str) -> None:
+    """Raise AmpTypeError unless `step_fn`, as it was passed to `call`, can be called."""
+    if not callable(step_fn):
+        raise AmpTypeError(
+            f"{call} takes a function that runs one batch, not a {type(step_fn).__name__}.  Type for example "
+            f"amp.{call}(lambda: loss_fn(model(x), y))."
+        )
+
+
+@contextmanager
+def rehearsal(
+    call: str,
+    models: Sequence[nn.Module],
+    backwards: ScaledBackwards,
+    scalers: Sequence[LossScaler],
+    before_backward: Callable[[Tensor, Tensor | float], None],
+    loss_scale: float | None = None,
+) -> Iterator[None]:
+    """What is run inside takes no step and leaves no trace: gradients, buffers, random numbers and loss scales.
+
+    They are put back bit for bit, in the same memory. What torch.compile compiled is run without it.
+
+    Args:
+        call: the name of the public function, for errors.
+        models: that are run.
+        backwards: of the engine.
+        scalers: all of its scalers.
+        before_backward: told each loss and its scale at the entry of its `scale_loss`.
+        loss_scale: what dynamic scalers are set to meanwhile, within their bounds; None leaves them.
+
+    Raises AmpStateError, with nothing changed, inside of a `scale_loss` and while gradients wait for a step. Waits for
+    the device.
+    """
+    backwards.refuse_inside(call)
+    for one in backwards.all:
+        if one.is_pending:
+            raise AmpStateError(
+                f"{call}() was called while gradients of a scaled backward wait for "
+                f"{type(one.optimizer).__name__}.step(), which it would discard.  Call it after the step."
+            )
+    with _put_back(models, backwards, scalers), torch.compiler.set_stance("force_eager"):
+        for scaler in scalers:
+            if loss_scale is not None and scaler.dynamic:
+                scaler.scale.fill_(scaler.bounded(loss_scale))
+        backwards.evidence.before_backward = before_backward
+        yield
+
+
+@contextmanager
+def _put_back(models: Sequence[nn.Module], backwards: ScaledBackwards, scalers: Sequence[LossScaler]) -> Iterator[None]:
+    """Afterwards everything that a batch without a step changes is as it was: bit for bit, in the same memory."""
+    stepped = backwards.all
+    params = {id(p): p for m in models for p in m.parameters()}
+    params |= {id(p): p for one in stepped for p in one.rows.columns.params}
+    grads = [(p, p.grad) for p in params.values()]
+    buffers = [(b, b.clone()) for m in models for b in m.buffers()]
+    for scaler in scalers:
+        scaler.settle()
+    scales = [(s, s.scale.clone(), s.unskipped.clone(), s.found_inf.clone(), s.memory()) for s in scalers]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            for p, _ in grads:
+                p.grad = None
+            yield
+        finally:
+            backwards.evidence.before_backward = None
+            for one in stepped:
+                one.forget_backwards()
+            for scaler, scale, unskipped, found_inf, memory in scales:
+                scaler.settle()
+                scaler.clear_overflow_state()
+                scaler.scale.copy_(scale)
+                scaler.unskipped.copy_(unskipped)
+                scaler.found_inf.copy_(found_inf)
+                scaler.remember(memory)
+            for p, grad in grads:
+                p.grad = grad
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

@@ -25,6 +25,7 @@ STYLE = """
 .amp .hist { position: relative; margin: .4em 0 1.2em; } .amp .hist svg { display: block; width: 100%; height: 180px;
   background: var(--shade); } .amp .hist .at { position: absolute; font-size: 12px; color: var(--soft);
   transform: translateX(-50%); white-space: nowrap; }
+.amp .hist .key { display: inline-block; width: 1.4em; margin-right: .5em; vertical-align: .25em; }
 .amp .hist .axis { position: relative; height: 1.4em; }
 """
 
@@ -165,10 +166,10 @@ def _svg(histogram: GradientHistogram, name: str, found: Magnitudes) -> str:
             f'stroke-width="2"{dash}></path>'
         )
         legend.append(
-            f'<span class="swatch" style="background: {colour}"></span>'
+            f'<span class="key" style="border-top: 3px {"dotted" if dash else "solid"} {colour}"></span>'
             f"{escape(f'left of 2^{mark.exponent}: {mark.what}')}"
         )
-    step = max(1, (high + 1 - low) // 10)
+    step = max(1, (high + 1 - low) // 5)
     ticks = "".join(
         f'<span class="at" style="left: {100 * (e - low) / (high + 1 - low):.2f}%">2^{e}</span>'
         for e in range(low + step // 2 + 1, high + 1, step)

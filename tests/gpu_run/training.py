@@ -132,8 +132,8 @@ class Training:
         cases += [(example, who, False) for example in (gpt, resnet, lstm) for who in OTHERS]
         cases += [(gpt, who, True) for who in PEERS[2:] if not self._task.tiny]
         for example, who, compile_blocks in cases:
-            if self._task.device.type == "cpu" and (example, who) == (lstm, "autocast float16"):
-                continue  # torch has none without AVX512-FP16
+            if self._task.device.type == "cpu" and example is lstm and who in AUTOCAST:
+                continue  # torch has none in bfloat16 without AVX-512, and none in float16 without AVX512-FP16
             name = f"{example.name}{', compiled' * compile_blocks}, {who}"
             yield name, needs_compiled if compile_blocks else needs, partial(self.measure, example, who, compile_blocks)
 

@@ -60,4 +60,10 @@ def look(writer: SummaryWriter) -> None:
     assert_type(receipt.memory[0].bytes, int)
     assert_type(Receipt.from_json(receipt.to_json()), Receipt)
     assert_type(amp.scalars(), dict[str, float])
+    histogram = amp.gradient_histogram(lambda: None)
+    assert_type(histogram.lost(1.0), float)
+    assert_type(amp.receipt(gradients=histogram), Receipt)
+    with amp.watch_gradients(every=10) as watch:
+        pass
+    assert_type([record.norm for record in watch.records], list[float])
     TensorBoardScalars(writer)(3)

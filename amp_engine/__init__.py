@@ -56,6 +56,7 @@ from amp_engine.errors import AmpStateError as AmpStateError
 from amp_engine.errors import AmpTypeError as AmpTypeError
 from amp_engine.errors import AmpValueError as AmpValueError
 from amp_engine.policy import Policy as Policy
+from amp_engine.policy_file import RunPolicy as RunPolicy
 from amp_engine.scale_rule import DynamicLossScale as DynamicLossScale
 
 __version__ = "0.1.0"
@@ -70,6 +71,7 @@ __all__ = [
     "DynamicLossScale",
     "Engine",
     "Policy",
+    "RunPolicy",
     "amp",
     "averaged_model",
     "clip_grad_norm_",

@@ -32,6 +32,7 @@ from amp_engine.named import load_optimizer_state_dict as load_optimizer_state_d
 from amp_engine.named import named_masters as named_masters
 from amp_engine.named import optimizer_state_dict as optimizer_state_dict
 from amp_engine.optimizers import LARC
+from amp_engine.policy_file import RunPolicy as RunPolicy
 from amp_engine.scale_rule import DynamicLossScale as DynamicLossScale
 from amp_engine.scaler import LossScaler
 from amp_engine.scaler_state import ScalerFormat
@@ -345,6 +346,7 @@ def _current_casts() -> Any:
 __all__ = [
     "DynamicLossScale",
     "LossScaler",
+    "RunPolicy",
     "averaged_model",
     "clip_grad_norm_",
     "close",

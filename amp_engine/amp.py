@@ -41,7 +41,9 @@ from amp_engine.stepping.double_backward import Gradients
 from amp_engine.stepping.last_step import LastStep
 from amp_engine.telemetry import receipt as _receipts
 from amp_engine.telemetry import scalars as _scalars
+from amp_engine.telemetry.compare_levels import compare_levels as compare_levels
 from amp_engine.telemetry.find_overflow import OverflowSource
+from amp_engine.telemetry.fp32_modules import find_fp32_modules as find_fp32_modules
 from amp_engine.telemetry.post_mortem import OverflowReport
 from amp_engine.telemetry.receipt import Receipt
 from amp_engine.telemetry.step_times import StepTimes
@@ -350,10 +352,12 @@ __all__ = [
     "averaged_model",
     "clip_grad_norm_",
     "close",
+    "compare_levels",
     "convert_state_dict",
     "current_engine",
     "disable_casts",
     "explain",
+    "find_fp32_modules",
     "find_overflow",
     "float_function",
     "fsdp_policy",

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from amp_engine.distributed import is_sharded
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpValueError
-from amp_engine.telemetry.comparison import ComparedOperation
-from amp_engine.telemetry.module_names import Module, ModuleNames, names_of, tensors_in
+from amp_engine.telemetry.comparison import ComparedModule, ComparedOperation
+from amp_engine.telemetry.module_names import ModuleNames, names_of, tensors_in
 from amp_engine.telemetry.relative_error import distance, growth
 from amp_engine.torch_private import DispatchMode, is_in_backward, written_arguments
 
@@ -119,11 +119,14 @@ class Follower(DispatchMode):
         """A module is about to be run."""
         if is_in_backward():  # a checkpoint recomputes what was seen
             return
-        self._calls[self.modules[module].name] += 1
-        if self.names.innermost is None and not self._inputs_seen:
-            self._inputs_seen = True
-            with self._paused():
+        name = self.modules[module].name
+        self._calls[name] += 1
+        with self._paused():
+            if self.names.innermost is None and not self._inputs_seen:
+                self._inputs_seen = True
                 self._begins(tensors)
+            for i, one in enumerate(_floats(tensors)):
+                self._saw_input(Key(name, self._calls[name], "input", i), one)
 
     def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         """A module was run."""
@@ -173,6 +176,9 @@ class Follower(DispatchMode):
     def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
         """An operation was run."""
 
+    def _saw_input(self, key: Key, given: Tensor) -> None:
+        """A module is given this."""
+
     def _saw_output(self, key: Key, output: Tensor) -> None:
         """A module gave this."""
 
@@ -204,9 +210,10 @@ class Recording(Follower):
     def __init__(self, model: nn.Module, loss_scale: float) -> None:
         super().__init__(model)
         self.operations: dict[Key, _Recorded] = {}
+        self.inputs: dict[Key, _Held] = {}
         self.outputs: dict[Key, _Held] = {}
         self.gradients: dict[Key, Tensor] = {}
-        self.inputs: list[Tensor] = []
+        self.batch: list[Tensor] = []
         self.random: dict[Key, _Held] = {}
         self._loss_scale = loss_scale
         self._of_storage: dict[int, list[_Held]] = {}
@@ -228,13 +235,16 @@ class Recording(Follower):
                 held.save(copies)
 
     def _begins(self, tensors: Sequence[Tensor]) -> None:
-        self.inputs = [t.detach().clone() for t in tensors]
+        self.batch = [t.detach().clone() for t in tensors]
 
     def _drew(self, key: Key, numbers: Tensor) -> None:
         self.random[key] = self._hold(numbers)
 
     def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
         self.operations[key] = _Recorded([self._hold(t) for t in given], self._hold(gave))
+
+    def _saw_input(self, key: Key, given: Tensor) -> None:
+        self.inputs[key] = self._hold(given)
 
     def _saw_output(self, key: Key, output: Tensor) -> None:
         self.outputs[key] = self._hold(output)
@@ -256,14 +266,39 @@ class Comparing(Follower):
     def __init__(self, model: nn.Module, reference: Recording, roundoff: float, loss_scale: float) -> None:
         super().__init__(model)
         self.operations: list[ComparedOperation] = []
+        self.input_errors: dict[str, float] = {}
         self.output_errors: dict[str, float] = {}
         self.gradient_errors: dict[str, float] = {}
-        self.unmatched = 0
+        self.unmatched: list[tuple[str | None, bool]] = []  # the module of each, and whether it took or gave half
         self._reference, self._roundoff, self._loss_scale = reference, roundoff, loss_scale
-        self._types: dict[str, Module] = {module.name: module for module in self.modules.values()}
+        self._types: dict[str, str] = {module.name: module.type for module in self.modules.values()}
+
+    def by_module(self) -> tuple[ComparedModule, ...]:
+        """The modules that have operations of their own: not finite first, then by growth."""
+        modules = []
+        for name in dict.fromkeys([o.module for o in self.operations] + [name for name, _ in self.unmatched]):
+            own = [o for o in self.operations if o.module == name]
+            others = [low for module, low in self.unmatched if module == name]
+            largest = max((o.growth for o in own), default=0.0)
+            error = None if name is None else self.output_errors.get(name)
+            if others and error is not None and name is not None:
+                largest = max(largest, growth(error, self.input_errors.get(name, 0.0), self._roundoff))
+            modules.append(
+                ComparedModule(
+                    module=name,
+                    module_type=None if name is None else self._types[name],
+                    operations=len(own) + len(others),
+                    unmatched=len(others),
+                    in_low_precision=sum(o.in_low_precision for o in own) + sum(others),
+                    growth=largest,
+                    error=error,
+                    gradient_error=None if name is None else self.gradient_errors.get(name),
+                )
+            )
+        return tuple(sorted(modules, key=lambda m: -m.growth))
 
     def _begins(self, tensors: Sequence[Tensor]) -> None:
-        before = self._reference.inputs
+        before = self._reference.batch
         if len(before) != len(tensors) or not all(map(_is_same_batch, tensors, before)):
             raise AmpValueError(
                 "step_fn gave the model other inputs than the first time it was called, and the two runs cannot be "
@@ -278,8 +313,9 @@ class Comparing(Follower):
 
     def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
         recorded = self._reference.operations.get(key)
+        in_low_precision = any(t.dtype in LOW_PRECISION for t in (*given, gave))
         if recorded is None or recorded.gave.value.shape != gave.shape:
-            self.unmatched += 1
+            self.unmatched.append((key.module, in_low_precision))
             return
         error = distance(gave, recorded.gave.value).relative
         error_in = 0.0
@@ -290,17 +326,21 @@ class Comparing(Follower):
             ComparedOperation(
                 operation=key.operation,
                 module=key.module,
-                module_type=None if key.module is None else self._types[key.module].type,
+                module_type=None if key.module is None else self._types[key.module],
                 call=key.call,
                 nth=key.nth,
                 order=len(self.operations),
                 dtype=str(gave.dtype).removeprefix("torch."),
-                in_low_precision=any(t.dtype in LOW_PRECISION for t in (*given, gave)),
+                in_low_precision=in_low_precision,
                 error_in=error_in,
                 error=error,
                 growth=growth(error, error_in, self._roundoff),
             )
         )
+
+    def _saw_input(self, key: Key, given: Tensor) -> None:
+        held = self._reference.inputs.get(key)
+        _note(self.input_errors, key, given, None if held is None else held.value)
 
     def _saw_output(self, key: Key, output: Tensor) -> None:
         held = self._reference.outputs.get(key)

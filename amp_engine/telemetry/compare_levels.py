@@ -23,7 +23,7 @@ from amp_engine.model import is_cast
 from amp_engine.policy_file import RunPolicy
 from amp_engine.scale_rule import DEFAULT_MIN_LOSS_SCALE
 from amp_engine.telemetry.batch_recording import Comparing, Follower, Recording, unscaled
-from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth, summed
+from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
 from amp_engine.telemetry.relative_error import Distance, distance
 
 StepFn = Callable[[Any], Any]
@@ -163,7 +163,6 @@ class Trials:
         loss, reference_loss = run.loss.float(), reference.loss.float()
         comparing = run.follower if isinstance(run.follower, Comparing) else None
         ran = [] if comparing is None else comparing.operations
-        types = {} if comparing is None else {m.name: m.type for m in comparing.modules.values()}
         return LevelComparison(
             level=policy.opt_level,
             reference=self._reference_policy.opt_level,
@@ -177,9 +176,9 @@ class Trials:
             loss_scale=run.loss_scale,
             overflowed=overflows and bool(run.loss.isfinite()),
             operations=by_growth(ran),
-            modules=() if comparing is None else summed(ran, types, comparing.output_errors, comparing.gradient_errors),
+            modules=() if comparing is None else comparing.by_module(),
             parameters=tuple(sorted(parameters, key=lambda p: -p.error)),
-            unmatched=0 if comparing is None else comparing.unmatched,
+            unmatched=0 if comparing is None else len(comparing.unmatched),
         )
 
     def _copied(self) -> nn.Module:

@@ -52,9 +52,11 @@ class ComparedModule:
     Attributes:
         module: its name; "" for the model itself, None for what is outside.
         module_type: its class.
-        operations: how many of its own were compared, and
-        in_low_precision: how many of them took or gave float16 or bfloat16.
-        growth: the largest growth of one of them.
+        operations: how many of its own there are at the level, and
+        unmatched: how many of them the reference has not, as where torch has other kernels for half;
+        in_low_precision: how many took or gave float16 or bfloat16.
+        growth: the largest growth of one of them. Where some are unmatched at least that of the whole module, from the
+            error of what it was given to the error of what it gave.
         error: the largest relative error of what the module gave; None where it gave no floating tensor.
         gradient_error: the same of the gradient of that; None where it has none.
     """
@@ -62,6 +64,7 @@ class ComparedModule:
     module: str | None
     module_type: str | None
     operations: int
+    unmatched: int
     in_low_precision: int
     growth: float
     error: float | None
@@ -190,37 +193,6 @@ class LevelComparison:
 
 _OPERATION_HEAD = ("operation", "module", "class", "type", "growth", "error in", "error out")
 _MODULE_HEAD = ("module", "class", "operations in half", "growth", "error out", "error of gradient")
-
-
-def summed(
-    operations: Sequence[ComparedOperation],
-    types: dict[str, str],
-    output_errors: dict[str, float],
-    gradient_errors: dict[str, float],
-) -> tuple[ComparedModule, ...]:
-    """The modules that have operations of their own: not finite first, as they ran, then by growth.
-
-    Args:
-        operations: as they ran.
-        types: the class of each module, by name.
-        output_errors, gradient_errors: the largest ones of what modules gave.
-    """
-    of: dict[str | None, list[ComparedOperation]] = {}
-    for operation in operations:
-        of.setdefault(operation.module, []).append(operation)
-    modules = [
-        ComparedModule(
-            module=name,
-            module_type=None if name is None else types[name],
-            operations=len(own),
-            in_low_precision=sum(o.in_low_precision for o in own),
-            growth=max(o.growth for o in own),
-            error=None if name is None else output_errors.get(name),
-            gradient_error=None if name is None else gradient_errors.get(name),
-        )
-        for name, own in of.items()
-    ]
-    return tuple(sorted(modules, key=lambda m: -m.growth))
 
 
 def by_growth(operations: Sequence[ComparedOperation]) -> tuple[ComparedOperation, ...]:

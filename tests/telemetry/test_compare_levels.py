@@ -231,6 +231,24 @@ def test_checkpointed_modules_are_compared_once() -> None:
     assert found.gradient_error < 0.05
 
 
+def test_modules_that_run_other_kernels_in_half_are_judged_by_what_they_gave() -> None:
+    class Other(nn.Module):
+        """As an LSTM on a CPU: one operation in FP32, others in half."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp() if x.dtype is torch.float32 else ((x.cosh() + x.sinh()) + 1000.0).sub(1000.0)
+
+    model = nn.Sequential(nn.Linear(4, 8), Other(), nn.Linear(8, 2))
+    x = torch.randn(6, 4)
+    found = amp.compare_levels(model, lambda m: m(x).float().square().mean(), "O5")
+    assert found.unmatched == 5
+    assert "Of 5 operations nothing is known" in str(found)
+    assert [(m.module, m.unmatched, m.operations) for m in found.modules[:1]] == [("1", 5, 5)]
+    assert found.modules[0].growth > 16
+    assert found.modules[0].error is not None
+    assert found.modules[0].error > 0.05
+
+
 # --- loss scales ----------------------------------------------------------------------------------
 
 

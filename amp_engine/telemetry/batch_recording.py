@@ -117,8 +117,6 @@ class Follower(DispatchMode):
 
     def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         """A module is about to be run."""
-        if is_in_backward():  # a checkpoint recomputes what was seen
-            return
         name = self.modules[module].name
         self._calls[name] += 1
         with self._paused():
@@ -130,8 +128,6 @@ class Follower(DispatchMode):
 
     def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         """A module was run."""
-        if is_in_backward():
-            return
         name = self.modules[module].name
         with self._paused():
             for i, one in enumerate(_floats(tensors)):

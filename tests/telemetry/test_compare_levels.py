@@ -147,6 +147,7 @@ def test_random_numbers_are_the_same_whatever_type_they_are_drawn_in() -> None:
         def forward(self, x: Tensor) -> Tensor:
             x = F.dropout(x, 0.5) + torch.randn_like(x) + torch.empty_like(x).uniform_()
             x = x * torch.bernoulli(torch.full_like(x, 0.5))
+            x = torch.native_dropout(x, 0.25, True)[0] + torch.native_dropout(x, 0.25, False)[0]  # as GPUs do it
             return (
                 x
                 + torch.randn(x.shape).to(x.dtype)
@@ -247,6 +248,19 @@ def test_modules_that_run_other_kernels_in_half_are_judged_by_what_they_gave() -
     assert found.modules[0].growth > 16
     assert found.modules[0].error is not None
     assert found.modules[0].error > 0.05
+
+
+def test_a_step_may_take_gradients_of_its_own() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(6, 4)
+
+    def step(given: nn.Module) -> Tensor:
+        inputs = x.clone().requires_grad_()
+        hidden = checkpoint(given[0:2], inputs, use_reentrant=False)  # type: ignore[index]
+        assert isinstance(hidden, Tensor)
+        (gradient,) = torch.autograd.grad(hidden.float().sum(), inputs, create_graph=True)
+        return gradient.float().square().mean()
+
+    assert amp.compare_levels(model, step, "O1").gradient_error < 0.05
 
 
 # --- loss scales ----------------------------------------------------------------------------------

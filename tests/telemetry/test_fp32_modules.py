@@ -113,6 +113,22 @@ def test_two_that_suffice_only_together_are_found_among_many() -> None:
     assert found.is_minimal
 
 
+def test_parts_are_kept_rather_than_what_they_are_in() -> None:
+    class Outer(nn.Module):
+        """Has an operation of its own, which loses nothing."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.middle, self.right = Cancelling(), nn.Linear(WIDTH, WIDTH), Cancelling()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.right(self.middle(self.left(x))))
+
+    model = nn.Sequential(nn.Linear(4, WIDTH), Outer(), nn.Linear(WIDTH, 2))
+    found = amp.find_fp32_modules(model, Batch(), "O2")
+    assert sorted(found.modules) == ["1.left", "1.right"], str(found)
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_recurrent_layer_is_found_though_torch_runs_other_kernels_in_half(level: str) -> None:
     class Recurrent(nn.Module):

@@ -13,10 +13,12 @@ from amp_engine.amp import _amp_state as _amp_state
 from amp_engine.amp import averaged_model as averaged_model
 from amp_engine.amp import clip_grad_norm_ as clip_grad_norm_
 from amp_engine.amp import close as close
+from amp_engine.amp import compare_levels as compare_levels
 from amp_engine.amp import convert_state_dict as convert_state_dict
 from amp_engine.amp import current_engine as current_engine
 from amp_engine.amp import disable_casts as disable_casts
 from amp_engine.amp import explain as explain
+from amp_engine.amp import find_fp32_modules as find_fp32_modules
 from amp_engine.amp import find_overflow as find_overflow
 from amp_engine.amp import float_function as float_function
 from amp_engine.amp import fsdp_policy as fsdp_policy
@@ -58,6 +60,7 @@ from amp_engine.errors import AmpStateError as AmpStateError
 from amp_engine.errors import AmpTypeError as AmpTypeError
 from amp_engine.errors import AmpValueError as AmpValueError
 from amp_engine.policy import Policy as Policy
+from amp_engine.policy_file import RunPolicy as RunPolicy
 from amp_engine.scale_rule import DynamicLossScale as DynamicLossScale
 
 __version__ = "0.1.0"
@@ -72,14 +75,17 @@ __all__ = [
     "DynamicLossScale",
     "Engine",
     "Policy",
+    "RunPolicy",
     "amp",
     "averaged_model",
     "clip_grad_norm_",
     "close",
+    "compare_levels",
     "convert_state_dict",
     "current_engine",
     "disable_casts",
     "explain",
+    "find_fp32_modules",
     "find_overflow",
     "float_function",
     "fsdp_policy",

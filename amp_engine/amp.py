@@ -30,6 +30,7 @@ from amp_engine.named import load_optimizer_state_dict as load_optimizer_state_d
 from amp_engine.named import named_masters as named_masters
 from amp_engine.named import optimizer_state_dict as optimizer_state_dict
 from amp_engine.optimizers import LARC
+from amp_engine.policy_file import RunPolicy as RunPolicy
 from amp_engine.scale_rule import DynamicLossScale as DynamicLossScale
 from amp_engine.scaler import LossScaler
 from amp_engine.scaler_state import ScalerFormat
@@ -39,7 +40,9 @@ from amp_engine.stepping.last_step import LastStep
 from amp_engine.telemetry import gradient_histogram as _histograms
 from amp_engine.telemetry import receipt as _receipts
 from amp_engine.telemetry import scalars as _scalars
+from amp_engine.telemetry.compare_levels import compare_levels as compare_levels
 from amp_engine.telemetry.find_overflow import OverflowSource
+from amp_engine.telemetry.fp32_modules import find_fp32_modules as find_fp32_modules
 from amp_engine.telemetry.gradient_histogram import GradientHistogram
 from amp_engine.telemetry.gradient_watch import GradientWatch
 from amp_engine.telemetry.post_mortem import OverflowReport
@@ -300,13 +303,16 @@ def _current_casts() -> Any:
 __all__ = [
     "DynamicLossScale",
     "LossScaler",
+    "RunPolicy",
     "averaged_model",
     "clip_grad_norm_",
     "close",
+    "compare_levels",
     "convert_state_dict",
     "current_engine",
     "disable_casts",
     "explain",
+    "find_fp32_modules",
     "find_overflow",
     "float_function",
     "fsdp_policy",

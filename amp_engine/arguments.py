@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -31,6 +32,7 @@ from amp_engine.optimizers.base import FusedOptimizer
 from amp_engine.optimizers.rules import rule_of
 from amp_engine.optimizers.wrapped import inner_of, inner_optimizers, parameters_elsewhere, shares_groups, takes_hooks
 from amp_engine.policy import Policy
+from amp_engine.policy_file import RunPolicy
 from amp_engine.scale_rule import DynamicLossScale
 
 # What `initialize` takes, and gives back: the same objects.
@@ -56,6 +58,7 @@ class InitializeOptions(TypedDict, total=False):
     adopt_data_writes: bool
     process_group: ProcessGroup | None
     moment_dtype: torch.dtype | str | None
+    policy: str | os.PathLike[str] | RunPolicy | None
 
 
 def as_list(optimizers: Any) -> list[Any]:

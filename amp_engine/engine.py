@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -12,20 +13,21 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from amp_engine import arguments, casting, levels, report
+from amp_engine import arguments, casting, kept_by_policy, levels, report
 from amp_engine.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
-from amp_engine.casting import EngineCasts, Explanation, FunctionCasts, patcher
+from amp_engine.casting import EngineCasts, FunctionCasts, patcher
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpStateError
 from amp_engine.explaining import Explaining
 from amp_engine.initialized import Initialized, master_params
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.policy import Policy
+from amp_engine.policy_file import RunPolicy, completed
 from amp_engine.request import checked
 from amp_engine.saving import Saving
 from amp_engine.scale_rule import DEFAULT_MAX_LOSS_SCALE, DynamicLossScale
-from amp_engine.scaler import LossScaler, check_bounds
+from amp_engine.scaler import LossScaler
 from amp_engine.stepping import double_backward
 from amp_engine.stepping.clipping import clip_grad_norm_
 from amp_engine.stepping.double_backward import Gradients
@@ -144,6 +146,7 @@ class Engine(Saving, Explaining):
         adopt_data_writes: bool = False,
         process_group: ProcessGroup | None = None,
         moment_dtype: torch.dtype | str | None = None,
+        policy: str | os.PathLike[str] | RunPolicy | None = None,
     ) -> Any:
         """Prepare models and optimizers for training at `opt_level`. They are changed in place and returned.
 
@@ -171,13 +174,15 @@ class Engine(Saving, Explaining):
             process_group: the ranks that agree on overflows, where neither DistributedDataParallel nor DTensors tell:
                 FullyShardedDataParallel, ZeroRedundancyOptimizer, stages of a pipeline.
             moment_dtype: torch.bfloat16 keeps Adam's moments in 2 bytes each in place of 4, rounded by chance.
+            policy: a RunPolicy, or the path of its file: the level, modules that `close` gives back kept in FP32, and
+                other arguments, unless they are passed here.
 
         Returns:
             As apex: the model or list of models; with `optimizers` given a pair, an empty list included.
 
         Raises AmpStateError, AmpTypeError or AmpValueError, with everything as it was before the call.
         """
-        with patcher.changing():  # one thread at a time, here and in `close`
+        with patcher.changing(), ExitStack() as undo:  # one thread at a time, here and in `close`
             self.backwards.refuse_inside("initialize")
             casting.discard_interrupted()
             if not enabled:
@@ -186,44 +191,41 @@ class Engine(Saving, Explaining):
                 self.function_casts.end_of(models, "enabled=False")
                 return models if optimizers is None else (models, optimizers)
 
-            request = checked(
-                models,
-                optimizers,
-                opt_level,
-                {
-                    "cast_model_type": cast_model_type,
-                    "patch_torch_functions": patch_torch_functions,
-                    "keep_batchnorm_fp32": keep_batchnorm_fp32,
-                    "master_weights": master_weights,
-                    "loss_scale": loss_scale,
-                },
-                cast_model_outputs,
-                skip_on_overflow,
-                self.hard_override,
-                process_group,
-                moment_dtype,
-            )
-            policy = request.policy
+            given = {
+                "cast_model_type": cast_model_type,
+                "keep_batchnorm_fp32": keep_batchnorm_fp32,
+                "master_weights": master_weights,
+                "loss_scale": loss_scale,
+                "cast_model_outputs": cast_model_outputs,
+                "min_loss_scale": min_loss_scale,
+                "max_loss_scale": max_loss_scale,
+                "moment_dtype": moment_dtype,
+            }
+            opt_level, given, names = completed(policy, opt_level, given)
+            kept = undo.enter_context(kept_by_policy.kept(models, names, opt_level))
+            given["patch_torch_functions"] = patch_torch_functions
+            request = checked(models, optimizers, opt_level, given, skip_on_overflow, self.hard_override, process_group)
+            decided, bounds = request.policy, (request.min_loss_scale, request.max_loss_scale)
             num_losses = arguments.check_num_losses(num_losses)
-            check_bounds(min_loss_scale, max_loss_scale)
-            if policy.patch_torch_functions:
+            if decided.patch_torch_functions:
                 self.function_casts.check_environment()
             self._initialized.refuse_known(request.optimizers, request.wrappers)
 
             self.reporter.verbosity = verbosity
-            for line in report.initialization(request.defaults, policy):
+            for line in report.initialization(request.defaults, decided):
                 self.reporter.say(line, rank0=True)
 
             self._initialized.add(request, adopt_data_writes)
             self.overflows.begin(anew=self.policy is None)
-            self.policy = policy
-            self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
-            self._scaling.begin(policy.loss_scale, num_losses, min_loss_scale, max_loss_scale, skip_on_overflow)
-            self.function_casts.follow(policy, request.models, allow_banned, verbose=verbosity == 2)
-            if arguments.has_float16_convolution_on_cpu(request.models, policy):
+            self.policy = decided
+            self.min_loss_scale, self.max_loss_scale = bounds
+            self._scaling.begin(decided.loss_scale, num_losses, *bounds, skip_on_overflow)
+            self.function_casts.follow(decided, request.models, allow_banned, verbose=verbosity == 2)
+            if arguments.has_float16_convolution_on_cpu(request.models, decided):
                 self.reporter.say_once(report.FLOAT16_CONV_ON_CPU)
-            if found := arguments.zero_eps(request.optimizers, policy):
+            if found := arguments.zero_eps(request.optimizers, decided):
                 self.reporter.say_once(report.EPS_IS_ZERO.format(optimizer=found[0], eps=found[1]))
+            self._initialized.kept_by_policy.update(kept)
             return models if optimizers is None else (models, optimizers)
 
     def scale_loss(
@@ -354,17 +356,9 @@ class Engine(Saving, Explaining):
                 f"{policy.opt_level} has cast this {type(module).__name__} with its model.  Call keep_float() before "
                 "amp.initialize()."
             )
-        return casting.keep_float(module, keep)
-
-    def explain(self) -> Explanation:
-        """For `with amp.explain() as explanation:` around one or more iterations.
-
-        Collects, in all threads, which function on the lists of O1 and O4 ran in which type how often, how many
-        casts were made for it, how many the cache saved, and how many bytes the casts read and wrote:
-        `explanation.records`. `str(explanation)` is a table of them. Nests. Casts made by code that
-        torch.compile compiled are not seen. Python runs at each call, so do not time it. No host sync.
-        """
-        return Explanation(self.function_casts.observed, lambda: self.function_casts.why_nothing_is_cast(self.policy))
+        kept = casting.keep_float(module, keep)
+        self._initialized.kept_by_policy.discard(module)  # from now on the user's business
+        return kept
 
     def look_after(self, optimizer: Optimizer, on_skip: Callable[[], None]) -> SteppedOptimizer:
         """Take in an optimizer whose losses and scalers are the caller's business, until `close`.

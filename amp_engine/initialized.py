@@ -21,6 +21,7 @@ from amp_engine.compat import face
 from amp_engine.distributed import fsdp1_around, fsdp1_in, is_in_zero, is_sharded, wrappers_around
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.fsdp import is_cast_by_fsdp2
+from amp_engine.kept_by_policy import give_back
 from amp_engine.model import CastModel, remember
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.optimizers.fused_step import fused_step_of
@@ -72,6 +73,8 @@ class Initialized:
         backwards.evidence.on_unchecked_loss = self.overflows.unchecked_loss
         self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
         self._wrappers = weakref.WeakKeyDictionary()
+        # Modules that a policy file had kept in FP32, until `release`.
+        self.kept_by_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._collectives: Watch | None = None  # of torch.distributed, while something is in care
 
     @property
@@ -254,6 +257,8 @@ class Initialized:
         for cast_model in reversed(self._cast_models):
             cast_model.undo()
         self._cast_models.clear()
+        give_back([*self.kept_by_policy])
+        self.kept_by_policy.clear()
         for optimizer in optimizers:
             if optimizer in self._state_follows_cast:
                 _match_state_to_parameters(optimizer)

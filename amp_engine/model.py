@@ -164,6 +164,12 @@ def without_casts(model: nn.Module) -> bool:
     return was_cast
 
 
+def is_cast(model: nn.Module) -> bool:
+    """Whether a level has cast `model`, or a part of it, and its casts are still there."""
+    hooks = (h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
+    return any(isinstance(hook, (CastInputs, CastOutputs)) for hook in hooks)
+
+
 # Where the hooks of a module are, and what torch notes about them elsewhere.
 _HOOKS: dict[str, list[str]] = {
     "_forward_pre_hooks": ["_forward_pre_hooks_with_kwargs"],

@@ -18,6 +18,7 @@ from amp_engine.fsdp import is_cast_by_fsdp2
 from amp_engine.model import cast_targets
 from amp_engine.optimizers import inner_of
 from amp_engine.policy import Policy, require
+from amp_engine.scaler import check_bounds
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Request:
         output_dtype: of floating model outputs; None: not said.
         process_group: whose ranks agree on overflows; None: not said.
         moment_dtype: that Adam's moments are kept in.
+        min_loss_scale, max_loss_scale: the bounds of dynamic scales.
     """
 
     models: list[nn.Module]
@@ -43,37 +45,39 @@ class Request:
     output_dtype: torch.dtype | None
     process_group: ProcessGroup | None
     moment_dtype: torch.dtype
+    min_loss_scale: float | None
+    max_loss_scale: float
 
 
 def checked(
     models: Any,
     optimizers: Any,
     opt_level: str,
-    overrides: Mapping[str, Any],
-    cast_model_outputs: torch.dtype | str | None,
+    given: Mapping[str, Any],
     skip_on_overflow: bool,
     hard_override: bool,
     process_group: Any = None,
-    moment_dtype: torch.dtype | str | None = None,
 ) -> Request:
     """The arguments of `initialize` in their own types.
 
     Args:
-        overrides: of the level's properties; None leaves one as it is.
-        process_group, moment_dtype: of `initialize`.
+        given: overrides of the level's properties, None leaves one as it is; and `cast_model_outputs`, `moment_dtype`,
+            `min_loss_scale`, `max_loss_scale` of `initialize`.
+        process_group: of `initialize`.
         hard_override: print what does not fit the level, as `_amp_state.hard_override` asks, in place of raising it.
 
     Raises AmpStateError, AmpTypeError or AmpValueError. Changes nothing.
     """
     arguments.check_cudnn()
     defaults = levels.level(opt_level)
-    policy = defaults.override(**overrides)
+    policy = defaults.override(**{name: given[name] for name in _OF_LEVEL})
     if hard_override:
         for complaint in policy.complaints():
             print(f"Warning:  {complaint}")  # at any verbosity: it stands for an error
     else:
         require(policy)
-    output_dtype = None if cast_model_outputs is None else parse_dtype(cast_model_outputs, "cast_model_outputs", True)
+    outputs, moments = given["cast_model_outputs"], given["moment_dtype"]
+    output_dtype = None if outputs is None else parse_dtype(outputs, "cast_model_outputs", True)
     model_list = arguments.as_models(models)
     passed = arguments.as_optimizers(optimizers)
     is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
@@ -87,9 +91,14 @@ def checked(
     arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights), agree)
     arguments.check_wrappers(passed)
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
-    moments = torch.float32 if moment_dtype is None else parse_dtype(moment_dtype, "moment_dtype")
+    moments = torch.float32 if moments is None else parse_dtype(moments, "moment_dtype")
     arguments.check_narrow(stepping, wrappers, policy, moments)
-    return Request(model_list, stepping, wrappers, defaults, policy, output_dtype, process_group, moments)
+    bounds = given["min_loss_scale"], given["max_loss_scale"]
+    check_bounds(*bounds)
+    return Request(model_list, stepping, wrappers, defaults, policy, output_dtype, process_group, moments, *bounds)
+
+
+_OF_LEVEL = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
 
 
 def _changed_by_a_cast(models: list[nn.Module], policy: Policy) -> list[nn.Parameter]:

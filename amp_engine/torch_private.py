@@ -61,6 +61,7 @@ NAMES = (
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "to see each operation of a batch that is recorded"),
     PrivateName("torch.utils._python_dispatch._get_current_dispatch_mode", "whether a mode sees a cast"),
     PrivateName("torch.utils._python_dispatch.is_traceable_wrapper_subclass", "which parameters hold others"),
+    PrivateName("torch.ops.aten.add_.Tensor._schema", "which arguments an operation writes to"),
     PrivateName("torch.utils._pytree.tree_leaves", "the tensors in what a forward gave, as DDP finds them"),
     PrivateName("torch.distributed.algorithms.join._JoinConfig", "whether a rank of a DDP may end before others"),
     PrivateName("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "the `_mp_policy` that a module was sharded with"),
@@ -138,3 +139,10 @@ def joins_uneven_inputs(wrapper: Any) -> bool:
     """Whether a DistributedDataParallel is used inside of its `join()`, where a rank may have no more batches."""
     config = wrapper._join_config  # a torch.distributed.algorithms.join._JoinConfig
     return bool(config.enable)
+
+
+def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an operation of the dispatcher writes to, by its schema: tensors, and lists of them."""
+    places = enumerate(operation._schema.arguments)
+    written = [(i, one.name) for i, one in places if one.alias_info is not None and one.alias_info.is_write]
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written]

@@ -11,6 +11,7 @@ from typing_extensions import assert_type
 
 from amp_engine import Engine, amp
 from amp_engine.telemetry.callbacks import TensorBoardScalars
+from amp_engine.telemetry.comparison import LevelComparison
 from amp_engine.telemetry.receipt import Receipt
 
 
@@ -67,3 +68,15 @@ def look(writer: SummaryWriter) -> None:
         pass
     assert_type([record.norm for record in watch.records], list[float])
     TensorBoardScalars(writer)(3)
+
+
+def compare(model: nn.Linear, optimizer: SGD, x: Tensor) -> None:
+    """Levels beside each other, and policies."""
+    assert_type(amp.compare_levels(model, lambda model: model(x).sum(), "O2"), LevelComparison)
+    found = amp.find_fp32_modules(model, lambda model: model(x).sum(), "O5", tolerance=0.1)
+    assert_type(found.modules, tuple[str, ...])
+    assert_type(found.policy, amp.RunPolicy)
+    found.save("policy.json")
+    assert_type(amp.initialize(model, optimizer, policy="policy.json"), tuple[nn.Linear, SGD])
+    policy = amp.RunPolicy("O2", keep_float=["head"], loss_scale=128.0)
+    assert_type(amp.initialize(model, policy=policy), nn.Linear)

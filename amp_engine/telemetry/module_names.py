@@ -67,21 +67,17 @@ class ModuleNames:
             on_output(module, given)
 
         try:
-            for i, model in enumerate(models):
-                for path, module in model.named_modules():
-                    if isinstance(module, torch.jit.ScriptModule):
-                        continue
-                    parts = [f"models[{i}]"] if len(models) > 1 else []
-                    parts += [part for part in path.split(".") if part not in ("", "_orig_mod")]
-                    name = Module(".".join(parts), type(module).__name__)
-                    handles.append(
-                        module.register_forward_pre_hook(
-                            lambda module, args, kwargs, name=name: before(module, args, kwargs, name=name),
-                            prepend=True,
-                            with_kwargs=True,
-                        )
+            for module, name in names_of(models).items():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                handles.append(
+                    module.register_forward_pre_hook(
+                        lambda module, args, kwargs, name=name: before(module, args, kwargs, name=name),
+                        prepend=True,
+                        with_kwargs=True,
                     )
-                    handles.append(module.register_forward_hook(after, always_call=True))
+                )
+                handles.append(module.register_forward_hook(after, always_call=True))
             yield
         finally:
             for handle in handles:
@@ -99,6 +95,17 @@ class ModuleNames:
             found.append(node)
             left += [following for following, _ in node.next_functions]
         return found
+
+
+def names_of(models: Sequence[nn.Module]) -> dict[nn.Module, Module]:
+    """Each module and its name: behind that of its model where there are several, without what torch.compile adds."""
+    names = {}
+    for i, model in enumerate(models):
+        for path, module in model.named_modules():
+            parts = [f"models[{i}]"] if len(models) > 1 else []
+            parts += [part for part in path.split(".") if part not in ("", "_orig_mod")]
+            names[module] = Module(".".join(parts), type(module).__name__)
+    return names
 
 
 def tensors_in(value: Any) -> list[Tensor]:

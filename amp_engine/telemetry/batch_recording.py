@@ -1,0 +1,375 @@
+"""One batch, operation by operation: what a reference gave, and how far another run is from it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine.distributed import is_sharded
+from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.errors import AmpValueError
+from amp_engine.telemetry.comparison import ComparedModule, ComparedOperation
+from amp_engine.telemetry.module_names import ModuleNames, names_of, tensors_in
+from amp_engine.telemetry.relative_error import distance, growth
+from amp_engine.torch_private import DispatchMode, is_in_backward, written_arguments
+
+# They move or convert numbers: what casts are made of, and what torch does around them in one type and not in another.
+_MOVES = {"_to_copy", "to", "copy_", "copy", "clone", "contiguous", "lift_fresh", "detach", "set_", "resize_"}
+# They overwrite what they are given.
+_MOVES |= {"fill_", "zero_", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_full"}
+_MOVES |= {"new_ones", "new_empty_strided", "rand_like", "randn_like", "randint_like"}
+# What they give does not depend on what they are given, but on its shape, and on the state of a generator.
+_RANDOM = {"bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "rand"}
+_RANDOM |= {"rand_like", "randn", "randn_like", "randint", "randint_like", "random_", "randperm", "uniform_"}
+# One operation under several names: which one torch picks depends on the type.
+_FAMILIES = {"batch_norm": "batch_norm", "scaled_dot_product": "scaled_dot_product_attention"}
+# Above this two inputs are of two batches: casts and roundings outside of the model make far smaller differences, and
+# independent numbers differ by 1.4.
+_ANOTHER_BATCH = 0.1
+
+
+class Key(NamedTuple):
+    """What is the same operation in two runs: the `nth` of its name in the `call`-th call of a module.
+
+    Attributes:
+        module: name of the innermost module; None outside of all.
+        call: of the module, from 1; 0 outside.
+        operation: by the name that torch gives it.
+        nth: from 1.
+    """
+
+    module: str | None
+    call: int
+    operation: str
+    nth: int
+
+
+class _Held:
+    """A tensor as it was when it was seen: a reference until somebody is about to write into its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value = tensor.detach()
+
+    def save(self, copies: dict[Any, Tensor]) -> None:
+        """Copy it, once for all that are held of the same elements."""
+        key = (self.value.data_ptr(), self.value.shape, self.value.stride(), self.value.dtype)
+        if key not in copies:
+            copies[key] = self.value.clone()
+        self.value = copies[key]
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """An operation of the reference: what it was given and what it gave."""
+
+    given: list[_Held]
+    gave: _Held
+
+
+class Follower(DispatchMode):
+    """Sees each operation of a forward, what modules are given and give, and the gradients of what they give.
+
+    Args:
+        model: that is run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = ModuleNames()
+        self.modules = names_of([model])
+        self._calls: Counter[str] = Counter()
+        self._counts: Counter[tuple[str | None, int, str]] = Counter()
+        self._inputs_seen = False
+        self._is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and look at what it took and gave."""
+        kwargs = kwargs or {}
+        if self._is_paused or is_in_backward():
+            return func(*args, **kwargs)
+        name: str = func.overloadpacket.__name__
+        given = _floats(tensors_in((args, kwargs)))
+        outputs = _floats(tensors_in(written_arguments(func, args, kwargs)))
+        written = {t.untyped_storage()._cdata for t in outputs}
+        if written:
+            self._before_write(written)
+            if not name.endswith("_"):  # `out`, and statistics: nothing that the result is made of
+                given = [t for t in given if not any(t is output for output in outputs)]
+            given = [t.clone() if t.untyped_storage()._cdata in written else t for t in given]
+        result = func(*args, **kwargs)
+        self._drawn(name, func, args, given, tensors_in(result))
+        gave = _floats(tensors_in(result))[:1]  # others are statistics, or memory for the backward
+        if not gave or not given or name in _MOVES | _RANDOM:
+            return result
+        own = {t.untyped_storage()._cdata for t in given}
+        is_view = not written and gave[0].untyped_storage()._cdata in own
+        if not is_view:
+            operation = next((family for part, family in _FAMILIES.items() if part in name), name)
+            # Running statistics are written by the operation, and are nothing that its result is made of.
+            self._saw(self._key(operation), given[:3] if operation == "batch_norm" else given, gave[0])
+        return result
+
+    def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """A module is about to be run."""
+        name = self.modules[module].name
+        self._calls[name] += 1
+        with self._paused():
+            if self.names.innermost is None and not self._inputs_seen:
+                self._inputs_seen = True
+                self._begins(tensors)
+            for i, one in enumerate(_floats(tensors)):
+                self._saw_input(Key(name, self._calls[name], "input", i), one)
+
+    def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """A module was run."""
+        name = self.modules[module].name
+        with self._paused():
+            for i, one in enumerate(_floats(tensors)):
+                key = Key(name, self._calls[name], "output", i)
+                self._saw_output(key, one)
+                if one.requires_grad:
+                    one.register_hook(lambda grad, key=key: self._saw_gradient(key, grad))
+
+    def end(self) -> None:
+        """The batch is over: its graph may go."""
+        self.names.owner.clear()
+
+    def _drawn(self, name: str, func: Any, args: Any, given: Sequence[Tensor], gave: Sequence[Tensor]) -> None:
+        """If an operation has drawn random numbers, have both runs go on with the same: types draw differently."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        if name in _RANDOM and gave:
+            self._drew(self._key(f"random {name}"), gave[0])
+        if name == "native_dropout" and args[2] is not False:  # input, p, train; gives output and mask
+            self._drew(self._key(f"random {name}"), gave[1])
+            gave[0].copy_(given[0] * gave[1] * (1.0 / (1.0 - args[1]) if args[1] < 1.0 else 0.0))
+
+    def _paused(self) -> _Pause:
+        return _Pause(self)
+
+    def _key(self, operation: str) -> Key:
+        """That of the operation that was just run."""
+        module = self.names.innermost
+        name, call = (None, 0) if module is None else (module.name, self._calls[module.name])
+        self._counts[name, call, operation] += 1
+        return Key(name, call, operation, self._counts[name, call, operation])
+
+    def _before_write(self, storages: set[int]) -> None:
+        """Memory is about to be written."""
+
+    def _begins(self, tensors: Sequence[Tensor]) -> None:
+        """The model is given these."""
+
+    def _drew(self, key: Key, numbers: Tensor) -> None:
+        """An operation drew random numbers."""
+
+    def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
+        """An operation was run."""
+
+    def _saw_input(self, key: Key, given: Tensor) -> None:
+        """A module is given this."""
+
+    def _saw_output(self, key: Key, output: Tensor) -> None:
+        """A module gave this."""
+
+    def _saw_gradient(self, key: Key, gradient: Tensor) -> None:
+        """This is the gradient, still scaled, of what a module gave."""
+
+
+class _Pause:
+    """While inside, operations are ours."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+
+    def __enter__(self) -> None:
+        self._follower._is_paused = True
+
+    def __exit__(self, *error: object) -> None:
+        self._follower._is_paused = False
+
+
+class Recording(Follower):
+    """The reference: holds what each operation and module gave, and the gradients of that.
+
+    Args:
+        model: that is run.
+        loss_scale: that the loss is multiplied by.
+    """
+
+    def __init__(self, model: nn.Module, loss_scale: float) -> None:
+        super().__init__(model)
+        self.operations: dict[Key, _Recorded] = {}
+        self.inputs: dict[Key, _Held] = {}
+        self.outputs: dict[Key, _Held] = {}
+        self.gradients: dict[Key, Tensor] = {}
+        self.batch: list[Tensor] = []
+        self.random: dict[Key, _Held] = {}
+        self._loss_scale = loss_scale
+        self._of_storage: dict[int, list[_Held]] = {}
+
+    def end(self) -> None:
+        """The batch is over: nothing is written any more."""
+        super().end()
+        self._of_storage.clear()
+
+    def _hold(self, tensor: Tensor) -> _Held:
+        held = _Held(tensor)
+        self._of_storage.setdefault(tensor.untyped_storage()._cdata, []).append(held)
+        return held
+
+    def _before_write(self, storages: set[int]) -> None:
+        copies: dict[Any, Tensor] = {}
+        for storage in storages:
+            for held in self._of_storage.pop(storage, ()):
+                held.save(copies)
+
+    def _begins(self, tensors: Sequence[Tensor]) -> None:
+        self.batch = [t.detach().clone() for t in tensors]
+
+    def _drew(self, key: Key, numbers: Tensor) -> None:
+        self.random[key] = self._hold(numbers)
+
+    def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
+        self.operations[key] = _Recorded([self._hold(t) for t in given], self._hold(gave))
+
+    def _saw_input(self, key: Key, given: Tensor) -> None:
+        self.inputs[key] = self._hold(given)
+
+    def _saw_output(self, key: Key, output: Tensor) -> None:
+        self.outputs[key] = self._hold(output)
+
+    def _saw_gradient(self, key: Key, gradient: Tensor) -> None:
+        self.gradients[key] = unscaled(gradient, self._loss_scale)
+
+
+class Comparing(Follower):
+    """Another run of the batch: holds numbers only.
+
+    Args:
+        model: that is run.
+        reference: that it is compared with.
+        roundoff: unit roundoff of the level's type.
+        loss_scale: that the loss is multiplied by.
+    """
+
+    def __init__(self, model: nn.Module, reference: Recording, roundoff: float, loss_scale: float) -> None:
+        super().__init__(model)
+        self.operations: list[ComparedOperation] = []
+        self.input_errors: dict[str, float] = {}
+        self.output_errors: dict[str, float] = {}
+        self.gradient_errors: dict[str, float] = {}
+        self.unmatched: list[tuple[str | None, bool]] = []  # the module of each, and whether it took or gave half
+        self._reference, self._roundoff, self._loss_scale = reference, roundoff, loss_scale
+        self._types: dict[str, str] = {module.name: module.type for module in self.modules.values()}
+
+    def by_module(self) -> tuple[ComparedModule, ...]:
+        """The modules that have operations of their own: not finite first, then by growth."""
+        modules = []
+        for name in dict.fromkeys([o.module for o in self.operations] + [name for name, _ in self.unmatched]):
+            own = [o for o in self.operations if o.module == name]
+            others = [low for module, low in self.unmatched if module == name]
+            largest = max((o.growth for o in own), default=0.0)
+            error = None if name is None else self.output_errors.get(name)
+            if others and error is not None and name is not None:
+                largest = max(largest, growth(error, self.input_errors.get(name, 0.0), self._roundoff))
+            modules.append(
+                ComparedModule(
+                    module=name,
+                    module_type=None if name is None else self._types[name],
+                    operations=len(own) + len(others),
+                    unmatched=len(others),
+                    in_low_precision=sum(o.in_low_precision for o in own) + sum(others),
+                    growth=largest,
+                    error=error,
+                    gradient_error=None if name is None else self.gradient_errors.get(name),
+                )
+            )
+        return tuple(sorted(modules, key=lambda m: -m.growth))
+
+    def _begins(self, tensors: Sequence[Tensor]) -> None:
+        before = self._reference.batch
+        if len(before) != len(tensors) or not all(map(_is_same_batch, tensors, before)):
+            raise AmpValueError(
+                "step_fn gave the model other inputs than the first time it was called, and the two runs cannot be "
+                "compared.  Take one batch before the call: x, y = next(batches), then lambda model: loss_fn(model(x), "
+                "y)."
+            )
+
+    def _drew(self, key: Key, numbers: Tensor) -> None:
+        held = self._reference.random.get(key)
+        if held is not None and held.value.shape == numbers.shape:
+            numbers.copy_(held.value)
+
+    def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
+        recorded = self._reference.operations.get(key)
+        in_low_precision = any(t.dtype in LOW_PRECISION for t in (*given, gave))
+        if recorded is None or recorded.gave.value.shape != gave.shape:
+            self.unmatched.append((key.module, in_low_precision))
+            return
+        error = distance(gave, recorded.gave.value).relative
+        error_in = 0.0
+        if len(given) == len(recorded.given):
+            pairs = ((t, held.value) for t, held in zip(given, recorded.given, strict=True))
+            error_in = max((distance(t, value).relative for t, value in pairs if value.shape == t.shape), default=0.0)
+        self.operations.append(
+            ComparedOperation(
+                operation=key.operation,
+                module=key.module,
+                module_type=None if key.module is None else self._types[key.module],
+                call=key.call,
+                nth=key.nth,
+                order=len(self.operations),
+                dtype=str(gave.dtype).removeprefix("torch."),
+                in_low_precision=in_low_precision,
+                error_in=error_in,
+                error=error,
+                growth=growth(error, error_in, self._roundoff),
+            )
+        )
+
+    def _saw_input(self, key: Key, given: Tensor) -> None:
+        held = self._reference.inputs.get(key)
+        _note(self.input_errors, key, given, None if held is None else held.value)
+
+    def _saw_output(self, key: Key, output: Tensor) -> None:
+        held = self._reference.outputs.get(key)
+        _note(self.output_errors, key, output, None if held is None else held.value)
+
+    def _saw_gradient(self, key: Key, gradient: Tensor) -> None:
+        _note(self.gradient_errors, key, gradient, self._reference.gradients.get(key), 1.0 / self._loss_scale)
+
+
+def unscaled(gradient: Tensor, loss_scale: float) -> Tensor:
+    """The gradient of the loss itself: the same tensor if the scale is 1, else float32 or float64."""
+    gradient = gradient.detach()
+    if loss_scale == 1.0:
+        return gradient
+    return (gradient if gradient.dtype is torch.float64 else gradient.float()) / loss_scale
+
+
+def _note(errors: dict[str, float], key: Key, a: Tensor, b: Tensor | None, factor: float = 1.0) -> None:
+    """Keep the largest relative error of a module."""
+    if b is not None and b.shape == a.shape:
+        assert key.module is not None
+        errors[key.module] = max(errors.get(key.module, 0.0), distance(a, b, factor).relative)
+
+
+def _floats(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those whose elements can be compared."""
+    return [t for t in tensors if t.is_floating_point() and t.layout is torch.strided and not is_sharded(t)]
+
+
+def _is_same_batch(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.is_floating_point() != b.is_floating_point():
+        return False
+    if a.is_floating_point() and a.layout is torch.strided:
+        error = distance(a, b).relative
+        return error <= _ANOTHER_BATCH or math.isinf(error)
+    return a.layout is not torch.strided or bool(torch.equal(a, b.to(a.device)))

@@ -1,0 +1,342 @@
+"""`amp.compare_levels`: one batch at two levels, compared operation by operation."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine import levels
+from amp_engine.casting import in_force
+from amp_engine.distributed import is_any_sharded, without_wrapper
+from amp_engine.engine import Engine
+from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.model import is_cast
+from amp_engine.policy_file import RunPolicy
+from amp_engine.scale_rule import DEFAULT_MIN_LOSS_SCALE
+from amp_engine.telemetry.batch_recording import Comparing, Follower, Recording, unscaled
+from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
+from amp_engine.telemetry.relative_error import Distance, distance
+
+StepFn = Callable[[Any], Any]
+
+_LOWEST = int(math.log2(DEFAULT_MIN_LOSS_SCALE))
+_HOW = "Type for example amp.{call}(model, lambda model: loss_fn(model(x), y))."
+
+
+@dataclass
+class _Run:
+    """One batch of a copy: its loss and gradients, unscaled, by the names of parameters."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    loss_scale: float
+    follower: Follower | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.loss.isfinite().all()) and self.has_finite_gradients
+
+    @property
+    def has_finite_gradients(self) -> bool:
+        return all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
+
+
+class Trials:
+    """Runs one batch of copies of a model at levels, and compares them with a reference.
+
+    Args:
+        model: that is copied.
+        step_fn: gives the loss of one batch of a model.
+        reference: a level, or a RunPolicy.
+        call: the function that users have called, for errors.
+    """
+
+    def __init__(self, model: nn.Module, step_fn: StepFn, reference: str | RunPolicy, call: str) -> None:
+        self._call = call
+        self._check(model, step_fn)
+        self._model, self._step_fn = without_wrapper(model), step_fn
+        self._reference_policy = as_policy(reference)
+        self._reference: _Run | None = None
+        self._random_state = _random_state()
+        self._last_fit: int | None = None  # exponent of the last loss scale that was looked for
+
+    def compare(self, policy: RunPolicy, operations: bool = True) -> LevelComparison:
+        """Run the batch as `policy` says, and compare.
+
+        Args:
+            policy: a level and its overrides.
+            operations: look at each operation; without that the loss and the gradients alone are compared.
+        """
+        with _untouched(self._model):
+            if self._reference is None:
+                self._reference = self._fitting(self._reference_policy, lambda model, scale: Recording(model, scale))
+            recording, roundoff = self._reference.follower, _roundoff(policy)
+            assert isinstance(recording, Recording)
+
+            def comparing(model: nn.Module, scale: float) -> Follower | None:
+                return Comparing(model, recording, roundoff, scale) if operations else None
+
+            run = self._fitting(policy, comparing)
+            return self._compared(policy, run, self._reference)
+
+    def _fitting(self, policy: RunPolicy, follow: Callable[[nn.Module, float], Follower | None]) -> _Run:
+        """Run at the first loss scale of the policy; if that is dynamic and overflows, at the largest that does not."""
+        run = self._run(policy, follow, None)
+        is_dynamic = not isinstance(_level_of(policy).loss_scale, float)
+        if run.has_finite_gradients or not bool(run.loss.isfinite().all()) or not is_dynamic:
+            return run
+
+        def fits(exponent: int) -> bool:
+            return self._run(policy, _nobody, 2.0**exponent).has_finite_gradients
+
+        # Exponents: `low` fits, or is below all that are tried; `high` does not.
+        low, high = _LOWEST - 1, math.ceil(math.log2(run.loss_scale))
+        for guess in () if self._last_fit is None else (self._last_fit, self._last_fit + 1):
+            if low < guess < high:
+                low, high = (guess, high) if fits(guess) else (low, guess)
+        if low < _LOWEST:
+            if not fits(_LOWEST):
+                return run
+            low = _LOWEST
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        self._last_fit = low
+        return self._run(policy, follow, 2.0**low)
+
+    def _run(
+        self, policy: RunPolicy, follow: Callable[[nn.Module, float], Follower | None], loss_scale: float | None
+    ) -> _Run:
+        """One batch of a copy.
+
+        Args:
+            policy: what the copy is initialized with.
+            follow: gives who looks on, if anybody.
+            loss_scale: None: the first of the policy.
+        """
+        _set_random_state(self._random_state)
+        model = self._copied()
+        with Engine() as engine, torch.compiler.set_stance("force_eager"):
+            engine.initialize(model, policy=policy, opt_level=policy.opt_level, verbosity=0)
+            scale = engine.scalers[0].loss_scale() if loss_scale is None else loss_scale
+            follower = follow(model, scale)
+            with ExitStack() as stack:
+                if follower is not None:
+                    stack.enter_context(follower.names.following([model], follower.given, follower.gave))
+                    stack.enter_context(follower)
+                loss = self._step_fn(model)
+            self._check_loss(loss, model)
+            (loss.double() if loss.dtype is torch.float64 else loss.float()).sum().mul(scale).backward()
+            named = _named_parameters(model)
+            if all(p.grad is None for p in named.values()):
+                raise AmpStateError(
+                    f"The loss does not depend on the model that {self._call}() gave to step_fn, a copy.  "
+                    f"{_HOW.format(call=self._call)}"
+                )
+            gradients = {name: unscaled(p.grad, scale) for name, p in named.items() if p.grad is not None}
+            for p in named.values():
+                p.grad = None
+            if follower is not None:
+                follower.end()
+            return _Run(loss.detach().sum(), gradients, scale, follower)
+
+    def _compared(self, policy: RunPolicy, run: _Run, reference: _Run) -> LevelComparison:
+        parameters, whole = [], Distance(0.0, 0.0)
+        for name in dict.fromkeys((*reference.gradients, *run.gradients)):
+            given, expected = run.gradients.get(name), reference.gradients.get(name)
+            one = given if given is not None else expected
+            assert one is not None
+            zero = torch.zeros((), device=one.device).expand(one.shape)
+            found = distance(zero if given is None else given, zero if expected is None else expected)
+            parameters.append(ComparedParameter(name, found.relative, found.norm))
+            whole += found
+        overflows = not run.has_finite_gradients
+        loss, reference_loss = run.loss.float(), reference.loss.float()
+        comparing = run.follower if isinstance(run.follower, Comparing) else None
+        ran = [] if comparing is None else comparing.operations
+        return LevelComparison(
+            level=policy.opt_level,
+            reference=self._reference_policy.opt_level,
+            keep_float=tuple(policy.keep_float),
+            dtype=str(_low_precision(policy)).removeprefix("torch."),
+            roundoff=_roundoff(policy),
+            loss=float(loss),
+            reference_loss=float(reference_loss),
+            loss_error=distance(loss, reference_loss).relative,
+            gradient_error=math.inf if overflows else whole.relative,
+            loss_scale=run.loss_scale,
+            overflowed=overflows and bool(run.loss.isfinite()),
+            operations=by_growth(ran),
+            modules=() if comparing is None else comparing.by_module(),
+            parameters=tuple(sorted(parameters, key=lambda p: -p.error)),
+            unmatched=0 if comparing is None else len(comparing.unmatched),
+        )
+
+    def _copied(self) -> nn.Module:
+        try:
+            return copy.deepcopy(self._model)
+        except Exception as e:
+            raise AmpStateError(
+                f"{self._call}() works on a copy, and copy.deepcopy(model) of this {type(self._model).__name__} raises "
+                f"{type(e).__name__}: {e}  Pass a model that was not run yet, and whose buffers are no results of a "
+                "graph."
+            ) from e
+
+    def _check(self, model: Any, step_fn: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise AmpTypeError(
+                f"{self._call} takes a torch.nn.Module, not a {type(model).__name__}.  {_HOW.format(call=self._call)}"
+            )
+        if not callable(step_fn):
+            raise AmpTypeError(
+                f"{self._call} takes a function that gives the loss of one batch of a model, not a "
+                f"{type(step_fn).__name__}.  {_HOW.format(call=self._call)}"
+            )
+        if is_cast(model) or in_force.is_installed():
+            what = f"this {type(model).__name__}" if is_cast(model) else "torch's functions"
+            raise AmpStateError(
+                f"{self._call}() was called after amp.initialize, whose casts of {what} would be in both runs.  Call "
+                f"it before amp.initialize, or after amp.close()."
+            )
+        if is_any_sharded(model):
+            raise AmpStateError(
+                f"{self._call}() works on copies, and a model that torch.distributed has made shards of cannot be "
+                "copied.  Call it before fully_shard."
+            )
+
+    def _check_loss(self, loss: Any, model: nn.Module) -> None:
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            what = "a tensor that requires no gradient" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise AmpTypeError(f"step_fn has to return the loss, and gave {what}.  {_HOW.format(call=self._call)}")
+        if any(p.grad is not None for p in model.parameters()):
+            raise AmpStateError(
+                f"step_fn has run a backward, which {self._call}() does itself, at a scale of its own.  Leave out "
+                f"backward(), scale_loss and step().  {_HOW.format(call=self._call)}"
+            )
+
+
+def compare_levels(
+    model: nn.Module, step_fn: StepFn, level: str | RunPolicy = "O2", reference: str | RunPolicy = "O0"
+) -> LevelComparison:
+    """Run one batch at two levels and say which operation of which module makes the numbers differ.
+
+        print(amp.compare_levels(model, lambda model: loss_fn(model(x), y), "O2"))
+
+    Args:
+        model: that was not passed to `initialize`, in the mode, train or eval, that it is to be run in.
+        step_fn: given a copy of the model, runs one batch and returns the loss, without a backward. It is called some
+            times, and has to take the same batch each time.
+        level: "O1" to "O5", or an `amp.RunPolicy` with modules to keep and overrides.
+        reference: what errors are relative to, as `level`.
+
+    Returns:
+        A frozen record; `str()` and notebooks show tables. `operations` are those of the forward, paired by the name of
+        the module, which call of it, the name of the operation, and which of that name in the call; casts, copies and
+        views are left out. For each
+
+            error    = ||a - b|| / ||b||, in the 2-norm, a at the level and b at the reference
+            error_in = the largest of that among what it was given
+            growth   = error / max(error_in, u), u the unit roundoff of the level's type
+
+        (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM 2002, sections 1.2, 1.6 and 2.2). So
+        an operation that is given errors and passes them on has a growth of 1, and one that loses digits a large one. A
+        result that is not finite, where the reference is, has an error of infinity. The same errors are given of what
+        modules gave, of its gradient, of each parameter's gradient, of the whole gradient, and of the loss.
+
+    A dynamic loss scale is at its first value, by default 65536; if gradients overflow there it is the largest power of
+    two, from 2**-24 on, at which they do not. Random numbers are those of the reference.
+
+    Holds what each operation of one batch gives at the reference, as much as all intermediate results together, and
+    looks at each operation, so it takes many times as long as a step, and waits for the device at each. Copies the
+    model; its parameters, gradients, buffers and hooks, and the random numbers of torch, Python and NumPy, are as
+    before, also if something raises. Of several ranks each compares alone. What torch.compile compiled is run without
+    it; what torch.jit compiled counts for the module around it.
+
+    Raises AmpStateError after `initialize` of the model or with functions cast, for a model that cannot be copied, and
+    where step_fn runs a backward or another model; AmpValueError where it takes another batch the second time;
+    AmpTypeError.
+    """
+    return Trials(model, step_fn, reference, "compare_levels").compare(as_policy(level))
+
+
+def _nobody(model: nn.Module, loss_scale: float) -> None:
+    """Nobody looks on."""
+
+
+def as_policy(level: str | RunPolicy) -> RunPolicy:
+    """A level as a policy. Raises AmpStateError for what is no level, in apex's words."""
+    if isinstance(level, RunPolicy):
+        return level
+    levels.level(level)
+    return RunPolicy(level)
+
+
+def _level_of(policy: RunPolicy) -> Any:
+    """The properties of a level with the overrides of a policy."""
+    names = ("cast_model_type", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+    return levels.level(policy.opt_level).override(**{name: getattr(policy, name) for name in names})
+
+
+def _low_precision(policy: RunPolicy) -> torch.dtype:
+    decided = _level_of(policy)
+    return decided.cast_model_type or decided.patch_torch_functions_type or torch.float32
+
+
+def _roundoff(policy: RunPolicy) -> float:
+    """Half of the distance from 1 to the next number: Higham, as above, section 2.1."""
+    return torch.finfo(_low_precision(policy)).eps / 2
+
+
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By names without what torch.compile adds."""
+    return {".".join(part for part in n.split(".") if part != "_orig_mod"): p for n, p in model.named_parameters()}
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model and the random numbers are as before, whatever a step_fn does with either."""
+    grads = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    before = _random_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        try:
+            for p, _ in grads:
+                p.grad = None
+            yield
+        finally:
+            for p, grad in grads:
+                p.grad = grad
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for module, mode in modes:
+                module.training = mode
+            _set_random_state(before)
+
+
+def _random_state() -> tuple[Any, ...]:
+    """Of the generators of torch, Python, and NumPy where that is loaded."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), cuda, random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random_state(state: Sequence[Any]) -> None:
+    cpu, cuda, of_python, of_numpy = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)

@@ -1,0 +1,214 @@
+"""What `amp.compare_levels` found: records of operations, modules and gradients, as text and as HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from amp_engine.tables import table
+from amp_engine.telemetry import markup
+
+SHOWN = 10
+"""How many operations, and how many modules, a table has."""
+
+
+@dataclass(frozen=True)
+class ComparedOperation:
+    """One operation of the forward, at the level and at the reference.
+
+    Attributes:
+        operation: by the name that torch gives it, such as "addmm" for nn.Linear.
+        module: name of the innermost module around it, "" for the model itself; None outside of it, as in a loss.
+        module_type: class of that module.
+        call: which call of the module, from 1; 0 outside.
+        nth: which operation of this name in that call, from 1.
+        order: its place among all that were compared, from 0.
+        dtype: of its result at the level, such as "float16".
+        in_low_precision: whether it took or gave float16 or bfloat16 at the level.
+        error_in: the largest relative error of what it was given, ||a - b|| / ||b||; 0 if it was given the same.
+        error: the relative error of what it gave: infinity where that is not finite and the reference is; 1 where the
+            reference is 0 and it is not.
+        growth: error / max(error_in, unit roundoff). 1 where it was given what is not finite and gave such as well.
+    """
+
+    operation: str
+    module: str | None
+    module_type: str | None
+    call: int
+    nth: int
+    order: int
+    dtype: str
+    in_low_precision: bool
+    error_in: float
+    error: float
+    growth: float
+
+
+@dataclass(frozen=True)
+class ComparedModule:
+    """What is known of a module: its own operations, without those of modules in it.
+
+    Attributes:
+        module: its name; "" for the model itself, None for what is outside.
+        module_type: its class.
+        operations: how many of its own there are at the level, and
+        unmatched: how many of them the reference has not, as where torch has other kernels for half;
+        in_low_precision: how many took or gave float16 or bfloat16.
+        growth: the largest growth of one of them. Where some are unmatched at least that of the whole module, from the
+            error of what it was given to the error of what it gave.
+        error: the largest relative error of what the module gave; None where it gave no floating tensor.
+        gradient_error: the same of the gradient of that; None where it has none.
+    """
+
+    module: str | None
+    module_type: str | None
+    operations: int
+    unmatched: int
+    in_low_precision: int
+    growth: float
+    error: float | None
+    gradient_error: float | None
+
+
+@dataclass(frozen=True)
+class ComparedParameter:
+    """The gradient of one parameter, unscaled.
+
+    Attributes:
+        parameter: its name.
+        error: ||a - b|| / ||b||.
+        norm: ||b||, of the reference.
+    """
+
+    parameter: str
+    error: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class LevelComparison:
+    """One batch at a level beside the same batch at a reference, which the errors are relative to.
+
+    Attributes:
+        level, reference: "O2", "O0".
+        keep_float: the modules that were kept in FP32 by name at the level.
+        dtype: the low-precision type of the level; that of FP32 where it has none.
+        roundoff: unit roundoff of that type, the largest relative error of one rounding: 2**-11 for float16, 2**-8 for
+            bfloat16.
+        loss, reference_loss: summed if there are several.
+        loss_error: |loss - reference_loss| / |reference_loss|.
+        gradient_error: of the gradients of all parameters as one vector, unscaled: ||a - b|| / ||b||.
+        loss_scale: that the level's loss was multiplied by.
+        overflowed: whether its gradients are not finite at that scale, while the loss is.
+        operations: those that were paired; not finite first, then by growth.
+        modules: that have operations of their own, by the largest growth of one.
+        parameters: by error.
+        unmatched: how many operations of the level the reference has not, so that nothing is known of them.
+    """
+
+    level: str
+    reference: str
+    keep_float: tuple[str, ...]
+    dtype: str
+    roundoff: float
+    loss: float
+    reference_loss: float
+    loss_error: float
+    gradient_error: float
+    loss_scale: float
+    overflowed: bool
+    operations: tuple[ComparedOperation, ...]
+    modules: tuple[ComparedModule, ...]
+    parameters: tuple[ComparedParameter, ...]
+    unmatched: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and every gradient are finite at the level."""
+        return math.isfinite(self.loss) and not self.overflowed and math.isfinite(self.gradient_error)
+
+    def __str__(self) -> str:
+        parts = [self._heading(), table([_OPERATION_HEAD, *self._operation_rows()], words=4), *self._sentences()]
+        return "\n".join([*parts, table([_MODULE_HEAD, *self._module_rows()], words=2)])
+
+    def _repr_html_(self) -> str:
+        body = [
+            markup.paragraph(self._heading()),
+            markup.table(_OPERATION_HEAD, self._operation_rows(), numbers=range(4, len(_OPERATION_HEAD))),
+            *map(markup.paragraph, self._sentences()),
+            markup.table(_MODULE_HEAD, self._module_rows(), numbers=range(2, len(_MODULE_HEAD))),
+        ]
+        return markup.fragment("".join(body))
+
+    def _heading(self) -> str:
+        kept = f", with {', '.join(map(_shown, self.keep_float))} in FP32" if self.keep_float else ""
+        more = f" of {len(self.operations)}" if len(self.operations) > SHOWN else ""
+        return (
+            f"{self.level} beside {self.reference}{kept}: the operations{more} by which relative errors grew most, and "
+            "what is not finite."
+        )
+
+    def _sentences(self) -> list[str]:
+        lines = [
+            f"The loss is {self.loss:.6g}, and {self.reference_loss:.6g} at {self.reference}: a relative error of "
+            f"{_number(self.loss_error)}.  That of the whole gradient is {_number(self.gradient_error)}.  One rounding "
+            f"to {self.dtype} is up to {self.roundoff:.1e}.  Loss scale {self.loss_scale:g}."
+        ]
+        if not math.isfinite(self.reference_loss):
+            lines.append(f"At {self.reference} the loss is not finite either.")
+        if self.overflowed:
+            lines.append("Gradients overflow at that loss scale, and would at any lower one, or at a static one.")
+        if self.unmatched:
+            lines.append(f"Of {self.unmatched} operations nothing is known, since {self.reference} runs others.")
+        return lines
+
+    def _operation_rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                o.operation,
+                _shown(o.module),
+                o.module_type or "",
+                o.dtype,
+                _number(o.growth),
+                _number(o.error_in),
+                _number(o.error),
+            )
+            for o in self.operations[:SHOWN]
+        ]
+
+    def _module_rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                _shown(m.module),
+                m.module_type or "",
+                f"{m.in_low_precision} of {m.operations}",
+                _number(m.growth),
+                _number(m.error),
+                _number(m.gradient_error),
+            )
+            for m in self.modules[:SHOWN]
+        ]
+
+
+_OPERATION_HEAD = ("operation", "module", "class", "type", "growth", "error in", "error out")
+_MODULE_HEAD = ("module", "class", "operations in half", "growth", "error out", "error of gradient")
+
+
+def by_growth(operations: Sequence[ComparedOperation]) -> tuple[ComparedOperation, ...]:
+    """Not finite first, then by growth."""
+    return tuple(
+        sorted(operations, key=lambda o: (-o.growth if math.isinf(o.growth) else 0, o.error != math.inf, -o.growth))
+    )
+
+
+def _shown(module: str | None) -> str:
+    return "outside of the model" if module is None else module or "the model itself"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value >= 1e4 or value < 1e-2:
+        return "0" if value == 0.0 else "inf" if math.isinf(value) else f"{value:.1e}"
+    return f"{value:.3g}"

@@ -1,0 +1,270 @@
+"""`amp.find_fp32_modules`: the fewest modules that have to stay in FP32 for a level to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from amp_engine.errors import AmpTypeError, AmpValueError
+from amp_engine.policy_file import RunPolicy
+from amp_engine.telemetry import markup
+from amp_engine.telemetry.compare_levels import StepFn, Trials, as_policy
+from amp_engine.telemetry.comparison import ComparedModule, LevelComparison
+from amp_engine.telemetry.delta_debugging import reduced
+
+Accept = Callable[[LevelComparison], bool]
+
+# Roundings of random sign add up as sqrt(n) u: N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error
+# Analysis, SIAM Journal on Scientific Computing 41(5), 2019. So 64 u is what some 4000 roundings one after the other
+# give: 3 % in float16, 25 % in bfloat16, where the angle between the two gradients is below 15 degrees. What loses its
+# digits is off by 100 %.
+ROUNDINGS = 64
+SINGLES = 8
+"""How many modules are tried alone before several together; what is less suspicious is found among those."""
+WHOLE = ""
+"""The name of the model itself."""
+
+
+@dataclass(frozen=True)
+class FP32Modules:
+    """The modules that were found, and how.
+
+    Attributes:
+        modules: their names, in the order of suspicion; empty if none is needed, or if keeping modules does not help.
+        policy: of the level, with them, for `initialize`.
+        before: the comparison without them.
+        after: the comparison with them; `before` if there are none.
+        is_acceptable: whether `after` is.
+        is_minimal: whether it was seen of each module that without it the others are not enough.
+        tolerance: of the relative errors of the loss and of the whole gradient; None where `accept` decided.
+        runs: how many times a level was run, beside the reference.
+        failures: how many of them raised, which counts as not acceptable: types that do not fit each other.
+        failure: what the first of these said.
+    """
+
+    modules: tuple[str, ...]
+    policy: RunPolicy
+    before: LevelComparison
+    after: LevelComparison
+    is_acceptable: bool
+    is_minimal: bool
+    tolerance: float | None
+    runs: int
+    failures: int = 0
+    failure: str | None = None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy file, for `amp.initialize(model, optimizer, policy=path)`.
+
+        Raises AmpValueError if nothing acceptable was found, OSError as `open` does.
+        """
+        if not self.is_acceptable:
+            raise AmpValueError(f"There is no policy to save.  {self}")
+        self.policy.save(path)
+
+    def __str__(self) -> str:
+        level, runs = self.policy.opt_level, f"{self.runs} run{'s' if self.runs != 1 else ''}"
+        raised = f"  {self.failures} of them raised, the first one: {self.failure}" if self.failures else ""
+        if not self.is_acceptable:
+            return (
+                f"Keeping modules in FP32 does not help {level}: with the whole model kept {_errors(self.after)}.  "
+                f"Look outside of the model: at the loss function, and at the data.  {runs}.{raised}"
+            )
+        if not self.modules:
+            return f"{level} needs no module in FP32: {_errors(self.after)}.  {runs}."
+        names = ", ".join(name or "the whole model" for name in self.modules)
+        is_one = len(self.modules) == 1
+        minimal = "Without it" if is_one else "Without any one of them"
+        proven = (
+            f"{minimal} {level} is not acceptable."
+            if self.is_minimal
+            else f"Whether fewer are enough was not settled within {runs}; raise max_runs."
+        )
+        return (
+            f"{level} needs {names} in FP32: then {_errors(self.after)}; before {_errors(self.before)}.  {proven}  "
+            f"{runs}.{raised}"
+        )
+
+    def _repr_html_(self) -> str:
+        return markup.fragment(markup.paragraph(str(self))) + self.before._repr_html_()
+
+
+class _OutOfRunsError(Exception):
+    """No more runs are allowed."""
+
+
+class _Search:
+    """Tries lists of modules, each once, and counts.
+
+    Args:
+        trials: runs them.
+        policy: that the lists are added to.
+        accept: whether a comparison is good enough.
+        looks_at_operations: whether `accept` may ask for them.
+        max_runs: how many may be run.
+    """
+
+    def __init__(
+        self, trials: Trials, policy: RunPolicy, accept: Accept, looks_at_operations: bool, max_runs: int
+    ) -> None:
+        self.runs = self.failures = 0
+        self.failure: str | None = None
+        self.best: Sequence[str] = (WHOLE,)  # the shortest list that is known to be enough
+        self._trials, self._policy, self._accept = trials, policy, accept
+        self._looks_at_operations, self._max_runs = looks_at_operations, max_runs
+        self._known: dict[frozenset[str], bool] = {}
+
+    def with_kept(self, names: Sequence[str]) -> RunPolicy:
+        """The policy with these modules kept as well."""
+        return dataclasses.replace(self._policy, keep_float=tuple(dict.fromkeys((*self._policy.keep_float, *names))))
+
+    def compare(self, names: Sequence[str], operations: bool = True) -> LevelComparison:
+        """One run. Raises what it raises."""
+        self.runs += 1
+        return self._trials.compare(self.with_kept(names), operations)
+
+    def is_enough(self, names: Sequence[str]) -> bool:
+        """Whether it is good enough with these kept. Raises _OutOfRunsError."""
+        key = frozenset(names)
+        if key not in self._known:
+            if self.runs >= self._max_runs - 1:  # one is for the comparison afterwards
+                raise _OutOfRunsError
+            found = self._tried(names)
+            self._known[key] = found is not None and bool(self._accept(found))
+        if self._known[key] and (WHOLE in self.best or len(key) < len(self.best)):
+            self.best = [*dict.fromkeys(names)]
+        return self._known[key]
+
+    def _tried(self, names: Sequence[str]) -> LevelComparison | None:
+        """The comparison; None if the run raises, as where types do not fit each other."""
+        try:
+            return self.compare(names, self._looks_at_operations)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:
+            self.failures += 1
+            self.failure = self.failure or str(e).partition("\n")[0]
+            return None
+
+    def smallest(self, candidates: Sequence[str], singles: int) -> bool:
+        """Find the list, which is `best` then. Returns whether no module can be left out of it.
+
+        Args:
+            candidates: the most suspicious first.
+            singles: how many of them to try alone.
+        """
+        try:
+            if any(self.is_enough([name]) for name in candidates[:singles]):
+                return True
+            count = min(2, len(candidates))
+            while not (count and self.is_enough(candidates[:count])):
+                if count >= len(candidates):
+                    return True  # all of them are not enough, and the whole model is
+                count = min(2 * count, len(candidates))
+            self.best = reduced(candidates[:count], self.is_enough)
+        except _OutOfRunsError:
+            return False
+        return True
+
+
+def find_fp32_modules(
+    model: nn.Module,
+    step_fn: StepFn,
+    level: str | RunPolicy = "O2",
+    reference: str | RunPolicy = "O0",
+    *,
+    tolerance: float | None = None,
+    accept: Accept | None = None,
+    max_runs: int = 100,
+) -> FP32Modules:
+    """Find the fewest modules that have to stay in FP32, so that a level computes nearly what FP32 does.
+
+        found = amp.find_fp32_modules(model, lambda model: loss_fn(model(x), y), "O2")
+        print(found)
+        found.save("policy.json")
+        model, optimizer = amp.initialize(model, optimizer, policy="policy.json")
+
+    Args:
+        model, step_fn, reference: as `amp.compare_levels` takes them.
+        level: "O1" to "O5", or an `amp.RunPolicy`, whose modules are kept in any case.
+        tolerance: of the relative error of the loss and of that of the whole gradient; everything has to be finite too.
+            Default 64 times the unit roundoff of the level's type, 3 % in float16 and 25 % in bfloat16: what thousands
+            of roundings add up to, and far below the 100 % of what loses its digits.
+        accept: decides instead; given the LevelComparison of a run.
+        max_runs: how often a level may be run, at least 3. A search for which overflows have to be avoided by a lower
+            loss scale runs more often.
+
+    Returns:
+        A frozen record; `str()` is a sentence, `.modules` the names, `.before` and `.after` the comparisons, `.policy`
+        what to initialize with. If the level does without, or if even the whole model in FP32 is not acceptable, the
+        list is empty, and `.is_acceptable` tells which.
+
+    Tried are the modules in which operations of their own took or gave half, in the order of the largest growth of one
+    (see `amp.compare_levels`): the first 8 alone, then the first 2, 4, 8, ... together, until they are enough. From
+    these as many are left out as can be, by delta debugging (Zeller and Hildebrandt, 2002), so that no single one of
+    those that are left can be: there may be another list that is shorter. A module with others in it keeps them as
+    well. So it is not tried alone, and comes after them, unless its own operations are the most suspicious; the model
+    itself is the last.
+
+    Takes the time of `max_runs` batches at most, and holds what `amp.compare_levels` holds. A run that raises a
+    RuntimeError with modules kept counts as not acceptable, and is told of; without any it is passed on.
+
+    Raises AmpTypeError or AmpValueError for other arguments, and what `amp.compare_levels` raises.
+    """
+    if isinstance(max_runs, bool) or not isinstance(max_runs, int) or max_runs < 3:
+        raise AmpValueError(f"max_runs={max_runs!r} is no whole number from 3 on.  Use max_runs=100.")
+    if accept is not None and not callable(accept):
+        raise AmpTypeError(
+            f"accept is a {type(accept).__name__}, and has to be a function of a comparison.  Type for example "
+            "accept=lambda comparison: comparison.loss_error < 0.01."
+        )
+    if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance > 0):
+        raise AmpValueError(f"tolerance={tolerance!r} is no number above 0.  Use for example tolerance=0.05.")
+    if accept is not None and tolerance is not None:
+        raise AmpValueError("tolerance and accept were both given, and accept decides alone.  Leave one of them out.")
+    policy = as_policy(level)
+    trials = Trials(model, step_fn, reference, "find_fp32_modules")
+
+    def is_near(comparison: LevelComparison) -> bool:
+        within = ROUNDINGS * comparison.roundoff if tolerance is None else tolerance
+        return comparison.is_finite and max(comparison.loss_error, comparison.gradient_error) <= within
+
+    search = _Search(trials, policy, accept or is_near, accept is not None, max_runs)
+    before = search.compare([])
+    limit = None if accept is not None else ROUNDINGS * before.roundoff if tolerance is None else tolerance
+    if (accept or is_near)(before):
+        return FP32Modules((), policy, before, before, True, True, limit, search.runs)
+    if not search.is_enough([WHOLE]):
+        after = before if search.failures else search.compare([WHOLE])
+        failed = search.failures, search.failure
+        return FP32Modules((), policy, before, after, False, False, limit, search.runs, *failed)
+    first, later = _candidates(before.modules, policy)
+    is_minimal = search.smallest([*first, *later], min(SINGLES, len(first), max(1, max_runs // 4)))
+    after = search.compare(search.best)
+    found = tuple(search.best)
+    failed = search.failures, search.failure
+    return FP32Modules(found, search.with_kept(found), before, after, True, is_minimal, limit, search.runs, *failed)
+
+
+def _candidates(modules: Sequence[ComparedModule], policy: RunPolicy) -> tuple[list[str], list[str]]:
+    """The modules to try, the most suspicious first; and those that have more suspicious ones in them.
+
+    Args:
+        modules: with operations of their own, by growth.
+        policy: whose modules are kept anyway.
+    """
+    names = [m.module for m in modules if m.module and m.in_low_precision and m.module not in policy.keep_float]
+    later = [name for i, name in enumerate(names) if any(other.startswith(f"{name}.") for other in names[:i])]
+    return [name for name in names if name not in later], later
+
+
+def _errors(comparison: LevelComparison) -> str:
+    if not comparison.is_finite:
+        what = "the loss is" if comparison.loss - comparison.loss != 0.0 else "gradients are"
+        return f"{what} not finite"
+    return f"the gradient is off by {comparison.gradient_error:.2g} and the loss by {comparison.loss_error:.2g}"

@@ -1,0 +1,78 @@
+"""How far a tensor of one run is from the same tensor of another.
+
+Relative errors in norm, ||a - b|| / ||b||, with the 2-norm over all elements: N. J. Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd edition, SIAM 2002, section 6.2 (norms) and 1.2 (relative error). Differences are taken in
+float32 (float64 where one of the two is), sums of squares in float64, or in float32 where a device has no float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Distance(NamedTuple):
+    """How far a is from b.
+
+    Attributes:
+        difference: ||a - b||; infinity where one of the two has an element that is not finite and the other has not.
+        norm: ||b||.
+    """
+
+    difference: float
+    norm: float
+
+    @property
+    def relative(self) -> float:
+        """||a - b|| / ||b||; 0 if both are 0, and 1 if only b is: then nothing of a is right."""
+        if self.difference == 0.0:
+            return 0.0
+        if self.norm == 0.0:
+            return math.inf if math.isinf(self.difference) else 1.0
+        return self.difference / self.norm
+
+    def __add__(self, other: object) -> Distance:
+        """That of two tensors as if they were one."""
+        if not isinstance(other, Distance):
+            return NotImplemented
+        return Distance(math.hypot(self.difference, other.difference), math.hypot(self.norm, other.norm))
+
+
+def distance(a: Tensor, b: Tensor, factor: float = 1.0) -> Distance:
+    """How far `factor * a` is from `b`, of the same shape. Waits for the device.
+
+    Elements that are not finite, and alike in both, count as equal. So do masks: what is below half of the lowest
+    number of its type, or -inf, in both.
+    """
+    wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
+    low_a, low_b = (torch.finfo(one.dtype).min / 2 for one in (a, b))
+    a, b = (one.detach().to_dense() if one.is_sparse else one.detach() for one in (a, b))
+    a, b = a.to(wide), b.to(device=a.device, dtype=wide)
+    if factor != 1.0:
+        a, low_a = a * factor, low_a * factor
+    equal = ((a <= low_a) & (b <= low_b)) | (a == b) | (a.isnan() & b.isnan())
+    if bool((~equal & ~(a.isfinite() & b.isfinite())).any()):
+        return Distance(math.inf, norm(b))
+    return Distance(norm(torch.where(equal, 0.0, a - b)), norm(torch.where(equal & (b <= low_b), 0.0, b)))
+
+
+def norm(tensor: Tensor) -> float:
+    """The 2-norm of its finite elements. Waits for the device."""
+    tensor = torch.where(tensor.isfinite(), tensor, 0.0)
+    sums = torch.float32 if tensor.device.type == "mps" else torch.float64
+    return float(torch.linalg.vector_norm(tensor, dtype=sums))
+
+
+def growth(error: float, error_in: float, roundoff: float) -> float:
+    """By how much an operation made the relative error of what it was given larger: error / max(error_in, u).
+
+    An estimate of its condition number from one input, at least of what one rounding of an input does: Higham, as
+    above, section 1.6, "forward error <= condition number * backward error". Infinity where it is the first that gave
+    what is not finite, 1 where it was given that.
+    """
+    if math.isinf(error):
+        return 1.0 if math.isinf(error_in) else math.inf
+    return 0.0 if math.isinf(error_in) else error / max(error_in, roundoff)

@@ -61,7 +61,7 @@ class Engine(Saving, Explaining):
         self.reporter = report.Reporter()
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
-        self.hard_override = False  # whether `initialize` prints what does not fit a level, in place of raising it
+        self.hard_override = False  # whether `initialize` says what does not fit a level, in place of raising it
         self.function_casts = EngineCasts(self.reporter.say)
         self._scaling = Scaling()
         self.backwards = ScaledBackwards(self._scaling, self.function_casts)
@@ -366,11 +366,11 @@ class Engine(Saving, Explaining):
         """
         return Explanation(self.function_casts.observed, lambda: self.function_casts.why_nothing_is_cast(self.policy))
 
-    def look_after(self, optimizer: Optimizer, on_skip: Callable[[], None]) -> SteppedOptimizer:
+    def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
         """Take in an optimizer whose losses and scalers are the caller's business, until `close`.
 
         Args:
-            on_skip: called for each step that was skipped.
+            on_skip: called for each step that was skipped, with whether this is the first rank of those that agreed.
 
         Raises AmpStateError or AmpTypeError for what `initialize` would not take either.
         """

@@ -162,7 +162,7 @@ class Engine(Saving, Explaining):
                 gradient that was seen; or a static scale (a number, or a string with one).
             cast_model_outputs: type of floating model outputs; default float32 where the model is cast.
             num_losses: how many scalers there are for `scale_loss(..., loss_id=i)`.
-            verbosity: 0 silent, 1 apex's messages, 2 every cast as well.
+            verbosity: 0 silent, 1 apex's messages, 2 every cast, and each skip on every rank, as well.
             min_loss_scale: floor of dynamic scales; None means 2**-24.
             max_loss_scale: ceiling of dynamic scales.
             skip_on_overflow: skip a step whose gradients overflowed under a static scale too.

@@ -55,10 +55,13 @@ from amp_engine.amp import watch_gradients as watch_gradients
 from amp_engine.engine import Engine as Engine
 from amp_engine.errors import AmpError as AmpError
 from amp_engine.errors import AmpFileError as AmpFileError
+from amp_engine.errors import AmpGradientWarning as AmpGradientWarning
 from amp_engine.errors import AmpIndexError as AmpIndexError
+from amp_engine.errors import AmpRuntimeWarning as AmpRuntimeWarning
 from amp_engine.errors import AmpStateError as AmpStateError
 from amp_engine.errors import AmpTypeError as AmpTypeError
 from amp_engine.errors import AmpValueError as AmpValueError
+from amp_engine.errors import AmpWarning as AmpWarning
 from amp_engine.policy import Policy as Policy
 from amp_engine.policy_file import RunPolicy as RunPolicy
 from amp_engine.scale_rule import DynamicLossScale as DynamicLossScale
@@ -68,10 +71,13 @@ __version__ = "0.1.0"
 __all__ = [
     "AmpError",
     "AmpFileError",
+    "AmpGradientWarning",
     "AmpIndexError",
+    "AmpRuntimeWarning",
     "AmpStateError",
     "AmpTypeError",
     "AmpValueError",
+    "AmpWarning",
     "DynamicLossScale",
     "Engine",
     "Policy",

@@ -24,7 +24,7 @@ from amp_engine.distributed import (
     is_zero,
     wrappers_around,
 )
-from amp_engine.dtypes import LOW_PRECISION, is_low_precision
+from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.fsdp import check_units, is_cast_by_fsdp2
 from amp_engine.optimizers import LARC
@@ -378,7 +378,8 @@ def zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> tuple[str, floa
             if (
                 isinstance(eps, float)
                 and 0 < eps <= _ZERO_IN_FLOAT16
-                and any(is_low_precision(p) for p in group["params"])
+                and not group.get("fused")  # torch's fused kernels compute in FP32
+                and any(p.dtype is torch.float16 for p in group["params"])
             ):
                 return type(optimizer).__name__, eps
     return None

@@ -11,6 +11,8 @@ from types import FrameType
 
 import torch
 
+from amp_engine.errors import AmpWarning
+
 _WORDS = {"ema", "swa", "emas", "polyak", "teacher"}
 
 
@@ -34,6 +36,7 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
         "updates of it are rounded away, and the average stands still.  For one in FP32 that follows the "
         "masters type averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.9999)) and "
         "averaged.update_parameters(model); for a class of your own see 'Moving averages' in docs/guide.md.",
+        AmpWarning,
         stacklevel=depth,
     )
 

@@ -63,7 +63,7 @@ class Engine(Saving, Explaining):
         self.reporter = report.Reporter()
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
-        self.hard_override = False  # whether `initialize` prints what does not fit a level, in place of raising it
+        self.hard_override = False  # whether `initialize` says what does not fit a level, in place of raising it
         self.function_casts = EngineCasts(self.reporter.say)
         self._scaling = Scaling()
         self.backwards = ScaledBackwards(self._scaling, self.function_casts)
@@ -165,7 +165,7 @@ class Engine(Saving, Explaining):
                 gradient that was seen; or a static scale (a number, or a string with one).
             cast_model_outputs: type of floating model outputs; default float32 where the model is cast.
             num_losses: how many scalers there are for `scale_loss(..., loss_id=i)`.
-            verbosity: 0 silent, 1 apex's messages, 2 every cast as well.
+            verbosity: 0 silent, 1 apex's messages, 2 every cast, and each skip on every rank, as well.
             min_loss_scale: floor of dynamic scales; None means 2**-24.
             max_loss_scale: ceiling of dynamic scales.
             skip_on_overflow: skip a step whose gradients overflowed under a static scale too.
@@ -360,11 +360,11 @@ class Engine(Saving, Explaining):
         self._initialized.kept_by_policy.discard(module)  # from now on the user's business
         return kept
 
-    def look_after(self, optimizer: Optimizer, on_skip: Callable[[], None]) -> SteppedOptimizer:
+    def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
         """Take in an optimizer whose losses and scalers are the caller's business, until `close`.
 
         Args:
-            on_skip: called for each step that was skipped.
+            on_skip: called for each step that was skipped, with whether this is the first rank of those that agreed.
 
         Raises AmpStateError or AmpTypeError for what `initialize` would not take either.
         """

@@ -1,4 +1,4 @@
-"""Every error that amp_engine raises on purpose.
+"""Every error that amp_engine raises on purpose, and every category that it warns with.
 
     AmpError
     ├── AmpStateError   (RuntimeError)   a call that does not fit what was initialized
@@ -8,6 +8,12 @@
     └── AmpFileError    (RuntimeError)   a checkpoint that is damaged, as torch.load raises
 
 Each also is the built-in error that apex raised in its place, so `except RuntimeError` goes on working.
+
+    AmpWarning (UserWarning)                all of them: something of the program has not the effect that it looks like
+    ├── AmpGradientWarning                  gradients that the step does not see: written, or of another backward
+    └── AmpRuntimeWarning (RuntimeWarning)  something around the program: the build, another apex, hooks that are lost
+
+Each also is the built-in category in parentheses, so a filter of that goes on working.
 """
 
 
@@ -33,3 +39,15 @@ class AmpIndexError(AmpError, IndexError):
 
 class AmpFileError(AmpError, RuntimeError):
     """The file is damaged, or none that amp.save wrote."""
+
+
+class AmpWarning(UserWarning):
+    """Base of all warnings below, and the category of those that have no name of their own."""
+
+
+class AmpGradientWarning(AmpWarning):
+    """Gradients were written, or came from a backward outside of `scale_loss`, and the step does not see it."""
+
+
+class AmpRuntimeWarning(AmpWarning, RuntimeWarning):
+    """Something around the program is not as it should be."""

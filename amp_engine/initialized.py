@@ -19,7 +19,7 @@ from amp_engine.arguments import check_has_groups, check_optimizers, refuse_arou
 from amp_engine.collectives import Watch, watch
 from amp_engine.compat import face
 from amp_engine.distributed import fsdp1_around, fsdp1_in, is_in_zero, is_sharded, wrappers_around
-from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 from amp_engine.fsdp import is_cast_by_fsdp2
 from amp_engine.kept_by_policy import give_back
 from amp_engine.model import CastModel, remember
@@ -210,13 +210,17 @@ class Initialized:
         face.put_on(optimizer, stepped)
         return stepped
 
-    def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[], None]) -> SteppedOptimizer:
+    def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
         """As `Engine.look_after`."""
         if not isinstance(optimizer, Optimizer):
             raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
         self.refuse_known([optimizer])
         check_optimizers([optimizer], is_scaled=True)
-        return self.look_after(optimizer, Rows(optimizer, False), lambda skips, backwards: on_skip())
+
+        def on_skips(skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
+            on_skip(all(backward.is_first for backward in backwards))
+
+        return self.look_after(optimizer, Rows(optimizer, False), on_skips)
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
         """Take in a wrapper of an optimizer in care, until `release`.
@@ -364,6 +368,6 @@ def _warn_of_lost_hooks(changed: Sequence[nn.Parameter]) -> None:
             f"close() gave parameters of this {type(wrapper.module).__name__} their own types again, by which the "
             f"{name} around it loses the hooks that reduce their gradients: each rank would train alone from now on.  "
             f"Call {name}(model) anew before you train on.  To evaluate, save or load, nothing is to be done.",
-            RuntimeWarning,
+            AmpRuntimeWarning,
             stacklevel=5,
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import torch
 
+from amp_engine import messages
 from amp_engine.levels import BRIEFS
 from amp_engine.policy import Policy
 
@@ -53,10 +55,12 @@ def casts_ended(origin: str) -> str:
 
 
 class Reporter:
-    """Prints, or does not.
+    """Says messages, or does not: what `verbosity` lets through goes to the logger `amp_engine`.
+
+    Casts, which are said where `verbosity` is 2, are INFO as well: who asks for them there is not to set a level, too.
 
     Args:
-        verbosity: 0 is silent, 1 is apex's default, 2 adds every cast.
+        verbosity: 0 is silent, 1 is apex's default, 2 adds every cast, and what other ranks say as well.
     """
 
     def __init__(self, verbosity: int = 1) -> None:
@@ -64,19 +68,40 @@ class Reporter:
         self._said: set[str] = set()
 
     def say_once(self, text: str) -> None:
-        """Print `text` on the first of several ranks, and never again."""
-        if text not in self._said:
+        """Say `text` on the first of several ranks, and never again."""
+        if text not in self._said and self.verbosity > 0:
             self._said.add(text)
             self.say(text, rank0=True)
 
-    def say(self, text: str, rank0: bool = False) -> None:
-        """Print `text`; with `rank0` only on the first of several ranks."""
+    def say(self, text: str, rank0: bool = False, level: int | None = None, **fields: object) -> None:
+        """Say `text`.
+
+        Args:
+            rank0: only on the first of several ranks.
+            level: of logging; None: WARNING for what begins with "Warning:", as apex marked it, INFO for the rest.
+            fields: more attributes of the record.
+        """
         if self.verbosity > 0 and not (rank0 and _rank() > 0):
-            print(text)
+            messages.say(text, level_of(text) if level is None else level, stacklevel=2, **fields)
+
+    def says(self, is_first: bool) -> bool:
+        """Whether this rank says what several agree on, of which it `is_first` or not."""
+        return is_first or self.verbosity > 1
+
+
+def level_of(text: str) -> int:
+    """WARNING for what begins with "Warning:", as apex marked it, INFO for the rest."""
+    return logging.WARNING if text.startswith("Warning:") else logging.INFO
+
+
+def complain(text: str, rank0: bool = False) -> None:
+    """Say at any verbosity, as a warning, what `hard_override` does not raise; with `rank0` on the first rank only."""
+    if not (rank0 and _rank() > 0):
+        messages.say(f"Warning:  {text}", logging.WARNING, stacklevel=2)
 
 
 def initialization(defaults: Policy, policy: Policy) -> Iterator[str]:
-    """The lines that `initialize` prints about a level and the user's overrides."""
+    """The lines that `initialize` says about a level and the user's overrides."""
     yield f"Selected optimization level {BRIEFS[str(defaults.opt_level)]}"
     yield "Defaults for this optimization level are:"
     yield from _properties(defaults)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from amp_engine import arguments, levels
+from amp_engine import arguments, levels, report
 from amp_engine.distributed import without_wrapper
 from amp_engine.dtypes import parse_dtype
 from amp_engine.fsdp import is_cast_by_fsdp2
@@ -64,7 +64,7 @@ def checked(
         given: overrides of the level's properties, None leaves one as it is; and `cast_model_outputs`, `moment_dtype`,
             `min_loss_scale`, `max_loss_scale` of `initialize`.
         process_group: of `initialize`.
-        hard_override: print what does not fit the level, as `_amp_state.hard_override` asks, in place of raising it.
+        hard_override: say what does not fit the level, as `_amp_state.hard_override` asks, in place of raising it.
 
     Raises AmpStateError, AmpTypeError or AmpValueError. Changes nothing.
     """
@@ -73,7 +73,7 @@ def checked(
     policy = defaults.override(**{name: given[name] for name in _OF_LEVEL})
     if hard_override:
         for complaint in policy.complaints():
-            print(f"Warning:  {complaint}")  # at any verbosity: it stands for an error
+            report.complain(complaint, rank0=True)
     else:
         require(policy)
     outputs, moments = given["cast_model_outputs"], given["moment_dtype"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from amp_engine import amp
+from amp_engine import amp, messages
 from amp_engine.apex import finder
 
 ROOT = Path(__file__).parent.parent
@@ -158,8 +159,17 @@ def checkpoint(tmp_path) -> None:
     amp.close()
 
 
+@pytest.fixture
+def logger_as_it_was() -> Iterator[None]:
+    logger = logging.getLogger("amp_engine")
+    handlers = [handler for handler in logger.handlers if isinstance(handler, messages.StdoutHandler)]
+    yield
+    logger.handlers[:], logger.propagate = handlers, False
+    logger.setLevel(logging.INFO)
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.usefixtures("one_rank", "an_apex_that_goes", "checkpoint")
+@pytest.mark.usefixtures("one_rank", "an_apex_that_goes", "checkpoint", "logger_as_it_was")
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_code_runs_and_prints_what_stands_below_it(block, tmp_path, capsys):
     names = names_of(tmp_path)

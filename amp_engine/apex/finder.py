@@ -101,7 +101,7 @@ def install(*, replace: bool = False, children: bool = False) -> Decision:
         What was decided. `installed()` has it later. Where it serves nothing, nothing was changed.
 
     Warns:
-        RuntimeWarning: an unrelated package or module named apex is hidden.
+        AmpRuntimeWarning: an unrelated package or module named apex is hidden.
     """
     finder = _installed()
     if finder is None or (replace and finder.decision.serves != "all"):
@@ -112,7 +112,9 @@ def install(*, replace: bool = False, children: bool = False) -> Decision:
         uninstall()
         finder.start()
         if finder.decision.hides_unrelated:
-            warnings.warn(f"{finder.decision}.", RuntimeWarning, stacklevel=2)
+            # Nothing of ours is imported here: the class is there where somebody else has imported it.
+            category = getattr(sys.modules.get("amp_engine.errors"), "AmpRuntimeWarning", RuntimeWarning)
+            warnings.warn(f"{finder.decision}.", category, stacklevel=2)
     finder.replace |= replace
     if children:
         finder.children = True

@@ -27,7 +27,7 @@ class EngineCasts:
     """What one engine casts; at most one `FunctionCasts` at a time.
 
     Args:
-        say: prints a line; with True on the first of several ranks only.
+        say: says a message; with True on the first of several ranks only.
     """
 
     def __init__(self, say: Callable[..., None]) -> None:

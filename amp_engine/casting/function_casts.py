@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from amp_engine import messages
 from amp_engine.casting import in_force, locks, patcher
 from amp_engine.casting.cache import WeightCache, weight_cache
 from amp_engine.casting.calls import Call
@@ -61,7 +62,7 @@ class FunctionCasts:
         verbose: bool = False,
         registrations: Sequence[Registration] = (),
         removals: Sequence[tuple[Any, str]] = (),
-        emit: Callable[[str], None] = print,
+        emit: Callable[[str], None] = messages.say,
         native: bool | None = None,
         origin: str = "FunctionCasts",
     ) -> None:

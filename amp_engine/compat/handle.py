@@ -142,7 +142,12 @@ class OptimWrapper:
         self._stepped: SteppedOptimizer | None = None
         if engine is not None:
             reporter = engine.reporter
-            self._stepped = engine.look_after(optimizer, lambda: reporter.say("Gradient overflow, skipping update"))
+
+            def say_skipped(is_first: bool) -> None:
+                if reporter.says(is_first):
+                    reporter.say("Gradient overflow, skipping update")
+
+            self._stepped = engine.look_after(optimizer, say_skipped)
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:

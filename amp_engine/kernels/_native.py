@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from amp_engine.errors import AmpRuntimeWarning
+
 PACKAGE = Path(__file__).parents[1]
 # setup.py leaves its record beside the extension, one per Python.
 RECORD = (PACKAGE / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").with_suffix(".json")
@@ -34,7 +36,7 @@ def refuse_other_torch(built: str | None) -> str:
     The other reasons are silent: nothing was compiled there that could be lost, or somebody switched it off.
     """
     reason = f"they were compiled against torch {built}, and torch {torch.__version__} is installed; run: {INSTALL}"
-    warnings.warn(f"amp_engine does not use its compiled kernels, only speed is lost: {reason}", RuntimeWarning, 2)
+    warnings.warn(f"amp_engine does not use its compiled kernels, only speed is lost: {reason}", AmpRuntimeWarning, 2)
     return reason
 
 
@@ -42,7 +44,7 @@ def load(record: dict[str, Any]) -> tuple[ModuleType | None, str | None]:
     """The extension, or the reason why there is none and what to do. Raises nothing.
 
     Warns:
-        RuntimeWarning: if there is one that was compiled against another torch.
+        AmpRuntimeWarning: if there is one that was compiled against another torch.
     """
     if os.environ.get("AMP_ENGINE_BUILD") == "none":
         return None, "AMP_ENGINE_BUILD=none turns the compiled kernels off; unset it"

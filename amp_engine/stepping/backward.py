@@ -13,6 +13,7 @@ from amp_engine.devices import HostNumbers, moved
 from amp_engine.scale_snapshot import ScaleSnapshot
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.forward_order import Order, Origin
+from amp_engine.stepping.reduction import Reduction
 from amp_engine.stepping.slots import Checked
 
 NO_LOSS = torch.zeros((), device="cpu")
@@ -35,6 +36,8 @@ class Backward:
         origin: where the forward stopped to be finite, if somebody looked.
         elements: how many were not finite in the gradient of `first_nonfinite`, if somebody looked while it was there.
         skips: whether an overflow skips the step, or is only reported.
+        reduction: by which several ranks agreed on the overflow; None where this one decides alone.
+        of_replicas: whether all of them have the same gradients once they are reduced.
         found_inf: float32, shape []: != 0 is an overflow.
         overflow: the same on its way to the host, with the scale after it, the one that it had, and the loss if it is
             one number. These two are there after `conclude`.
@@ -53,6 +56,8 @@ class Backward:
         self.origin: Origin | None = None
         self.elements: int | None = None
         self.skips = True
+        self.reduction: Reduction | None = None
+        self.of_replicas = False
         self.number = 0  # of the scaled backwards of its engine, from 1
 
     def conclude(self, found_inf: Tensor) -> None:
@@ -67,6 +72,15 @@ class Backward:
     def settle(self) -> None:
         """Have `conclude` called, if it waits for what other ranks found."""
         self.scaler.settle()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks that agreed on the overflow."""
+        return self.reduction is None or self.reduction.is_first
+
+    def is_the_same_on_all_ranks(self) -> bool:
+        """Whether each rank that agreed found the overflow itself, in the same gradients. Waits for the device."""
+        return self.of_replicas and self.reduction is not None and self.reduction.is_unanimous()
 
     def adjusted_scale(self) -> float:
         """The scale after `conclude`. Waits until the host knows."""

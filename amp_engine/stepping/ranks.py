@@ -97,6 +97,11 @@ class Ranks:
         return [group for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
 
     @property
+    def are_replicas(self) -> bool:
+        """Whether all have the same gradients once they are reduced: those of a DistributedDataParallel alone."""
+        return self._process_group is None and not self._groups_of_shards()
+
+    @property
     def are_said(self) -> bool:
         """Whether the user said which they are."""
         return self._process_group is not None

@@ -18,9 +18,14 @@ class Reduction:
     Args:
         groups: at least one; on every rank in the same order.
         found_inf: float32, shape []: != 0 is an overflow of this rank; on a device that the groups' backends take.
+
+    Attributes:
+        is_first: whether this rank is the first one in each of the groups.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], found_inf: Tensor) -> None:
+        self.is_first = all(dist.get_rank(group) == 0 for group in groups)
+        self._ranks = dist.get_world_size(groups[0]) if len(groups) == 1 else math.inf  # of several nobody is counted
         # A sum, which every backend has for float64, exact for any number of ranks.
         self._sum = (found_inf != 0).double()
         for group in groups[:-1]:
@@ -36,6 +41,10 @@ class Reduction:
             self._work.wait()
             self._work = None
         return (self._sum != 0).float()
+
+    def is_unanimous(self) -> bool:
+        """Whether each rank of the one group found an overflow itself. After `wait`; waits for the device."""
+        return float(self._sum) == self._ranks
 
 
 def agree(groups: Sequence[dist.ProcessGroup], found_inf: Tensor) -> None:

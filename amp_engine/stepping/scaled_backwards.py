@@ -150,8 +150,8 @@ class ScaledBackwards:
         if delay_overflow_check:
             return
         scaler = backward.scaler
-        reduction = Reduction(list(groups), scaler.found_inf) if groups else None
-
+        reduction = backward.reduction = Reduction(list(groups), scaler.found_inf) if groups else None
+        backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in stepped)
         largest = backward.largest(list(groups)) if scaler.auto is not None else None
 
         def conclude() -> None:

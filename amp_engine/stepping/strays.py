@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from torch.optim import Optimizer
 
-from amp_engine.errors import AmpStateError
+from amp_engine.errors import AmpGradientWarning, AmpStateError
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, Plan
 from amp_engine.stepping.rows import Rows, StepRows
@@ -42,6 +42,7 @@ class WrittenGradients:
             f"amp.scale_loss and {type(optimizer).__name__}.step(), which steps those of its FP32 masters: it has "
             "no effect.  To clip call amp.clip_grad_norm_(optimizer, max_norm); for anything else write to `.grad` "
             "of what amp.master_params(optimizer) gives.  This is said once.",
+            AmpGradientWarning,
             stacklevel=2,
         )
 
@@ -53,6 +54,7 @@ def warn_of_unseen_gradients(optimizer: Optimizer, rows: Rows) -> None:
             f"{type(optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
             "which never reach the FP32 masters that it steps.  Use `with amp.scale_loss(loss, optimizer) as "
             "scaled_loss: scaled_loss.backward()`, at a scale of 1 too.",
+            AmpGradientWarning,
             stacklevel=2,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections import deque
@@ -32,7 +33,7 @@ class OverflowWatch:
     """Turns overflows into records and messages.
 
     Args:
-        reporter: prints them.
+        reporter: says them.
         places: asked, when there is something to say, where each parameter is, by id.
         params: asked for the parameters that are trained.
         scaling: where it is noted which static scales were reported.
@@ -84,17 +85,27 @@ class OverflowWatch:
         """A step was skipped because of `backwards`, which are not empty."""
         for loss_id, b in {b.loss_id: b for b in backwards}.items():
             scale = b.adjusted_scale() if b.scaler.dynamic else b.scaler.loss_scale()
-            self._reporter.say(overflow_message(loss_id, scale, b.scaler.dynamic))
+            is_told_here = self._reporter.says(b.is_first)
+            if is_told_here:
+                text = overflow_message(loss_id, scale, b.scaler.dynamic)
+                self._reporter.say(text, amp_loss_id=loss_id, amp_loss_scale=scale)
             is_diagnosed = skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS and b is backwards[-1]
-            record = self._note(self._record(b, skipped=True, looks_at_weights=is_diagnosed))
-            if is_diagnosed:
-                self._reporter.say(diagnosis(record, skips_in_a_row, b.scaler.loss_scale()))
+            record = self._record(b, skipped=True, looks_at_weights=is_diagnosed)
+            is_said = is_told_here or _is_of_this_rank(record, b)
+            self._note(record, is_said)
+            if is_diagnosed and is_said:
+                text = diagnosis(record, skips_in_a_row, b.scaler.loss_scale())
+                self._reporter.say(
+                    text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale, amp_cause=record.cause
+                )
 
     def stepped_on(self, backward: Backward) -> None:
         """A static scaler overflowed and the step was taken."""
         if backward.loss_id not in self._scaling.reported:
             self._scaling.reported.add(backward.loss_id)
-            self._reporter.say(static_overflow_message(backward.loss_id, backward.scaler.loss_scale()))
+            loss_id, scale = backward.loss_id, backward.scaler.loss_scale()
+            text = static_overflow_message(loss_id, scale)
+            self._reporter.say(text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale)
             self._note(self._record(backward, skipped=False))
 
     def unchecked_loss(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
@@ -128,11 +139,17 @@ class OverflowWatch:
             )
         )
 
-    def _note(self, record: OverflowRecord) -> OverflowRecord:
+    def _note(self, record: OverflowRecord, is_said: bool = True) -> None:
         self._records.append(record)
         self._count += 1
-        self._reporter.say(str(record))
-        return record
+        if is_said:
+            self._reporter.say(
+                str(record),
+                level=logging.INFO if record.skipped else logging.WARNING,  # which nothing stopped
+                amp_loss_id=record.loss_id,
+                amp_loss_scale=record.loss_scale,
+                amp_cause=record.cause,
+            )
 
     def _record(self, backward: Backward, skipped: bool, looks_at_weights: bool = False) -> OverflowRecord:
         """What is known of `backward`. Waits for the device."""
@@ -180,6 +197,13 @@ class OverflowWatch:
         return tuple(
             _place(param, places).parameter for param in self._params() if not local_of(param.detach()).isfinite().all()
         )
+
+
+def _is_of_this_rank(record: OverflowRecord, backward: Backward) -> bool:
+    """Whether this rank knows what the first one of those that agreed does not. Waits for the device."""
+    if record.cause == "elsewhere":
+        return False
+    return not record.loss_is_finite or not backward.is_the_same_on_all_ranks()
 
 
 def _place(param: Tensor, places: dict[int, Place]) -> Place:

@@ -11,6 +11,12 @@ from amp_engine import Engine, amp
 from amp_engine.optimizers import FusedAdam
 from tests.models import MLP
 
+
+def two_groups(params: Any, lr: float, second: float) -> torch.optim.Optimizer:
+    first, *others = params
+    return torch.optim.Adam([{"params": [first]}, {"params": others, "eps": second}], lr=lr, eps=1e-4)
+
+
 CASES = {
     "AdamW": ("O3", torch.optim.AdamW, {}, "AdamW steps float16 weights in float16 here, where eps=1e-08 is 0"),
     "Adam, half of the smallest number": (
@@ -19,6 +25,15 @@ CASES = {
         {"eps": 2.0**-25},
         "where eps=2.9802322387695312e-08 is 0",
     ),
+    "Adagrad": ("O3", torch.optim.Adagrad, {}, "Adagrad steps float16 weights in float16 here, where eps=1e-10 is 0"),
+    "NAdam": ("O3", torch.optim.NAdam, {}, "NAdam steps float16 weights in float16 here, where eps=1e-08 is 0"),
+    "RAdam": ("O3", torch.optim.RAdam, {}, "RAdam steps float16 weights in float16 here, where eps=1e-08 is 0"),
+    "RMSprop": ("O3", torch.optim.RMSprop, {}, "RMSprop steps float16 weights in float16 here, where eps=1e-08 is 0"),
+    "in the second group": ("O3", two_groups, {"second": 1e-8}, "Adam steps float16 weights in float16 here"),
+    "in no group": ("O3", two_groups, {"second": 1e-3}, None),
+    "NAdam, a larger one": ("O3", torch.optim.NAdam, {"eps": 1e-4}, None),
+    "RMSprop, a larger one": ("O3", torch.optim.RMSprop, {"eps": 1e-4}, None),
+    "torch's fused kernel, which computes in FP32": ("O3", torch.optim.AdamW, {"fused": True}, None),
     "a larger one": ("O3", torch.optim.AdamW, {"eps": 1e-4}, None),
     "the smallest that is not 0": ("O3", torch.optim.AdamW, {"eps": 2.0**-24}, None),
     "masters": ("O2", torch.optim.AdamW, {}, None),
@@ -39,13 +54,25 @@ def test_an_eps_that_float16_does_not_hold_is_told_of(case: str, capsys: Any) ->
     assert text is None or text in said
 
 
-def test_it_is_true(capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "keywords", "is_finite"),
+    [
+        (torch.optim.AdamW, {}, False),
+        (torch.optim.AdamW, {"fused": True}, True),
+        (torch.optim.AdamW, {"eps": 2.0**-24}, True),
+        (torch.optim.NAdam, {}, False),
+        (torch.optim.Adagrad, {}, False),
+        (torch.optim.RMSprop, {}, False),
+        (torch.optim.RMSprop, {"eps": 2.0**-24}, True),
+    ],
+)
+def test_it_is_true(make: Any, keywords: dict[str, Any], is_finite: bool, capsys: Any) -> None:
     assert torch.tensor(2.0**-25, dtype=torch.float16) == 0 != torch.tensor(2.0**-24, dtype=torch.float16)
     model = MLP.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = make(model.parameters(), lr=1e-3, **keywords)
     amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
     assert "is 0" not in capsys.readouterr().out
     for p in model.parameters():
         p.grad = torch.full_like(p, 1e-5)  # its square is 0 in float16
     optimizer.step()
-    assert not all(p.isfinite().all() for p in model.parameters())
+    assert all(p.isfinite().all() for p in model.parameters()) is is_finite

@@ -1,10 +1,13 @@
-"""An overflow that only one rank sees, after gradients were reduced, is one decision of all ranks."""
+"""An overflow that only one rank sees, after gradients were reduced, is one decision of all ranks, and said once."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -79,7 +82,7 @@ def poisoned(rank: int) -> dict[Any, Any]:
     }
     results["O2", "FusedAdam", "one"] = trained(rank, ranks, "O2", FusedAdam, 40, "one")
     results["O2", "own step", "one"] = trained(rank, ranks, "O2", torch.optim.Adagrad, 40, "one")
-    return results
+    return results | said(rank, ranks)
 
 
 CASES = [(level, "AdamW", how) for level in DYNAMIC for how in ("one", "all")]
@@ -122,6 +125,83 @@ def test_an_overflow_of_all_ranks_is_one_skip(ranks: list[dict[Any, Any]], level
     assert one["scale"][0] == 2.0 ** (16 - one["poisoned"])
     steps = [value for (_, name), value in one["state"].items() if name == "step"]
     assert {int(step) for step in steps} == {20 - one["skips"]}
+
+
+# --- what is said of it -------------------------------------------------------------------------------
+
+SAID = ("Selected", "Gradient overflow", "Amp post-mortem")
+
+
+def lines_of(run: Callable[[], None]) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run()
+    amp.close()
+    return [line for line in printed.getvalue().splitlines() if line.startswith(SAID)]
+
+
+def said(rank: int, ranks: int) -> dict[Any, Any]:
+    last = ranks - 1
+    group = dist.new_group(list(range(1, ranks)))
+
+    def replicas(poisoned: Sequence[int], verbosity: int) -> None:
+        model = MLP.model()
+        optimizer = momentum_sgd(model.parameters())
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=verbosity)
+        ddp = DistributedDataParallel(model)
+        with amp.scale_loss(MLP.loss(ddp, MLP.batch(rank)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if rank in poisoned:
+                poison(model, math.inf)
+        optimizer.step()
+
+    def without_the_first() -> None:
+        model = MLP.model()
+        optimizer = momentum_sgd(model.parameters())
+        amp.initialize(model, optimizer, opt_level="O2", process_group=group if rank > 0 else None)
+        backward(MLP.loss(model, MLP.batch()), optimizer, overflow=rank == last)
+        optimizer.step()
+
+    return {
+        "said, all": lines_of(lambda: replicas(range(ranks), 1)),
+        "said, last": lines_of(lambda: replicas([last], 1)),
+        "said, loud": lines_of(lambda: replicas(range(ranks), 2)),
+        "said, silent": lines_of(lambda: replicas(range(ranks), 0)),
+        "said, without the first": lines_of(without_the_first),
+    }
+
+
+def kinds(ranks: list[dict[Any, Any]], case: str) -> list[list[str]]:
+    """For each rank the first word of each line."""
+    return [[line.split()[0] if "Amp" not in line else line.split()[1] for line in one[case]] for one in ranks]
+
+
+def test_what_all_ranks_would_say_is_said_by_the_first(ranks: list[dict[Any, Any]]) -> None:
+    first, *others = kinds(ranks, "said, all")
+    assert first == ["Selected", "Gradient", "post-mortem:"]
+    assert others == [[]] * len(others)
+    assert kinds(ranks, "said, silent") == [[]] * len(ranks)
+
+
+def test_the_rank_with_the_culprit_names_it(ranks: list[dict[Any, Any]]) -> None:
+    first, *between, last = kinds(ranks, "said, last")
+    assert first == ["Selected", "Gradient", "post-mortem:"]
+    assert between == [[]] * len(between)
+    assert last == ["post-mortem:"]
+    assert "elsewhere.  " in ranks[0]["said, last"][-1]
+    assert "backward.  The gradient of" in ranks[-1]["said, last"][-1]
+
+
+def test_verbosity_2_has_all_ranks_say_it(ranks: list[dict[Any, Any]]) -> None:
+    first, *others = kinds(ranks, "said, loud")
+    assert first == ["Selected", "Gradient", "post-mortem:"]
+    assert others == [["Gradient", "post-mortem:"]] * len(others)
+
+
+def test_a_group_without_the_first_rank_has_a_first_of_its_own(ranks: list[dict[Any, Any]]) -> None:
+    said_on = kinds(ranks, "said, without the first")
+    assert said_on[0] == ["Selected"]
+    assert said_on[1] == ["Gradient", "post-mortem:"]
+    assert said_on[2:] == [["post-mortem:"]] * (len(ranks) - 2)  # whose gradient it was
 
 
 # --- what it costs ------------------------------------------------------------------------------------

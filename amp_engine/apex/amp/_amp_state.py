@@ -4,15 +4,16 @@ from amp_engine.amp import _amp_state as _amp_state
 from amp_engine.amp import master_params as master_params
 from amp_engine.compat.state import AmpState as AmpState
 from amp_engine.errors import AmpStateError
+from amp_engine.report import complain
 
 
 def warn_or_err(msg: str) -> None:
-    """Raise AmpStateError with `msg`; with `_amp_state.hard_override` print it as a warning."""
+    """Raise AmpStateError with `msg`; with `_amp_state.hard_override` say it as a warning."""
     if not _amp_state.hard_override:
         raise AmpStateError(msg)
-    print(f"Warning:  {msg}")
+    complain(msg)
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print `msg` unless `_amp_state.verbosity` is 0; with `rank0` only on the first of several ranks."""
+    """Say `msg` unless `_amp_state.verbosity` is 0; with `rank0` only on the first of several ranks."""
     _amp_state.engine.reporter.say(msg, rank0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NoReturn
@@ -368,7 +369,8 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             self._reporter.say(
                 f"Gradient overflow.  The loss scale is static at {self.loss_scale}, so the step is taken with "
                 "non-finite gradients.  Pass skip_on_overflow=True to FP16_Optimizer to skip such steps, or "
-                "dynamic_loss_scale=True.  This is said once."
+                "dynamic_loss_scale=True.  This is said once.",
+                level=logging.WARNING,
             )
         self._found_inf = None
         self.loss_scaler.update_()

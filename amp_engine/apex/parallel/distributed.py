@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_engine.apex import apex_C
-from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError, AmpWarning
 from amp_engine.stepping.exact import written_through_data
 from amp_engine.torch_private import leaves_of
 
@@ -114,6 +114,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             warnings.warn(
                 f"apex.parallel.DistributedDataParallel ignores {names}: torch overlaps the sums with the backward by "
                 "itself, and torch.profiler shows them.  Leave them out.",
+                AmpWarning,
                 stacklevel=2,
             )
         super().__init__(

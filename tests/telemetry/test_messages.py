@@ -1,0 +1,361 @@
+"""Messages are records of the logger `amp_engine`, by default lines on stdout; warnings have their own categories."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import amp_engine
+from amp_engine import AmpGradientWarning, AmpRuntimeWarning, AmpWarning, Engine, amp, messages
+from amp_engine.apex.fp16_utils import FP16_Optimizer
+from amp_engine.kernels import _native
+from amp_engine.report import Reporter
+from tests.models import MLP
+from tests.support import train
+
+ROOT = Path(__file__).parents[2]
+
+
+class Kept(logging.Handler):
+    """An application's handler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def levels(self) -> dict[str, str]:
+        """The first words of each message, with its level."""
+        return {" ".join(r.getMessage().split()[:2]): r.levelname for r in self.records}
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("amp_engine")
+    before = ours(logger), logger.level, logger.propagate, logger.disabled
+    yield logger
+    logger.handlers[:], level, logger.propagate, logger.disabled = before
+    logger.setLevel(level)
+
+
+def ours(logger: logging.Logger) -> list[logging.Handler]:
+    """The handlers without those of pytest."""
+    return [handler for handler in logger.handlers if isinstance(handler, messages.StdoutHandler)]
+
+
+@pytest.fixture
+def kept(logger: logging.Logger) -> Kept:
+    kept = Kept()
+    logger.addHandler(kept)
+    return kept
+
+
+def pair(**keywords: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, **keywords)
+    return model, optimizer
+
+
+# --- by default -----------------------------------------------------------------------------------
+
+
+def test_importing_it_leaves_one_handler_and_info(logger: logging.Logger) -> None:
+    assert len(ours(logger)) == 1
+    assert (logger.level, logger.propagate) == (logging.INFO, False)
+
+
+def test_a_message_is_a_plain_line_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    Reporter().say("100% of {it}\nand more")
+    assert capsys.readouterr() == ("100% of {it}\nand more\n", "")
+
+
+def test_lines_go_where_stdout_is_redirected_to(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as redirected:
+        print("before")
+        Reporter().say("said")
+        print("after")
+    Reporter().say("said later")
+    assert redirected.getvalue() == "before\nsaid\nafter\n"
+    assert capsys.readouterr().out == "said later\n"
+
+
+def test_a_root_handler_sees_no_second_time(capsys: pytest.CaptureFixture[str]) -> None:
+    at_root = Kept()
+    logging.getLogger().addHandler(at_root)
+    try:
+        Reporter().say("said")
+    finally:
+        logging.getLogger().removeHandler(at_root)
+    assert at_root.records == []
+    assert capsys.readouterr().out == "said\n"
+
+
+@pytest.mark.parametrize("stdout", [None, "closed"])
+def test_a_stdout_that_is_gone_does_not_end_the_training(
+    stdout: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = io.StringIO()
+    gone.close()
+    monkeypatch.setattr(sys, "stdout", gone if stdout else None)
+    train(MLP, *pair(opt_level="O2"), "oc")
+    assert ("I/O operation on closed file" in capsys.readouterr().err) is (stdout == "closed")
+
+
+def test_lines_of_several_threads_stay_whole() -> None:
+    reporter = Reporter()
+
+    def speak() -> None:
+        for _ in range(200):
+            reporter.say("a" * 50)
+
+    threads = [threading.Thread(target=speak) for _ in range(4)]
+    with contextlib.redirect_stdout(io.StringIO()) as redirected:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert redirected.getvalue() == ("a" * 50 + "\n") * 800
+
+
+# --- as records -----------------------------------------------------------------------------------
+
+
+def test_an_applications_handler_gets_records_with_levels(kept: Kept) -> None:
+    train(MLP, *pair(opt_level="O2"), "c" + "o" * 8)
+    levels = kept.levels()
+    assert levels["Selected optimization"] == levels["loss_scale :"] == "INFO"
+    assert levels["Gradient overflow."] == levels["Amp post-mortem:"] == "INFO"
+    assert levels["Amp diagnosis:"] == "WARNING"
+    assert {record.name for record in kept.records} == {"amp_engine"}
+
+
+def test_a_step_that_was_taken_on_an_overflow_is_a_warning(kept: Kept) -> None:
+    train(MLP, *pair(opt_level="O2", loss_scale=128.0), "o")
+    levels = kept.levels()
+    assert levels["Gradient overflow."] == levels["Amp post-mortem:"] == "WARNING"
+
+
+def test_what_apex_marked_as_a_warning_is_one(kept: Kept) -> None:
+    model, optimizer = pair(opt_level="O2")
+    amp.load_state_dict(amp.state_dict(format="apex") | {"loss_scaler1": {"loss_scale": 64.0, "unskipped": 5}})
+    FP16_Optimizer(torch.optim.SGD(MLP.model().parameters(), lr=0.1))
+    amp._amp_state.hard_override = True
+    with Engine() as engine:
+        engine.hard_override = True
+        engine.initialize(MLP.model(), opt_level="O1", master_weights=True, verbosity=0)
+    warned = [record.getMessage() for record in kept.records if record.levelno == logging.WARNING]
+    assert [text.split()[1] for text in warned] == ["state_dict", "FP16_Optimizer", "It"]
+    assert all(text.startswith("Warning:") for text in warned)
+
+
+def test_casts_are_said_where_they_were_asked_for(kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
+    pair(opt_level="O1", verbosity=2)
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert kept.records[-1].getMessage() == "Float->Half (mm)"
+    assert capsys.readouterr().out.endswith("Float->Half (mm)\n")
+
+
+def test_records_of_overflows_have_plain_numbers_and_can_be_sent(kept: Kept) -> None:
+    train(MLP, *pair(opt_level="O2"), "o")
+    skipped, post_mortem = (vars(pickle.loads(pickle.dumps(record))) for record in kept.records[-2:])
+    assert (skipped["amp_loss_id"], skipped["amp_loss_scale"]) == (0, 32768.0)
+    assert (post_mortem["amp_loss_id"], post_mortem["amp_loss_scale"]) == (0, 65536.0)
+    assert post_mortem["amp_cause"] == "backward"
+    assert skipped["filename"] == "overflow_watch.py"
+
+
+def test_verbosity_0_says_nothing(kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
+    train(MLP, *pair(opt_level="O2", verbosity=0), "co")
+    assert kept.records == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_said_once_is_still_said_after_a_silent_call(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(verbosity=0)
+    reporter.say_once("hint")
+    reporter.verbosity = 1
+    reporter.say_once("hint")
+    reporter.say_once("hint")
+    assert capsys.readouterr().out == "hint\n"
+
+
+# --- as the application says ----------------------------------------------------------------------
+
+
+def test_a_level_silences_what_is_below_it(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    logger.setLevel(logging.WARNING)
+    train(MLP, *pair(opt_level="O2"), "o" * 8)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("Amp diagnosis:")
+
+
+def test_handlers_of_the_root_take_over(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    logger.handlers.clear()
+    logger.propagate = True
+    at_root = Kept()
+    logging.getLogger().addHandler(at_root)
+    try:
+        Reporter().say("said")
+    finally:
+        logging.getLogger().removeHandler(at_root)
+    assert [record.getMessage() for record in at_root.records] == ["said"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_formatter_of_the_application_is_used(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    (handler,) = ours(logger)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    try:
+        Reporter().say("Warning:  said")
+    finally:
+        handler.setFormatter(None)
+    assert capsys.readouterr().out == "WARNING Warning:  said\n"
+
+
+@pytest.mark.parametrize("switch", ["disabled", "disable"])
+def test_switching_the_logger_off_is_respected(
+    switch: str, logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger.disabled = switch == "disabled"
+    logging.disable(logging.CRITICAL if switch == "disable" else logging.NOTSET)
+    try:
+        train(MLP, *pair(opt_level="O2"), "oc")
+    finally:
+        logging.disable(logging.NOTSET)
+    assert capsys.readouterr() == ("", "")
+    assert len(amp.overflow_report()) == 1
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+
+
+CONFIGURED_BEFORE = """
+import logging, sys
+logger = logging.getLogger("amp_engine")
+handler = logging.StreamHandler(sys.stderr)
+handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+logger.addHandler(handler)
+logger.setLevel(logging.WARNING)
+from amp_engine.report import Reporter
+assert logger.handlers == [handler] and logger.level == logging.WARNING and logger.propagate
+Reporter().say("said")
+Reporter().say("Warning:  said")
+"""
+
+
+def test_a_logger_that_was_configured_before_the_import_is_left_alone() -> None:
+    done = run(CONFIGURED_BEFORE)
+    assert (done.stdout, done.stderr) == ("", "WARNING Warning:  said\n")
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.ERROR])
+@pytest.mark.parametrize("has_handler", [False, True])
+@pytest.mark.parametrize("propagate", [False, True])
+def test_only_what_nobody_set_is_set(level: int, has_handler: bool, propagate: bool) -> None:
+    logger = logging.Logger("amp_engine", level)
+    logger.propagate = propagate
+    if has_handler:
+        logger.addHandler(Kept())
+    messages._set_defaults(logger)
+    messages._set_defaults(logger)
+    assert logger.level == (level or logging.INFO)
+    assert [type(handler) for handler in logger.handlers] == [Kept if has_handler else messages.StdoutHandler]
+    assert logger.propagate is (propagate and has_handler)
+
+
+# basicConfig before the import and after it; a fork; a configuration that names other loggers alone.
+IN_A_PROGRAM = """
+import logging, logging.config, os, sys
+logging.basicConfig(level=logging.DEBUG, format="root %(message)s", stream=sys.stdout)
+from amp_engine.report import Reporter
+logging.basicConfig(level=logging.DEBUG, format="root %(message)s", stream=sys.stdout, force=True)
+say = Reporter().say
+print("1"); say("2"); print("3"); sys.stdout.flush()
+if (child := os.fork()) == 0:
+    say("4")
+    sys.stdout.flush()
+    os._exit(0)
+os.waitpid(child, 0)
+logging.config.dictConfig({"version": 1})
+assert logging.getLogger("amp_engine").disabled
+say("5")
+logging.getLogger("amp_engine").disabled = True
+say("not said")
+logging.config.dictConfig({"version": 1, "loggers": {"amp_engine": {"level": "ERROR"}}})
+say("nor this")
+sys.exit(print("6"))
+"""
+
+
+def test_lines_come_once_in_order_and_whatever_is_configured_for_others() -> None:
+    done = run(IN_A_PROGRAM)
+    assert (done.stdout.split(), done.stderr) == (list("123456"), "")
+
+
+# --- warnings -------------------------------------------------------------------------------------
+
+
+def written_gradients() -> None:
+    model, optimizer = pair(opt_level="O2", verbosity=0)
+    with amp.scale_loss(MLP.loss(model, MLP.batch()), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def unseen_gradients() -> None:
+    model, optimizer = pair(opt_level="O2", loss_scale=1.0, verbosity=0)
+    MLP.loss(model, MLP.batch()).backward()
+    optimizer.step()
+
+
+def other_torch() -> None:
+    _native.refuse_other_torch("1.2.3")
+
+
+WARNED = {
+    written_gradients: (AmpGradientWarning, UserWarning),
+    unseen_gradients: (AmpGradientWarning, UserWarning),
+    other_torch: (AmpRuntimeWarning, RuntimeWarning),
+}
+
+
+@pytest.mark.parametrize("cause", WARNED, ids=lambda cause: cause.__name__)
+def test_a_warning_is_filtered_by_its_own_category_and_by_the_old_one(cause: Any) -> None:
+    own, old = WARNED[cause]
+    with pytest.warns(own):
+        cause()
+    for category in (own, AmpWarning, old):
+        amp.close()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            warnings.simplefilter("ignore", category)
+            cause()
+        assert heard == []
+
+
+def test_categories_are_exported() -> None:
+    assert {name for name in amp_engine.__all__ if name.endswith("Warning")} == {
+        "AmpGradientWarning",
+        "AmpRuntimeWarning",
+        "AmpWarning",
+    }
+    assert issubclass(AmpRuntimeWarning, RuntimeWarning)
+    assert issubclass(AmpWarning, UserWarning)

@@ -155,7 +155,8 @@ def _scale_advice(levels: Iterable[Figures]) -> Iterable[str]:
     for one in levels:
         loses = one.lost is not None and one.lost > MOST_LOST and one.error is None
         if loses and one.loss_scale is not None and not one.dynamic and (one.lost_dynamic or 0.0) <= MOST_LOST:
+            begin = words.share(one.lost_dynamic)
             yield (
                 f'Try {one.level} with loss_scale="dynamic": at its static {words.scale(one.loss_scale)} it loses '
-                f"{words.share(one.lost)} of gradient values; where dynamic scales begin, {words.share(one.lost_dynamic)}."
+                f"{words.share(one.lost)} of gradient values; where dynamic scales begin, {begin}."
             )

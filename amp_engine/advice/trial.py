@@ -8,10 +8,11 @@ import os
 import pickle
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from amp_engine.advice.records import Dropped, Task, Trial
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.engine import Engine
 from amp_engine.policy import Policy
+from amp_engine.stepping.pending import Pending
 from amp_engine.telemetry import memory
 from amp_engine.telemetry.kept import dtype_name
 from amp_engine.telemetry.magnitudes import MagnitudeCounter
@@ -72,18 +74,23 @@ class TrialEngine(Engine):
 
     def initialize(self, *args: Any, **keywords: Any) -> Any:
         """As Engine's, at the level of the trial, without what does not fit it."""
+        self._leave_if_over()
+        if self._seen.first() is None:  # nothing was initialized yet, or that training is over
+            self._seen.closing(self)
         passed = dict(_SIGNATURE.bind(self, *args, **keywords).arguments)
         passed.pop("self")
         arguments, dropped = fitted(passed, self._task.level)
         result = super().initialize(**arguments)
         self._seen.initialized(self, str(passed.get("opt_level", "O1")), dropped)
-        if self._initialized.optimizers and self._seen.first is None:
-            self._seen.first = self._initialized.optimizers[0]
-            self._seen.first.register_step_post_hook(self._after_step)
+        if self._initialized.optimizers and self._seen.first() is None:
+            first = self._initialized.optimizers[0]
+            self._seen.first = weakref.ref(first)
+            first.register_step_post_hook(self._after_step)
         return result
 
     def scale_loss(self, loss: Tensor, *args: Any, **keywords: Any) -> AbstractContextManager[Tensor]:
         """As Engine's; the loss is written down."""
+        self._leave_if_over()
         backward = super().scale_loss(loss, *args, **keywords)
         self._seen.loss(loss)
         return _Backward(backward, lambda: self._seen.after_backward(self)) if self._seen.looks_next else backward
@@ -100,21 +107,22 @@ class TrialEngine(Engine):
             self._write(self._seen.trial(self))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if os.getpid() != self._seen.process or optimizer is not self._seen.first:
+        self._leave_if_over()
+        if os.getpid() != self._seen.process or optimizer is not self._seen.first():
             return
-        if self._seen.is_over:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            self._exit_now(0)
         self._seen.step(self)
         is_late = self._now() >= self._task.deadline
         if is_late or self._seen.steps >= self._task.steps:
             self._seen.out_of_time = self._seen.steps < self._task.steps
             self.write()
-            self._end()
+            raise SystemExit(0)
 
-    def _end(self) -> NoReturn:
-        raise SystemExit(0)
+    def _leave_if_over(self) -> None:
+        """End the process of a script that caught SystemExit and goes on."""
+        if self._seen.is_over and os.getpid() == self._seen.process:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._exit_now(0)
 
 
 class _Seen:
@@ -124,7 +132,7 @@ class _Seen:
         self.process = os.getpid()
         self.is_over = False
         self.out_of_time = False
-        self.first: Optimizer | None = None  # whose steps are counted
+        self.first: Callable[[], Optimizer | None] = lambda: None  # whose steps are counted, as long as it lives
         self._task, self._clock = task, clock
         self._asked: str | None = None
         self._policy: Policy | None = None
@@ -151,6 +159,7 @@ class _Seen:
 
     def initialized(self, engine: Engine, asked: str, dropped: list[Dropped]) -> None:
         self._asked, self._policy = asked, engine.policy
+        self._measured.begin(engine)
         self._dropped += [one for one in dropped if one not in self._dropped]
 
     def loss(self, loss: Tensor) -> None:
@@ -175,14 +184,12 @@ class _Seen:
             self._own[-1].append((begin, self._clock.now()))
 
     def closing(self, engine: Engine) -> None:
-        self.first = None
-        if engine.policy is not None:
-            self._measured.keep(engine)
-            self._measured.skips_before = self._measured.skips
+        self.first = lambda: None
+        self._measured.keep(engine)
+        self._measured.end()
 
     def trial(self, engine: Engine) -> Trial:
-        if engine.policy is not None:
-            self._measured.keep(engine)
+        self._measured.keep(engine)
         counted = self._gradients.read()
         measured, policy = self._measured, self._policy
         on_gpu = torch.cuda.is_initialized()
@@ -214,7 +221,7 @@ class _Seen:
 
 
 class _Measured:
-    """What an engine knows, kept beyond its `close`."""
+    """What an engine knows, kept beyond its `close`, and beyond models and optimizers, which it holds weakly."""
 
     def __init__(self) -> None:
         self.skips = 0
@@ -222,25 +229,38 @@ class _Measured:
         self.dynamic = False
         self.memory: list[Memory] = []
         self.machine = ""
-        self.skips_before = 0  # of engines' lives that `close` ended
+        self._skips_before = 0  # the last `close`
+        self._pendings: list[Pending] = []
+
+    def begin(self, engine: Engine) -> None:
+        """Something was initialized."""
+        self._pendings = [one.pending for one in engine._initialized.stepped]
+        self._look_at_device(engine)
 
     def look(self, engine: Engine) -> None:
         """At memory: the gradients are there now."""
         casts = engine.casts
         stepped, models = engine._initialized.stepped, engine._initialized.models
         self.memory = memory.by_class(models, stepped, None if casts is None else casts.cache)
+        self._look_at_device(engine)
 
     def keep(self, engine: Engine) -> None:
         """Skips and scales. Waits for the device."""
-        pendings = [one.pending for one in engine._initialized.stepped]
-        for pending in pendings:
+        for pending in self._pendings:
             pending.hear(wait=True)
-        self.skips = self.skips_before + max((pending.skips for pending in pendings), default=0)
+        self.skips = self._skips_before + max((pending.skips for pending in self._pendings), default=0)
         if engine.policy is not None and engine.scalers:
             self.loss_scales = tuple(scaler.loss_scale() for scaler in engine.scalers)
             self.dynamic = any(scaler.dynamic for scaler in engine.scalers)
-        found = (p.device for model in engine._initialized.models for p in model.parameters())
-        self.machine = machine(next(found, torch.device("cpu")))
+
+    def end(self) -> None:
+        """All of it is released."""
+        self._skips_before, self._pendings = self.skips, []
+
+    def _look_at_device(self, engine: Engine) -> None:
+        device = next((p.device for model in engine._initialized.models for p in model.parameters()), None)
+        if device is not None:
+            self.machine = machine(device)
 
 
 class _Backward:

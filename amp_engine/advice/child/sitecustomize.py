@@ -1,8 +1,9 @@
 """Starts a trial in the process of a script, then runs the sitecustomize that this one hides.
 
-Found through PYTHONPATH when Python starts, so the script runs as it always does: its `__main__`, arguments, tracebacks,
-and what it sets before it imports torch. Neither torch nor amp_engine is imported here. numpy and torch are seeded right
-after their import, and the trial begins right after that of amp_engine. Processes that the script starts have no trial.
+Found through PYTHONPATH when Python starts, so the script runs as it always does: its `__main__`, its arguments, its
+tracebacks, and what it sets before it imports torch. Neither torch nor amp_engine is imported here. numpy and torch are
+seeded right after their import, and the trial begins right after that of amp_engine. Processes that the script starts
+have no trial.
 """
 
 import importlib

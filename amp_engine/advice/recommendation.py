@@ -101,10 +101,10 @@ def _lighter(levels: Sequence[Figures]) -> Figures:
 def _why_stay(comparison: Comparison, fit: Sequence[Figures]) -> str:
     if not comparison.levels:
         return "no other level was tried"
-    against = "; ".join(f"{one.level}: {why}" for one in comparison.levels if (why := why_not(one)) is not None)
+    against = ", ".join(f"{one.level} ({why})" for one in comparison.levels if (why := why_not(one)) is not None)
     advice = "".join(f".  {one.removesuffix('.')}" for one in _scale_advice(comparison.levels))
     if not fit:
-        return f"no other level trains as it does ({against}){advice}"
+        return f"no other level trains as it does: {against}{advice}"
     is_noisy = comparison.drift is not None and comparison.drift > LEAST_GAIN
     by = (
         f"more than the {words.share(comparison.drift)} that O0's own two runs differ by" if is_noisy else "5 % or more"
@@ -118,8 +118,11 @@ def _why_stay(comparison: Comparison, fit: Sequence[Figures]) -> str:
     if timed:
         best = max(timed, key=lambda one: one.speed or 0.0)
         parts.append(f"the fastest is {best.level}, {_speed(best)}, {_memory(best)}")
+    smallest = min((one for one in fit if one.memory is not None), key=lambda one: one.memory or 0.0, default=None)
+    if smallest is not None and (smallest.memory or 0.0) <= 1 - LEAST_SAVING:
+        parts.append(f"the smallest is {smallest.level}, {_speed(smallest)}, {_memory(smallest)}")
     if against:
-        parts.append(f"not counted are {against}")
+        parts.append(f"left out: {against}")
     return "; ".join([enough, *parts]) + advice
 
 

@@ -63,7 +63,7 @@ def advise(
         warmup: how many of the first steps are left out of times.
         levels: those to try.
         seconds: after which a level is ended early, from the start of its process on.
-        seed: of random, numpy and torch, before the script.
+        seed: of random, numpy, torch and the order of sets, before the script; 0 to 2^32 - 1.
         say: told what is run next.
         run: does one trial of `argv`; default: in a process of its own.
 
@@ -73,7 +73,7 @@ def advise(
     Raises AmpValueError for arguments that are not allowed, AmpStateError if the script fails at O0, if it never calls
     `initialize` and `scale_loss`, and where several processes are to train together.
     """
-    _check(argv, steps, warmup, levels, seconds)
+    _check(argv, steps, warmup, levels, seconds, seed)
     run = run or run_in_process
     others = [level for level in dict.fromkeys(levels) if level != BASE]
     count = len(others) + 2
@@ -104,6 +104,7 @@ def run_in_process(argv: Sequence[str], task: Task) -> Trial:
         environment = dict(os.environ)
         told = dataclasses.asdict(dataclasses.replace(task, path=str(result)))
         environment[VARIABLE] = json.dumps(told)
+        environment.setdefault("PYTHONHASHSEED", str(task.seed))  # the order of sets, in which data may be read
         path = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([_CHILD, path] if path else [_CHILD])
         finder.add_children(environment, replace=True)
@@ -167,7 +168,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _check(argv: Sequence[str], steps: int, warmup: int, levels: Sequence[str], seconds: float) -> None:
+def _check(argv: Sequence[str], steps: int, warmup: int, levels: Sequence[str], seconds: float, seed: int) -> None:
     if not argv or (argv[0] == "-m" and len(argv) == 1):
         raise AmpValueError("There is no script to run.  Type a script or `-m package.module`, and its arguments.")
     if argv[0].startswith("-") and argv[0] != "-m":
@@ -184,6 +185,8 @@ def _check(argv: Sequence[str], steps: int, warmup: int, levels: Sequence[str], 
             f"steps={steps}, warmup={warmup}, seconds={seconds:g}: at least two steps have to follow the warm-up, and "
             "seconds are above 0.  Use for example --steps 20 --warmup 5 --seconds 120."
         )
+    if not 0 <= seed < 2**32:
+        raise AmpValueError(f"seed={seed}: numpy takes seeds from 0 to {2**32 - 1}.  Use for example --seed 0.")
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
         raise AmpStateError(
             "WORLD_SIZE is above 1: this is one of several processes that train together.  Run it in one, without "

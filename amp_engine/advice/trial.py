@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amp_engine import amp
 from amp_engine.advice.fitting import fitted
@@ -85,7 +86,7 @@ class TrialEngine(Engine):
         if self._initialized.optimizers and self._seen.first() is None:
             first = self._initialized.optimizers[0]
             self._seen.first = weakref.ref(first)
-            first.register_step_post_hook(self._after_step)
+            self._seen.handle = first.register_step_post_hook(self._after_step)
         return result
 
     def scale_loss(self, loss: Tensor, *args: Any, **keywords: Any) -> AbstractContextManager[Tensor]:
@@ -102,13 +103,13 @@ class TrialEngine(Engine):
 
     def write(self) -> None:
         """Write down what was seen, unless that was done. Waits for the device."""
-        if not self._seen.is_over and os.getpid() == self._seen.process:  # not in a child that was forked from it
+        if not self._seen.is_over and os.getpid() == self._seen.process:
             self._seen.is_over = True
             self._write(self._seen.trial(self))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._leave_if_over()
-        if os.getpid() != self._seen.process or optimizer is not self._seen.first():
+        if os.getpid() != self._seen.process:  # in a child that was forked from it
             return
         self._seen.step(self)
         is_late = self._now() >= self._task.deadline
@@ -133,6 +134,7 @@ class _Seen:
         self.is_over = False
         self.out_of_time = False
         self.first: Callable[[], Optimizer | None] = lambda: None  # whose steps are counted, as long as it lives
+        self.handle: RemovableHandle | None = None  # of the hook on it
         self._task, self._clock = task, clock
         self._asked: str | None = None
         self._policy: Policy | None = None
@@ -185,6 +187,8 @@ class _Seen:
 
     def closing(self, engine: Engine) -> None:
         self.first = lambda: None
+        if self.handle is not None:
+            self.handle.remove()
         self._measured.keep(engine)
         self._measured.end()
 

@@ -113,6 +113,7 @@ def test_a_script_without_amp_is_told_what_is_missing(seen, what):
         ([SCRIPT], {"steps": 6}, "at least two steps have to follow"),
         ([SCRIPT], {"warmup": -1}, "at least two steps have to follow"),
         ([SCRIPT], {"seconds": 0}, "seconds are above 0"),
+        ([SCRIPT], {"seed": -1}, "seeds from 0 to 4294967295"),
     ],
 )
 def test_what_is_not_allowed_is_refused_before_anything_runs(argv, keywords, says):
@@ -320,8 +321,17 @@ def test_a_module_that_catches_system_exit_ends_and_its_children_have_no_trial(w
     assert (trial.error, trial.steps, trial.level) == (None, 3, "O4")
 
 
-def test_a_script_that_has_nothing_to_do_with_amp_leaves_no_trial(work):
-    (work / "plain.py").write_text("print('hello')")
+def test_a_script_that_has_nothing_to_do_with_amp_leaves_no_trial(work, monkeypatch):
+    own = work / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("is_of_the_user = True")
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    (work / "plain.py").write_text(
+        "import os, random, sitecustomize\nassert sitecustomize.is_of_the_user\n"
+        "assert os.environ['PYTHONHASHSEED'] == '0'\nvalue = random.random()\nrandom.seed(0)\n"
+        "assert value == random.random()\nprint('hello')"
+    )
     assert running.run_in_process(["plain.py"], Task("O0", 3, time.monotonic() + 300)) == Trial("O0")
 
 

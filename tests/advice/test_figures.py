@@ -148,10 +148,11 @@ def test_a_failed_level_has_no_figures_and_its_last_words_below():
 
 
 def test_runs_that_ended_early_are_said():
-    page = str(advice(trial("O2", [1.0, 1.0], out_of_time=True), trial("O4", [1.0]), steps=6))
+    page = str(advice(trial("O2", [1.0, 1.0], out_of_time=True), trial("O4", [1.0]), trial("O5", [1.0] * 4), steps=6))
     assert "O0 ran 4 of 6 steps: the script ended." in page
     assert "O2 ran 2 of 4 steps: its time was over (--seconds)." in page
     assert "O4 ran 1 of 4 steps: the script ended." in page
+    assert "O5 ran" not in page
     assert " steps: " not in str(advice(trial("O2", [1.0] * 4)))
 
 

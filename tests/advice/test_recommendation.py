@@ -77,7 +77,7 @@ def test_what_does_not_train_as_o0_is_not_taken_however_fast(wrong, why):
     assert recommended(bad, level("O4", 1.2)).level == "O4"
     found = recommended(bad)
     assert found.level == "O0"
-    assert f"no other level trains as it does (O2: {why})" in found.sentence
+    assert f"no other level trains as it does: O2 ({why})." in found.sentence
 
 
 def test_half_of_the_steps_skipped_and_one_percent_lost_are_allowed():
@@ -113,7 +113,9 @@ def test_of_equally_small_levels_the_faster_one_is_taken():
 
 
 def test_memory_is_not_paid_for_with_more_than_half_of_the_time_again():
-    assert recommended(level("O2", 0.66, memory=0.5)).level == "O0"
+    found = recommended(level("O2", 0.66, memory=0.5), level("O4", 0.9))
+    assert found.level == "O0"
+    assert "the smallest is O2, 0.66 times as fast, with 50.0 % of O0's memory" in found.sentence
     assert recommended(level("O2", 0.67, memory=0.5)).level == "O2"
 
 
@@ -122,7 +124,7 @@ def test_staying_names_the_fastest_and_those_that_do_not_count():
     assert found.level == "O0"
     assert found.sentence.startswith("Stay at O0 on this machine (a machine): ")
     assert "the fastest is O4, 1.01 times as fast" in found.sentence
-    assert "not counted are O3: its losses differ by 25.0 %" in found.sentence
+    assert "left out: O3 (its losses differ by 25.0 %)" in found.sentence
 
 
 def test_without_other_levels_there_is_nothing_to_say():

@@ -143,7 +143,8 @@ def judged(trial: Trial | None, task: Task, status: int | None, printed: str) ->
     lines = printed.strip().splitlines()[-SHOWN_LINES:]
     if status is None:
         lines.append(
-            f"({trial.level} was ended: it had not done its steps when its time was over. Give it more --seconds.)"
+            f"({trial.level} was ended: it had not done a step, or did not end after its last one, when its time was "
+            "over.  Give it more --seconds; training in processes of its own, as with mp.spawn, is not followed.)"
         )
     elif not lines:
         lines.append(f"(nothing was printed; the exit status is {status})")

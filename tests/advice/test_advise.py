@@ -159,6 +159,7 @@ def test_a_process_that_had_to_be_ended_failed_for_lack_of_time():
     assert error is not None
     assert error.startswith("epoch 1\n(O2 was ended: ")
     assert "--seconds" in error
+    assert "mp.spawn" in error
     late = Trial("O2", "O1", ((1.0,),), out_of_time=True)
     assert running.judged(late, TASK, None, "") == late
 

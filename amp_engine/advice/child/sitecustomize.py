@@ -38,7 +38,7 @@ class _AfterImport:
             spec = None if finder is self or find_spec is None else find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, function)  # type: ignore[assignment]
+                    spec.loader = _Loader(spec.loader, function)
                 return spec
         return None
 

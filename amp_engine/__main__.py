@@ -1,21 +1,29 @@
-"""`python -m amp_engine info`: what is installed, what was compiled, and why something is missing."""
+"""`python -m amp_engine`: `info` says what is installed and what is missing, `advise` which level suits a script."""
 
 import argparse
+import sys
 
 from amp_engine.telemetry.software import describe
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run a command of `python -m amp_engine`."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command of `python -m amp_engine`. Returns an exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m amp_engine", description="What this amp_engine is made of.")
     commands = parser.add_subparsers(dest="command", title="commands")
     commands.add_parser("info", help="what is installed, what was compiled, and why something is missing")
+    commands.add_parser("advise", help="a few steps of a training script at each level, and which one to take")
+    if arguments[:1] == ["advise"]:  # what follows is the script's as well
+        from amp_engine.advice import command
+
+        return command.main(arguments[1:])
     if parser.parse_args(arguments).command == "info":
         for name, state in describe():
             print(f"{name:<12}{state}")
     else:
         parser.print_help()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -61,6 +61,11 @@ def current_engine() -> Engine | None:
     return None if _amp_state.engine.policy is None else _amp_state.engine
 
 
+def replace_engine(engine: Engine) -> None:
+    """Let the functions of this module speak to `engine` from now on. The one before is left as it is, not closed."""
+    _amp_state.engine = engine
+
+
 if TYPE_CHECKING:
     initialize = _amp_state.engine.initialize
 else:

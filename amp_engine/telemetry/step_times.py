@@ -35,10 +35,11 @@ class Clock(Protocol):
         """Seconds on the host, and on the device: None where that is none. May wait for the device."""
 
 
-class _Clock:
+class SystemClock:
     """time.perf_counter, and CUDA events on the current stream of the current device, once a GPU is in use."""
 
     def now(self) -> tuple[float, torch.cuda.Event | None]:
+        """A mark of this moment; on a GPU of when its stream gets here. No host sync."""
         event = None
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event(enable_timing=True)
@@ -46,6 +47,7 @@ class _Clock:
         return time.perf_counter(), event
 
     def between(self, start: Any, end: Any) -> tuple[float, float | None]:
+        """Seconds on the host, and on the GPU or None. Waits for the later event."""
         device = None
         if start[1] is not None and end[1] is not None:
             end[1].synchronize()
@@ -70,7 +72,7 @@ class StepTimes:
 
     def __init__(self, engine: Engine, clock: Clock | None = None) -> None:
         self._engine = engine
-        self._clock: Clock = clock or _Clock()
+        self._clock: Clock = clock or SystemClock()
         self._marks: list[tuple[str, Any, Any]] = []
         self._handles: list[RemovableHandle] = []
         self._opened: dict[int, Any] = {}  # by id of an optimizer in its step

@@ -1,0 +1,90 @@
+"""Starts a trial in the process of a script, then runs the sitecustomize that this one hides.
+
+Found through PYTHONPATH when Python starts, so the script runs as it always does: its `__main__`, its arguments, its
+tracebacks, and what it sets before it imports torch. Neither torch nor amp_engine is imported here. numpy and torch are
+seeded right after their import, and the trial begins right after that of amp_engine. Processes that the script starts
+have no trial.
+"""
+
+import importlib
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
+
+VARIABLE = "AMP_ENGINE_TRIAL"
+
+
+class _AfterImport:
+    """A finder on `sys.meta_path` that finds nothing by itself: it calls a function after a module was imported."""
+
+    def __init__(self, functions: dict[str, Callable[[], object]]) -> None:
+        self._functions = functions
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The official hook."""
+        function = self._functions.pop(name, None)
+        if function is None:
+            return None
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)
+            spec = None if finder is self or find_spec is None else find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, function)
+                return spec
+        return None
+
+
+class _Loader:
+    """Loads as another loader does, and calls a function after that."""
+
+    def __init__(self, real: Any, function: Callable[[], object]) -> None:
+        self._real, self._function = real, function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._real.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._real  # type: ignore[union-attr]
+        self._real.exec_module(module)
+        self._function()
+
+
+def _start() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    path = [entry for entry in os.environ.pop("PYTHONPATH", "").split(os.pathsep) if entry and entry != here]
+    if path:
+        os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    try:
+        if VARIABLE in os.environ:
+            task = json.loads(os.environ.pop(VARIABLE))
+            seed = task["seed"]
+            random.seed(seed)
+            functions = {
+                "numpy": lambda: importlib.import_module("numpy.random").seed(seed),
+                "torch": lambda: sys.modules["torch"].manual_seed(seed),
+                "amp_engine": lambda: importlib.import_module("amp_engine.advice.trial").begin(task),
+            }
+            sys.meta_path.insert(0, _AfterImport(functions))
+    finally:
+        hidden = PathFinder.find_spec("sitecustomize")
+        if hidden is not None and hidden.loader is not None:
+            module = module_from_spec(hidden)
+            sys.modules[hidden.name] = module
+            hidden.loader.exec_module(module)
+
+
+_start()

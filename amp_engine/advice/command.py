@@ -1,0 +1,70 @@
+"""`python -m amp_engine advise`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from amp_engine.advice.running import advise
+from amp_engine.errors import AmpError
+from amp_engine.levels import LEVELS
+
+NAME = "python -m amp_engine advise"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command. Returns an exit status: 2 for a command line that is not understood, 1 if the script failed."""
+    parser = _parser()
+    own, target = _split(parser, list(arguments))
+    options = parser.parse_args(own)
+    if not target:
+        parser.error("there is no script: type a script or `-m package.module`, and its arguments")
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no directory {options.json.parent}")
+    try:
+        advice = advise(
+            target,
+            steps=options.steps,
+            warmup=options.warmup,
+            levels=[level for level in options.levels.split(",") if level],
+            seconds=options.seconds,
+            seed=options.seed,
+            say=lambda line: print(f"amp_engine advise: {line}", file=sys.stderr, flush=True),
+        )
+    except AmpError as e:
+        print(f"{NAME}: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ValueError) else 1
+    if options.json is not None:
+        options.json.write_text(f"{advice.to_json()}\n", encoding="utf-8")
+    print(advice)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=NAME,
+        usage=f"{NAME} [options] script.py [arguments of the script]\n"
+        f"       {NAME} [options] -m package.module [arguments of the module]",
+        description="Run a few steps of an unmodified training script at each level; compare losses, speed and memory, "
+        "and say which level to take. The script runs once for each level and twice at O0, and is ended after its "
+        "steps. Files that it writes until then are written each time.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=20, help="of the first optimizer, at each level (default 20)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps that times leave out (default 5)")
+    parser.add_argument("--levels", default=",".join(LEVELS), help=f"default {','.join(LEVELS)}; O0 is always run")
+    parser.add_argument("--seconds", type=float, default=120.0, help="at most, for each level (default 120)")
+    parser.add_argument("--seed", type=int, default=0, help="of random, numpy and torch (default 0)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all records to a file")
+    return parser
+
+
+def _split(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Our options, which stand first, and the script with its own, whatever they are called."""
+    end = 0
+    while end < len(arguments) and arguments[end].startswith("-") and arguments[end] != "-m":
+        known = parser._option_string_actions.get(arguments[end])
+        end += 2 if known is not None and known.nargs is None else 1
+    return arguments[:end], arguments[end:]

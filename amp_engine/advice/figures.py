@@ -1,0 +1,171 @@
+"""What trials say of levels: pure functions from what was seen to the figures that levels are compared by."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from amp_engine.advice.records import Trial
+from amp_engine.scale_rule import DynamicLossScale
+
+MOST_DIFFERENCE = 0.02
+"""Up to this a level's losses agree with O0's, however small the noise is."""
+
+NOISES = 2.0
+"""Losses agree, too, up to so many times what O0's own losses differ after a perturbation as small as rounding."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One level, compared with O0.
+
+    Attributes:
+        level: its name.
+        dtype: its low-precision type; None at O0.
+        error: what the script printed at its end if it failed.
+        steps, skips: how many steps there were, and how many of them were skipped.
+        is_finite: whether all losses were.
+        difference: of the losses from O0's, as `loss_difference` says; None if there is nothing to compare.
+        agrees: whether the difference is within the limit.
+        seconds: of a step, the median after the warm-up; None if there was none.
+        speed: O0's seconds over these.
+        bytes: that it takes, and
+        memory: as a share of O0's.
+        lost: of O0's nonzero weight gradients, the share that float16 rounds to 0 at the lowest loss scale of the end,
+            0 to 1; 0 in bfloat16 and FP32, None if they were not counted.
+        lost_dynamic: the same at the scale that "dynamic" begins with.
+        loss_scale: the lowest at the end; None where no loss is scaled.
+        dynamic: whether it moves.
+    """
+
+    level: str
+    dtype: str | None = None
+    error: str | None = None
+    steps: int = 0
+    skips: int = 0
+    is_finite: bool = True
+    difference: float | None = None
+    agrees: bool = False
+    seconds: float | None = None
+    speed: float | None = None
+    bytes: int | None = None
+    memory: float | None = None
+    lost: float | None = None
+    lost_dynamic: float | None = None
+    loss_scale: float | None = None
+    dynamic: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All levels.
+
+    Attributes:
+        machine: that they ran on, in words.
+        base: O0.
+        levels: the others.
+        noise: how far O0's losses are from themselves after a perturbation; None if that run failed.
+        limit: up to which difference losses agree.
+        drift: how much longer a step of O0 took in the slower of its two runs, as a share; None where there is one.
+    """
+
+    machine: str
+    base: Figures
+    levels: tuple[Figures, ...] = ()
+    noise: float | None = None
+    limit: float = MOST_DIFFERENCE
+    drift: float | None = None
+
+
+def compared(base: Trial, levels: Sequence[Trial], again: Trial | None, warmup: int) -> Comparison:
+    """The figures of all levels.
+
+    Args:
+        base: the first run at O0.
+        levels: those of other levels.
+        again: the second run at O0, with perturbed weights, after the others.
+        warmup: how many of the first steps are left out of times.
+
+    O0's time is the median over the steps of both of its runs: what slows the machine for a while then counts for all.
+    """
+    gradients = None
+    noise = drift = None
+    runs = [base.timed(warmup)]
+    if again is not None and again.error is None:
+        gradients = again.gradients
+        noise = loss_difference(again, base)
+        runs.append(again.timed(warmup))
+        if all(runs):
+            medians = [statistics.median(run) for run in runs]
+            drift = max(medians) / min(medians) - 1 if min(medians) > 0 else None
+    seconds = statistics.median([*runs[0], *runs[-1]]) if all(runs) else None
+    limit = MOST_DIFFERENCE if noise is None or not math.isfinite(noise) else max(MOST_DIFFERENCE, NOISES * noise)
+
+    def figures(trial: Trial) -> Figures:
+        own = statistics.median(timed) if (timed := trial.timed(warmup)) else None
+        own = seconds if trial is base else own
+        difference = 0.0 if trial is base else loss_difference(trial, base)
+        is_half = trial.dtype == "float16"
+        scale = min(trial.loss_scales, default=1.0)
+
+        def lost(at: float) -> float | None:
+            if not is_half:
+                return 0.0
+            return None if gradients is None else gradients.lost(torch.float16, at)
+
+        return Figures(
+            level=trial.level,
+            dtype=trial.dtype,
+            error=trial.error,
+            steps=trial.steps,
+            skips=trial.skips,
+            is_finite=all(math.isfinite(loss) for losses in trial.losses for loss in losses),
+            difference=difference,
+            agrees=difference is not None and difference <= limit,
+            seconds=own,
+            speed=seconds / own if seconds is not None and own else None,
+            bytes=trial.bytes,
+            memory=trial.bytes / base.bytes if trial.bytes is not None and base.bytes else None,
+            lost=lost(scale),
+            lost_dynamic=lost(DynamicLossScale().init_scale),
+            loss_scale=scale if trial.dynamic or scale != 1.0 else None,
+            dynamic=trial.dynamic,
+        )
+
+    return Comparison(base.machine, figures(base), tuple(map(figures, levels)), noise, limit, drift)
+
+
+def loss_difference(trial: Trial, base: Trial) -> float | None:
+    """mean |loss - base's| / mean |base's|, over the second half of the steps that both have.
+
+    Relative to the mean and not step by step, so that one loss near 0 does not count for all. The second half, since
+    at first all levels have the same weights. Several losses of a step are compared one by one: their sum may cancel.
+
+    A step that was skipped leaves the weights one step behind, which says nothing of rounding: where a trial has
+    skipped k more steps than the base, it is compared with the base of k steps before as well, and the smaller
+    difference counts. inf where a loss is not finite, None without a step to compare.
+    """
+    behind = max(0, trial.skips - base.skips)
+    found = [_shifted(trial, base, shift) for shift in {0, behind}]
+    return min((one for one in found if one is not None), default=None)
+
+
+def _shifted(trial: Trial, base: Trial, behind: int) -> float | None:
+    n = min(trial.steps, base.steps + behind)
+    first = max(n // 2, behind)
+    pairs = [
+        (ours, theirs)
+        for step in range(first, n)
+        for ours, theirs in zip(trial.losses[step], base.losses[step - behind], strict=False)
+    ]
+    if not pairs:
+        return None
+    difference = sum(abs(ours - theirs) for ours, theirs in pairs)
+    size = sum(abs(theirs) for _, theirs in pairs)
+    if not math.isfinite(difference + size):
+        return math.inf
+    return difference / size if size else (0.0 if difference == 0 else math.inf)

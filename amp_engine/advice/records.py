@@ -1,0 +1,101 @@
+"""What a trial is told, and what it saw: frozen values of plain types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amp_engine.telemetry.magnitudes import Magnitudes
+from amp_engine.telemetry.records import Memory
+
+BASE = "O0"
+"""The level that the others are compared with."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a trial is told.
+
+    Attributes:
+        level: "O0" to "O5", in place of the script's own.
+        steps: of the first optimizer, after which the script is ended.
+        deadline: of `time.monotonic()`: the first step that ends later is the last one.
+        seed: of random, numpy and torch, before the script; and of the perturbation.
+        perturb: multiply the weights by 1 + 2^-11 * uniform(-1, 1) after the first step, and count gradients.
+        path: of the file that the trial is written to.
+    """
+
+    level: str
+    steps: int
+    deadline: float
+    seed: int = 0
+    perturb: bool = False
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An argument of the script's `initialize` that a trial left out.
+
+    Attributes:
+        argument: as it is typed: "loss_scale=128.0".
+        why: the reason, as the end of a sentence.
+    """
+
+    argument: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was seen of a few steps of a script at one level.
+
+    Attributes:
+        level: that it ran at.
+        asked: the level that the script asked for; None if it never called `initialize`.
+        losses: for each step, the value of each loss that was passed to `scale_loss` for it, in their order.
+        seconds: of each step but the first: from the end of the step before to its own end, without what the trial
+            itself did meanwhile. On a GPU between CUDA events.
+        skips: how many steps were skipped, of the optimizer that skipped most.
+        dtype: the low-precision type of the level; None at O0.
+        loss_scales: at the end, by loss_id.
+        dynamic: whether the scales move.
+        memory: by class, at the end of the last backward that was looked at.
+        peak_bytes: the most that torch's allocator gave out on all GPUs; None without one.
+        gradients: how large the gradients of weights were after the backwards of the last steps; None: not counted.
+        dropped: what was left out of the script's `initialize`.
+        machine: what it ran on, in words.
+        out_of_time: whether it was ended before its last step, since its time was over.
+        error: the end of what the script printed, if it failed; None if it did not.
+    """
+
+    level: str
+    asked: str | None = None
+    losses: tuple[tuple[float, ...], ...] = ()
+    seconds: tuple[float, ...] = ()
+    skips: int = 0
+    dtype: str | None = None
+    loss_scales: tuple[float, ...] = ()
+    dynamic: bool = False
+    memory: tuple[Memory, ...] = ()
+    peak_bytes: int | None = None
+    gradients: Magnitudes | None = None
+    dropped: tuple[Dropped, ...] = ()
+    machine: str = ""
+    out_of_time: bool = False
+    error: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many there were."""
+        return len(self.losses)
+
+    @property
+    def bytes(self) -> int | None:
+        """What it takes: the peak on GPUs, elsewhere the sum over the classes. None if nobody looked."""
+        if self.peak_bytes is not None:
+            return self.peak_bytes
+        return sum(one.bytes for one in self.memory) if self.memory else None
+
+    def timed(self, warmup: int) -> tuple[float, ...]:
+        """The seconds of the steps after the first `warmup`; the first step has none."""
+        return self.seconds[max(0, warmup - 1) :]

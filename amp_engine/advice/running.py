@@ -1,0 +1,200 @@
+"""Runs a script at each level, in a process of its own, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from amp_engine.advice.advice import Advice
+from amp_engine.advice.records import BASE, Task, Trial
+from amp_engine.apex import finder
+from amp_engine.errors import AmpStateError, AmpValueError
+from amp_engine.levels import LEVELS
+
+VARIABLE = "AMP_ENGINE_TRIAL"
+GRACE = 20.0
+"""Seconds that a process may take to end once its trial is written, or its time is over."""
+
+SHOWN_LINES = 12
+"""Of what a script printed, at its end, where it failed."""
+
+_CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child")
+_NO_AMP = (
+    "The script ended without {what}, so there is nothing to try at other levels.  It has to call model, optimizer = "
+    "amp.initialize(model, optimizer, ...) of `from apex import amp` or `from amp_engine import amp`, and "
+    "amp.scale_loss, in the process that was started: trainings in processes of their own (torchrun, mp.spawn) are not "
+    "followed; run the script on one GPU."
+)
+
+
+def advise(
+    argv: Sequence[str],
+    *,
+    steps: int = 20,
+    warmup: int = 5,
+    levels: Sequence[str] = tuple(LEVELS),
+    seconds: float = 120.0,
+    seed: int = 0,
+    say: Callable[[str], None] | None = None,
+    run: Callable[[Sequence[str], Task], Trial] | None = None,
+) -> Advice:
+    """Run a few steps of an unmodified training script at each level, and say which level to take.
+
+        print(advise(["train.py", "--data", "cifar"]))
+        print(advise(["-m", "package.train"], steps=50, levels=["O0", "O2", "O5"]))
+
+    Each level runs in a process of its own, with the same arguments, environment, directory and random numbers; the
+    script is ended by SystemExit after its last step. `from apex import amp` is answered by amp_engine there, also in
+    place of an apex that is installed. O0 is run twice, first and last, whether it is listed or not.
+
+    Args:
+        argv: a script with its arguments, or "-m", a module and its arguments.
+        steps: of the first optimizer that was passed to `initialize`.
+        warmup: how many of the first steps are left out of times.
+        levels: those to try.
+        seconds: after which a level is ended early, from the start of its process on.
+        seed: of random, numpy, torch and the order of sets, before the script; 0 to 2^32 - 1.
+        say: told what is run next.
+        run: does one trial of `argv`; default: in a process of its own.
+
+    Returns:
+        A frozen record: `str()` is a table with the recommendation as its last line, `to_json()` has all of it.
+
+    Raises AmpValueError for arguments that are not allowed, AmpStateError if the script fails at O0, if it never calls
+    `initialize` and `scale_loss`, and where several processes are to train together.
+    """
+    _check(argv, steps, warmup, levels, seconds, seed)
+    run = run or run_in_process
+    others = [level for level in dict.fromkeys(levels) if level != BASE]
+    count = len(others) + 2
+
+    def tried(number: int, task: Task) -> Trial:
+        if say is not None:
+            say(f"{task.level}, run {number} of {count}")
+        return run(argv, dataclasses.replace(task, deadline=time.monotonic() + seconds))
+
+    base = tried(1, Task(BASE, steps, 0.0, seed))
+    if base.error is not None:
+        raise AmpStateError(
+            f"{BASE} failed, with which the other levels are compared.  The script printed:\n{base.error}"
+        )
+    if base.asked is None or not any(base.losses):
+        what = "amp.initialize" if base.asked is None else "amp.scale_loss and a step of its first optimizer"
+        raise AmpStateError(_NO_AMP.format(what=what))
+    enough = base.steps  # of a script that ends earlier: which its last steps are is known now
+    found = [tried(i, Task(level, enough, 0.0, seed)) for i, level in enumerate(others, 2)]
+    again = tried(count, Task(BASE, enough, 0.0, seed, perturb=True))
+    return Advice(tuple(argv), steps, warmup, base, tuple(found), again)
+
+
+def run_in_process(argv: Sequence[str], task: Task) -> Trial:
+    """One trial, in a process of its own, which is ended `GRACE` seconds after its deadline at the latest."""
+    with tempfile.TemporaryDirectory(prefix="amp_advise_") as folder:
+        result, printed = Path(folder, "trial"), Path(folder, "printed")
+        environment = dict(os.environ)
+        told = dataclasses.asdict(dataclasses.replace(task, path=str(result)))
+        environment[VARIABLE] = json.dumps(told)
+        environment.setdefault("PYTHONHASHSEED", str(task.seed))  # the order of sets, in which data may be read
+        path = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([_CHILD, path] if path else [_CHILD])
+        finder.add_children(environment, replace=True)
+        # The options of this interpreter, as multiprocessing gives them to its children: -W, -X, -O, ...
+        options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        with printed.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, *options, *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                ended = _wait(process, task.deadline, result)
+            finally:
+                _end(process)
+        trial: Trial | None = pickle.loads(result.read_bytes()) if result.exists() else None
+        return judged(trial, task, ended, printed.read_text(encoding="utf-8", errors="replace"))
+
+
+def judged(trial: Trial | None, task: Task, status: int | None, printed: str) -> Trial:
+    """The trial as it counts, with what is wrong with it.
+
+    Args:
+        trial: that the process wrote; None if it wrote none.
+        status: that the process ended with; None if it was ended from outside.
+        printed: by the script.
+    """
+    trial = trial or Trial(task.level)
+    if trial.out_of_time or trial.steps >= task.steps:  # whatever its end was like
+        return trial
+    if status == 0:
+        return trial
+    lines = printed.strip().splitlines()[-SHOWN_LINES:]
+    if status is None:
+        lines.append(
+            f"({trial.level} was ended: it had not done a step, or did not end after its last one, when its time was "
+            "over.  Give it more --seconds; training in processes of its own, as with mp.spawn, is not followed.)"
+        )
+    elif not lines:
+        lines.append(f"(nothing was printed; the exit status is {status})")
+    return dataclasses.replace(trial, error="\n".join(lines))
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float, result: Path) -> int | None:
+    """Its exit status, or None if it does not end in time."""
+    latest = deadline + GRACE
+    while (now := time.monotonic()) < latest:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(0.2)
+        if result.exists():
+            latest = min(latest, now + GRACE)
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Also what it has started, such as loaders of data; nothing if all of that is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _check(argv: Sequence[str], steps: int, warmup: int, levels: Sequence[str], seconds: float, seed: int) -> None:
+    if not argv or (argv[0] == "-m" and len(argv) == 1):
+        raise AmpValueError("There is no script to run.  Type a script or `-m package.module`, and its arguments.")
+    if argv[0].startswith("-") and argv[0] != "-m":
+        raise AmpValueError(f"{argv[0]!r} is neither a script nor -m.  Options of the script stand behind the script.")
+    if argv[0] != "-m" and not os.path.exists(argv[0]):
+        raise AmpValueError(f"There is no file {argv[0]!r} in {os.getcwd()}.  A module is run by `-m package.module`.")
+    unknown = [level for level in levels if level not in LEVELS]
+    if unknown or not levels:
+        raise AmpValueError(
+            f"levels={','.join(levels)!r}: a level is one of {', '.join(LEVELS)}.  Use for example O0,O2."
+        )
+    if warmup < 0 or steps < warmup + 2 or not seconds > 0:
+        raise AmpValueError(
+            f"steps={steps}, warmup={warmup}, seconds={seconds:g}: at least two steps have to follow the warm-up, and "
+            "seconds are above 0.  Use for example --steps 20 --warmup 5 --seconds 120."
+        )
+    if not 0 <= seed < 2**32:
+        raise AmpValueError(f"seed={seed}: numpy takes seeds from 0 to {2**32 - 1}.  Use for example --seed 0.")
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        raise AmpStateError(
+            "WORLD_SIZE is above 1: this is one of several processes that train together.  Run it in one, without "
+            "torchrun."
+        )
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise AmpStateError(
+            "Python's -E, -I and -S keep PYTHONPATH and sitecustomize from the script, and with them the trial.  Leave "
+            "them out."
+        )

@@ -1,0 +1,44 @@
+"""How figures are written, in the table and in the recommendation alike."""
+
+from __future__ import annotations
+
+import math
+
+from amp_engine.telemetry import wording
+
+NOTHING = "-"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Three digits: 21.3, 0.873."""
+    if seconds is None:
+        return NOTHING
+    value = 1000 * seconds
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:,.{min(max(digits, 0), 3)}f}"
+
+
+def share(value: float | None) -> str:
+    """Of 0 to 1 as percent; what is not 0 is not written as 0."""
+    if value is None:
+        return NOTHING
+    if not math.isfinite(value):
+        return "not finite"
+    if 0 < value < 0.0005:
+        return "< 0.1 %"
+    return wording.percent(value)
+
+
+def speed(value: float | None) -> str:
+    """Of O0: 1.52x."""
+    return NOTHING if value is None else f"{value:.2f}x"
+
+
+def scale(value: float | None) -> str:
+    """A loss scale, or none."""
+    return NOTHING if value is None else wording.scale(value)
+
+
+def size(count: int | None) -> str:
+    """A number of bytes, or none."""
+    return NOTHING if count is None else wording.size(count)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -355,12 +356,17 @@ def test_a_script_that_does_not_end_is_ended_with_what_it_started(work, monkeypa
     trial = running.run_in_process(["loops.py"], Task("O0", 3, 1.0))
     assert trial.error is not None
     assert "was ended" in trial.error
-    child = f"/proc/{(work / 'child').read_text()}/stat"
+    child = Path("/proc") / (work / "child").read_text() / "stat"
+    while is_running(child):  # the kernel ends what was killed when it comes to it
+        time.sleep(0.01)
+
+
+def is_running(stat: Path) -> bool:
+    """Whether the process of this file of /proc is there, and not dead."""
     try:
-        with open(child, encoding="ascii") as file:
-            assert file.read().rsplit(")", 1)[1].split()[0] in "ZX"
-    except FileNotFoundError:
-        pass
+        return stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_the_command_waits_for_nothing_that_only_advise_needs():

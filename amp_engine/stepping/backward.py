@@ -65,8 +65,11 @@ class Backward:
         # Found by the largest magnitude: finite gradients whose squares overflow are no overflow.
         self.found_inf = found_inf
         numbers = [found_inf, self.scaler.scale, self.snapshot.scale]
-        if is_number(self.loss) and self.loss is not NO_LOSS and self.loss.device == found_inf.device:
-            numbers.append(self.loss.float().view(()))
+        loss = self.loss
+        if loss is not NO_LOSS and is_number(loss) and loss.device == found_inf.device:
+            # For nothing either of the two would cost as much as all the rest.
+            loss = loss if loss.dtype is torch.float32 else loss.float()
+            numbers.append(loss if loss.dim() == 0 else loss.view(()))
         self.overflow = HostNumbers(*numbers)
 
     def settle(self) -> None:

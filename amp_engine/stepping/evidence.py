@@ -50,7 +50,8 @@ class Evidence:
         backward.number = self._count
         if self._may_read(loss) and not math.isfinite(loss.item()):
             backward.origin = origin_of_nonfinite(loss)
-        self._scaling.expects_nonfinite = False
+        if self._scaling.expects_nonfinite:
+            self._scaling.expects_nonfinite = False
         return None
 
     def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:
@@ -63,7 +64,7 @@ class Evidence:
         return None
 
     def _look_at_unchecked(self, loss: Tensor, loss_id: int) -> None:
-        if loss.device.type != "cpu":
+        if not loss.is_cpu:
             sent = self._losses.get(loss_id)
             if sent is not None and not sent.is_known():
                 return
@@ -87,14 +88,14 @@ class Evidence:
 
         Args:
             loss: whose graph tells the order of the parameters, if it is known.
-            is_in_trouble: whether steps are being skipped.
+            is_in_trouble: whether steps are being skipped on a GPU.
         """
         if self.is_rehearsal:
             return
         found_inf = backward.scaler.found_inf
-        overflowed = found_inf.device.type == "cpu" and found_inf.item() != 0
+        overflowed = found_inf.is_cpu and found_inf.item() != 0
         is_needed = overflowed or backward.loss_id not in self._orders
-        if loss is not None and (is_needed or (is_in_trouble and found_inf.device.type != "cpu")):
+        if loss is not None and (is_needed or is_in_trouble):
             self._orders[backward.loss_id] = forward_order(loss)
         backward.order = self._orders.get(backward.loss_id, {})
         if overflowed and (first := backward.first_nonfinite()) is not None:
@@ -106,4 +107,4 @@ class Evidence:
         """Whether the host may read the loss: it is there, or steps are in trouble and it may wait."""
         if not is_number(loss):
             return False
-        return loss.device.type == "cpu" or (self._scaling.expects_nonfinite and not is_capturing(loss.device))
+        return loss.is_cpu or (self._scaling.expects_nonfinite and not is_capturing(loss.device))

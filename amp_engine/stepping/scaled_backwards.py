@@ -144,7 +144,10 @@ class ScaledBackwards:
                 one.window.discard_backward()
             raise
         if check:
-            self.evidence.keep(backward, loss, is_in_trouble=any(one.pending.skips_in_a_row > 0 for one in stepped))
+            is_in_trouble = not backward.scaler.found_inf.is_cpu and any(
+                one.pending.skips_in_a_row > 0 for one in stepped
+            )
+            self.evidence.keep(backward, loss, is_in_trouble)
         if self.on_close is not None:
             self.on_close(stepped, backward)
         if delay_overflow_check:

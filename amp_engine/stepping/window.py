@@ -36,6 +36,9 @@ class State(Enum):
     PREPARED = "prepared"  # somebody's own `scale_loss` is run, which may never end
     LEFT_OPEN = "left open"  # between two bodies
 
+    # Enum's own is a function in Python, called four times an iteration.
+    __hash__ = object.__hash__
+
 
 _NEXT = {
     State.CLOSED: {State.OPEN, State.PREPARED},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -53,7 +52,7 @@ class OverflowWatch:
         self._records: deque[OverflowRecord] = deque(maxlen=KEPT_RECORDS)
         self._count = 0
         self._losses: dict[int, deque[float]] = {}  # of clean backwards, by loss_id
-        self._last: Callable[[], Backward | None] = lambda: None  # that was clean
+        self._last = 0  # number of the last backward that was clean
 
     def report(self) -> OverflowReport:
         """The records so far. No host sync."""
@@ -68,9 +67,9 @@ class OverflowWatch:
 
     def clean(self, backward: Backward) -> None:
         """A backward did not overflow; told once for each of its optimizers."""
-        if backward is self._last():
+        if backward.number == self._last > 0:
             return
-        self._last = weakref.ref(backward)  # it holds parameters
+        self._last = backward.number
         loss = backward.sent_loss()
         if loss is not None and math.isfinite(loss):
             self._remember(backward.loss_id, loss)

@@ -18,7 +18,7 @@ from amp_engine.fsdp import is_cast_by_fsdp2
 from amp_engine.model import cast_targets
 from amp_engine.optimizers import inner_of
 from amp_engine.policy import Policy, require
-from amp_engine.scaler import check_bounds
+from amp_engine.scaler import LossScaler
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def checked(
     moments = torch.float32 if moments is None else parse_dtype(moments, "moment_dtype")
     arguments.check_narrow(stepping, wrappers, policy, moments)
     bounds = given["min_loss_scale"], given["max_loss_scale"]
-    check_bounds(*bounds)
+    LossScaler(policy.loss_scale, min_loss_scale=bounds[0], max_loss_scale=bounds[1])  # raises what the real ones would
     return Request(model_list, stepping, wrappers, defaults, policy, output_dtype, process_group, moments, *bounds)
 
 

@@ -41,13 +41,25 @@ class DynamicLossScale:
     max_loss_scale: float | None = None
 
     def __post_init__(self) -> None:
-        self._check("init_scale", 0 < self.init_scale < math.inf, "a positive finite number", "2.0**16")
-        self._check("growth_factor", 1 < self.growth_factor < math.inf, "a finite number above 1", "2.0")
-        self._check("backoff_factor", 0 < self.backoff_factor < 1, "a number between 0 and 1", "0.5")
+        self._check_number("init_scale", 0, math.inf, "a positive finite number", "2.0**16")
+        self._check_number("growth_factor", 1, math.inf, "a finite number above 1", "2.0")
+        self._check_number("backoff_factor", 0, 1, "a number between 0 and 1", "0.5")
+        low, high = self.min_loss_scale, self.max_loss_scale
+        if low is not None and low != 0:
+            self._check_number("min_loss_scale", 0, math.inf, "None or a finite number from 0 on", "1.0")
+        if high is not None:
+            self._check_number("max_loss_scale", 0, math.inf, "None or a positive finite number", "2.0**24")
+        if low is not None and high is not None:
+            self._check("max_loss_scale", low <= high, f"at least min_loss_scale, which is {low!r},", f"{low!r}")
         for name in ("growth_interval", "hysteresis"):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             self._check(name, is_count, "a whole number from 1 on", "2000" if name == "growth_interval" else "2")
+
+    def _check_number(self, name: str, above: float, below: float, allowed: str, example: str) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        self._check(name, is_number and above < value < below, allowed, example)
 
     def _check(self, name: str, is_right: bool, allowed: str, example: str) -> None:
         if not is_right:

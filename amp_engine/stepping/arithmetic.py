@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,19 @@ def readable(param: nn.Parameter) -> Tensor:
 def values(grad: Tensor) -> Tensor:
     """What is stored of `grad`."""
     return grad.coalesce().values() if grad.is_sparse else grad
+
+
+@torch.no_grad()
+def largest_and_squares(values: Tensor, has_squares: bool = True) -> Tensor:
+    """The largest magnitude and the sum of squares: float64, shape [2]. No host sync.
+
+    The largest is NaN if there is one, and inf only if there is one. Squares are NaN without `has_squares`.
+    """
+    if values.numel() == 0:
+        return torch.zeros(2, dtype=torch.float64, device=values.device)
+    largest = torch.linalg.vector_norm(values, math.inf).double()
+    squares = values.double().square().sum() if has_squares else torch.full_like(largest, math.nan)
+    return torch.stack([largest, squares])
 
 
 @torch.no_grad()

@@ -78,6 +78,7 @@ class StepHook:
             return None
         stepped, is_scaled = self._stepped, self._scaling.is_active
         if self._backwards.evidence.is_rehearsal:
+            self._backwards.close_windows_into(stepped)  # for whoever looks at gradients
             stepped.forget_backwards()
             return (self._ghosts.of(optimizer, args, kwargs, fused_step_of(optimizer) is not None), *args[1:]), kwargs
         stepped.check_first_use()

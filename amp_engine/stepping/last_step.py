@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ class _Outcome(NamedTuple):
     found_inf: Tensor
     overflow: HostNumbers
     loss: Tensor
-    squares: list[Tensor]
 
 
 class LastStep:
@@ -27,14 +27,18 @@ class LastStep:
 
     Args:
         backwards: that decided it, oldest first; none where nothing was scaled or checked.
+        squares: sums of squares of the scaled gradients that the step took; None where nobody knows.
         was_skipped: by somebody else, without asking them.
     """
 
-    def __init__(self, backwards: Sequence[Backward] = (), was_skipped: bool = False) -> None:
-        self._outcomes = [
-            _Outcome(b.skips, b.found_inf, b.overflow, b.loss, [checked.checks.sum_squares for checked in b.checked])
-            for b in backwards
-        ]
+    def __init__(
+        self,
+        backwards: Sequence[Backward] = (),
+        squares: Sequence[Tensor] | None = None,
+        was_skipped: bool = False,
+    ) -> None:
+        self._outcomes = [_Outcome(b.skips, b.found_inf, b.overflow, b.loss) for b in backwards]
+        self._squares = squares
         self._was_skipped = was_skipped
 
     @property
@@ -73,15 +77,15 @@ class LastStep:
 
     @property
     def norm(self) -> float | None:
-        """2-norm of the unscaled gradients before any clipping, over what was looked at. Waits for the device.
+        """2-norm of the optimizer's unscaled gradients before any clipping. Waits for the device.
 
-        None where nothing was looked at, and of several backwards, whose sum nobody has looked at. Taken by the check:
-        the root of the sum of squares in float64, over the scale.
+        Taken by the check: the root of the sum of squares in float64, over the scale. None where nothing was looked at,
+        after several backwards, whose sum nobody has looked at, and for shards, whose squares nobody has summed.
         """
-        if len(self._outcomes) != 1:
+        if not self._squares or not self._outcomes:
             return None
-        squares = [float(one.sum()) for one in self._outcomes[0].squares]
-        return sum(squares) ** 0.5 / self.loss_scale if squares else None
+        total = sum(float(one.sum()) for one in self._squares) ** 0.5 / self.loss_scale
+        return None if math.isnan(total) and not self.flag else total
 
     def __repr__(self) -> str:
         if not self.is_known:

@@ -44,6 +44,8 @@ class Pending:
         on_clean: Callable[[Backward], None],
     ) -> None:
         self.backwards: list[Backward] = []  # for the next step
+        # Sums of squares that the check found in this optimizer's gradients, of each backward since the last step.
+        self._squares: list[list[Tensor] | None] = []
         self.caller_skips = False  # whether somebody's own `scale_loss` took it on itself to skip the next step
         self.skips_in_a_row = 0
         self.steps = 0  # that were decided here, and
@@ -82,9 +84,14 @@ class Pending:
         self._settle()
         return any(backward.skips and backward.overflow.read() != 0 for backward in self.backwards)
 
-    def add(self, backward: Backward) -> None:
-        """Keep a backward for the next step, and no more than that needs, however many backwards it takes."""
+    def add(self, backward: Backward, squares: list[Tensor] | None = None) -> None:
+        """Keep a backward for the next step, and no more than that needs, however many backwards it takes.
+
+        Args:
+            squares: sums of squares of this optimizer's gradients, still scaled; None: nobody has them.
+        """
         self._settle()
+        self._squares = [*self._squares[:1], squares]  # of two or more none is asked for
         self.backwards = [b for b in self.backwards if not (b.overflow.is_known() and b.overflow.read() == 0)]
         self.backwards.append(backward)
 
@@ -98,7 +105,8 @@ class Pending:
         self._settle()
         self.steps += 1
         backwards, self.backwards = self.backwards, []
-        self.last = LastStep(backwards)
+        self.last = LastStep(backwards, self._squares[0] if len(self._squares) == 1 else None)
+        self._squares = []
         if on_device and not all(backward.overflow.is_known() for backward in backwards):
             self._undecided.append([backward for backward in backwards if not backward.overflow.is_captured])
             return Take([backward.found_inf for backward in backwards if backward.skips])
@@ -116,12 +124,16 @@ class Pending:
         self._settle()
         self.hear(wait=True)
         self.caller_skips = False
-        self.backwards = []
+        self.forget()
         self._skipped = True
         self.last = LastStep(was_skipped=True)
         self.steps += 1
         self.skips += 1
         self.skips_in_a_row += 1
+
+    def forget(self) -> None:
+        """Discard the backwards since the last step."""
+        self.backwards, self._squares = [], []
 
     def taken_unseen(self) -> None:
         """A step was taken that nothing was pending for."""

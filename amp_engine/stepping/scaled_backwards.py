@@ -136,9 +136,12 @@ class ScaledBackwards:
         unscaled: set[int] | None = set() if len(stepped) > 1 else None
         # Not where an overflow is only said: one rank may have said it before another, and would ask no more.
         groups = dict.fromkeys(group for one in stepped for group in one.ranks.groups()) if backward.skips else ()
+        own: list[list[Tensor]] = []  # of each optimizer, what the check found of its gradients
         try:
             for one in stepped:
+                earlier = len(backward.checked)
                 one.close_window(backward, check, unscaled)
+                own.append([checked.checks.sum_squares for checked in backward.checked[earlier:]])
         except BaseException:  # out of memory, say: no gradient stays scaled
             for one in stepped:
                 one.window.discard_backward()
@@ -170,8 +173,8 @@ class ScaledBackwards:
             conclude()
         else:
             scaler.owe(conclude)
-        for one in stepped if check else ():
-            one.pending.add(backward)
+        for one, squares in zip(stepped, own, strict=True) if check else ():
+            one.pending.add(backward, squares)
 
     def _windows_into(self, stepped: Sequence[SteppedOptimizer]) -> list[SteppedOptimizer]:
         """Other optimizers that have a window open, and parameters in common with one of `stepped`."""

@@ -199,7 +199,7 @@ class SteppedOptimizer:
         """Discard what backwards since the last step left, and what they decided."""
         if not self.window.is_closed:
             self.window.discard()
-        self.pending.backwards = []
+        self.pending.forget()
         self.backward_seen = False
         self.rows.discard_gradients()
         tensor_lists.discard_gradients(self.rows.columns.plain)

@@ -296,36 +296,37 @@ class Window:
         self, arrived: list[tuple[nn.Parameter, Master | None]], backward: Backward, check: bool
     ) -> Checked:
         """Sparse gradients, negative views, and types that the kernels do not take, by PyTorch's own operations."""
-        nonfinite, snapshot = [], backward.snapshot
+        snapshot = backward.snapshot
+        device = snapshot.inv_scale.device
+        looks: list[Tensor] = []  # largest magnitude, sum of squares
         for param, master in arrived:
             if is_sharded(param):
-                nonfinite.append(self._close_shard(param, snapshot))
+                looks.append(moved(self._close_shard(param, snapshot), device))
                 continue
             grad = arithmetic.readable(param)
-            bad = kernels.nonfinite([arithmetic.values(grad)])
-            nonfinite.append(moved(bad, snapshot.inv_scale.device))
+            looks.append(moved(arithmetic.largest_and_squares(arithmetic.values(grad)), device))
             inv_scale = moved(snapshot.inv_scale, grad.device)
             if master is not None:
                 arithmetic.accumulate([(master.weight, arithmetic.times(grad, inv_scale, torch.float32))])
             elif not snapshot.is_identity:
                 param.grad = arithmetic.times(grad, inv_scale, grad.dtype)
-        flags = torch.cat(nonfinite)
+        largest, squares = torch.stack(looks).unbind(1)
+        flags = ~largest.isfinite()
         if check:
             backward.scaler.record_(flags)
-        nothing = torch.zeros(len(arrived), dtype=torch.float64, device=flags.device)
         return Checked(
             [param for param, _ in arrived],
             bytes([tensor_lists.OTHER]) * len(arrived),
-            kernels.Checks(flags, nothing, nothing.float()),
+            kernels.Checks(flags, squares, largest.float()),
         )
 
     def _close_shard(self, param: nn.Parameter, snapshot: ScaleSnapshot) -> Tensor:
-        """Check and unscale this rank's part of a DTensor's gradient. Returns bool, shape [1]."""
+        """Look at and unscale this rank's part of a DTensor's gradient. Returns what `largest_and_squares` does."""
         shard = local_gradient(param)
-        bad = moved(~shard.isfinite().all().view(1), snapshot.inv_scale.device)
+        found = arithmetic.largest_and_squares(shard, has_squares=False)  # another pass, for the norm that is shown
         if not snapshot.is_identity:
             shard.copy_(arithmetic.times(shard, moved(snapshot.inv_scale, shard.device), shard.dtype))
-        return bad
+        return found
 
     def discard_backward(self) -> None:
         """The body of `scale_loss` raised: put back what was there at its entry.

@@ -28,14 +28,18 @@ class ClosedGradient(NamedTuple):
 
 
 def closed_gradients(stepped: Sequence[SteppedOptimizer], backward: Backward | None) -> Iterator[ClosedGradient]:
-    """Each gradient once, at the exit of a `scale_loss`; without a Backward nothing is scaled."""
+    """Each gradient once, at the exit of a `scale_loss`; without a Backward nothing is scaled.
+
+    After several backwards it is their sum. No host sync.
+    """
     seen: set[int] = set()
     for one in stepped:
-        columns = one.rows.columns
-        for param, master in zip(columns.params, columns.masters, strict=True):
-            if id(param) in seen or (grad := param.grad) is None:
+        columns, totals = one.rows.columns, one.rows.totals()
+        for row, (param, master) in enumerate(zip(columns.params, columns.masters, strict=True)):
+            total = totals.get(row)
+            grad = param.grad if total is None else total
+            if id(param) in seen or grad is None:
                 continue
             seen.add(id(param))
-            yield ClosedGradient(
-                param, arithmetic.values(local_of(grad.detach())), master is not None and backward is not None
-            )
+            is_scaled = master is not None and total is None and backward is not None
+            yield ClosedGradient(param, arithmetic.values(local_of(grad.detach())), is_scaled)

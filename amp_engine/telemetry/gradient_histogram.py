@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
+from amp_engine.distributed import local_of
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.stepped import SteppedOptimizer
 from amp_engine.telemetry import histogram_picture
@@ -86,18 +89,26 @@ class GradientHistogram:
 
 
 class _Counting:
-    """Counts the gradients of one batch by hooks, with the loss multiplied by `factor` besides its scale."""
+    """Counts the gradients of one batch by hooks, with the losses multiplied by `factor` besides their scales."""
 
-    def __init__(self, params: Sequence[Tensor], factor: float) -> None:
+    def __init__(self, params: Sequence[Tensor], stepped: Sequence[SteppedOptimizer], factor: float) -> None:
         self.activations = MagnitudeCounter()
-        self.weights = MagnitudeCounter()
         self.names = ModuleNames()
-        self.scale = 1.0  # of the loss, without the factor
+        self.scale = 1.0  # of the loss whose backward is run, without the factor
         self.was_backward = False
-        self._params = params
+        self._params, self._stepped = params, stepped
         self._factor = factor
         self._hooked: set[tuple[Node, int]] = set()  # alive, so that no other is taken for one of them
-        self._was_closed = False
+        self._handles: list[RemovableHandle] = []
+        self._weights: dict[int, MagnitudeCounter] = {}  # by id: of several backwards the sum counts, which comes last
+
+    @property
+    def weights(self) -> Magnitudes:
+        """Those of parameters. Waits for the device."""
+        counter = MagnitudeCounter()
+        for one in self._weights.values():
+            counter.merge(one)
+        return counter.read()
 
     def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         """A module is about to be run."""
@@ -112,7 +123,7 @@ class _Counting:
                 node, place = following[0], following[1]
             if (node, place) not in self._hooked:
                 self._hooked.add((node, place))
-                tensor.register_hook(self._arrives)
+                self._handles.append(tensor.register_hook(self._arrives))
 
     def _arrives(self, grad: Tensor) -> None:
         self.was_backward = True
@@ -121,21 +132,46 @@ class _Counting:
     def before_backward(self, loss: Tensor, scale: Tensor | float) -> None:
         """A loss is about to be scaled."""
         self.was_backward = True
-        self.scale = float(scale)
-        if loss.requires_grad and self._factor != 1.0:
-            loss.register_hook(lambda grad: grad * self._factor)
+        self.scale = used = float(scale)
+
+        def begins(grad: Tensor) -> Tensor:
+            """Of several losses the one whose backward begins."""
+            self.scale = used
+            return grad * self._factor if self._factor != 1.0 else grad
+
+        if loss.requires_grad:
+            self._handles.append(loss.register_hook(begins))
 
     def closed(self, stepped: Sequence[SteppedOptimizer], backward: Backward | None) -> None:
         """A `scale_loss` was left."""
-        self._was_closed = True
+        scale = 1.0 if backward is None else float(backward.snapshot.scale)
         for one in closed_gradients(stepped, backward):
-            scale = self.scale if one.is_scaled else 1.0
-            self.weights.add([one.values], 1.0 / (scale * self._factor))
+            self._count(one.param, one.values, scale if one.is_scaled else 1.0, self._factor)
 
     def finish(self) -> None:
-        """Where no `scale_loss` told of gradients, they are in `.grad`, as they arrived."""
-        if not self._was_closed:
-            self.weights.add([p.grad for p in self._params if p.grad is not None])
+        """What no `scale_loss` told of is in `.grad`, as it arrived: scaled where `delay_unscale` left it so."""
+        for one in self._stepped:
+            if one.window.is_left_open:
+                scale = float(one.window.backward.snapshot.scale)
+                for param in one.rows.columns.params:
+                    if param.grad is not None:
+                        self._count(param, arithmetic.values(local_of(param.grad)), scale, self._factor)
+        if not self._weights:
+            for unscaled in self._params:
+                if unscaled.grad is not None:
+                    self._count(unscaled, arithmetic.values(local_of(unscaled.grad)), 1.0, 1.0)
+
+    def end(self) -> None:
+        """Let go of the graph. Its nodes hold the hooks, which hold this: a cycle that Python cannot see."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+        self.names.owner.clear()
+
+    def _count(self, param: Tensor, values: Tensor, scale: float, factor: float) -> None:
+        counter = self._weights[id(param)] = MagnitudeCounter()
+        counter.add([values], 1.0 / (scale * factor))
 
 
 def gradient_histogram(
@@ -178,7 +214,7 @@ def gradient_histogram(
     if dtype is not None and not dtype.is_floating_point:
         raise AmpValueError(f"dtype={dtype} is not a floating type.  Use for example torch.float16.")
     counting, factor = _measured(engine, step_fn, is_narrow=policy.opt_level in ("O1", "O2", "O3"))
-    activations, weights = counting.activations.read(), counting.weights.read()
+    activations, weights = counting.activations.read(), counting.weights
     if not (activations.total or weights.total):
         raise AmpStateError(
             "gradient_histogram() saw no gradient: the function neither ran a backward nor returned a loss that has "
@@ -200,7 +236,7 @@ def _measured(engine: Engine, step_fn: Callable[[], Any], is_narrow: bool) -> tu
     factor, best = 1.0, None
     for _ in range(_TRIES):
         counting = _run(engine, step_fn, factor)
-        activations, weights = counting.activations.read(), counting.weights.read()
+        activations, weights = counting.activations.read(), counting.weights
         exponents = [found.largest for found in (activations, weights) if found.largest is not None]
         if not is_narrow:
             return counting, factor
@@ -225,12 +261,12 @@ def _run(engine: Engine, step_fn: Callable[[], Any], factor: float) -> _Counting
     initialized, backwards = engine._initialized, engine.backwards
     models = initialized.models
     params = list({id(p): p for model in models for p in model.parameters()}.values())
-    counting = _Counting(params, factor)
+    counting = _Counting(params, initialized.stepped, factor)
     with ExitStack() as stack:
+        stack.callback(counting.end)
         stack.enter_context(
             rehearsal("gradient_histogram", models, backwards, engine.scalers, counting.before_backward)
         )
-        stack.callback(setattr, backwards, "on_close", backwards.on_close)
         backwards.on_close = counting.closed
         stack.enter_context(counting.names.following(models, counting.given, counting.gave))
         loss = step_fn()

@@ -78,7 +78,8 @@ class GradientWatch:
 
     Norm and largest magnitude are those that the check of `scale_loss` found, where it looks; the shares take some
     passes over the gradients. All of it stays on the device until somebody reads, and nothing is done for the other
-    backwards. No host sync before `records` is read. A backward that a CUDA graph captures is left out.
+    backwards. Of several backwards before a step each one's record is of the sum so far. No host sync before `records`
+    is read. A backward that a CUDA graph captures is left out.
 
     Args:
         engine: whose `scale_loss`.
@@ -174,7 +175,9 @@ class GradientWatch:
         self._count += 1
         if (self._count - 1) % self._every:
             return
-        checked = {} if backward is None else _found_by_check(backward)
+        # Where a sum of several backwards is stepped, no check has seen it.
+        saw_all = backward is not None and all(one.rows.slots.check is not None for one in stepped)
+        checked = _found_by_check(backward) if backward is not None and saw_all else {}
         by_device: dict[torch.device, list[ClosedGradient]] = {}
         for one in closed_gradients(stepped, backward):
             if not is_capturing(one.values.device):

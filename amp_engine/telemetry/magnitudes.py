@@ -113,9 +113,16 @@ class MagnitudeCounter:
         for tensor in tensors:
             values = local_of(tensor.detach())
             values = values.coalesce().values() if values.is_sparse else values
-            counted = _counted(values.float() * inv_scale)
-            so_far = self._counts.get(counted.device)
-            self._counts[counted.device] = counted if so_far is None else so_far.add_(counted)
+            self._put(_counted(values.float() * inv_scale))
+
+    def merge(self, other: MagnitudeCounter) -> None:
+        """Count what `other` has counted. No host sync."""
+        for counted in other._counts.values():
+            self._put(counted.clone())
+
+    def _put(self, counted: Tensor) -> None:
+        so_far = self._counts.get(counted.device)
+        self._counts[counted.device] = counted if so_far is None else so_far.add_(counted)
 
     def read(self) -> Magnitudes:
         """What was counted so far. Waits for the device."""

@@ -49,7 +49,7 @@ def rehearsal(
     """
     backwards.refuse_inside(call)
     for one in backwards.all:
-        if one.is_pending:
+        if one.is_pending or one.backward_seen:
             raise AmpStateError(
                 f"{call}() was called while gradients of a scaled backward wait for "
                 f"{type(one.optimizer).__name__}.step(), which it would discard.  Call it after the step."
@@ -68,18 +68,24 @@ def _put_back(models: Sequence[nn.Module], backwards: ScaledBackwards, scalers: 
     stepped = backwards.all
     params = {id(p): p for m in models for p in m.parameters()}
     params |= {id(p): p for one in stepped for p in one.rows.columns.params}
-    grads = [(p, p.grad) for p in params.values()]
-    buffers = [(b, b.clone()) for m in models for b in m.buffers()]
+    # With the values of those that are views: DistributedDataParallel's buckets are written by the next backward.
+    grads = [(p, p.grad, None if p.grad is None or p.grad._base is None else p.grad.clone()) for p in params.values()]
+    # By name too: a forward may put another tensor in the place of a buffer.
+    registered = [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()]
+    buffers = [(b, b.clone()) for model in models for b in model.buffers()]
     for scaler in scalers:
         scaler.settle()
     scales = [(s, s.scale.clone(), s.unskipped.clone(), s.found_inf.clone(), s.memory()) for s in scalers]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    watched, timed = backwards.on_close, backwards.around  # not of this batch
     with torch.random.fork_rng(devices):
         try:
-            for p, _ in grads:
+            for p, _, _ in grads:
                 p.grad = None
+            backwards.on_close = backwards.around = None
             yield
         finally:
+            backwards.on_close, backwards.around = watched, timed
             backwards.evidence.before_backward = None
             for one in stepped:
                 one.forget_backwards()
@@ -90,8 +96,13 @@ def _put_back(models: Sequence[nn.Module], backwards: ScaledBackwards, scalers: 
                 scaler.unskipped.copy_(unskipped)
                 scaler.found_inf.copy_(found_inf)
                 scaler.remember(memory)
-            for p, grad in grads:
-                p.grad = grad
+            for present, before in registered:
+                present.clear()
+                present.update(before)
             with torch.no_grad():
+                for p, grad, values in grads:
+                    p.grad = grad
+                    if grad is not None and values is not None:
+                        grad.copy_(values)
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -133,7 +133,8 @@ class StepTimes:
         return Times(steps, (*phases, Phase(OTHER, _WHAT[OTHER], host_rest, device_rest)))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._opened[id(optimizer)] = self._clock.now()
+        if not self._engine.backwards.evidence.is_rehearsal:
+            self._opened[id(optimizer)] = self._clock.now()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         start = self._opened.pop(id(optimizer), None)

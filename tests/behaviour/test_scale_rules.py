@@ -15,7 +15,7 @@ from amp_engine.auto_scale import FIRST_SCALE, LARGEST
 from amp_engine.scaler import LossScaler
 from tests.models import NORMED_MLP
 from tests.ranks import on_ranks
-from tests.support import assert_bitwise, started, train
+from tests.support import DYNAMIC_LEVELS, LEVELS, assert_bitwise, started, train
 
 
 def moves(scaler: LossScaler, overflows: str) -> list[float]:
@@ -257,6 +257,76 @@ def test_last_step_tells_what_became_of_it(level: str) -> None:
             assert last.loss_scale == scale
             assert "skipped" in repr(last)
             assert not clean.skipped  # what was asked before stays
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_norm_is_that_of_the_gradients_which_were_stepped(level: str) -> None:
+    models = [nn.Embedding(6, 4, sparse=level != "O3"), nn.Linear(4, 4)]
+    with Engine() as engine:
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        engine.initialize(models, optimizers, opt_level=level, loss_scale=2.0**4, verbosity=0)
+        x = torch.tensor([0, 1, 1])
+        for count in (1, 2):
+            norms = []
+            for _ in range(count):
+                loss = models[1](models[0](x)).float().square().mean()
+                with engine.scale_loss(loss, optimizers) as scaled_loss:
+                    scaled_loss.backward()
+            for optimizer in optimizers:
+                grads = [
+                    p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in engine.master_params(optimizer)
+                ]
+                norms.append(sum(float(g.double().square().sum()) for g in grads) ** 0.5)
+            for optimizer, norm in zip(optimizers, norms, strict=True):
+                optimizer.step()
+                expected = pytest.approx(norm, rel=2e-3) if count == 1 else None
+                assert engine.last_step(optimizer).norm == expected
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
+def test_auto_sees_sparse_gradients(level: str) -> None:
+    scales = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Embedding(6, 4, sparse=sparse)
+        with Engine() as engine:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            engine.initialize(model, optimizer, opt_level=level, loss_scale="auto", verbosity=0)
+            for _ in range(4):
+                with engine.scale_loss(model(torch.tensor([0, 1, 1])).square().sum(), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            scales.append(engine.scalers[0].loss_scale())
+    assert scales[0] == scales[1] != FIRST_SCALE
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"min_loss_scale": 4.0, "max_loss_scale": 2.0}, "max_loss_scale is at least min_loss_scale"),
+        ({"min_loss_scale": "a"}, "min_loss_scale is None or a finite number"),
+        ({"max_loss_scale": float("inf")}, "max_loss_scale is None or a positive finite number"),
+        ({"init_scale": "x"}, "init_scale is a positive finite number"),
+        ({"backoff_factor": None}, "backoff_factor is a number between 0 and 1"),
+    ],
+)
+def test_bounds_and_types_of_a_rule_are_checked_when_it_is_made(keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(AmpValueError, match=said):
+        DynamicLossScale(**keywords)
+
+
+def test_bounds_that_contradict_those_of_initialize_change_nothing() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Engine() as engine:
+        rule = DynamicLossScale(min_loss_scale=2.0**10)
+        with pytest.raises(AmpValueError, match="0 <= min_loss_scale <= max_loss_scale"):
+            engine.initialize(model, optimizer, opt_level="O2", loss_scale=rule, max_loss_scale=2.0, verbosity=0)
+        assert model.weight.dtype is torch.float32
+        assert engine.policy is None
+        engine.initialize(model, optimizer, opt_level="O2", loss_scale=rule, verbosity=0)
 
 
 def test_of_several_optimizers_one_is_to_be_named() -> None:

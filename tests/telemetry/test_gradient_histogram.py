@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +270,83 @@ def test_a_notebook_and_a_receipt_show_it(tmp_path: Path) -> None:
         assert "amp.gradient_histogram(lambda" in str(receipt(engine))
         with pytest.raises(AmpTypeError, match=r"amp\.gradient_histogram"):
             receipt(engine, gradients=3)  # type: ignore[arg-type]
+
+
+# --- loops of other shapes ------------------------------------------------------------------------
+
+
+def refs_of_a_run(level: str) -> list[Any]:
+    """Of a weight, and of a result of a function that raised."""
+    with Engine() as engine:
+        model, _ = started(level, engine=engine)
+        results: list[Any] = []
+
+        def fails() -> None:
+            results.append(weakref.ref(model(NORMED_MLP.batch(0)[0])))
+            raise KeyError("no targets")
+
+        gradient_histogram(engine, lambda: NORMED_MLP.loss(model, NORMED_MLP.batch(0)))
+        with pytest.raises(KeyError):
+            gradient_histogram(engine, fails)
+        return [weakref.ref(next(model.parameters())), *results]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_nothing_of_the_batch_is_held_afterwards(level: str) -> None:
+    refs = refs_of_a_run(level)
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None], "hooks on a graph hold it in a cycle that Python does not see"
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_accumulated_and_delayed_gradients_count_once_and_unscaled(level: str) -> None:
+    batches = [NORMED_MLP.batch(i) for i in range(3)]
+    with Engine() as engine:
+        model, optimizer = started(level, engine=engine, loss_scale=2.0**10)
+
+        def accumulates() -> None:
+            for batch in batches:
+                backward(NORMED_MLP.loss(model, batch), optimizer, engine=engine)
+            optimizer.step()
+
+        def delays(steps: bool) -> None:
+            for i, batch in enumerate(batches):
+                last = i == 2 and steps
+                backward(NORMED_MLP.loss(model, batch), optimizer, engine=engine, delay_unscale=not last)
+            if steps:
+                optimizer.step()
+
+        def is_left_open() -> None:
+            delays(False)
+
+        def steps_while_open() -> None:
+            delays(False)
+            optimizer.step()
+
+        runs = accumulates, lambda: delays(True), is_left_open, steps_while_open
+        found = [gradient_histogram(engine, run).weights for run in runs]
+    for one in found:
+        assert one.total == sum(p.numel() for p in model.parameters())
+        assert one.largest == found[0].largest
+        assert dict(one.counts) == pytest.approx(dict(found[0].counts), abs=12), "rounded at other places"
+
+
+def test_losses_with_scales_of_their_own_are_told_apart() -> None:
+    models = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    with Engine() as engine:
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        engine.initialize(models, optimizers, opt_level="O1", num_losses=2, verbosity=0)
+        engine.scalers[1]._loss_scale = 2.0**6
+
+        def step() -> None:
+            losses = [m(torch.eye(4)).sum() for m in models]
+            with (
+                engine.scale_loss(losses[0], optimizers[0], loss_id=0) as a,
+                engine.scale_loss(losses[1], optimizers[1], loss_id=1) as b,
+            ):
+                a.backward()
+                b.backward()
+
+        found = gradient_histogram(engine, step)
+    assert found.activations.counts == ((0, 32),)
+    assert found.weights.counts == ((0, 32),)

@@ -165,6 +165,30 @@ def test_the_table_has_the_newest_backward_and_what_loses_most_first() -> None:
         assert watch._repr_html_().count("<tr>") == 1 + len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_of_several_backwards_each_record_is_of_the_sum_so_far(level: str) -> None:
+    with Engine() as engine:
+        model, optimizer = started(level, engine=engine)
+        with GradientWatch(engine, every=1) as watch:
+            for _ in range(3):
+                backward(NORMED_MLP.loss(model, NORMED_MLP.batch(0)), optimizer, engine=engine)
+        for name, _ in model.named_parameters():
+            norms = [record.norm for record in watch.records if record.parameter == name]
+            rounding = {"O3": 3e-3, "O5": 1e-2}.get(level, 1e-5)
+            assert norms == pytest.approx([norms[0], 2 * norms[0], 3 * norms[0]], rel=rounding)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_rehearsal_is_not_watched(level: str) -> None:
+    with Engine() as engine:
+        model, optimizer = started(level, engine=engine)
+        with GradientWatch(engine, every=1) as watch:
+            train(NORMED_MLP, model, optimizer, "c", engine=engine)
+            engine.find_overflow(lambda: NORMED_MLP.loss(model, NORMED_MLP.batch(0)))
+            train(NORMED_MLP, model, optimizer, "c", engine=engine)
+        assert sorted({record.backward for record in watch.records}) == [1, 2]
+
+
 def test_refusals() -> None:
     with Engine() as engine:
         started("O2", engine=engine)

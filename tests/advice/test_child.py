@@ -73,13 +73,9 @@ def test_a_finder_that_asks_all_finders_is_answered(ran):
         class Asks:
             asked = []
             def find_spec(self, name, path=None, target=None):
-                if name in self.asked:
-                    return None
                 self.asked.append(name)
-                for finder in sys.meta_path:
-                    spec = finder.find_spec(name, path, target)
-                    if spec is not None:
-                        return spec
+                specs = (other.find_spec(name, path, target) for other in sys.meta_path if other is not self)
+                return next(filter(None, specs), None)
         sys.meta_path.insert(1, Asks())
         check()
         assert "torch" in Asks.asked

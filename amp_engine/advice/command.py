@@ -15,12 +15,18 @@ NAME = "python -m amp_engine advise"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command. Returns an exit status: 2 for a command line that is not understood, 1 if the script failed."""
+    """Run the command.
+
+    Returns an exit status: 2 for a command line that is not understood, 1 if the script failed or the file of `--json`
+    could not be written; the advice was printed then.
+    """
     parser = _parser()
     own, target = _split(parser, list(arguments))
     options = parser.parse_args(own)
     if not target:
         parser.error("there is no script: type a script or `-m package.module`, and its arguments")
+    if options.json is not None and options.json.is_dir():
+        parser.error(f"--json {options.json} is a directory: type the path of a file, for example advice.json in it")
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json {options.json}: there is no directory {options.json.parent}")
     try:
@@ -36,9 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     except AmpError as e:
         print(f"{NAME}: {e}", file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
+    print(advice, flush=True)
     if options.json is not None:
-        options.json.write_text(f"{advice.to_json()}\n", encoding="utf-8")
-    print(advice)
+        try:
+            options.json.write_text(f"{advice.to_json()}\n", encoding="utf-8")
+        except OSError as e:
+            print(f"{NAME}: --json {options.json} could not be written: {e.strerror or e}.", file=sys.stderr)
+            return 1
     return 0
 
 

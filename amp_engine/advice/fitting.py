@@ -2,35 +2,64 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from amp_engine.advice.records import BASE, Dropped
 from amp_engine.errors import AmpError
 from amp_engine.levels import LEVELS
+from amp_engine.policy_file import DEFAULT_LEVEL, RunPolicy, completed
+from amp_engine.scale_rule import DEFAULT_MAX_LOSS_SCALE
 
 _OF_ANOTHER_LEVEL = ("cast_model_type", "patch_torch_functions", "master_weights")
-_PROPERTIES = (*_OF_ANOTHER_LEVEL, "keep_batchnorm_fp32", "loss_scale", "cast_model_outputs")
+_PROPERTIES = (*_OF_ANOTHER_LEVEL, "keep_batchnorm_fp32", "loss_scale", "cast_model_outputs", "moment_dtype")
+# What a policy may say, but for the level and the modules, and the default of `initialize`.
+_OF_A_POLICY: dict[str, Any] = {
+    **dict.fromkeys(f.name for f in dataclasses.fields(RunPolicy) if f.name not in ("opt_level", "keep_float")),
+    "max_loss_scale": DEFAULT_MAX_LOSS_SCALE,
+}
 
 
-def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], list[Dropped]]:
-    """The arguments of `initialize`, by name, with `level` in place of the script's, and what does not fit it.
+def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], list[Dropped], str]:
+    """The arguments of `initialize` with `level` in place of the script's level, what does not fit it, and that level.
 
-    At the script's own level all are kept, errors included: that is the script. O0 is what others are compared with, so
+    What a policy says is taken as if it had been passed; of the policy itself a trial keeps the modules in FP32. At the
+    script's own level all are kept, errors included: that is the script. O0 is what others are compared with, so
     nothing that would make it other than plain FP32 is kept there. Elsewhere a property that makes another level of it
     is dropped, and so is what `Policy.complaints` is about, and a loss scale where the level scales no losses.
+
+    Args:
+        arguments: by name; what was not passed is not in it.
+        level: of the trial.
+
+    Returns:
+        Arguments for `Engine.initialize`; what was left out; and the level that the script asks for, by its policy or
+        `opt_level`. Raises as `policy_file.completed` and `RunPolicy.load` for a policy that `initialize` would refuse.
     """
-    kept = {**arguments, "enabled": True, "opt_level": level}
+    said, names, asked = _with_policy(arguments)
+    kept = {**said, "enabled": True, "opt_level": level}
+    if names and level != BASE:
+        kept["policy"] = RunPolicy(level, names)
     dropped = []
     if not arguments.get("enabled", True):
         dropped.append(Dropped("enabled=False", "each level is tried"))
-    if level == arguments.get("opt_level", "O1") and level != BASE:
-        return kept, dropped
+    if level == asked and level != BASE:
+        return kept, dropped, asked
     for name in _PROPERTIES:
-        why = _why_not(name, arguments.get(name), level)
+        why = _why_not(name, kept.get(name), level)
         if why is not None:
             dropped.append(Dropped(f"{name}={kept.pop(name)!r}", why))
-    return kept, dropped
+    return kept, dropped, asked
+
+
+def _with_policy(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], str]:
+    """The arguments with what their policy says in place of it, the modules that it keeps in FP32, and the level."""
+    others = {name: value for name, value in arguments.items() if name != "policy"}
+    given = {name: arguments.get(name, default) for name, default in _OF_A_POLICY.items()}
+    asked, complete, names = completed(arguments.get("policy"), arguments.get("opt_level", DEFAULT_LEVEL), given)
+    said = {name: value for name, value in complete.items() if value is not given[name]}
+    return {**others, **said}, names, str(asked)
 
 
 def _why_not(name: str, value: Any, level: str) -> str | None:
@@ -42,10 +71,12 @@ def _why_not(name: str, value: Any, level: str) -> str | None:
         return None if name == "keep_batchnorm_fp32" else f"{BASE} is plain FP32 here"
     if name == "loss_scale":
         return "the level scales no losses" if defaults.loss_scale == 1.0 else None
-    if name in _OF_ANOTHER_LEVEL and (level, value) != ("O5", "split"):
-        return None if value == getattr(defaults, name) else "it would make another level of it"
+    if name in ("cast_model_outputs", "moment_dtype"):
+        return None
     try:
-        complaints = [] if name == "cast_model_outputs" else list(defaults.override(**{name: value}).complaints())
+        changed = defaults.override(**{name: value})
     except (AmpError, AssertionError):
         return None  # what no level takes is an error of the script's
-    return "it does not fit the level" if complaints else None
+    if name in _OF_ANOTHER_LEVEL and (level, value) != ("O5", "split"):
+        return None if getattr(changed, name) == getattr(defaults, name) else "it would make another level of it"
+    return "it does not fit the level" if list(changed.complaints()) else None

@@ -80,9 +80,9 @@ class TrialEngine(Engine):
             self._seen.closing(self)
         passed = dict(_SIGNATURE.bind(self, *args, **keywords).arguments)
         passed.pop("self")
-        arguments, dropped = fitted(passed, self._task.level)
+        arguments, dropped, asked = fitted(passed, self._task.level)
         result = super().initialize(**arguments)
-        self._seen.initialized(self, str(passed.get("opt_level", "O1")), dropped)
+        self._seen.initialized(self, asked, dropped)
         if self._initialized.optimizers and self._seen.first() is None:
             first = self._initialized.optimizers[0]
             self._seen.first = weakref.ref(first)

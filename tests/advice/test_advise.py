@@ -203,6 +203,15 @@ def test_json_is_written_beside_the_table(called, tmp_path):
     assert [found["recommendation"]["level"], len(found["levels"])] == ["O0", 1]
 
 
+def test_json_that_cannot_be_written_is_told_after_the_advice(called, capsys):
+    assert command.main(["--levels", "O2", "--json", "/dev/full", SCRIPT]) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1].startswith("Stay at O0 on this machine")
+    assert err.splitlines()[-1] == (
+        "python -m amp_engine advise: --json /dev/full could not be written: No space left on device."
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -211,6 +220,7 @@ def test_json_is_written_beside_the_table(called, tmp_path):
         ("--step 30 train.py", "unrecognized arguments: --step"),
         ("--steps many train.py", "invalid int value"),
         (f"--json nowhere/at/all.json {SCRIPT}", "there is no directory nowhere/at"),
+        (f"--json {Path(SCRIPT).parent} {SCRIPT}", "advice is a directory: type the path of a file"),
     ],
 )
 def test_a_command_line_that_is_not_understood_is_refused(line, says, called, capsys):

@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_engine import amp
 from amp_engine.advice import trial as trials
-from amp_engine.advice.fitting import fitted
 from amp_engine.advice.records import Task, Trial
 from amp_engine.errors import AmpStateError
 from amp_engine.optimizers import LARC
@@ -349,47 +348,26 @@ def test_begin_puts_it_behind_the_functions_of_amp(monkeypatch, tmp_path):
     assert os.listdir(tmp_path) == ["trial"]
 
 
-# Arguments that do not fit a level
-
-
-def options(level: str, **passed: Any) -> tuple[dict[str, Any], list[str]]:
-    kept, dropped = fitted(passed, level)
-    assert kept.pop("enabled") is True
-    assert kept.pop("opt_level") == level
-    return kept, [one.argument for one in dropped]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_loss_scale_is_kept_where_the_level_scales_losses(level):
-    kept, dropped = options(level, opt_level="O2", loss_scale="128.0")
-    is_kept = level in ("O1", "O2")
-    assert kept == ({"loss_scale": "128.0"} if is_kept else {})
-    assert dropped == ([] if is_kept else ["loss_scale='128.0'"])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_batch_norm_is_kept_in_fp32_where_the_model_is_cast(level):
-    kept, dropped = options(level, opt_level="O2", keep_batchnorm_fp32=True)
-    assert dropped == (["keep_batchnorm_fp32=True"] if level in ("O1", "O4") else [])
-    assert bool(kept) != bool(dropped)
-
-
-@pytest.mark.parametrize(
-    ("passed", "where"),
-    [
-        ({"master_weights": True}, ("O2", "O3", "O5")),  # O3 is the script's own, the others have them anyway
-        ({"master_weights": "split"}, ("O3", "O5")),
-        ({"cast_model_type": torch.float16}, ("O2", "O3")),
-        ({"patch_torch_functions": True}, ("O1", "O3", "O4")),
-        ({"cast_model_outputs": torch.float16}, ("O1", "O2", "O3", "O4", "O5")),
-        ({"num_losses": 2, "max_loss_scale": 4.0, "loss_scale": None}, LEVELS),
-    ],
-)
-def test_properties_are_kept_where_they_leave_the_level_what_it_is(passed, where):
-    assert tuple(level for level in LEVELS if options(level, opt_level="O3", **passed)[0]) == where
+def test_a_script_with_a_policy_is_tried_at_each_level(bench, tmp_path):
+    path = tmp_path / "policy.json"
+    amp.RunPolicy("O2", ("2",), loss_scale=128.0).save(path)
     for level in LEVELS:
-        kept, dropped = options(level, opt_level="O3", **passed)
-        assert kept == passed if level in where else len(dropped) == 1
+        one = bench(level, steps=2)
+        with pytest.raises(SystemExit):
+            script(one, policy=str(path), verbosity=0)
+        policy = one.engine.policy
+        assert policy is not None
+        assert (one.trial.level, one.trial.asked, policy.opt_level) == (level, "O2", level)
+        assert one.trial.loss_scales == ((128.0,) if level in ("O1", "O2") else (1.0,))
+        one.engine.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_modules_of_a_policy_stay_in_fp32_at_each_level(level, bench):
+    one = bench(level, steps=2)
+    model, _ = one.engine.initialize(*parts(), policy=amp.RunPolicy("O2", ("2",)), verbosity=0)
+    cast = HALF[level] if level in ("O2", "O3", "O5") else torch.float32
+    assert [model[0].weight.dtype, model[2].weight.dtype] == [cast, torch.float32]
 
 
 def test_an_argument_that_no_level_takes_stays_an_error_of_the_script(bench):

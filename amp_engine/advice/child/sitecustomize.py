@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -21,33 +22,42 @@ VARIABLE = "AMP_ENGINE_TRIAL"
 
 
 class _AfterImport:
-    """A finder on `sys.meta_path` that finds nothing by itself: it calls a function after a module was imported."""
+    """A finder on `sys.meta_path` that finds nothing by itself: it calls a function once a module was imported.
+
+    Looking for a spec, as `importlib.util.find_spec` does, is no import, and neither is one that raises: the function
+    is kept for the next one.
+    """
 
     def __init__(self, functions: dict[str, Callable[[], object]]) -> None:
         self._functions = functions
+        self._looking: set[tuple[int, str]] = set()  # which thread looks for what: others may look for the same
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The official hook."""
-        function = self._functions.pop(name, None)
-        if function is None:
+        looking = (get_ident(), name)
+        if name not in self._functions or looking in self._looking:  # another finder asks all of them, and so this one
             return None
-        for finder in sys.meta_path:
-            find_spec = getattr(finder, "find_spec", None)
-            spec = None if finder is self or find_spec is None else find_spec(name, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, function)
-                return spec
-        return None
+        self._looking.add(looking)
+        try:
+            for finder in list(sys.meta_path):
+                find_spec = getattr(finder, "find_spec", None)
+                spec = None if finder is self or find_spec is None else find_spec(name, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        spec.loader = _Loader(spec.loader, name, self._functions)
+                    return spec
+            return None
+        finally:
+            self._looking.discard(looking)
 
 
 class _Loader:
-    """Loads as another loader does, and calls a function after that."""
+    """Loads as another loader does, and calls the function of the module after that, if nobody has called it."""
 
-    def __init__(self, real: Any, function: Callable[[], object]) -> None:
-        self._real, self._function = real, function
+    def __init__(self, real: Any, name: str, functions: dict[str, Callable[[], object]]) -> None:
+        self._real, self._name, self._functions = real, name, functions
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -59,7 +69,9 @@ class _Loader:
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__.loader = module.__loader__ = self._real  # type: ignore[union-attr]
         self._real.exec_module(module)
-        self._function()
+        function = self._functions.pop(self._name, None)
+        if function is not None:
+            function()
 
 
 def _start() -> None:

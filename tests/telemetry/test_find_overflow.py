@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -202,6 +204,35 @@ def test_what_raises_leaves_no_trace() -> None:
     run.step()
     assert len(run.engine.overflow_report()) == 0
     assert run.engine.find_overflow(run.backward).phase is None
+
+
+@pytest.mark.parametrize("bad", ["", "forward", "backward", "raises"])
+def test_the_graph_of_the_batch_goes(bad: str) -> None:
+    run = Run("O2", "linear")
+    run.model.planted.bad = "" if bad == "raises" else bad
+    hooks: list[weakref.ref[Any]] = []
+
+    def step() -> Tensor:
+        class Hook:
+            def __call__(self, grad: Tensor) -> None:
+                """Belongs to the graph."""
+
+        x, y = run.batch
+        output = run.model(x)
+        hook = Hook()
+        output.register_hook(hook)
+        hooks.append(weakref.ref(hook))
+        if bad == "raises":
+            raise KeyError
+        return F.mse_loss(output.float(), y)
+
+    if bad == "raises":
+        with pytest.raises(KeyError):
+            run.engine.find_overflow(step)
+    else:
+        assert run.engine.find_overflow(step).phase == (bad or None)
+    gc.collect()
+    assert [hook() for hook in hooks] == [None]
 
 
 def test_refusals() -> None:

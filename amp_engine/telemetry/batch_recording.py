@@ -354,8 +354,10 @@ class Comparing(Follower):
 
 
 def unscaled(gradient: Tensor, loss_scale: float) -> Tensor:
-    """The gradient of the loss itself: the same tensor if the scale is 1, else float32 or float64."""
+    """The gradient of the loss itself: of the same type if the scale is 1, else float32 or float64."""
     gradient = gradient.detach()
+    if gradient.is_sparse:  # in its own type, as in a step: values that overflow together do so here
+        gradient = gradient.coalesce()
     if loss_scale == 1.0:
         return gradient
     return (gradient if gradient.dtype is torch.float64 else gradient.float()) / loss_scale

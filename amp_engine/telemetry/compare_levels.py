@@ -24,7 +24,7 @@ from amp_engine.policy_file import RunPolicy
 from amp_engine.scale_rule import DEFAULT_MIN_LOSS_SCALE
 from amp_engine.telemetry.batch_recording import Comparing, Follower, Recording, unscaled
 from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
-from amp_engine.telemetry.relative_error import Distance, distance
+from amp_engine.telemetry.relative_error import Distance, distance, stored
 
 StepFn = Callable[[Any], Any]
 
@@ -47,7 +47,7 @@ class _Run:
 
     @property
     def has_finite_gradients(self) -> bool:
-        return all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
+        return all(bool(stored(gradient).isfinite().all()) for gradient in self.gradients.values())
 
 
 class Trials:

@@ -20,6 +20,7 @@ from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.telemetry.module_names import Module, ModuleNames, tensors_in
 from amp_engine.telemetry.post_mortem import Place
 from amp_engine.telemetry.rehearsal import check_callable, rehearsal
+from amp_engine.telemetry.relative_error import stored
 from amp_engine.torch_private import DispatchMode, is_in_backward
 
 Phase = Literal["weights", "data", "forward", "backward"]
@@ -46,7 +47,7 @@ class OverflowSource:
         parameter: name of a parameter that the operation uses, if it does.
         kind: "inf" or "nan".
         elements: how many were not finite.
-        numel: of how many.
+        numel: of how many; of a sparse tensor those that it stores.
         dtype: of the result.
         largest_input: largest finite magnitude among what the operation was given; None where it was given no number.
         loss: before scaling; None if it was never seen.
@@ -123,8 +124,10 @@ class _Recording(DispatchMode):
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _UNWRITTEN:
-            for one in tensors_in(result):
-                storage = local_of(one).untyped_storage()
+            for one in map(local_of, tensors_in(result)):
+                if one.layout is not torch.strided:
+                    continue
+                storage = one.untyped_storage()
                 self._unwritten[storage._cdata] = storage
             return result
         if came_bad:  # what operations before have made was found then
@@ -242,7 +245,8 @@ def find_overflow(
         loss_scale: what dynamic scalers are set to meanwhile; None leaves them.
     """
     check_callable(step_fn, "find_overflow")
-    bad = [(p, places[id(p)]) for m in models for p in m.parameters() if not local_of(p.detach()).isfinite().all()]
+    parameters = [(p, places[id(p)]) for m in models for p in m.parameters()]
+    bad = [(values, place) for p, place in parameters for values in _floats([p]) if not bool(values.isfinite().all())]
     recording = _Recording(places)
     with ExitStack() as stack:
         stack.enter_context(
@@ -262,7 +266,7 @@ def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]]) -> Ov
     """What was found, with what is known of the loss; of parameters that are not finite, the first."""
     source = recording.found
     if bad:
-        values, place = local_of(bad[0][0].detach()), bad[0][1]
+        values, place = bad[0]
         source = OverflowSource(
             phase="weights",
             module=place.module,
@@ -279,8 +283,9 @@ def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]]) -> Ov
 
 
 def _floats(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """What this rank has of those that are floating."""
-    return [local_of(one.detach()) for one in tensors if one is not None and one.is_floating_point() and one.numel()]
+    """What this rank has of those that are floating; of sparse ones, what they store."""
+    found = [local_of(one.detach()) for one in tensors if one is not None and one.is_floating_point()]
+    return [one for one in map(stored, found) if one.numel()]
 
 
 def _is_bad(tensor: Tensor) -> bool:

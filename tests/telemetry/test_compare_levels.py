@@ -301,6 +301,52 @@ def test_a_reference_that_is_not_finite_is_said() -> None:
     assert "At O0 the loss is not finite either" in str(found)
 
 
+class Embedded(nn.Module):
+    """Words, of which some occur twice, with sparse gradients or dense ones."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.last = nn.Embedding(8, 4, sparse=sparse), nn.Linear(4, 2)
+        with torch.no_grad():
+            self.words.weight.uniform_(0.5, 1.0)
+            self.last.weight.uniform_(0.5, 1.0)
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.last(self.words(words))
+        return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_sparse_gradients_are_compared_as_dense_ones(level: str) -> None:
+    words = torch.tensor([1, 2, 2, 5])
+    sparse, dense = (
+        amp.compare_levels(Embedded(is_sparse), lambda m: m(words).float().square().sum(), level)
+        for is_sparse in (True, False)
+    )
+    assert "words.weight" in {p.parameter for p in sparse.parameters}
+    assert {p.parameter: p.error for p in sparse.parameters} == pytest.approx(
+        {p.parameter: p.error for p in dense.parameters}
+    )
+    assert sparse.gradient_error == pytest.approx(dense.gradient_error)
+    assert sparse.is_finite
+    assert amp.find_fp32_modules(Embedded(True), lambda m: m(words).float().square().sum(), level).modules == ()
+
+
+def test_sparse_gradients_that_overflow_as_they_are_added_up_lower_the_scale() -> None:
+    words = torch.full((64,), 3)
+
+    def compared(is_sparse: bool) -> LevelComparison:
+        model = Embedded(is_sparse)
+        model.last.requires_grad_(False)
+        policy = RunPolicy("O3", loss_scale="dynamic")
+        return amp.compare_levels(model, lambda m: m(words).float().sum() / 8, policy)
+
+    sparse, dense = compared(True), compared(False)
+    assert sparse.is_finite
+    assert sparse.loss_scale == dense.loss_scale < 2.0**16
+
+
 # --- what stays -----------------------------------------------------------------------------------
 
 

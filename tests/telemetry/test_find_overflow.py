@@ -206,6 +206,48 @@ def test_what_raises_leaves_no_trace() -> None:
     assert run.engine.find_overflow(run.backward).phase is None
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_sparse_gradients_are_looked_at(level: str) -> None:
+    with Engine() as engine:
+        model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        words = torch.tensor([1, 2, 2, 5])
+        assert engine.find_overflow(lambda: model(words).float().square().mean(), loss_scale=1.0).phase is None
+        # Once in `words`, twice: each of the two is finite, and their sum is not.
+        largest = torch.finfo(model[0].weight.dtype).max
+
+        class Large(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Tensor:
+                return torch.full_like(grads[0], 0.75 * largest)
+
+        found = engine.find_overflow(lambda: model[1](Large.apply(model[0](words))).float().mean())
+        assert (found.phase, found.module, found.operation) == ("backward", "0", "embedding"), str(found)
+        assert found.parameter == "0.weight"
+        assert (found.kind, found.elements, found.numel) == ("inf", 4, 12)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_of_the_forward_are_looked_at(layout: torch.layout) -> None:
+    with Engine() as engine:
+        model = nn.Linear(4, 2)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+        for bad in (False, True):
+            dense = torch.eye(4)
+            dense[0, 0] = float("nan") if bad else 1.0
+            graph = dense.to_sparse(layout=layout)
+            found = engine.find_overflow(lambda graph=graph: model(torch.sparse.mm(graph, torch.ones(4, 4))).mean())
+            assert found.phase == ("data" if bad else None), str(found)
+            if bad:
+                assert (found.kind, found.elements, found.numel) == ("nan", 1, 4)
+
+
 @pytest.mark.parametrize("bad", ["", "forward", "backward", "raises"])
 def test_the_graph_of_the_batch_goes(bad: str) -> None:
     run = Run("O2", "linear")

@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.parameter import is_lazy
 
 from amp_engine.distributed import local_of
+from amp_engine.errors import AmpStateError
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.forward_order import name_of, parameters_of
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
@@ -96,7 +98,8 @@ class _Recording(DispatchMode):
         self.names = ModuleNames()
         self.loss: Tensor | None = None
         self.scale = 1.0  # of this loss
-        self.was_backward = False
+        self.was_backward = False  # or one was announced by a `scale_loss`
+        self.has_gradient = False
         self._places = places
         self._is_forward = True
         self._is_looking = False  # so that an operation is ours
@@ -164,6 +167,7 @@ class _Recording(DispatchMode):
         """A loss is about to be scaled."""
         self.loss, self.scale = loss.detach(), float(scale)
         self.was_backward = True
+        self.has_gradient |= loss.is_leaf and loss.requires_grad  # which has no node that could be watched
         self._is_forward = False
         self.names.running.clear()
         self._watch_backward([loss])
@@ -183,7 +187,7 @@ class _Recording(DispatchMode):
             self._handles.append(node.register_hook(lambda gave, took, node=node: self._gives(node, gave, took)))
 
     def _arrives(self, node: Node, grads: Sequence[Tensor | None]) -> None:
-        self.was_backward = True
+        self.was_backward = self.has_gradient = True
         for one in _floats(grads):
             if self._found is None and not bool(one.isfinite().all()):
                 self._note("backward", one, f"a sum of gradients, or a hook, before {name_of(node)}", None, node)
@@ -245,6 +249,7 @@ def find_overflow(
         loss_scale: what dynamic scalers are set to meanwhile; None leaves them.
     """
     check_callable(step_fn, "find_overflow")
+    _check_shapes(models)
     parameters = [(p, places[id(p)]) for m in models for p in m.parameters()]
     bad = [(values, place) for p, place in parameters for values in _floats([p]) if not bool(values.isfinite().all())]
     recording = _Recording(places)
@@ -259,7 +264,25 @@ def find_overflow(
         if isinstance(loss, Tensor) and loss.requires_grad and not recording.was_backward:
             with scale_loss(loss) as scaled_loss:
                 scaled_loss.sum().backward()
-    return _completed(recording, bad)
+    source = _completed(recording, bad)
+    if source.phase is None and not recording.has_gradient:
+        raise AmpStateError(
+            "find_overflow() saw no gradient, and nothing that is not finite before: the function neither ran a "
+            "backward nor returned a loss that has one.  Call amp.find_overflow(lambda: loss_fn(model(x), y))."
+        )
+    return source
+
+
+def _check_shapes(models: Sequence[nn.Module]) -> None:
+    """Raise AmpStateError for lazy modules that were not run yet."""
+    for model in models:
+        for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
+            for name, one in named:
+                if is_lazy(one):
+                    raise AmpStateError(
+                        f"{kind} {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
+                        "through the model, then call amp.find_overflow."
+                    )
 
 
 def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]]) -> OverflowSource:

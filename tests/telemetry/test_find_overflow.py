@@ -279,7 +279,7 @@ def test_the_graph_of_the_batch_goes(bad: str) -> None:
 
 def test_refusals() -> None:
     engine = Engine()
-    with pytest.raises(AmpStateError, match="before amp.initialize"):
+    with pytest.raises(AmpStateError, match=r"amp.initialize\(\) was not, or with enabled=False"):
         engine.find_overflow(lambda: None)
     run = Run("O2", "linear")
     with pytest.raises(AmpTypeError, match=r"not a Tensor.*lambda: loss_fn"):
@@ -294,3 +294,66 @@ def test_refusals() -> None:
         pytest.raises(AmpStateError, match="inside of"),
     ):
         run.engine.find_overflow(run.backward)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "no return", "no grad", "a number", "no backward inside"])
+def test_a_batch_without_a_backward_is_refused(kind: str) -> None:
+    run = Run("O2", "linear")
+    x, y = run.batch
+
+    def loss() -> Tensor:
+        return F.mse_loss(run.model(x).float(), y)
+
+    def step() -> Any:
+        if kind == "no return":
+            loss()
+        if kind == "no grad":
+            with torch.no_grad():
+                return loss()
+        if kind == "a number":
+            return loss().item()
+        if kind == "no backward inside":
+            with run.engine.scale_loss(loss(), run.optimizer):
+                pass
+        return None
+
+    with pytest.raises(AmpStateError, match=r"saw no gradient.*Call amp.find_overflow\(lambda: loss_fn"):
+        run.engine.find_overflow(step)
+    assert run.engine.find_overflow(loss).phase is None
+    run.model.planted.bad = "forward"
+    if kind != "nothing":  # which is found without a backward
+        assert run.engine.find_overflow(step).phase == "forward"
+    run.step()
+
+
+def test_a_loss_that_is_a_parameter_has_a_gradient() -> None:
+    with Engine() as engine:
+        model = nn.ParameterList([nn.Parameter(torch.ones(()))])
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+        assert engine.find_overflow(lambda: model[0]).phase is None
+
+
+def test_without_levels_there_is_nothing_to_look_at() -> None:
+    with Engine() as engine:
+        model = nn.Linear(4, 2)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), enabled=False)
+        with pytest.raises(AmpStateError, match=r"with enabled=False.  Call model, optimizer = amp.initialize"):
+            engine.find_overflow(lambda: model(torch.ones(2, 4)).sum())
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("kind", ["Parameter 0.weight", "Buffer 1.running_mean"])
+def test_lazy_modules_are_run_first(level: str, kind: str) -> None:
+    lazy = nn.LazyLinear(4) if kind.startswith("P") else nn.Linear(2, 4)
+    model = nn.Sequential(lazy, nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 1))
+    x = torch.randn(3, 2)
+    with Engine() as engine:
+        engine.initialize(model, torch.optim.SGD(model[2].parameters(), lr=0.1), opt_level=level, verbosity=0)
+        with pytest.raises(
+            AmpStateError, match=rf"{kind} of Sequential has no shape yet .*then call amp.find_overflow"
+        ):
+            engine.find_overflow(lambda: model(x).float().sum())
+        with torch.no_grad():
+            model(x)
+        assert engine.find_overflow(lambda: model(x).float().sum(), loss_scale=1.0).phase is None

@@ -148,12 +148,14 @@ class Explaining:
             What torch.compile compiled is run without it; what torch.jit compiled is one operation.
 
         Looks at the arguments and results of every operation, so it takes many times as long as a step; waits for the
-        device at each. Of several ranks all have to call it. Raises AmpStateError before `initialize`, inside of a
-        `scale_loss`, and while gradients wait for a step.
+        device at each. Of several ranks all have to call it. Raises AmpStateError before `initialize` and with
+        enabled=False, inside of a `scale_loss`, while gradients wait for a step, for lazy modules that have no shape
+        yet, and where there was no backward, unless something was found before it; AmpTypeError for what cannot be
+        called.
         """
-        if self.policy is None:
+        if self.policy is None or self._is_disabled:
             raise AmpStateError(
-                "find_overflow() was called before amp.initialize(), which tells the models to look at.  Call model, "
+                "find_overflow() was called, but amp.initialize() was not, or with enabled=False.  Call model, "
                 "optimizer = amp.initialize(model, optimizer, opt_level=...) first."
             )
         if loss_scale is None and (records := self.overflow_report()):

@@ -85,6 +85,7 @@ class Follower(DispatchMode):
         self.modules = names_of([model])
         self._calls: Counter[str] = Counter()
         self._counts: Counter[tuple[str | None, int, str]] = Counter()
+        self._handles: list[Any] = []
         self._inputs_seen = False
         self._is_paused = False
 
@@ -134,11 +135,17 @@ class Follower(DispatchMode):
                 key = Key(name, self._calls[name], "output", i)
                 self._saw_output(key, one)
                 if one.requires_grad:
-                    one.register_hook(lambda grad, key=key: self._saw_gradient(key, grad))
+                    hook = one.register_hook(lambda grad, key=key: self._saw_gradient(key, grad))
+                    self._handles.append(hook)
 
     def end(self) -> None:
-        """The batch is over: its graph may go."""
+        """The batch is over, or something has raised: its graph, and the model, may go."""
+        # From here to the graph, and from the graph's hooks to here: a cycle that the garbage collector cannot see.
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self.names.owner.clear()
+        self.modules.clear()
 
     def _drawn(self, name: str, func: Any, args: Any, given: Sequence[Tensor], gave: Sequence[Tensor]) -> None:
         """If an operation has drawn random numbers, have both runs go on with the same: types draw differently."""
@@ -347,8 +354,10 @@ class Comparing(Follower):
 
 
 def unscaled(gradient: Tensor, loss_scale: float) -> Tensor:
-    """The gradient of the loss itself: the same tensor if the scale is 1, else float32 or float64."""
+    """The gradient of the loss itself: of the same type if the scale is 1, else float32 or float64."""
     gradient = gradient.detach()
+    if gradient.is_sparse:  # in its own type, as in a step: values that overflow together do so here
+        gradient = gradient.coalesce()
     if loss_scale == 1.0:
         return gradient
     return (gradient if gradient.dtype is torch.float64 else gradient.float()) / loss_scale

@@ -24,7 +24,7 @@ from amp_engine.policy_file import RunPolicy
 from amp_engine.scale_rule import DEFAULT_MIN_LOSS_SCALE
 from amp_engine.telemetry.batch_recording import Comparing, Follower, Recording, unscaled
 from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
-from amp_engine.telemetry.relative_error import Distance, distance
+from amp_engine.telemetry.relative_error import Distance, distance, stored
 
 StepFn = Callable[[Any], Any]
 
@@ -47,7 +47,7 @@ class _Run:
 
     @property
     def has_finite_gradients(self) -> bool:
-        return all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
+        return all(bool(stored(gradient).isfinite().all()) for gradient in self.gradients.values())
 
 
 class Trials:
@@ -129,25 +129,32 @@ class Trials:
             engine.initialize(model, policy=policy, opt_level=policy.opt_level, verbosity=0)
             scale = engine.scalers[0].loss_scale() if loss_scale is None else loss_scale
             follower = follow(model, scale)
-            with ExitStack() as stack:
+            try:
+                loss, gradients = self._trained(model, scale, follower)
+            finally:
                 if follower is not None:
-                    stack.enter_context(follower.names.following([model], follower.given, follower.gave))
-                    stack.enter_context(follower)
-                loss = self._step_fn(model)
-            self._check_loss(loss, model)
-            (loss.double() if loss.dtype is torch.float64 else loss.float()).sum().mul(scale).backward()
-            named = _named_parameters(model)
-            if all(p.grad is None for p in named.values()):
-                raise AmpStateError(
-                    f"The loss does not depend on the model that {self._call}() gave to step_fn, a copy.  "
-                    f"{_HOW.format(call=self._call)}"
-                )
-            gradients = {name: unscaled(p.grad, scale) for name, p in named.items() if p.grad is not None}
-            for p in named.values():
-                p.grad = None
+                    follower.end()
+            return _Run(loss, gradients, scale, follower)
+
+    def _trained(self, model: nn.Module, scale: float, follower: Follower | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a copy that was initialized, and its gradients without the scale."""
+        with ExitStack() as stack:
             if follower is not None:
-                follower.end()
-            return _Run(loss.detach().sum(), gradients, scale, follower)
+                stack.enter_context(follower.names.following([model], follower.given, follower.gave))
+                stack.enter_context(follower)
+            loss = self._step_fn(model)
+        self._check_loss(loss, model)
+        (loss.double() if loss.dtype is torch.float64 else loss.float()).sum().mul(scale).backward()
+        named = _named_parameters(model)
+        if all(p.grad is None for p in named.values()):
+            raise AmpStateError(
+                f"The loss does not depend on the model that {self._call}() gave to step_fn, a copy.  "
+                f"{_HOW.format(call=self._call)}"
+            )
+        gradients = {name: unscaled(p.grad, scale) for name, p in named.items() if p.grad is not None}
+        for p in named.values():
+            p.grad = None
+        return loss.detach().sum(), gradients
 
     def _compared(self, policy: RunPolicy, run: _Run, reference: _Run) -> LevelComparison:
         parameters, whole = [], Distance(0.0, 0.0)

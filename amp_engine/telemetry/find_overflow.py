@@ -12,14 +12,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.parameter import is_lazy
 
 from amp_engine.distributed import local_of
+from amp_engine.errors import AmpStateError
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.forward_order import name_of, parameters_of
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.telemetry.module_names import Module, ModuleNames, tensors_in
 from amp_engine.telemetry.post_mortem import Place
 from amp_engine.telemetry.rehearsal import check_callable, rehearsal
+from amp_engine.telemetry.relative_error import stored
 from amp_engine.torch_private import DispatchMode, is_in_backward
 
 Phase = Literal["weights", "data", "forward", "backward"]
@@ -46,7 +49,7 @@ class OverflowSource:
         parameter: name of a parameter that the operation uses, if it does.
         kind: "inf" or "nan".
         elements: how many were not finite.
-        numel: of how many.
+        numel: of how many; of a sparse tensor those that it stores.
         dtype: of the result.
         largest_input: largest finite magnitude among what the operation was given; None where it was given no number.
         loss: before scaling; None if it was never seen.
@@ -95,7 +98,8 @@ class _Recording(DispatchMode):
         self.names = ModuleNames()
         self.loss: Tensor | None = None
         self.scale = 1.0  # of this loss
-        self.was_backward = False
+        self.was_backward = False  # or one was announced by a `scale_loss`
+        self.has_gradient = False
         self._places = places
         self._is_forward = True
         self._is_looking = False  # so that an operation is ours
@@ -123,8 +127,10 @@ class _Recording(DispatchMode):
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _UNWRITTEN:
-            for one in tensors_in(result):
-                storage = local_of(one).untyped_storage()
+            for one in map(local_of, tensors_in(result)):
+                if one.layout is not torch.strided:
+                    continue
+                storage = one.untyped_storage()
                 self._unwritten[storage._cdata] = storage
             return result
         if came_bad:  # what operations before have made was found then
@@ -161,6 +167,7 @@ class _Recording(DispatchMode):
         """A loss is about to be scaled."""
         self.loss, self.scale = loss.detach(), float(scale)
         self.was_backward = True
+        self.has_gradient |= loss.is_leaf and loss.requires_grad  # which has no node that could be watched
         self._is_forward = False
         self.names.running.clear()
         self._watch_backward([loss])
@@ -180,7 +187,7 @@ class _Recording(DispatchMode):
             self._handles.append(node.register_hook(lambda gave, took, node=node: self._gives(node, gave, took)))
 
     def _arrives(self, node: Node, grads: Sequence[Tensor | None]) -> None:
-        self.was_backward = True
+        self.was_backward = self.has_gradient = True
         for one in _floats(grads):
             if self._found is None and not bool(one.isfinite().all()):
                 self._note("backward", one, f"a sum of gradients, or a hook, before {name_of(node)}", None, node)
@@ -242,7 +249,9 @@ def find_overflow(
         loss_scale: what dynamic scalers are set to meanwhile; None leaves them.
     """
     check_callable(step_fn, "find_overflow")
-    bad = [(p, places[id(p)]) for m in models for p in m.parameters() if not local_of(p.detach()).isfinite().all()]
+    _check_shapes(models)
+    parameters = [(p, places[id(p)]) for m in models for p in m.parameters()]
+    bad = [(values, place) for p, place in parameters for values in _floats([p]) if not bool(values.isfinite().all())]
     recording = _Recording(places)
     with ExitStack() as stack:
         stack.enter_context(
@@ -255,14 +264,32 @@ def find_overflow(
         if isinstance(loss, Tensor) and loss.requires_grad and not recording.was_backward:
             with scale_loss(loss) as scaled_loss:
                 scaled_loss.sum().backward()
-    return _completed(recording, bad)
+    source = _completed(recording, bad)
+    if source.phase is None and not recording.has_gradient:
+        raise AmpStateError(
+            "find_overflow() saw no gradient, and nothing that is not finite before: the function neither ran a "
+            "backward nor returned a loss that has one.  Call amp.find_overflow(lambda: loss_fn(model(x), y))."
+        )
+    return source
+
+
+def _check_shapes(models: Sequence[nn.Module]) -> None:
+    """Raise AmpStateError for lazy modules that were not run yet."""
+    for model in models:
+        for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
+            for name, one in named:
+                if is_lazy(one):
+                    raise AmpStateError(
+                        f"{kind} {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
+                        "through the model, then call amp.find_overflow."
+                    )
 
 
 def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]]) -> OverflowSource:
     """What was found, with what is known of the loss; of parameters that are not finite, the first."""
     source = recording.found
     if bad:
-        values, place = local_of(bad[0][0].detach()), bad[0][1]
+        values, place = bad[0]
         source = OverflowSource(
             phase="weights",
             module=place.module,
@@ -279,8 +306,9 @@ def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]]) -> Ov
 
 
 def _floats(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """What this rank has of those that are floating."""
-    return [local_of(one.detach()) for one in tensors if one is not None and one.is_floating_point() and one.numel()]
+    """What this rank has of those that are floating; of sparse ones, what they store."""
+    found = [local_of(one.detach()) for one in tensors if one is not None and one.is_floating_point()]
+    return [one for one in map(stored, found) if one.numel()]
 
 
 def _is_bad(tensor: Tensor) -> bool:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amp_engine.stepping.arithmetic import values
+
 
 class Distance(NamedTuple):
     """How far a is from b.
@@ -49,7 +51,7 @@ def distance(a: Tensor, b: Tensor, factor: float = 1.0) -> Distance:
     """
     wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     low_a, low_b = (torch.finfo(one.dtype).min / 2 for one in (a, b))
-    a, b = (one.detach().to_dense() if one.is_sparse else one.detach() for one in (a, b))
+    a, b = (one.detach() if one.layout is torch.strided else one.detach().to_dense() for one in (a, b))
     a, b = a.to(wide), b.to(device=a.device, dtype=wide)
     if factor != 1.0:
         a, low_a = a * factor, low_a * factor
@@ -64,6 +66,16 @@ def norm(tensor: Tensor) -> float:
     tensor = torch.where(tensor.isfinite(), tensor, 0.0)
     sums = torch.float32 if tensor.device.type == "mps" else torch.float64
     return float(torch.linalg.vector_norm(tensor, dtype=sums))
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The elements that a sparse tensor stores, in one dimension more or less; a dense one itself.
+
+    What is stored of one element several times is added up, as whoever uses the tensor does.
+    """
+    if tensor.layout is torch.strided:
+        return tensor
+    return values(tensor) if tensor.is_sparse else tensor.values()
 
 
 def growth(error: float, error_in: float, roundoff: float) -> float:

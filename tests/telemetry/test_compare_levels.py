@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_engine import AmpStateError, AmpTypeError, AmpValueError, Engine, RunPolicy, amp
+from amp_engine.telemetry.batch_recording import Follower
 from amp_engine.telemetry.comparison import ComparedOperation, LevelComparison
 from amp_engine.telemetry.relative_error import distance, growth
 from tests.support import HALF, LEVELS, assert_bitwise
@@ -298,6 +301,52 @@ def test_a_reference_that_is_not_finite_is_said() -> None:
     assert "At O0 the loss is not finite either" in str(found)
 
 
+class Embedded(nn.Module):
+    """Words, of which some occur twice, with sparse gradients or dense ones."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.last = nn.Embedding(8, 4, sparse=sparse), nn.Linear(4, 2)
+        with torch.no_grad():
+            self.words.weight.uniform_(0.5, 1.0)
+            self.last.weight.uniform_(0.5, 1.0)
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.last(self.words(words))
+        return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_sparse_gradients_are_compared_as_dense_ones(level: str) -> None:
+    words = torch.tensor([1, 2, 2, 5])
+    sparse, dense = (
+        amp.compare_levels(Embedded(is_sparse), lambda m: m(words).float().square().sum(), level)
+        for is_sparse in (True, False)
+    )
+    assert "words.weight" in {p.parameter for p in sparse.parameters}
+    assert {p.parameter: p.error for p in sparse.parameters} == pytest.approx(
+        {p.parameter: p.error for p in dense.parameters}
+    )
+    assert sparse.gradient_error == pytest.approx(dense.gradient_error)
+    assert sparse.is_finite
+    assert amp.find_fp32_modules(Embedded(True), lambda m: m(words).float().square().sum(), level).modules == ()
+
+
+def test_sparse_gradients_that_overflow_as_they_are_added_up_lower_the_scale() -> None:
+    words = torch.full((64,), 3)
+
+    def compared(is_sparse: bool) -> LevelComparison:
+        model = Embedded(is_sparse)
+        model.last.requires_grad_(False)
+        policy = RunPolicy("O3", loss_scale="dynamic")
+        return amp.compare_levels(model, lambda m: m(words).float().sum() / 8, policy)
+
+    sparse, dense = compared(True), compared(False)
+    assert sparse.is_finite
+    assert sparse.loss_scale == dense.loss_scale < 2.0**16
+
+
 # --- what stays -----------------------------------------------------------------------------------
 
 
@@ -423,6 +472,68 @@ def test_shards_are_refused(one_process_group: None) -> None:
     fully_shard(model)
     with pytest.raises(AmpStateError, match="before fully_shard"):
         amp.compare_levels(model, lambda m: m(torch.randn(2, 4)).sum())
+
+
+# --- what goes ------------------------------------------------------------------------------------
+
+
+class Spoiled(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+ENDS = ["returns", "keeps the output", "raises", "gives a number", "raises in the backward", "runs the backward"]
+
+
+@pytest.mark.parametrize("call", [amp.compare_levels, amp.find_fp32_modules])
+@pytest.mark.parametrize("end", ENDS)
+def test_no_copy_and_no_recording_stay_behind(
+    end: str, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[weakref.ref[Any]] = []
+    recordings: list[weakref.ref[Any]] = []
+    outputs: list[Tensor] = []
+    init = Follower.__init__
+
+    def seen(self: Follower, model: nn.Module) -> None:
+        recordings.append(weakref.ref(self))
+        init(self, model)
+
+    monkeypatch.setattr(Follower, "__init__", seen)
+
+    def step(model: nn.Module) -> Any:
+        copies.append(weakref.ref(model if end == "keeps the output" else next(model.parameters())))
+        output = model(torch.ones(2, 4))
+        if end == "keeps the output":
+            outputs.append(output)
+        if end == "raises":
+            raise ZeroDivisionError
+        loss = (Spoiled.apply(output) if end == "raises in the backward" else output).float().sum()
+        if end == "runs the backward":
+            loss.backward()
+        return loss.item() if end == "gives a number" else loss
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    if end in ("returns", "keeps the output"):
+        call(model, step)
+    else:
+        raised: type[Exception] = ZeroDivisionError
+        if not end.startswith("raises"):
+            raised = AmpTypeError if end == "gives a number" else AmpStateError
+        with pytest.raises(raised):
+            call(model, step)
+    gc.collect()
+    assert copies
+    assert [one() for one in copies] == [None] * len(copies)
+    assert recordings
+    assert [one() for one in recordings] == [None] * len(recordings)
 
 
 # --- how it looks, and what it goes by ------------------------------------------------------------

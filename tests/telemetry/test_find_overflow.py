@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -204,9 +206,80 @@ def test_what_raises_leaves_no_trace() -> None:
     assert run.engine.find_overflow(run.backward).phase is None
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_sparse_gradients_are_looked_at(level: str) -> None:
+    with Engine() as engine:
+        model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        words = torch.tensor([1, 2, 2, 5])
+        assert engine.find_overflow(lambda: model(words).float().square().mean(), loss_scale=1.0).phase is None
+        # Once in `words`, twice: each of the two is finite, and their sum is not.
+        largest = torch.finfo(model[0].weight.dtype).max
+
+        class Large(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Tensor:
+                return torch.full_like(grads[0], 0.75 * largest)
+
+        found = engine.find_overflow(lambda: model[1](Large.apply(model[0](words))).float().mean())
+        assert (found.phase, found.module, found.operation) == ("backward", "0", "embedding"), str(found)
+        assert found.parameter == "0.weight"
+        assert (found.kind, found.elements, found.numel) == ("inf", 4, 12)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_of_the_forward_are_looked_at(layout: torch.layout) -> None:
+    with Engine() as engine:
+        model = nn.Linear(4, 2)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+        for bad in (False, True):
+            dense = torch.eye(4)
+            dense[0, 0] = float("nan") if bad else 1.0
+            graph = dense.to_sparse(layout=layout)
+            found = engine.find_overflow(lambda graph=graph: model(torch.sparse.mm(graph, torch.ones(4, 4))).mean())
+            assert found.phase == ("data" if bad else None), str(found)
+            if bad:
+                assert (found.kind, found.elements, found.numel) == ("nan", 1, 4)
+
+
+@pytest.mark.parametrize("bad", ["", "forward", "backward", "raises"])
+def test_the_graph_of_the_batch_goes(bad: str) -> None:
+    run = Run("O2", "linear")
+    run.model.planted.bad = "" if bad == "raises" else bad
+    hooks: list[weakref.ref[Any]] = []
+
+    def step() -> Tensor:
+        class Hook:
+            def __call__(self, grad: Tensor) -> None:
+                """Belongs to the graph."""
+
+        x, y = run.batch
+        output = run.model(x)
+        hook = Hook()
+        output.register_hook(hook)
+        hooks.append(weakref.ref(hook))
+        if bad == "raises":
+            raise KeyError
+        return F.mse_loss(output.float(), y)
+
+    if bad == "raises":
+        with pytest.raises(KeyError):
+            run.engine.find_overflow(step)
+    else:
+        assert run.engine.find_overflow(step).phase == (bad or None)
+    gc.collect()
+    assert [hook() for hook in hooks] == [None]
+
+
 def test_refusals() -> None:
     engine = Engine()
-    with pytest.raises(AmpStateError, match="before amp.initialize"):
+    with pytest.raises(AmpStateError, match=r"amp.initialize\(\) was not, or with enabled=False"):
         engine.find_overflow(lambda: None)
     run = Run("O2", "linear")
     with pytest.raises(AmpTypeError, match=r"not a Tensor.*lambda: loss_fn"):
@@ -221,3 +294,66 @@ def test_refusals() -> None:
         pytest.raises(AmpStateError, match="inside of"),
     ):
         run.engine.find_overflow(run.backward)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "no return", "no grad", "a number", "no backward inside"])
+def test_a_batch_without_a_backward_is_refused(kind: str) -> None:
+    run = Run("O2", "linear")
+    x, y = run.batch
+
+    def loss() -> Tensor:
+        return F.mse_loss(run.model(x).float(), y)
+
+    def step() -> Any:
+        if kind == "no return":
+            loss()
+        if kind == "no grad":
+            with torch.no_grad():
+                return loss()
+        if kind == "a number":
+            return loss().item()
+        if kind == "no backward inside":
+            with run.engine.scale_loss(loss(), run.optimizer):
+                pass
+        return None
+
+    with pytest.raises(AmpStateError, match=r"saw no gradient.*Call amp.find_overflow\(lambda: loss_fn"):
+        run.engine.find_overflow(step)
+    assert run.engine.find_overflow(loss).phase is None
+    run.model.planted.bad = "forward"
+    if kind != "nothing":  # which is found without a backward
+        assert run.engine.find_overflow(step).phase == "forward"
+    run.step()
+
+
+def test_a_loss_that_is_a_parameter_has_a_gradient() -> None:
+    with Engine() as engine:
+        model = nn.ParameterList([nn.Parameter(torch.ones(()))])
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+        assert engine.find_overflow(lambda: model[0]).phase is None
+
+
+def test_without_levels_there_is_nothing_to_look_at() -> None:
+    with Engine() as engine:
+        model = nn.Linear(4, 2)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), enabled=False)
+        with pytest.raises(AmpStateError, match=r"with enabled=False.  Call model, optimizer = amp.initialize"):
+            engine.find_overflow(lambda: model(torch.ones(2, 4)).sum())
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("kind", ["Parameter 0.weight", "Buffer 1.running_mean"])
+def test_lazy_modules_are_run_first(level: str, kind: str) -> None:
+    lazy = nn.LazyLinear(4) if kind.startswith("P") else nn.Linear(2, 4)
+    model = nn.Sequential(lazy, nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 1))
+    x = torch.randn(3, 2)
+    with Engine() as engine:
+        engine.initialize(model, torch.optim.SGD(model[2].parameters(), lr=0.1), opt_level=level, verbosity=0)
+        with pytest.raises(
+            AmpStateError, match=rf"{kind} of Sequential has no shape yet .*then call amp.find_overflow"
+        ):
+            engine.find_overflow(lambda: model(x).float().sum())
+        with torch.no_grad():
+            model(x)
+        assert engine.find_overflow(lambda: model(x).float().sum(), loss_scale=1.0).phase is None

@@ -260,6 +260,7 @@ def test_last_step_tells_what_became_of_it(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_the_norm_is_that_of_the_gradients_which_were_stepped(level: str) -> None:
     models = [nn.Embedding(6, 4, sparse=level != "O3"), nn.Linear(4, 4)]
     with Engine() as engine:
@@ -285,6 +286,7 @@ def test_the_norm_is_that_of_the_gradients_which_were_stepped(level: str) -> Non
 
 
 @pytest.mark.parametrize("level", DYNAMIC_LEVELS)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_auto_sees_sparse_gradients(level: str) -> None:
     scales = []
     for sparse in (False, True):

@@ -78,7 +78,7 @@ sanitize: $(INSTALLED)  ## run the tests of the C++ code with AddressSanitizer a
 cuda-build:  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on that torch; needs no GPU
 	.venv-cuda/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv-cuda
 	.venv-cuda/bin/python -m pip install --quiet $(CUDA_TORCH)
-	$(COPY) && AMP_ENGINE_BUILD=cuda TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" ../../.venv-cuda/bin/python -m pip install --quiet --editable ".[test]"
+	$(COPY) && AMP_ENGINE_BUILD=cuda TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX" ../../.venv-cuda/bin/python -m pip install --quiet --editable ".[plots,test]"
 	cd build/$@ && ../../.venv-cuda/bin/python -m amp_engine info
 	cd build/$@ && AMP_ENGINE_BUILD=cuda ../../.venv-cuda/bin/$(PYTEST) --ignore=tests/test_demo.py --ignore=tests/test_examples.py $(ARGS)
 

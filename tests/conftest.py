@@ -39,6 +39,11 @@ GLOBAL_HOOKS = (
     optimizer_hooks._global_optimizer_post_hooks,
 )
 
+# Autograd starts a thread for each device that the first backward of a process finds, and with such threads torch
+# refuses a backward in a fork. `torch.compile` registers a pretended CUDA device where torch was built for CUDA and
+# finds none: with this backward before it, no test that forks depends on the tests before it.
+torch.ones((), requires_grad=True).backward()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: of workers that take a file at a time, none is left alone with one at the end."""

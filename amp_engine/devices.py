@@ -64,11 +64,12 @@ class HostNumbers:
         self._has_arrived = False
         self._device = device = values[0].device
         self.count = len(values)
-        self.is_captured = is_capturing(device)
         self._host: Tensor | list[float]
         if values[0].is_cpu:
+            self.is_captured = False
             self._host = [value.item() for value in values]
             return
+        self.is_captured = is_capturing(device)
         both = torch.stack(values).detach()
         # Not `.is_cuda`, which drivers of tests on a CPU are known to fake.
         if self.is_captured or device.type != "cuda":

@@ -31,6 +31,7 @@ class Backward:
 
     Attributes:
         loss: the last one that was backpropagated; any shape.
+        value: of that loss, if the host read it at the entry; None else.
         checked: what was found, for each optimizer and device.
         order: of parameters in the forward, as `forward_order` tells; of an earlier one where none was taken of this.
         origin: where the forward stopped to be finite, if somebody looked.
@@ -40,7 +41,7 @@ class Backward:
         of_replicas: whether all of them have the same gradients once they are reduced.
         found_inf: float32, shape []: != 0 is an overflow.
         overflow: the same on its way to the host, with the scale after it, the one that it had, and the loss if it is
-            one number. These two are there after `conclude`.
+            one number that the host does not know. These two are there after `conclude`.
     """
 
     found_inf: Tensor
@@ -51,6 +52,7 @@ class Backward:
         self.loss_id = loss_id
         self.snapshot = snapshot
         self.loss = loss
+        self.value: float | None = None
         self.checked: list[Checked] = []
         self.order: Order = {}
         self.origin: Origin | None = None
@@ -66,7 +68,7 @@ class Backward:
         self.found_inf = found_inf
         numbers = [found_inf, self.scaler.scale, self.snapshot.scale]
         loss = self.loss
-        if loss is not NO_LOSS and is_number(loss) and loss.device == found_inf.device:
+        if self.value is None and loss is not NO_LOSS and is_number(loss) and loss.device == found_inf.device:
             # For nothing either of the two would cost as much as all the rest.
             loss = loss if loss.dtype is torch.float32 else loss.float()
             numbers.append(loss if loss.dim() == 0 else loss.view(()))
@@ -100,7 +102,9 @@ class Backward:
         return None if self.loss is NO_LOSS else float(self.loss.float().sum())
 
     def sent_loss(self) -> float | None:
-        """The loss before scaling if it came with the flag. Waits until the host knows of that."""
+        """The loss before scaling if the host read it, or it came with the flag. Waits until the host knows of that."""
+        if self.value is not None:
+            return self.value
         return self.overflow.read(3) if self.overflow.count > 3 else None
 
     def largest(self, groups: Sequence[dist.ProcessGroup]) -> Tensor | None:

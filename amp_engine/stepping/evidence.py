@@ -46,10 +46,11 @@ class Evidence:
         """Before a backward that is checked: where its loss stopped to be finite, if the host may look."""
         if self.before_backward is not None:
             return self.before_backward(loss, backward.snapshot.scale)
-        self._count += 1
-        backward.number = self._count
-        if self._may_read(loss) and not math.isfinite(loss.item()):
-            backward.origin = origin_of_nonfinite(loss)
+        self._count = backward.number = self._count + 1
+        if self._may_read(loss):
+            backward.value = value = loss.item()
+            if not math.isfinite(value):
+                backward.origin = origin_of_nonfinite(loss)
         if self._scaling.expects_nonfinite:
             self._scaling.expects_nonfinite = False
         return None

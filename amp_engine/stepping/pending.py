@@ -50,13 +50,21 @@ class Pending:
         self.skips_in_a_row = 0
         self.steps = 0  # that were decided here, and
         self.skips = 0  # how many of them were skipped, as far as was heard
-        self.last = LastStep()
+        self._last: LastStep | None = LastStep()
+        self._decided_by: tuple[Sequence[Backward], list[Tensor] | None] = ((), None)  # the last step, if it is None
         # Of steps that the device decided: what the host has not been told yet, oldest first.
         self._undecided: deque[list[Backward]] = deque()
         self._skipped = False
         self._on_skip = on_skip
         self._on_report = on_report
         self._on_clean = on_clean
+
+    @property
+    def last(self) -> LastStep:
+        """The last step. Made for whoever asks first: hardly any loop does, and it takes a percent of a tiny one."""
+        if self._last is None:
+            self._last, self._decided_by = LastStep(*self._decided_by), ((), None)
+        return self._last
 
     @property
     def skipped(self) -> bool:
@@ -105,7 +113,7 @@ class Pending:
         self._settle()
         self.steps += 1
         backwards, self.backwards = self.backwards, []
-        self.last = LastStep(backwards, self._squares[0] if len(self._squares) == 1 else None)
+        self._last, self._decided_by = None, (backwards, self._squares[0] if len(self._squares) == 1 else None)
         self._squares = []
         if on_device and not all(backward.overflow.is_known() for backward in backwards):
             self._undecided.append([backward for backward in backwards if not backward.overflow.is_captured])
@@ -126,7 +134,7 @@ class Pending:
         self.caller_skips = False
         self.forget()
         self._skipped = True
-        self.last = LastStep(was_skipped=True)
+        self._last = LastStep(was_skipped=True)
         self.steps += 1
         self.skips += 1
         self.skips_in_a_row += 1
@@ -139,7 +147,7 @@ class Pending:
         """A step was taken that nothing was pending for."""
         self.steps += 1
         self._skipped = False
-        self.last = LastStep()
+        self._last = LastStep()
 
     def hear(self, wait: bool) -> None:
         """Report steps that the device decided, as far as the host knows of them by now, or all of them."""

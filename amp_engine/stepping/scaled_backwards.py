@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_engine.devices import moved
+from amp_engine.distributed import has_ranks
 from amp_engine.errors import AmpStateError
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
@@ -135,7 +136,8 @@ class ScaledBackwards:
         check = backward.skips or backward.loss_id not in self._scaling.reported
         unscaled: set[int] | None = set() if len(stepped) > 1 else None
         # Not where an overflow is only said: one rank may have said it before another, and would ask no more.
-        groups = dict.fromkeys(group for one in stepped for group in one.ranks.groups()) if backward.skips else ()
+        agrees = backward.skips and has_ranks()
+        groups = list(dict.fromkeys(group for one in stepped for group in one.ranks.groups())) if agrees else []
         own: list[list[Tensor]] = []  # of each optimizer, what the check found of its gradients
         try:
             for one in stepped:
@@ -156,9 +158,9 @@ class ScaledBackwards:
         if delay_overflow_check:
             return
         scaler = backward.scaler
-        reduction = backward.reduction = Reduction(list(groups), scaler.found_inf) if groups else None
+        reduction = backward.reduction = Reduction(groups, scaler.found_inf) if groups else None
         backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in stepped)
-        largest = backward.largest(list(groups)) if scaler.auto is not None else None
+        largest = backward.largest(groups) if scaler.auto is not None else None
 
         def conclude() -> None:
             if reduction is not None:
@@ -288,7 +290,7 @@ class ScaledBackward:
                     one.window.discard_backward()
             elif self._delay_unscale:
                 for one in self._stepped:
-                    one.window.leave_open(self._backward.loss)
+                    one.window.leave_open(self._backward)
             else:
                 self._backwards.close_windows(self._stepped, self._backward, self._delay_overflow_check, self._loss)
         finally:

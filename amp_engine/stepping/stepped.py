@@ -185,7 +185,7 @@ class SteppedOptimizer:
         if value and not self.window.is_in_body:
             self._adopt_gradients()
             if not self.window.is_left_open:
-                self.window.leave_open(self.window.backward.loss)
+                self.window.leave_open()
         elif not value and self.window.is_left_open:
             self.window.close_as_is()
 

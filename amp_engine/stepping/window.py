@@ -139,7 +139,9 @@ class Window:
     def claim(self, backward: Backward) -> None:
         """Say which scaler is to hear of an overflow and, unless it is known, what the losses are scaled by."""
         if self._is_claimed:
-            backward = Backward(backward.scaler, backward.loss_id, self.backward.snapshot, self.backward.loss)
+            earlier = self.backward
+            backward = Backward(backward.scaler, backward.loss_id, earlier.snapshot, earlier.loss)
+            backward.value = earlier.value
         self._backward, self._is_claimed = backward, True
 
     def _become(self, state: State) -> None:
@@ -150,10 +152,15 @@ class Window:
         if state is State.CLOSED:
             self._backward = None
 
-    def leave_open(self, loss: Tensor) -> None:
-        """Exit with `delay_unscale`: gradients stay scaled and go on accumulating in place."""
+    def leave_open(self, last: Backward | None = None) -> None:
+        """Exit with `delay_unscale`: gradients stay scaled and go on accumulating in place.
+
+        Args:
+            last: whose loss was backpropagated last; None: that of the window.
+        """
         self._become(State.LEFT_OPEN)
-        self.backward.loss = loss
+        if last is not None:
+            self.backward.loss, self.backward.value = last.loss, last.value
         columns = self._rows.columns
         self._left = [one for one in map(seen, columns.plain) if one.grad is not None]
         self._showing = [p for p in columns.plain if p.grad is None and id(p) in self._earlier]
@@ -335,7 +342,7 @@ class Window:
         an open window cannot be told apart again; then they are discarded.
         """
         if self._reentered and all(one.is_untouched() for one in self._reentered):
-            self.leave_open(self.backward.loss)
+            self.leave_open()
         elif not self.is_closed:
             self.discard()
 

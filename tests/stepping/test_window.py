@@ -13,7 +13,7 @@ from amp_engine.stepping.window import State
 CALLS = {
     "open": lambda room: room.window.open(room.backward()),
     "prepare": lambda room: room.window.prepare(room.backward()),
-    "leave open": lambda room: room.window.leave_open(torch.ones(())),
+    "leave open": lambda room: room.window.leave_open(),
     "close": lambda room: room.window.close(room.backward(), True, set()),
 }
 REACHED = {"open": State.OPEN, "prepare": State.PREPARED, "leave open": State.LEFT_OPEN, "close": State.CLOSED}
@@ -86,7 +86,7 @@ def test_two_bodies_of_one_window_are_unscaled_together(make: Any) -> None:
     room = make.room(make.half(2), make.full(2))
     room.window.open(room.backward())
     room.accumulate(1.0, 2.0)
-    room.window.leave_open(torch.ones(()))
+    room.window.leave_open()
     backward = room.backward()
     room.window.open(backward)
     room.accumulate(10.0, 20.0)
@@ -98,7 +98,7 @@ def test_a_body_that_raises_before_its_backward_leaves_the_window_open(make: Any
     room = make.room(make.half(2))
     room.window.open(room.backward())
     room.accumulate(1.0)
-    room.window.leave_open(torch.ones(()))
+    room.window.leave_open()
     room.window.open(room.backward())
     room.window.discard_backward()
     assert room.window.is_left_open
@@ -109,7 +109,7 @@ def test_a_body_that_raises_in_its_backward_drops_what_was_left(make: Any) -> No
     room = make.room(make.half(2))
     room.window.open(room.backward())
     room.accumulate(1.0)
-    room.window.leave_open(torch.ones(()))
+    room.window.leave_open()
     room.window.open(room.backward())
     room.accumulate(1.0)
     room.window.discard_backward()
@@ -121,7 +121,7 @@ def test_zero_grad_reaches_a_window_that_was_left_open(make: Any) -> None:
     room = make.room(make.half(2), make.full(2))
     room.window.open(room.backward())
     room.accumulate(1.0, 2.0)
-    room.window.leave_open(torch.ones(()))
+    room.window.leave_open()
     room.optimizer.zero_grad()
     backward = room.backward()
     room.window.open(backward)

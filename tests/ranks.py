@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 from collections.abc import Callable
@@ -12,6 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Ranks are forks of a process that has imported what they need and done nothing else: an import takes seconds of them.
+FRESH = multiprocessing.get_context("forkserver")
+FRESH.set_forkserver_preload(
+    ["pytest", "tests.models", "tests.support", "torch.distributed.fsdp", "torch.distributed.tensor", "tests.ranks"]
+)
+
 
 def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
     """
@@ -21,12 +28,13 @@ def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
     # Each rank waits for the others, so no process gets two.
-    with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as processes:
+    with ProcessPoolExecutor(ranks, FRESH) as processes:
         results = [processes.submit(_on_rank, run, rank, ranks, store.port) for rank in range(ranks)]
         return [torch.load(io.BytesIO(result.result()), weights_only=False) for result in results]
 
 
 def _on_rank(run: Callable[[int], Any], rank: int, ranks: int, port: int) -> bytes:
+    gc.freeze()  # what was imported: nobody has to look through it
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
     try:

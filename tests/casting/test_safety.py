@@ -572,7 +572,9 @@ def in_a_fork(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [before, off, pristine, after, fresh(MLP.batch()[0]).dtype, losses[-1] < losses[0]]
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch refuses a backward in a fork beside a device's thread")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="torch refuses a backward in a fork beside a device's thread"
+)
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_fork_trains_closes_and_starts_anew_and_its_parent_feels_nothing(optimizer_class: Any) -> None:
     model = MLP.model()

@@ -45,10 +45,40 @@ GLOBAL_HOOKS = (
 torch.ones((), requires_grad=True).backward()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--variants",
+        type=int,
+        metavar="N",
+        help="run every test, each with N of its parameters at most, evenly spread",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: of workers that take a file at a time, none is left alone with one at the end."""
+    if (limit := config.getoption("--variants")) is not None:
+        left_out = set(items) - set(evenly_spread(items, limit))
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def evenly_spread(items: list[pytest.Item], limit: int) -> Iterator[pytest.Item]:
+    """Of the variants of each test the first, and others at equal distances from it: `limit` in all at most."""
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_one in variants.values():
+        is_whole = of_one[0].get_closest_marker("every_variant") is not None
+        count = len(of_one) if is_whole else min(limit, len(of_one))
+        yield from (of_one[place * len(of_one) // count] for place in range(count))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: nobody who looks through all objects of the process has to look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def patched_names() -> list[str]:

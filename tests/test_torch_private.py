@@ -39,6 +39,7 @@ def resolved(entry: PrivateName) -> Any:
     return found
 
 
+@pytest.mark.every_variant
 @pytest.mark.parametrize("entry", NAMES, ids=lambda entry: entry.name)
 def test_torch_has_it(entry):
     try:

@@ -74,6 +74,10 @@ class Backward:
             numbers.append(loss if loss.dim() == 0 else loss.view(()))
         self.overflow = HostNumbers(*numbers)
 
+    def give_loss(self, other: Backward) -> None:
+        """Have the last loss of `other` be this one."""
+        other.loss, other.value = self.loss, self.value
+
     def settle(self) -> None:
         """Have `conclude` called, if it waits for what other ranks found."""
         self.scaler.settle()

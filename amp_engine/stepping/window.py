@@ -139,9 +139,8 @@ class Window:
     def claim(self, backward: Backward) -> None:
         """Say which scaler is to hear of an overflow and, unless it is known, what the losses are scaled by."""
         if self._is_claimed:
-            earlier = self.backward
-            backward = Backward(backward.scaler, backward.loss_id, earlier.snapshot, earlier.loss)
-            backward.value = earlier.value
+            earlier, backward = self.backward, Backward(backward.scaler, backward.loss_id, self.backward.snapshot)
+            earlier.give_loss(backward)
         self._backward, self._is_claimed = backward, True
 
     def _become(self, state: State) -> None:
@@ -153,14 +152,10 @@ class Window:
             self._backward = None
 
     def leave_open(self, last: Backward | None = None) -> None:
-        """Exit with `delay_unscale`: gradients stay scaled and go on accumulating in place.
-
-        Args:
-            last: whose loss was backpropagated last; None: that of the window.
-        """
+        """Exit with `delay_unscale`, of `last` if that is known: gradients stay scaled and accumulate in place."""
         self._become(State.LEFT_OPEN)
         if last is not None:
-            self.backward.loss, self.backward.value = last.loss, last.value
+            last.give_loss(self.backward)
         columns = self._rows.columns
         self._left = [one for one in map(seen, columns.plain) if one.grad is not None]
         self._showing = [p for p in columns.plain if p.grad is None and id(p) in self._earlier]

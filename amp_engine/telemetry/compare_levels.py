@@ -24,6 +24,7 @@ from amp_engine.policy_file import RunPolicy
 from amp_engine.scale_rule import DEFAULT_MIN_LOSS_SCALE
 from amp_engine.telemetry.batch_recording import Comparing, Follower, Recording, unscaled
 from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
+from amp_engine.telemetry.rehearsal import check_shapes
 from amp_engine.telemetry.relative_error import Distance, distance, stored
 
 StepFn = Callable[[Any], Any]
@@ -219,6 +220,7 @@ class Trials:
                 f"{self._call}() works on copies, and a model that torch.distributed has made shards of cannot be "
                 "copied.  Call it before fully_shard."
             )
+        check_shapes([model], self._call)
 
     def _check_loss(self, loss: Any, model: nn.Module) -> None:
         if not isinstance(loss, Tensor) or not loss.requires_grad:
@@ -268,9 +270,9 @@ def compare_levels(
     before, also if something raises. Of several ranks each compares alone. What torch.compile compiled is run without
     it; what torch.jit compiled counts for the module around it.
 
-    Raises AmpStateError after `initialize` of the model or with functions cast, for a model that cannot be copied, and
-    where step_fn runs a backward or another model; AmpValueError where it takes another batch the second time;
-    AmpTypeError.
+    Raises AmpStateError after `initialize` of the model or with functions cast, for a model that cannot be copied or
+    whose lazy modules have no shape yet, and where step_fn runs a backward or another model; AmpValueError where it
+    takes another batch the second time; AmpTypeError.
     """
     return Trials(model, step_fn, reference, "compare_levels").compare(as_policy(level))
 

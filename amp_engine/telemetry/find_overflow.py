@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.nn.parameter import is_lazy
 
 from amp_engine.distributed import local_of
 from amp_engine.errors import AmpStateError
@@ -21,7 +20,7 @@ from amp_engine.stepping.forward_order import name_of, parameters_of
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.telemetry.module_names import Module, ModuleNames, tensors_in
 from amp_engine.telemetry.post_mortem import Place
-from amp_engine.telemetry.rehearsal import check_callable, rehearsal
+from amp_engine.telemetry.rehearsal import check_callable, check_shapes, rehearsal
 from amp_engine.telemetry.relative_error import stored
 from amp_engine.torch_private import DispatchMode, is_in_backward
 
@@ -249,7 +248,7 @@ def find_overflow(
         loss_scale: what dynamic scalers are set to meanwhile; None leaves them.
     """
     check_callable(step_fn, "find_overflow")
-    _check_shapes(models)
+    check_shapes(models, "find_overflow")
     parameters = [(p, places[id(p)]) for m in models for p in m.parameters()]
     bad = [(values, place) for p, place in parameters for values in _floats([p]) if not bool(values.isfinite().all())]
     recording = _Recording(places)
@@ -271,18 +270,6 @@ def find_overflow(
             "backward nor returned a loss that has one.  Call amp.find_overflow(lambda: loss_fn(model(x), y))."
         )
     return source
-
-
-def _check_shapes(models: Sequence[nn.Module]) -> None:
-    """Raise AmpStateError for lazy modules that were not run yet."""
-    for model in models:
-        for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
-            for name, one in named:
-                if is_lazy(one):
-                    raise AmpStateError(
-                        f"{kind} {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
-                        "through the model, then call amp.find_overflow."
-                    )
 
 
 def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]]) -> OverflowSource:

@@ -23,7 +23,7 @@ from amp_engine.telemetry.closed_gradients import closed_gradients
 from amp_engine.telemetry.kept import dtype_name
 from amp_engine.telemetry.magnitudes import Limits, MagnitudeCounter, Magnitudes
 from amp_engine.telemetry.module_names import ModuleNames
-from amp_engine.telemetry.rehearsal import check_callable, rehearsal
+from amp_engine.telemetry.rehearsal import check_callable, check_shapes, rehearsal
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -197,8 +197,8 @@ def gradient_histogram(
 
     Waits for the device. Counting takes some passes over each gradient. Of several ranks all have to call it, and each
     counts its own. Raises AmpStateError before `initialize`, inside of a `scale_loss`, while gradients wait for a step,
-    and where the batch had no gradient; AmpTypeError for what cannot be called; AmpValueError for a type that is not
-    floating.
+    for lazy modules that have no shape yet, and where the batch had no gradient; AmpTypeError for what cannot be
+    called; AmpValueError for a type that is not floating.
     """
     policy = engine.policy
     if policy is None or not policy.enabled:
@@ -207,6 +207,7 @@ def gradient_histogram(
             "optimizer = amp.initialize(model, optimizer, opt_level=...) first."
         )
     check_callable(step_fn, "gradient_histogram")
+    check_shapes(engine._initialized.models, "gradient_histogram")
     half = policy.patch_torch_functions_type if policy.patch_torch_functions else policy.cast_model_type
     half = half if half in (torch.float16, torch.bfloat16) else torch.float16
     if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.scaler import LossScaler
@@ -21,6 +22,18 @@ def check_callable(step_fn: Any, call: str) -> None:
             f"{call} takes a function that runs one batch, not a {type(step_fn).__name__}.  Type for example "
             f"amp.{call}(lambda: loss_fn(model(x), y))."
         )
+
+
+def check_shapes(models: Sequence[nn.Module], call: str) -> None:
+    """Raise AmpStateError for lazy modules that were not run yet; `call` is what the user called."""
+    for model in models:
+        for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
+            for name, one in named:
+                if is_lazy(one):
+                    raise AmpStateError(
+                        f"{kind} {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
+                        f"through the model, then call amp.{call}."
+                    )
 
 
 @contextmanager

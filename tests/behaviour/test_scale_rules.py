@@ -259,6 +259,25 @@ def test_last_step_tells_what_became_of_it(level: str) -> None:
             assert not clean.skipped  # what was asked before stays
 
 
+@pytest.mark.parametrize("closed_by", ["exit", "step"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_of_backwards_that_were_delayed_the_last_loss_is_told(level: str, closed_by: str) -> None:
+    with Engine() as engine:
+        model, optimizer = started(level, engine=engine)
+        losses = []
+        for index in range(2):
+            loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index))
+            losses.append(loss.item())
+            delays = index == 0 or closed_by == "step"
+            with engine.scale_loss(loss, optimizer, delay_unscale=delays) as scaled_loss:
+                (scaled_loss * (1.0 if index == 0 else float("inf"))).backward()
+        optimizer.step()
+        assert losses[0] != losses[1]
+        assert engine.last_step().loss == losses[1]
+        (record,) = engine.overflow_report()
+        assert record.loss == losses[1]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_the_norm_is_that_of_the_gradients_which_were_stepped(level: str) -> None:

@@ -467,6 +467,20 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         amp.compare_levels(model, lambda m: m(torch.randn(2, 4)).sum())
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("kind", ["Parameter 0.weight", "Buffer 1.running_mean"])
+def test_lazy_modules_are_run_first(kind: str) -> None:
+    lazy = nn.LazyLinear(4) if kind.startswith("P") else nn.Linear(2, 4)
+    model = nn.Sequential(lazy, nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 1))
+    x = torch.randn(3, 2)
+    for call in (amp.compare_levels, amp.find_fp32_modules):
+        with pytest.raises(AmpStateError, match=rf"{kind} of Sequential has no shape yet .*amp.{call.__name__}"):
+            call(model, lambda m: m(x).float().sum())
+    with torch.no_grad():
+        model(x)
+    assert math.isfinite(amp.compare_levels(model, lambda m: m(x).float().sum()).loss)
+
+
 def test_shards_are_refused(one_process_group: None) -> None:
     from torch.distributed.fsdp import fully_shard
 

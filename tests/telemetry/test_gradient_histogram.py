@@ -186,6 +186,19 @@ def test_bfloat16_loses_nothing_and_float16_can_be_asked_for(level: str) -> None
         assert asked.activations.lost(torch.float16) == pytest.approx(0.31, abs=0.002)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_modules_are_run_first() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 1))
+    x = torch.randn(3, 2)
+    with Engine() as engine:
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+        with pytest.raises(AmpStateError, match=r"Buffer 1.running_mean .* no shape .*call amp.gradient_histogram"):
+            gradient_histogram(engine, lambda: model(x).float().sum())
+        with torch.no_grad():
+            model(x)
+        assert gradient_histogram(engine, lambda: model(x).float().sum()).weights.total > 0
+
+
 def test_refusals() -> None:
     engine = Engine()
     with pytest.raises(AmpStateError, match=r"amp\.initialize\(\) was not"):

@@ -57,34 +57,31 @@ class HostNumbers:
     """0-d tensors of one device on their way to the host, in one message. Creating it does not wait; reading may.
 
     While a CUDA graph is captured nothing travels: a replay would not tell the host. Such numbers are never known.
+
+    Attributes:
+        count: how many they are.
+        values: what they are, once somebody has found that they are there. Whoever looks here asks no device.
+        is_captured: whether they are in a CUDA graph.
     """
 
     def __init__(self, *values: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._has_arrived = False
-        self._device = device = values[0].device
         self.count = len(values)
-        self._host: Tensor | list[float]
+        self.values: list[float] | None = None
+        self.is_captured = False
+        self._event: torch.cuda.Event | None = None
         if values[0].is_cpu:
-            self.is_captured = False
-            self._host = [value.item() for value in values]
+            self.values = [value.item() for value in values]
             return
+        self._device = device = values[0].device
         self.is_captured = is_capturing(device)
-        both = torch.stack(values).detach()
+        self._sent = torch.stack(values).detach()
         # Not `.is_cuda`, which drivers of tests on a CPU are known to fake.
         if self.is_captured or device.type != "cuda":
-            self._host = both
             return
-        self._host = torch.empty_like(both, device="cpu", pin_memory=True)
-        self._host.copy_(both, non_blocking=True)
+        there, self._sent = self._sent, torch.empty_like(self._sent, device="cpu", pin_memory=True)
+        self._sent.copy_(there, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(device))
-
-    def arrived(self) -> list[float] | None:
-        """The values, if somebody has found that they are there; None else. Asks nobody: a tenth of a microsecond."""
-        if self._has_arrived and isinstance(self._host, Tensor):
-            self._host = self._host.tolist()  # at once: to ask a tensor for one number takes a microsecond
-        return self._host if isinstance(self._host, list) else None
 
     def is_known(self) -> bool:
         """Whether the values have arrived. Does not wait. During a capture nothing is known that came from a GPU."""
@@ -92,22 +89,27 @@ class HostNumbers:
             return not self.is_captured
         if is_capturing(self._device):  # a query would end the capture
             return False
-        self._has_arrived = self._has_arrived or self._event.query()
-        return self._has_arrived
+        if self.values is None and self._event.query():
+            self.values = self._sent.tolist()
+        return self.values is not None
 
     def read(self, place: int = 0) -> float:
         """One of the values. Waits until it has arrived.
 
         Raises AmpStateError during a capture, which waiting would break, unless it was known before.
         """
-        if self._event is not None and not self._has_arrived:
+        values = self.values
+        return (self._wait() if values is None else values)[place]
+
+    def _wait(self) -> list[float]:
+        if self._event is not None:
             if is_capturing(self._device):
                 raise AmpStateError(
                     "Whether a step is skipped, or a loss scale, was asked for inside of a CUDA graph's capture, where "
                     "nothing may wait for the GPU.  Ask before the capture, or after it."
                 )
             self._event.synchronize()
-            self._has_arrived = True
-        if isinstance(self._host, Tensor) and not self.is_captured:
-            self._host = self._host.tolist()
-        return float(self._host[place])
+        values: list[float] = self._sent.tolist()
+        if not self.is_captured:  # a replay writes others
+            self.values = values
+        return values

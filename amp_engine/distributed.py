@@ -16,9 +16,12 @@ from amp_engine.torch_private import fsdp_param_dtype, is_wrapper_subclass
 T = TypeVar("T")
 
 
+_CAN_HAVE_RANKS = torch.distributed.is_available()  # as torch was built
+
+
 def has_ranks() -> bool:
     """Whether there is a process group. A tenth of a microsecond."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _CAN_HAVE_RANKS and torch.distributed.is_initialized()
 
 
 def is_sharded(param: Any) -> bool:

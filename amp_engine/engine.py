@@ -216,7 +216,8 @@ class Engine(Saving, Explaining):
                 self.reporter.say(line, rank0=True)
 
             self._initialized.add(request, adopt_data_writes)
-            self.overflows.begin(anew=self.policy is None)
+            if self.policy is None:
+                self.overflows.begin()
             self.policy = decided
             self.min_loss_scale, self.max_loss_scale = bounds
             self._scaling.begin(decided.loss_scale, num_losses, *bounds, skip_on_overflow)

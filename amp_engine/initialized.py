@@ -203,7 +203,7 @@ class Initialized:
             on_skip: told of each step that was skipped; without it messages say so.
             ranks: who decides on a skip together; None: those of a DistributedDataParallel.
         """
-        pending = Pending(on_skip or self.overflows.skipped, self.overflows.stepped_on, self.overflows.clean)
+        pending = Pending(on_skip or self.overflows.skipped, self.overflows.stepped_on)
         stepped = SteppedOptimizer(optimizer, rows, self._scaling, pending, ranks)
         StepHook(stepped, self._backwards, self._scaling, self._casts)  # which the optimizer holds
         self._backwards.add(stepped)

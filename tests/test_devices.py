@@ -23,19 +23,26 @@ class Event:
         assert not devices.is_capturing(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("capturing", [False, True])
-def test_what_comes_from_a_gpu_is_not_asked_for_during_a_capture(monkeypatch, capturing):
-    number = HostNumbers(torch.tensor(2.0))
+@pytest.fixture
+def number(monkeypatch: pytest.MonkeyPatch) -> HostNumbers:
+    """2.0 on its way from a GPU."""
+    with monkeypatch.context() as there:
+        there.setattr(torch.Tensor, "is_cpu", False)
+        number = HostNumbers(torch.tensor(2.0))
     number._event = Event()
+    return number
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_comes_from_a_gpu_is_not_asked_for_during_a_capture(monkeypatch, number, capturing):
     monkeypatch.setattr(devices, "is_capturing", lambda device: capturing)
     assert number.is_known() is not capturing
     with pytest.raises(AmpStateError, match="capture") if capturing else nullcontext():
         assert number.read() == 2.0
 
 
-def test_what_was_known_before_a_capture_may_be_read_in_it_and_is_asked_for_once(monkeypatch):
-    number, asked, capturing = HostNumbers(torch.tensor(2.0)), [], []
-    number._event = Event()
+def test_what_was_known_before_a_capture_may_be_read_in_it_and_is_asked_for_once(monkeypatch, number):
+    asked, capturing = [], []
     monkeypatch.setattr(devices, "is_capturing", lambda device: bool(capturing))
     monkeypatch.setattr(Event, "query", lambda event: not asked.append(event))
     assert number.is_known()
@@ -76,7 +83,7 @@ def test_several_numbers_come_in_one_message():
     numbers = HostNumbers(torch.tensor(0.0), torch.tensor(512.0))
     assert [numbers.read(0), numbers.read(1)] == [0.0, 512.0]
     elsewhere = HostNumbers(torch.tensor(0.0, device="meta"), torch.tensor(512.0, device="meta"))
-    assert elsewhere._host.shape == (2,)
+    assert elsewhere._sent.shape == (2,)
 
 
 @pytest.mark.parametrize("value", [0.1, -3.0, 1e-46, 1e60, -1e60, float("inf"), float("nan")])

@@ -138,7 +138,7 @@ class FusedStep:
         device = weights[0].device if weights else torch.device("cpu")
         if not (self._form.is_ours or self.is_required or kernels.has_native(device)):
             return None
-        if not all(self.rule.supports(group) for group in optimizer.param_groups):
+        if not all(map(self.rule.supports, optimizer.param_groups)):
             return None
         if not known and not all(g is None or _is_plain(g) for g in gradients):
             return None
@@ -273,14 +273,18 @@ class FusedStep:
         return [state.get(p) or {} for p in params]
 
     def _is_current(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
-        return (
+        optimizer = self._live_optimizer()
+        if not (
             tensor_lists.same_objects(weights, self._weights)
-            and tensor_lists.same_objects(list(self._live_optimizer().state.values()), self._inner)
-            and all(table.is_current(self.rule) for table in self._tables)
-            and all(gradients[i] is None for i in self._stateless)
-            and [self.rule.needs_state1(group) for group in self._live_optimizer().param_groups] == self._needs_state1
-            and [len(group["params"]) for group in self._live_optimizer().param_groups] == self._group_sizes
-        )
+            and tensor_lists.same_objects(list(optimizer.state.values()), self._inner)
+            and list(map(self.rule.needs_state1, optimizer.param_groups)) == self._needs_state1
+            and [len(group["params"]) for group in optimizer.param_groups] == self._group_sizes
+        ):
+            return False
+        for table in self._tables:  # no generators: asked before each step
+            if not table.is_current(self.rule):
+                return False
+        return not self._stateless or all(gradients[i] is None for i in self._stateless)
 
     def _build(
         self,

@@ -25,7 +25,10 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 def takes_hooks(optimizer: Optimizer) -> bool:
     """Whether torch calls what is registered with `optimizer`."""
-    return all(hasattr(optimizer, hooks) for hooks in _HOOKS) and hasattr(type(optimizer).step, "hooked")
+    for hooks in _HOOKS:  # no generator: asked at each `scale_loss`
+        if not hasattr(optimizer, hooks):
+            return False
+    return hasattr(type(optimizer).step, "hooked")
 
 
 def inner_of(optimizer: Any) -> Any:

@@ -75,8 +75,8 @@ class Backward:
         self.overflow = HostNumbers(*numbers)
 
     def give_loss(self, other: Backward) -> None:
-        """Have the last loss of `other` be this one."""
-        other.loss, other.value = self.loss, self.value
+        """Have the last loss of `other`, and its number, be those of this one."""
+        other.loss, other.value, other.number = self.loss, self.value, self.number
 
     def settle(self) -> None:
         """Have `conclude` called, if it waits for what other ranks found."""
@@ -101,15 +101,11 @@ class Backward:
 
     def loss_value(self) -> float | None:
         """The loss before scaling, or the sum of several; None if nobody told. Waits until the host knows."""
-        if (sent := self.sent_loss()) is not None:
-            return sent
-        return None if self.loss is NO_LOSS else float(self.loss.float().sum())
-
-    def sent_loss(self) -> float | None:
-        """The loss before scaling if the host read it, or it came with the flag. Waits until the host knows of that."""
         if self.value is not None:
             return self.value
-        return self.overflow.read(3) if self.overflow.count > 3 else None
+        if self.overflow.count > 3:
+            return self.overflow.read(3)
+        return None if self.loss is NO_LOSS else float(self.loss.float().sum())
 
     def largest(self, groups: Sequence[dist.ProcessGroup]) -> Tensor | None:
         """The largest magnitude among its scaled gradients, over all ranks of `groups`; None if none was looked at.

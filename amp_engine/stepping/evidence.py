@@ -51,8 +51,7 @@ class Evidence:
             backward.value = value = loss.item()
             if not math.isfinite(value):
                 backward.origin = origin_of_nonfinite(loss)
-        if self._scaling.expects_nonfinite:
-            self._scaling.expects_nonfinite = False
+        self._scaling.expects_nonfinite = False
         return None
 
     def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:
@@ -84,21 +83,21 @@ class Evidence:
         if self.on_unchecked_loss is not None:
             self.on_unchecked_loss(self._count, loss_id, value, None if is_finite else origin_of_nonfinite(loss))
 
-    def keep(self, backward: Backward, loss: Tensor | None, is_in_trouble: bool) -> None:
-        """After the checks of a backward, before the scale moves.
+    def keep(self, backward: Backward, loss: Tensor | None, overflowed: bool, is_in_trouble: bool) -> None:
+        """After the checks of a backward.
 
         Args:
             loss: whose graph tells the order of the parameters, if it is known.
+            overflowed: whether the host knows that something of it was not finite.
             is_in_trouble: whether steps are being skipped on a GPU.
         """
-        if self.is_rehearsal:
+        if self.before_backward is not None:
             return
-        found_inf = backward.scaler.found_inf
-        overflowed = found_inf.is_cpu and found_inf.item() != 0
-        is_needed = overflowed or backward.loss_id not in self._orders
-        if loss is not None and (is_needed or is_in_trouble):
-            self._orders[backward.loss_id] = forward_order(loss)
-        backward.order = self._orders.get(backward.loss_id, {})
+        order = self._orders.get(backward.loss_id)
+        if loss is not None and (order is None or overflowed or is_in_trouble):
+            order = self._orders[backward.loss_id] = forward_order(loss)
+        if order is not None:
+            backward.order = order
         if overflowed and (first := backward.first_nonfinite()) is not None:
             grad = first[0].grad
             if grad is not None:
@@ -106,6 +105,6 @@ class Evidence:
 
     def _may_read(self, loss: Tensor) -> bool:
         """Whether the host may read the loss: it is there, or steps are in trouble and it may wait."""
-        if not is_number(loss):
+        if type(loss) is not Tensor or loss.numel() != 1:  # `is_number`, without another call
             return False
         return loss.is_cpu or (self._scaling.expects_nonfinite and not is_capturing(loss.device))

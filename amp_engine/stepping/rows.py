@@ -182,7 +182,8 @@ class Rows:
         for group, was in zip(groups, self._scanned, strict=True):  # no generator: asked five times an iteration
             if not tensor_lists.same_objects(group["params"], was):
                 return False
-        return not (self.makes_masters and any(is_low_precision(p) and p.requires_grad for p in self._columns.plain))
+        plain = self._columns.plain if self.makes_masters else None
+        return not plain or not any(is_low_precision(p) and p.requires_grad for p in plain)
 
     def _replace(self, groups: list[dict[str, Any]], exact: Mapping[int, Tensor]) -> None:
         """Put masters in the place of low-precision parameters."""

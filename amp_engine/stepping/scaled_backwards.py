@@ -135,7 +135,8 @@ class ScaledBackwards:
         backward.skips = backward.scaler.dynamic or self._scaling.skip_on_overflow
         check = backward.skips or backward.loss_id not in self._scaling.reported
         unscaled: set[int] | None = set() if len(stepped) > 1 else None
-        # Not where an overflow is only said: one rank may have said it before another, and would ask no more.
+        # Not where an overflow is only said: one rank may have said it before another, and would ask no more. Most
+        # processes have no ranks, and make no list of their groups.
         agrees = backward.skips and has_ranks()
         groups = list(dict.fromkeys(group for one in stepped for group in one.ranks.groups())) if agrees else []
         own: list[list[Tensor]] = []  # of each optimizer, what the check found of its gradients
@@ -149,10 +150,10 @@ class ScaledBackwards:
                 one.window.discard_backward()
             raise
         if check:
-            is_in_trouble = not backward.scaler.found_inf.is_cpu and any(
-                one.pending.skips_in_a_row > 0 for one in stepped
-            )
-            self.evidence.keep(backward, loss, is_in_trouble)
+            flag = backward.scaler.found_inf
+            is_known = flag.is_cpu
+            is_in_trouble = not is_known and any(one.pending.skips_in_a_row > 0 for one in stepped)
+            self.evidence.keep(backward, loss, is_known and flag.item() != 0, is_in_trouble)
         if self.on_close is not None:
             self.on_close(stepped, backward)
         if delay_overflow_check:
@@ -169,7 +170,7 @@ class ScaledBackwards:
             if check and stepped:
                 backward.conclude(found_inf)
                 if not self.evidence.is_rehearsal:
-                    self._scaling.history.note(backward.loss_id, backward.overflow)
+                    self._scaling.history.note(backward.loss_id, backward.overflow, backward.number, backward.value)
 
         if reduction is None:
             conclude()
@@ -204,9 +205,12 @@ class ScaledBackwards:
         optimizer shares with one whose `scale_loss` has not been left.
         """
         scaler.settle()
-        if any(one.window.is_in_body for one in stepped):
-            return Backward(scaler, loss_id, scaler.snapshot(), loss)  # refused where it is entered
+        opened = [one for one in stepped if not one.window.is_closed]
         others = self._windows_into(stepped)
+        if not opened and not others:  # nearly always
+            return Backward(scaler, loss_id, scaler.snapshot(), loss)
+        if any(one.window.is_in_body for one in opened):
+            return Backward(scaler, loss_id, scaler.snapshot(), loss)  # refused where it is entered
         for other in others:
             if other.window.is_in_body:
                 raise AmpStateError(
@@ -215,7 +219,7 @@ class ScaledBackwards:
                     "would have two scales.  Leave the first `with amp.scale_loss(...)` before the next one, or call "
                     "amp.scale_loss(loss, [optimizer, other_optimizer]) once for both."
                 )
-        left = [one for one in stepped if one.window.is_left_open and one.window.may_belong_to(scaler)]
+        left = [one for one in opened if one.window.is_left_open and one.window.may_belong_to(scaler)]
         for one in left:
             if one.window.backward.loss_id != loss_id:
                 found = one.window.backward.loss_id

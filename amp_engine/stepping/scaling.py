@@ -22,7 +22,7 @@ class Scaling:
         expects_nonfinite: whether the last loss that the host heard of on a GPU was not finite, so that it waits for
             the next one, to see where that comes from.
         reported: those loss_ids whose static scale was said to overflow, so that looking again is of no more use.
-        history: of the scales, as the host learns of them.
+        history: of losses and their scales, as the host learns of them.
     """
 
     scalers: list[LossScaler] = field(default_factory=list)
@@ -35,7 +35,10 @@ class Scaling:
     @property
     def is_active(self) -> bool:
         """Whether a backward may decide that a step is skipped, or gradients be scaled."""
-        return self.skip_on_overflow or not all(scaler.is_identity for scaler in self.scalers)
+        for scaler in self.scalers:  # no generator: asked before each step
+            if not scaler.is_identity:
+                return True
+        return self.skip_on_overflow
 
     def begin(
         self,

@@ -218,7 +218,8 @@ class Window:
         whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
         self._rows.slots = self._held(columns, grads, accesses, devices, totals, backward, whole)
         self._restore_earlier(add=True)
-        self._add_to(totals, grads, devices, backward)
+        if totals:
+            self._add_to(totals, grads, devices, backward)
         self._become(State.CLOSED)
 
     def _look(
@@ -278,7 +279,7 @@ class Window:
     ) -> None:
         """Unscale gradients, and add them to what masters have already: to that of the same row."""
         added = [(row, total, g) for row, total in totals.items() if (g := grads[row]) is not None]
-        for device in devices if added else ():
+        for device in devices:
             inv_scale = moved(backward.snapshot.inv_scale, device)
             alike: list[tuple[int, Tensor, Tensor]] = []
             others: list[tuple[int, Tensor, Tensor]] = []

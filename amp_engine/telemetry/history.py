@@ -1,8 +1,9 @@
-"""The loss scale of each loss over its backwards, and which of them overflowed: what the host has learned anyway."""
+"""Each loss over its backwards, its scale, and which of them overflowed: what the host has learned anyway."""
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,16 +11,23 @@ from typing import Protocol
 LIMIT = 1000
 """How many points a track keeps before it is thinned."""
 
+KEPT_LOSSES = 64
+
 _LET_WAIT = 64  # backwards whose flags nobody has asked for by then are asked for
 
 
 class Outcome(Protocol):
-    """The flag of one backward, and the scale after it, on their way to the host: `devices.HostNumbers`."""
+    """Of one backward, on its way to the host: `Backward.overflow`.
 
+    Attributes:
+        count: 3, or 4: the flag, the scale after it, the one that it had, and the loss if it is among them.
+        is_captured: whether they are in a CUDA graph.
+        values: all of them, once somebody has found that they are there.
+    """
+
+    count: int
     is_captured: bool
-
-    def arrived(self) -> Sequence[float] | None:
-        """Both, if somebody has found that they are there. Asks nobody."""
+    values: list[float] | None
 
     def is_known(self) -> bool:
         """Whether they are there. Does not wait."""
@@ -54,6 +62,8 @@ class Track:
         backwards: how many it knows of, and
         overflows: how many of them overflowed. Both count all, whatever was thinned out of `points`.
         points: at most `LIMIT`, oldest first.
+        losses: the last finite ones that the host was told, and no overflow came of, oldest first, with the numbers of
+            their backwards in their engine.
     """
 
     def __init__(self, scale: float | None = None) -> None:
@@ -61,6 +71,7 @@ class Track:
         self.backwards = 0
         self.overflows = 0
         self.points = [] if scale is None else [Point(0, scale)]
+        self.losses: deque[tuple[int, float]] = deque(maxlen=KEPT_LOSSES)
 
     def add(self, overflowed: bool, scale: float) -> None:
         """One more backward, after which the scale is `scale`."""
@@ -85,28 +96,32 @@ class ScaleHistory:
     """The tracks of all losses of an engine, from one `initialize` to the next."""
 
     def __init__(self) -> None:
-        self._tracks: dict[int, Track] = {}
-        self._waiting: deque[tuple[int, Outcome]] = deque()  # oldest first
+        self._tracks: defaultdict[int, Track] = defaultdict(Track)
+        self._waiting: deque[tuple[int, Outcome, int, float | None]] = deque()  # as `note` got them, oldest first
 
     def begin(self, scales: Sequence[float]) -> None:
         """Start anew, with the first scale of each loss."""
         self._waiting.clear()
-        self._tracks = {loss_id: Track(scale) for loss_id, scale in enumerate(scales)}
+        self._tracks.clear()
+        self._tracks.update((loss_id, Track(scale)) for loss_id, scale in enumerate(scales))
 
-    def note(self, loss_id: int, outcome: Outcome) -> None:
+    def note(self, loss_id: int, outcome: Outcome, number: int = 0, loss: float | None = None) -> None:
         """A backward is concluded. Its outcome counts once the host knows it; nothing is asked of a device for that.
 
         A captured one is left out: it is run by replays, of which the host hears nothing.
+
+        Args:
+            number: of the backward in its engine.
+            loss: if the host knows it by now.
         """
-        waiting = self._waiting
-        values = outcome.arrived()
+        waiting, values = self._waiting, outcome.values
         if values is not None and not waiting:
-            self.track(loss_id).add(values[0] != 0, values[1])
+            self._add(loss_id, values, number, loss)
             return
         if outcome.is_captured:
             return
-        waiting.append((loss_id, outcome))
-        while waiting and waiting[0][1].arrived() is not None:
+        waiting.append((loss_id, outcome, number, loss))
+        while waiting and waiting[0][1].values is not None:
             self._take()
         if len(waiting) > _LET_WAIT:
             self.hear(wait=False)
@@ -118,11 +133,21 @@ class ScaleHistory:
 
     def track(self, loss_id: int) -> Track:
         """Of one loss, as far as was heard."""
-        track = self._tracks.get(loss_id)
-        if track is None:
-            track = self._tracks[loss_id] = Track()
-        return track
+        return self._tracks[loss_id]
+
+    def losses_before(self, loss_id: int, number: int) -> list[float]:
+        """What `Track.losses` has of backwards before `number`, as far as is known by now. Does not wait."""
+        self.hear(wait=False)
+        return [loss for earlier, loss in self._tracks[loss_id].losses if earlier < number]
 
     def _take(self) -> None:
-        loss_id, outcome = self._waiting.popleft()
-        self.track(loss_id).add(outcome.read() != 0, outcome.read(1))
+        loss_id, outcome, number, loss = self._waiting.popleft()
+        self._add(loss_id, [outcome.read(place) for place in range(outcome.count)], number, loss)
+
+    def _add(self, loss_id: int, values: Sequence[float], number: int, loss: float | None) -> None:
+        track, overflowed = self._tracks[loss_id], values[0] != 0
+        track.add(overflowed, values[1])
+        if loss is None and len(values) > 3:
+            loss = values[3]
+        if loss is not None and not overflowed and math.isfinite(loss):
+            track.losses.append((number, loss))

@@ -25,7 +25,6 @@ from amp_engine.telemetry.post_mortem import (
 )
 
 KEPT_RECORDS = 1000
-KEPT_LOSSES = 64
 
 
 class OverflowWatch:
@@ -35,7 +34,7 @@ class OverflowWatch:
         reporter: says them.
         places: asked, when there is something to say, where each parameter is, by id.
         params: asked for the parameters that are trained.
-        scaling: where it is noted which static scales were reported.
+        scaling: where it is noted which static scales were reported, and what earlier losses were.
     """
 
     def __init__(
@@ -51,34 +50,15 @@ class OverflowWatch:
         self._scaling = scaling
         self._records: deque[OverflowRecord] = deque(maxlen=KEPT_RECORDS)
         self._count = 0
-        self._losses: dict[int, deque[float]] = {}  # of clean backwards, by loss_id
-        self._last = 0  # number of the last backward that was clean
 
     def report(self) -> OverflowReport:
         """The records so far. No host sync."""
         return OverflowReport(list(self._records), self._count - len(self._records))
 
-    def begin(self, anew: bool) -> None:
-        """Losses to come are of other models; with `anew` also nothing is left of those whose overflows are noted."""
-        self._losses.clear()
-        if anew:
-            self._records.clear()
-            self._count = 0
-
-    def clean(self, backward: Backward) -> None:
-        """A backward did not overflow; told once for each of its optimizers."""
-        if backward.number == self._last > 0:
-            return
-        self._last = backward.number
-        loss = backward.sent_loss()
-        if loss is not None and math.isfinite(loss):
-            self._remember(backward.loss_id, loss)
-
-    def _remember(self, loss_id: int, loss: float) -> None:
-        losses = self._losses.get(loss_id)
-        if losses is None:
-            losses = self._losses[loss_id] = deque(maxlen=KEPT_LOSSES)
-        losses.append(loss)
+    def begin(self) -> None:
+        """Nothing is left of those models whose overflows are noted."""
+        self._records.clear()
+        self._count = 0
 
     def skipped(self, skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
         """A step was skipped because of `backwards`, which are not empty."""
@@ -110,10 +90,10 @@ class OverflowWatch:
     def unchecked_loss(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
         """A loss whose gradients nobody checks."""
         if math.isfinite(loss):
-            self._remember(loss_id, loss)
+            self._scaling.history.track(loss_id).losses.append((backward, loss))
             return
         places = self._places()
-        earlier = list(self._losses.get(loss_id, ()))
+        earlier = self._scaling.history.losses_before(loss_id, backward)
         weights = self._bad_weights(places)
         cause = likely_cause(
             loss,
@@ -161,7 +141,7 @@ class OverflowWatch:
         origin = backward.origin
         if not is_finite and origin is None:
             self._scaling.expects_nonfinite = True
-        earlier = list(self._losses.get(backward.loss_id, ()))
+        earlier = self._scaling.history.losses_before(backward.loss_id, backward.number)
         operation, near = _origin(origin, places)
         place = None if first is None else _place(first[0], places)
         return OverflowRecord(

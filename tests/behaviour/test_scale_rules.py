@@ -275,7 +275,7 @@ def test_of_backwards_that_were_delayed_the_last_loss_is_told(level: str, closed
         assert losses[0] != losses[1]
         assert engine.last_step().loss == losses[1]
         (record,) = engine.overflow_report()
-        assert record.loss == losses[1]
+        assert (record.backward, record.loss) == (2, losses[1])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -46,7 +46,7 @@ def is_skipped(pending: Pending) -> bool:
 
 @pytest.fixture
 def told() -> dict[str, list[Any]]:
-    return {"skips": [], "reports": [], "clean": []}
+    return {"skips": [], "reports": []}
 
 
 @pytest.fixture
@@ -54,14 +54,13 @@ def pending(told: dict[str, list[Any]]) -> Pending:
     return Pending(
         lambda skips, backwards: told["skips"].append((skips, len(backwards))),
         told["reports"].append,
-        told["clean"].append,
     )
 
 
 def test_without_a_backward_a_step_is_taken(pending: Pending, told: dict[str, list[Any]]) -> None:
     assert not is_skipped(pending)
     assert not pending.skipped
-    assert told == {"skips": [], "reports": [], "clean": []}
+    assert told == {"skips": [], "reports": []}
 
 
 def test_one_overflow_of_several_backwards_skips_one_step_and_is_told_once(
@@ -100,7 +99,7 @@ def test_an_overflow_that_does_not_skip_is_reported_and_the_step_taken(
     pending.add(static)
     assert not pending.skips_next
     assert not is_skipped(pending)
-    assert told == {"skips": [], "reports": [static], "clean": []}
+    assert told == {"skips": [], "reports": [static]}
 
 
 def test_what_the_device_decides_is_heard_when_it_has_arrived(pending: Pending, told: dict[str, list[Any]]) -> None:
@@ -134,7 +133,7 @@ def test_a_captured_step_says_nothing(pending: Pending, told: dict[str, list[Any
     pending.add(backward(True, is_known=False, is_captured=True))
     assert len(flags_left_to_the_device(pending)) == 1
     pending.hear(wait=True)
-    assert told == {"skips": [], "reports": [], "clean": []}
+    assert told == {"skips": [], "reports": []}
 
 
 def test_a_step_that_somebody_else_skipped_counts_and_ends_what_was_pending(

@@ -25,9 +25,7 @@ class Stepping:
         self.optimizer = kind([self.param], lr=1.0)
         self.scaler = LossScaler(8.0)
         self.skips: list[int] = []
-        pending = Pending(
-            lambda skips, backwards: self.skips.append(skips), lambda backward: None, lambda backward: None
-        )
+        pending = Pending(lambda skips, backwards: self.skips.append(skips), lambda backward: None)
         rows = Rows(self.optimizer, makes_masters=True)
         self.stepped = SteppedOptimizer(self.optimizer, rows, Scaling([self.scaler], True), pending)
 

@@ -7,7 +7,7 @@ import torch
 
 from amp_engine import Engine
 from amp_engine.devices import HostNumbers
-from amp_engine.telemetry.history import LIMIT, Point, ScaleHistory, Track
+from amp_engine.telemetry.history import KEPT_LOSSES, LIMIT, Point, ScaleHistory, Track
 from tests.models import MLP
 from tests.support import DYNAMIC_LEVELS, started, train
 
@@ -15,13 +15,15 @@ from tests.support import DYNAMIC_LEVELS, started, train
 class Late:
     """Numbers of a device on their way to the host."""
 
-    def __init__(self, overflowed: bool, scale: float, is_captured: bool = False) -> None:
-        self.values, self.is_captured = [float(overflowed), scale], is_captured
+    def __init__(self, overflowed: bool, scale: float, is_captured: bool = False, loss: float | None = None) -> None:
+        self.numbers, self.is_captured = [float(overflowed), scale, scale], is_captured
+        self.numbers += [] if loss is None else [loss]
         self.is_there = self.was_found = False
-        self.questions = 0
+        self.questions, self.count = 0, len(self.numbers)
 
-    def arrived(self) -> list[float] | None:
-        return self.values if self.was_found else None
+    @property
+    def values(self) -> list[float] | None:
+        return self.numbers if self.was_found else None
 
     def is_known(self) -> bool:
         self.questions += 1
@@ -30,7 +32,7 @@ class Late:
 
     def read(self, place: int = 0) -> float:
         self.was_found = True
-        return self.values[place]
+        return self.numbers[place]
 
 
 def test_only_moves_and_overflows_are_kept_and_all_is_counted() -> None:
@@ -97,8 +99,50 @@ def test_captured_backwards_are_left_out() -> None:
     assert history.track(0).backwards == 0
 
 
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_the_losses_of_clean_backwards_are_kept_with_their_numbers(is_sent: bool) -> None:
+    history, outcomes = ScaleHistory(), []
+    history.begin([8.0])
+    nan = float("nan")
+    for number, (overflowed, loss) in enumerate([(False, 1.0), (True, 2.0), (False, nan), (False, 4.0), (False, 5.0)]):
+        outcomes.append(Late(overflowed, 8.0, loss=loss if is_sent else None))
+        history.note(0, outcomes[-1], number, None if is_sent else loss)
+    assert history.losses_before(0, 5) == [], "none has arrived"
+    for one in outcomes[:4]:
+        one.is_there = True
+    assert history.losses_before(0, 5) == [1.0, 4.0]
+    assert history.losses_before(0, 3) == [1.0]
+    assert history.losses_before(1, 5) == []
+    outcomes[4].is_there = True
+    assert history.losses_before(0, 5) == [1.0, 4.0, 5.0]
+
+
+def test_the_last_losses_are_kept() -> None:
+    history = ScaleHistory()
+    history.begin([8.0])
+    for number in range(3 * KEPT_LOSSES):
+        early = Late(False, 8.0)
+        early.was_found = True
+        history.note(0, early, number, float(number))
+    assert history.losses_before(0, 10**6) == [float(number) for number in range(2 * KEPT_LOSSES, 3 * KEPT_LOSSES)]
+
+
+def test_a_loss_of_several_optimizers_is_kept_once() -> None:
+    with Engine() as engine:
+        model, optimizer = started("O1", task=MLP, engine=engine)
+        other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        engine.initialize([], other, opt_level="O1", verbosity=0)
+        for index in range(3):
+            loss = MLP.loss(model, MLP.batch(index))
+            with engine.scale_loss(loss, [optimizer, other]) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            other.step()
+        assert [number for number, _ in engine._scaling.history.track(0).losses] == [1, 2, 3]
+
+
 def test_numbers_on_the_cpu_have_arrived_at_once() -> None:
-    assert HostNumbers(torch.tensor(1.0), torch.tensor(0.5)).arrived() == [1.0, 0.5]
+    assert HostNumbers(torch.tensor(1.0), torch.tensor(0.5)).values == [1.0, 0.5]
 
 
 def test_numbers_that_a_device_computes_have_arrived_when_somebody_has_read_them(
@@ -106,9 +150,9 @@ def test_numbers_that_a_device_computes_have_arrived_when_somebody_has_read_them
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a device without events
     numbers = HostNumbers(torch.tensor(1.0), torch.tensor(0.5))
-    assert numbers.arrived() is None
+    assert numbers.values is None
     assert numbers.read(1) == 0.5
-    assert numbers.arrived() == [1.0, 0.5]
+    assert numbers.values == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("level", DYNAMIC_LEVELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from contextlib import contextmanager
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.benchmarks import dispatch, host, train
+from amp_engine.stepping import pending
+from tests.benchmarks import diagnosis, dispatch, host, train
 from tests.benchmarks.processes import ContestantError, interleaved, race
 from tests.benchmarks.timing import Judged, Record, judged, write
 
@@ -45,6 +47,22 @@ def test_both_sides_of_a_training_step_start_from_the_same_model_and_train_it(le
     for contestant in (train.ours(case, level), train.peer(case)):
         with contestant as step:  # raises where no weight moves
             step()
+
+
+@pytest.mark.parametrize("level", diagnosis.LEVELS)
+def test_a_step_without_diagnosis_trains_the_same_and_keeps_nothing(level, monkeypatch):
+    engines, create = [], diagnosis.Engine
+    monkeypatch.setattr(diagnosis, "Engine", lambda: engines.append(create()) or engines[-1])
+    weights, kept = [], []
+    for side in (diagnosis.undiagnosed, diagnosis.diagnosed):
+        with side(level) as step:
+            step()
+            engine = engines[-1]
+            weights.append([p.detach().clone() for p in engine._initialized.models[0].parameters()])
+            kept.append(len(engine._scaling.history.track(0).losses))
+    assert all(map(torch.equal, *weights))
+    assert kept == [0, 4]
+    assert pending.partial is functools.partial
 
 
 def test_a_ratio_is_the_lower_quartile_and_the_median_stands_beside_it():

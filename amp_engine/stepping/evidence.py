@@ -47,7 +47,7 @@ class Evidence:
         if self.before_backward is not None:
             return self.before_backward(loss, backward.snapshot.scale)
         self._count = backward.number = self._count + 1
-        if self._may_read(loss):
+        if (type(loss) is Tensor and loss.is_cpu and loss.numel() == 1) or self._may_read(loss):  # without a call
             backward.value = value = loss.item()
             if not math.isfinite(value):
                 backward.origin = origin_of_nonfinite(loss)
@@ -105,6 +105,6 @@ class Evidence:
 
     def _may_read(self, loss: Tensor) -> bool:
         """Whether the host may read the loss: it is there, or steps are in trouble and it may wait."""
-        if type(loss) is not Tensor or loss.numel() != 1:  # `is_number`, without another call
+        if not is_number(loss):
             return False
         return loss.is_cpu or (self._scaling.expects_nonfinite and not is_capturing(loss.device))

@@ -169,7 +169,7 @@ class ScaledBackwards:
             found_inf = scaler.update_(backward.snapshot, largest)
             if check and stepped:
                 backward.conclude(found_inf)
-                if not self.evidence.is_rehearsal:
+                if self.evidence.before_backward is None:
                     self._scaling.history.note(backward.loss_id, backward.overflow, backward.number, backward.value)
 
         if reduction is None:

@@ -73,9 +73,11 @@ class Track:
         self.points = [] if scale is None else [Point(0, scale)]
         self.losses: deque[tuple[int, float]] = deque(maxlen=KEPT_LOSSES)
 
-    def add(self, overflowed: bool, scale: float) -> None:
-        """One more backward, after which the scale is `scale`."""
+    def add(self, overflowed: bool, scale: float, number: int = 0, loss: float | None = None) -> None:
+        """One more backward, after which the scale is `scale`; `number` and `loss` as in `ScaleHistory.note`."""
         self.backwards += 1
+        if loss is not None and not overflowed and math.isfinite(loss):
+            self.losses.append((number, loss))
         if scale == self.scale and not overflowed:  # nearly all of them
             return
         self.scale = scale
@@ -97,7 +99,7 @@ class ScaleHistory:
 
     def __init__(self) -> None:
         self._tracks: defaultdict[int, Track] = defaultdict(Track)
-        self._waiting: deque[tuple[int, Outcome, int, float | None]] = deque()  # as `note` got them, oldest first
+        self._waiting: deque[tuple[int, Outcome, int, float | None]] = deque()  # as `note` is given them, oldest first
 
     def begin(self, scales: Sequence[float]) -> None:
         """Start anew, with the first scale of each loss."""
@@ -116,7 +118,7 @@ class ScaleHistory:
         """
         waiting, values = self._waiting, outcome.values
         if values is not None and not waiting:
-            self._add(loss_id, values, number, loss)
+            self._tracks[loss_id].add(values[0] != 0, values[1], number, loss)
             return
         if outcome.is_captured:
             return
@@ -142,12 +144,6 @@ class ScaleHistory:
 
     def _take(self) -> None:
         loss_id, outcome, number, loss = self._waiting.popleft()
-        self._add(loss_id, [outcome.read(place) for place in range(outcome.count)], number, loss)
-
-    def _add(self, loss_id: int, values: Sequence[float], number: int, loss: float | None) -> None:
-        track, overflowed = self._tracks[loss_id], values[0] != 0
-        track.add(overflowed, values[1])
-        if loss is None and len(values) > 3:
-            loss = values[3]
-        if loss is not None and not overflowed and math.isfinite(loss):
-            track.losses.append((number, loss))
+        if loss is None and outcome.count > 3:
+            loss = outcome.read(3)
+        self._tracks[loss_id].add(outcome.read() != 0, outcome.read(1), number, loss)

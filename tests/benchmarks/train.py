@@ -111,7 +111,7 @@ def ours(case: Case, level: str) -> Iterator[Step]:
                 scaled_loss.backward()
             optimizer.step()
 
-        yield _checked(step, model)
+        yield checked(step, model)
 
 
 @contextmanager
@@ -130,10 +130,10 @@ def peer(case: Case) -> Iterator[Step]:
         scaler.step(optimizer)
         scaler.update()
 
-    yield _checked(step, model)
+    yield checked(step, model)
 
 
-def _checked(step: Step, model: nn.Module) -> Step:
+def checked(step: Step, model: nn.Module) -> Step:
     """`step` after its warm-up. Raises RuntimeError where it does not train: a skipped step would be a quick one."""
     for _ in range(WARMUP_STEPS):
         before = [p.detach().clone() for p in model.parameters()]

@@ -1,0 +1,96 @@
+"""What it costs a clean step that overflows can be explained: `make bench` writes build/bench/diagnosis.json.
+
+A step of two layers of 16, in one thread of a CPU, where Python is nearly all of it, as it is and without all that only
+the post-mortem, the history of the scale, and `amp.last_step` ask for. Each contestant is a process with equal weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine import Engine
+from amp_engine.devices import HostNumbers
+from amp_engine.stepping import pending
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.evidence import Evidence
+from amp_engine.telemetry.history import ScaleHistory
+from tests.benchmarks.processes import race
+from tests.benchmarks.timing import Judged, judged, write
+from tests.benchmarks.train import LEARNING_RATE, Step, checked, timed
+
+LIMIT = 1.02
+LEVELS = ("O1", "O2", "O4", "O5")  # O4 checks and scales nothing: its loss alone is looked at
+RACES = 10  # each of two new processes
+STEPS = 100  # in a block
+
+
+@contextmanager
+def diagnosed(level: str) -> Iterator[Step]:
+    """A step as every user has it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    inputs = torch.randn(8, 16)
+    with Engine() as engine:
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss = model(inputs).float().square().mean()
+            with engine.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+        yield checked(step, model)
+
+
+@contextmanager
+def undiagnosed(level: str) -> Iterator[Step]:
+    """The same step, after which nobody can say more than that it was skipped."""
+
+    def nothing(*_: object) -> None:
+        return None
+
+    def conclude(backward: Backward, found_inf: Tensor) -> None:
+        backward.found_inf, backward.overflow = found_inf, HostNumbers(found_inf)
+
+    with ExitStack() as off:
+        for owner, name in ((Evidence, "enter"), (Evidence, "enter_unchecked"), (Evidence, "keep")):
+            off.enter_context(patch.object(owner, name, nothing))
+        off.enter_context(patch.object(ScaleHistory, "note", nothing))
+        off.enter_context(patch.object(Backward, "conclude", conclude))
+        off.enter_context(patch.object(pending, "partial", nothing))
+        yield off.enter_context(diagnosed(level))
+
+
+def compare(level: str, rounds: int) -> Judged:
+    """Both steps in turn. The median counts: the lower quartile of ratios so near to 1 would be that of the noise."""
+    contestants = [partial(timed, partial(step, level), STEPS) for step in (diagnosed, undiagnosed)]
+    # Two processes differ by a percent or two for as long as they live.
+    races = [race(contestants, rounds) for _ in range(RACES)]
+    mine, bare = ([s for seconds in races for s in seconds[side]] for side in range(2))
+    record = judged(f"a clean step of two layers, {level}", mine, "the same step undiagnosed", bare, LIMIT)
+    return replace(record, ratio=record.median_ratio)
+
+
+def main() -> None:
+    """Run the cases and write build/bench/diagnosis.json."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.diagnosis", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=21, help="of each race; the median counts")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/diagnosis.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    write([compare(level, args.rounds) for level in LEVELS], args.out)
+
+
+if __name__ == "__main__":
+    main()

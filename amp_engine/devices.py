@@ -74,12 +74,13 @@ class HostNumbers:
             return
         self._device = device = values[0].device
         self.is_captured = is_capturing(device)
-        self._sent = torch.stack(values).detach()
+        sent = torch.stack(values).detach()
+        self._sent: Tensor | None = sent  # until the values are there
         # Not `.is_cuda`, which drivers of tests on a CPU are known to fake.
         if self.is_captured or device.type != "cuda":
             return
-        there, self._sent = self._sent, torch.empty_like(self._sent, device="cpu", pin_memory=True)
-        self._sent.copy_(there, non_blocking=True)
+        self._sent = torch.empty_like(sent, device="cpu", pin_memory=True)
+        self._sent.copy_(sent, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(device))
 
@@ -90,7 +91,7 @@ class HostNumbers:
         if is_capturing(self._device):  # a query would end the capture
             return False
         if self.values is None and self._event.query():
-            self.values = self._sent.tolist()
+            self._arrived()
         return self.values is not None
 
     def read(self, place: int = 0) -> float:
@@ -109,7 +110,14 @@ class HostNumbers:
                     "nothing may wait for the GPU.  Ask before the capture, or after it."
                 )
             self._event.synchronize()
-        values: list[float] = self._sent.tolist()
+        return self._arrived()
+
+    def _arrived(self) -> list[float]:
+        sent, values = self._sent, self.values
+        if sent is None:  # another thread was here
+            assert values is not None
+            return values
+        values = sent.tolist()
         if not self.is_captured:  # a replay writes others
-            self.values = values
+            self.values, self._sent = values, None
         return values

@@ -75,8 +75,8 @@ class Backward:
         self.overflow = HostNumbers(*numbers)
 
     def give_loss(self, other: Backward) -> None:
-        """Have the last loss of `other`, and its number, be those of this one."""
-        other.loss, other.value, other.number = self.loss, self.value, self.number
+        """Have the last loss of `other` be this one, with what is known of it."""
+        other.loss, other.value, other.origin, other.number = self.loss, self.value, self.origin, self.number
 
     def settle(self) -> None:
         """Have `conclude` called, if it waits for what other ranks found."""

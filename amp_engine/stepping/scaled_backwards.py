@@ -162,15 +162,20 @@ class ScaledBackwards:
         reduction = backward.reduction = Reduction(groups, scaler.found_inf) if groups else None
         backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in stepped)
         largest = backward.largest(groups) if scaler.auto is not None else None
+        concludes = check and bool(stepped)
+        is_noted = concludes and self.evidence.before_backward is None
+        earlier_ones = stepped[0].pending.backwards if is_noted else ()
+        follows = earlier_ones[-1].number if earlier_ones else None
 
         def conclude() -> None:
             if reduction is not None:
                 scaler.found_inf.copy_(reduction.wait())
             found_inf = scaler.update_(backward.snapshot, largest)
-            if check and stepped:
+            if concludes:
                 backward.conclude(found_inf)
-                if self.evidence.before_backward is None:
-                    self._scaling.history.note(backward.loss_id, backward.overflow, backward.number, backward.value)
+            if is_noted:
+                history, number = self._scaling.history, backward.number
+                history.note(backward.loss_id, backward.overflow, number, backward.value, follows)
 
         if reduction is None:
             conclude()

@@ -52,7 +52,7 @@ class Point:
 
 
 class Track:
-    """The scale of one loss.
+    """One loss and its scale.
 
     Args:
         scale: of the first backward; None: nobody knows.
@@ -62,8 +62,8 @@ class Track:
         backwards: how many it knows of, and
         overflows: how many of them overflowed. Both count all, whatever was thinned out of `points`.
         points: at most `LIMIT`, oldest first.
-        losses: the last finite ones that the host was told, and no overflow came of, oldest first, with the numbers of
-            their backwards in their engine.
+        losses: the last finite ones that the host was told, and no overflow came of, one for each step, in the order in
+            which it was told, with the numbers of their backwards in their engine.
     """
 
     def __init__(self, scale: float | None = None) -> None:
@@ -73,11 +73,17 @@ class Track:
         self.points = [] if scale is None else [Point(0, scale)]
         self.losses: deque[tuple[int, float]] = deque(maxlen=KEPT_LOSSES)
 
-    def add(self, overflowed: bool, scale: float, number: int = 0, loss: float | None = None) -> None:
-        """One more backward, after which the scale is `scale`; `number` and `loss` as in `ScaleHistory.note`."""
+    def add(
+        self, overflowed: bool, scale: float, number: int = 0, loss: float | None = None, follows: int | None = None
+    ) -> None:
+        """One more backward, after which the scale is `scale`; the others are as in `ScaleHistory.note`."""
         self.backwards += 1
         if loss is not None and not overflowed and math.isfinite(loss):
-            self.losses.append((number, loss))
+            losses = self.losses
+            # Of a delayed backward each optimizer closes its own window, which is noted under the same number.
+            if losses and losses[-1][0] in (follows, number or None):
+                losses.pop()
+            losses.append((number, loss))
         if scale == self.scale and not overflowed:  # nearly all of them
             return
         self.scale = scale
@@ -99,7 +105,8 @@ class ScaleHistory:
 
     def __init__(self) -> None:
         self._tracks: defaultdict[int, Track] = defaultdict(Track)
-        self._waiting: deque[tuple[int, Outcome, int, float | None]] = deque()  # as `note` is given them, oldest first
+        # As `note` is given them, oldest first.
+        self._waiting: deque[tuple[int, Outcome, int, float | None, int | None]] = deque()
 
     def begin(self, scales: Sequence[float]) -> None:
         """Start anew, with the first scale of each loss."""
@@ -107,22 +114,25 @@ class ScaleHistory:
         self._tracks.clear()
         self._tracks.update((loss_id, Track(scale)) for loss_id, scale in enumerate(scales))
 
-    def note(self, loss_id: int, outcome: Outcome, number: int = 0, loss: float | None = None) -> None:
+    def note(
+        self, loss_id: int, outcome: Outcome, number: int = 0, loss: float | None = None, follows: int | None = None
+    ) -> None:
         """A backward is concluded. Its outcome counts once the host knows it; nothing is asked of a device for that.
 
         A captured one is left out: it is run by replays, of which the host hears nothing.
 
         Args:
-            number: of the backward in its engine.
+            number: of the backward in its engine; 0 if it has none.
             loss: if the host knows it by now.
+            follows: the number of the backward before it that is for the same step.
         """
         waiting, values = self._waiting, outcome.values
         if values is not None and not waiting:
-            self._tracks[loss_id].add(values[0] != 0, values[1], number, loss)
+            self._tracks[loss_id].add(values[0] != 0, values[1], number, loss, follows)
             return
         if outcome.is_captured:
             return
-        waiting.append((loss_id, outcome, number, loss))
+        waiting.append((loss_id, outcome, number, loss, follows))
         while waiting and waiting[0][1].values is not None:
             self._take()
         if len(waiting) > _LET_WAIT:
@@ -138,12 +148,13 @@ class ScaleHistory:
         return self._tracks[loss_id]
 
     def losses_before(self, loss_id: int, number: int) -> list[float]:
-        """What `Track.losses` has of backwards before `number`, as far as is known by now. Does not wait."""
+        """What `Track.losses` has of backwards before `number`, if it is not 0, as far as is known. Does not wait."""
         self.hear(wait=False)
-        return [loss for earlier, loss in self._tracks[loss_id].losses if earlier < number]
+        losses = tuple(self._tracks[loss_id].losses)  # at once: another thread may add to them
+        return [loss for earlier, loss in losses if earlier < number or number == 0]
 
     def _take(self) -> None:
-        loss_id, outcome, number, loss = self._waiting.popleft()
+        loss_id, outcome, number, loss, follows = self._waiting.popleft()
         if loss is None and outcome.count > 3:
             loss = outcome.read(3)
-        self._tracks[loss_id].add(outcome.read() != 0, outcome.read(1), number, loss)
+        self._tracks[loss_id].add(outcome.read() != 0, outcome.read(1), number, loss, follows)

@@ -127,18 +127,49 @@ def test_the_last_losses_are_kept() -> None:
     assert history.losses_before(0, 10**6) == [float(number) for number in range(2 * KEPT_LOSSES, 3 * KEPT_LOSSES)]
 
 
-def test_a_loss_of_several_optimizers_is_kept_once() -> None:
+@pytest.mark.parametrize("is_delayed", [False, True])
+def test_a_loss_of_several_optimizers_is_kept_once(is_delayed: bool) -> None:
     with Engine() as engine:
         model, optimizer = started("O1", task=MLP, engine=engine)
         other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         engine.initialize([], other, opt_level="O1", verbosity=0)
         for index in range(3):
             loss = MLP.loss(model, MLP.batch(index))
-            with engine.scale_loss(loss, [optimizer, other]) as scaled_loss:
+            with engine.scale_loss(loss, [optimizer, other], delay_unscale=is_delayed) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
             other.step()
         assert [number for number, _ in engine._scaling.history.track(0).losses] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("level", DYNAMIC_LEVELS)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_of_accumulated_backwards_the_last_loss_is_kept(
+    level: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_late:
+        monkeypatch.setattr(HostNumbers, "is_known", lambda numbers: False)
+    with Engine() as engine:
+        model, optimizer = started(level, task=MLP, engine=engine)
+        losses = []
+        for index in range(9):
+            loss = MLP.loss(model, MLP.batch(index))
+            losses.append(loss.item())
+            with engine.scale_loss(loss, optimizer) as scaled_loss:
+                (scaled_loss * (float("inf") if index == 6 else 1.0)).backward()
+            if index % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        kept = engine._scaling.history.track(0).losses
+        assert list(kept) == [(3, losses[2]), (6, losses[5]), (9, losses[8])]
+
+
+def test_a_backward_without_a_number_comes_after_all_that_are_known() -> None:
+    history = ScaleHistory()
+    history.begin([8.0])
+    for number in (1, 0, 0, 2):
+        history.track(0).add(False, 8.0, number, float(number))
+    assert history.losses_before(0, 0) == [1.0, 0.0, 0.0, 2.0]
 
 
 def test_numbers_on_the_cpu_have_arrived_at_once() -> None:

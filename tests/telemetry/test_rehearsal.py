@@ -13,6 +13,7 @@ from amp_engine import AmpStateError, Engine
 from amp_engine.telemetry.gradient_histogram import gradient_histogram
 from amp_engine.telemetry.step_times import StepTimes
 from tests.models import NORMED_MLP
+from tests.ranks import on_ranks
 from tests.support import assert_bitwise, backward, started
 
 
@@ -89,3 +90,28 @@ def test_a_clock_does_not_see_it() -> None:
             engine.find_overflow(step)
         assert times.measured().steps == 1
         assert engine.backwards.around is None
+
+
+def history_of_a_rehearsed_rank(rank: int) -> dict[str, Any]:
+    """What the history has of two steps and a batch that is run once more, whose overflow other ranks agree on."""
+    found = {}
+    for level in ("O1", "O2"):
+        with Engine() as engine:
+            model, optimizer = started(level, engine=engine, process_group=torch.distributed.group.WORLD)
+
+            def batch(model: nn.Module = model, optimizer: Any = optimizer, engine: Engine = engine) -> None:
+                backward(NORMED_MLP.loss(model, NORMED_MLP.batch(rank)), optimizer, engine=engine)
+
+            for _ in range(2):
+                batch()
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.find_overflow(batch)
+            track = engine._scaling.history.track(0)
+            found[level] = track.backwards, [number for number, _ in track.losses]
+    return found
+
+
+def test_a_batch_that_is_run_once_more_on_ranks_is_not_in_the_history() -> None:
+    for found in on_ranks(history_of_a_rehearsed_rank, 2):
+        assert found == {level: (2, [1, 2]) for level in ("O1", "O2")}

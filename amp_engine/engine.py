@@ -54,7 +54,7 @@ class Engine(Saving, Explaining):
                 optimizer.zero_grad()
 
     `initialize` may be called again with further models and optimizers: the newest policy and scalers
-    count, what was initialized before stays in care. Leaving the context is `close()`.
+    count, what was initialized before stays so. Leaving the context is `close()`.
     """
 
     def __init__(self) -> None:
@@ -362,7 +362,7 @@ class Engine(Saving, Explaining):
         return kept
 
     def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
-        """Take in an optimizer whose losses and scalers are the caller's business, until `close`.
+        """Look after an optimizer whose losses and scalers are the caller's business, until `close`.
 
         Args:
             on_skip: called for each step that was skipped, with whether this is the first rank of those that agreed.

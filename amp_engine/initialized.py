@@ -1,4 +1,4 @@
-"""The models and optimizers that an engine looks after, taken in all together or not at all."""
+"""The models and optimizers that an engine looks after: added all together or not at all."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class Initialized:
         self._wrappers = weakref.WeakKeyDictionary()
         # Modules that a policy file had kept in FP32, until `release`.
         self.kept_by_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._collectives: Watch | None = None  # of torch.distributed, while something is in care
+        self._collectives: Watch | None = None  # of torch.distributed, while there are models or optimizers
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Every optimizer in care."""
+        """Every initialized optimizer."""
         return self._backwards.optimizers
 
     @property
@@ -89,7 +89,7 @@ class Initialized:
 
     @property
     def models(self) -> list[nn.Module]:
-        """Every model in care, in the order of their arrival."""
+        """Every initialized model, in the order of their arrival."""
         return [m.model for m in self._cast_models if m.model is not None]
 
     def has_module(self, module: nn.Module) -> bool:
@@ -104,7 +104,7 @@ class Initialized:
     def add(self, request: Request, adopt_data_writes: bool) -> None:
         """Cast models, give optimizers masters and hooks. If anything raises, nothing has changed.
 
-        For that the memory from before the cast is held until the last optimizer is taken in.
+        For that the memory from before the cast is held until the last optimizer is added.
         """
         models, optimizers, policy, output_dtype = (
             request.models,
@@ -163,7 +163,7 @@ class Initialized:
             self.look_after_wrapper(wrapper, optimizer)
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any] = ()) -> None:
-        """Raise AmpStateError for an optimizer that is in care already, and where names that are added are taken."""
+        """Raise AmpStateError for an initialized optimizer, and where names that are added are taken."""
         seen = {id(optimizer) for optimizer in self.optimizers}
         for optimizer in optimizers:
             if id(optimizer) in seen or face.is_on(optimizer):
@@ -197,7 +197,7 @@ class Initialized:
         on_skip: Callable[[int, Sequence[Backward]], None] | None = None,
         ranks: Ranks | None = None,
     ) -> SteppedOptimizer:
-        """Take in an optimizer with what it steps, until `release`.
+        """Add an optimizer with what it steps, until `release`.
 
         Args:
             on_skip: told of each step that was skipped; without it messages say so.
@@ -223,7 +223,7 @@ class Initialized:
         return self.look_after(optimizer, Rows(optimizer, False), on_skips)
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
-        """Take in a wrapper of an optimizer in care, until `release`.
+        """Add a wrapper of an initialized optimizer, until `release`.
 
         Gradients that `delay_unscale` left scaled are unscaled before LARC's step looks at them.
         """

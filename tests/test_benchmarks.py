@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
-from amp_engine.stepping import pending
 from tests.benchmarks import diagnosis, dispatch, host, train
 from tests.benchmarks.processes import ContestantError, interleaved, race
 from tests.benchmarks.timing import Judged, Record, judged, write
@@ -54,15 +52,16 @@ def test_a_step_without_diagnosis_trains_the_same_and_keeps_nothing(level, monke
     engines, create = [], diagnosis.Engine
     monkeypatch.setattr(diagnosis, "Engine", lambda: engines.append(create()) or engines[-1])
     weights, kept = [], []
-    for side in (diagnosis.undiagnosed, diagnosis.diagnosed):
-        with side(level) as step:
+    enter = diagnosis.Evidence.enter
+    for around in (diagnosis.undiagnosed, nullcontext):
+        with around(), diagnosis.clean_step(level) as step:
             step()
             engine = engines[-1]
             weights.append([p.detach().clone() for p in engine._initialized.models[0].parameters()])
             kept.append(len(engine._scaling.history.track(0).losses))
     assert all(map(torch.equal, *weights))
     assert kept == [0, 4]
-    assert pending.partial is functools.partial
+    assert diagnosis.Evidence.enter is enter
 
 
 def test_a_ratio_is_the_lower_quartile_and_the_median_stands_beside_it():

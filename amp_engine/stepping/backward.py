@@ -30,8 +30,8 @@ class Backward:
         snapshot: the scale, as it was at the entry.
 
     Attributes:
-        loss: the last one that was backpropagated; any shape.
-        value: of that loss, if the host read it at the entry; None else.
+        value: of the last loss that was backpropagated, if the host read it at the entry; None else.
+        loss: that loss, of any shape, where it is not one number on the host; NO_LOSS else.
         checked: what was found, for each optimizer and device.
         order: of parameters in the forward, as `forward_order` tells; of an earlier one where none was taken of this.
         origin: where the forward stopped to be finite, if somebody looked.
@@ -47,11 +47,11 @@ class Backward:
     found_inf: Tensor
     overflow: HostNumbers
 
-    def __init__(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot, loss: Tensor = NO_LOSS) -> None:
+    def __init__(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot) -> None:
         self.scaler = scaler
         self.loss_id = loss_id
         self.snapshot = snapshot
-        self.loss = loss
+        self.loss = NO_LOSS
         self.value: float | None = None
         self.checked: list[Checked] = []
         self.order: Order = {}

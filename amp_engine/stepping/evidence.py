@@ -22,8 +22,8 @@ class Evidence:
         scaling: whether a loss that is not finite is to be expected.
 
     Attributes:
-        on_unchecked_loss: told the number of the backward, the loss_id, the value and the origin of each loss whose
-            gradients are not checked; of those that are not finite of the first in a row.
+        on_unchecked_loss: told the number of the backward, the loss_id, the value and the origin of a loss that is not
+            finite and whose gradients are not checked; of the first of several in a row.
         before_backward: told each loss and its scale, while a batch is rehearsed; or None. Nothing else is done then.
     """
 
@@ -47,7 +47,11 @@ class Evidence:
         if self.before_backward is not None:
             return self.before_backward(loss, backward.snapshot.scale)
         self._count = backward.number = self._count + 1
-        if (type(loss) is Tensor and loss.is_cpu and loss.numel() == 1) or self._may_read(loss):  # without a call
+        backward.order = self._orders.get(backward.loss_id, backward.order)
+        is_here = type(loss) is Tensor and loss.is_cpu and loss.numel() == 1  # without a call
+        if not is_here:
+            backward.loss = loss.detach()
+        if is_here or self._may_read(loss):
             backward.value = value = loss.item()
             if not math.isfinite(value):
                 backward.origin = origin_of_nonfinite(loss)
@@ -59,29 +63,26 @@ class Evidence:
         if self.before_backward is not None:
             return self.before_backward(loss, 1.0)
         self._count += 1
-        if is_number(loss):
-            self._look_at_unchecked(loss, loss_id)
+        if type(loss) is Tensor and loss.numel() == 1 and (loss.is_cpu or self._may_read_unchecked(loss, loss_id)):
+            value = loss.item()
+            if not math.isfinite(value):
+                if loss_id not in self._told and self.on_unchecked_loss is not None:
+                    self.on_unchecked_loss(self._count, loss_id, value, origin_of_nonfinite(loss))
+                self._told.add(loss_id)
+                return None
+            if self._told:
+                self._told.discard(loss_id)
+            self._scaling.history.track(loss_id).losses.append((self._count, value))
         return None
 
-    def _look_at_unchecked(self, loss: Tensor, loss_id: int) -> None:
-        if not loss.is_cpu:
-            sent = self._losses.get(loss_id)
-            if sent is not None and not sent.is_known():
-                return
-            self._scaling.expects_nonfinite = sent is not None and not math.isfinite(sent.read())
-            self._losses[loss_id] = HostNumbers(loss.detach().float())
-        if not self._may_read(loss):
-            return
-        value = loss.item()
-        is_finite = math.isfinite(value)
-        if is_finite:
-            self._told.discard(loss_id)
-        elif loss_id in self._told:
-            return
-        else:
-            self._told.add(loss_id)
-        if self.on_unchecked_loss is not None:
-            self.on_unchecked_loss(self._count, loss_id, value, None if is_finite else origin_of_nonfinite(loss))
+    def _may_read_unchecked(self, loss: Tensor, loss_id: int) -> bool:
+        """Whether the host may wait for this loss, since the last one that has arrived was not finite."""
+        sent = self._losses.get(loss_id)
+        if sent is not None and not sent.is_known():
+            return False
+        self._scaling.expects_nonfinite = sent is not None and not math.isfinite(sent.read())
+        self._losses[loss_id] = HostNumbers(loss.detach().float())
+        return self._may_read(loss)
 
     def keep(self, backward: Backward, loss: Tensor | None, overflowed: bool, is_in_trouble: bool) -> None:
         """After the checks of a backward.

@@ -19,6 +19,7 @@ class _Outcome(NamedTuple):
     skips: bool
     found_inf: Tensor
     overflow: HostNumbers
+    value: float | None
     loss: Tensor
 
 
@@ -37,7 +38,7 @@ class LastStep:
         squares: Sequence[Tensor] | None = None,
         was_skipped: bool = False,
     ) -> None:
-        self._outcomes = [_Outcome(b.skips, b.found_inf, b.overflow, b.loss) for b in backwards]
+        self._outcomes = [_Outcome(b.skips, b.found_inf, b.overflow, b.value, b.loss) for b in backwards]
         self._squares = squares
         self._was_skipped = was_skipped
 
@@ -71,9 +72,12 @@ class LastStep:
     @property
     def loss(self) -> float | None:
         """The loss of the last of its backwards, before scaling, or the sum of several; None if nobody told."""
-        if not self._outcomes or self._outcomes[-1].loss is NO_LOSS:
+        if not self._outcomes:
             return None
-        return float(self._outcomes[-1].loss.float().sum())
+        last = self._outcomes[-1]
+        if last.value is not None:
+            return last.value
+        return None if last.loss is NO_LOSS else float(last.loss.float().sum())
 
     @property
     def norm(self) -> float | None:

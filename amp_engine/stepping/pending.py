@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -47,7 +46,7 @@ class Pending:
         self.skips_in_a_row = 0
         self.steps = 0  # that were decided here, and
         self.skips = 0  # how many of them were skipped, as far as was heard
-        self._last: LastStep | partial[LastStep] = LastStep()
+        self._last: LastStep | tuple[list[Backward], list[Tensor] | None] = LastStep()
         # Of steps that the device decided: what the host has not been told yet, oldest first.
         self._undecided: deque[list[Backward]] = deque()
         self._skipped = False
@@ -57,9 +56,10 @@ class Pending:
     @property
     def last(self) -> LastStep:
         """The last step. Made for whoever asks first: hardly any loop does, and it takes a percent of a tiny one."""
-        if isinstance(self._last, partial):
-            self._last = self._last()
-        return self._last
+        last = self._last
+        if isinstance(last, tuple):
+            self._last = last = LastStep(*last)
+        return last
 
     @property
     def skipped(self) -> bool:
@@ -109,7 +109,7 @@ class Pending:
         self.steps += 1
         backwards, self.backwards = self.backwards, []
         squares, self._squares = self._squares, []
-        self._last = partial(LastStep, backwards, squares[0] if len(squares) == 1 else None)
+        self._last = backwards, squares[0] if len(squares) == 1 else None
         if on_device and not _are_known(backwards):
             self._undecided.append([backward for backward in backwards if not backward.overflow.is_captured])
             return Take([backward.found_inf for backward in backwards if backward.skips])

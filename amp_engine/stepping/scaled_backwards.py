@@ -52,7 +52,7 @@ class ScaledBackwards:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Every optimizer in care."""
+        """Every optimizer that was added."""
         # Not by iteration over the dictionary, which an `initialize` in another thread may make longer.
         return [optimizer for ref in self._stepped.keyrefs() if (optimizer := ref()) is not None]
 
@@ -67,11 +67,11 @@ class ScaledBackwards:
         return None if ref is None else ref()
 
     def add(self, stepped: SteppedOptimizer) -> None:
-        """Have an optimizer in care, whose hooks hold what stands for it."""
+        """Add an optimizer, whose hooks hold what stands for it."""
         self._stepped[stepped.optimizer] = weakref.ref(stepped)
 
     def pop(self, optimizer: Optimizer) -> SteppedOptimizer | None:
-        """Have it in care no more."""
+        """Remove it."""
         ref = self._stepped.pop(optimizer, None)
         return None if ref is None else ref()
 
@@ -151,9 +151,12 @@ class ScaledBackwards:
             raise
         if check:
             flag = backward.scaler.found_inf
-            is_known = flag.is_cpu
-            is_in_trouble = not is_known and any(one.pending.skips_in_a_row > 0 for one in stepped)
-            self.evidence.keep(backward, loss, is_known and flag.item() != 0, is_in_trouble)
+            if flag.is_cpu:
+                overflowed, is_in_trouble = flag.item() != 0, False
+            else:
+                overflowed, is_in_trouble = False, any(one.pending.skips_in_a_row > 0 for one in stepped)
+            if overflowed or is_in_trouble or not backward.order:
+                self.evidence.keep(backward, loss, overflowed, is_in_trouble)
         if self.on_close is not None:
             self.on_close(stepped, backward)
         if delay_overflow_check:
@@ -201,8 +204,8 @@ class ScaledBackwards:
             together += [other for other in found if other not in together]
         self.close_windows(together, stepped.window.backward)
 
-    def begin(self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int, loss: Tensor) -> Backward:
-        """A backward of `loss`, before its windows are opened, at the scale of what is left open, if something is.
+    def begin(self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int) -> Backward:
+        """A backward of a loss, before its windows are opened, at the scale of what is left open, if something is.
 
         A loss has one scale. Gradients that were left with another one are unscaled now, as a step would do, and so are
         those of parameters that an optimizer shares with one that has none left.
@@ -213,9 +216,9 @@ class ScaledBackwards:
         opened = [one for one in stepped if not one.window.is_closed]
         others = self._windows_into(stepped)
         if not opened and not others:  # nearly always
-            return Backward(scaler, loss_id, scaler.snapshot(), loss)
+            return Backward(scaler, loss_id, scaler.snapshot())
         if any(one.window.is_in_body for one in opened):
-            return Backward(scaler, loss_id, scaler.snapshot(), loss)  # refused where it is entered
+            return Backward(scaler, loss_id, scaler.snapshot())  # refused where it is entered
         for other in others:
             if other.window.is_in_body:
                 raise AmpStateError(
@@ -244,7 +247,7 @@ class ScaledBackwards:
         for one in left:
             if one.window.is_left_open and not one.window.backward.snapshot.equals(snapshot):
                 self._close_left_open(one)
-        return Backward(scaler, loss_id, snapshot, loss)
+        return Backward(scaler, loss_id, snapshot)
 
 
 class ScaledBackward:
@@ -277,7 +280,7 @@ class ScaledBackward:
     def __enter__(self) -> Tensor:
         loss, scaler = self._loss, self._scaler
         scaler.to(loss.device)
-        self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id, loss.detach())
+        self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id)
         entered: list[SteppedOptimizer] = []
         try:
             for one in self._stepped:

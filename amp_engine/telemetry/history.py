@@ -80,9 +80,11 @@ class Track:
         self.backwards += 1
         if loss is not None and not overflowed and math.isfinite(loss):
             losses = self.losses
-            # Of a delayed backward each optimizer closes its own window, which is noted under the same number.
-            if losses and losses[-1][0] in (follows, number or None):
-                losses.pop()
+            if losses:
+                last = losses[-1][0]
+                # Of a delayed backward each optimizer closes its own window, which is noted under the same number.
+                if last == follows or last == number != 0:
+                    losses.pop()
             losses.append((number, loss))
         if scale == self.scale and not overflowed:  # nearly all of them
             return
@@ -126,12 +128,13 @@ class ScaleHistory:
             loss: if the host knows it by now.
             follows: the number of the backward before it that is for the same step.
         """
-        waiting, values = self._waiting, outcome.values
-        if values is not None and not waiting:
+        values = outcome.values
+        if values is not None and not self._waiting:
             self._tracks[loss_id].add(values[0] != 0, values[1], number, loss, follows)
             return
         if outcome.is_captured:
             return
+        waiting = self._waiting
         waiting.append((loss_id, outcome, number, loss, follows))
         while waiting and waiting[0][1].values is not None:
             self._take()
@@ -139,7 +142,7 @@ class ScaleHistory:
             self.hear(wait=False)
 
     def hear(self, wait: bool) -> None:
-        """Take in what has arrived by now, or all of it."""
+        """Note what has arrived by now, or all of it."""
         while self._waiting and (wait or self._waiting[0][1].is_known()):
             self._take()
 

@@ -24,7 +24,7 @@ CAME_SINCE = "in this type since initialize: the module was added, or cast, afte
 
 
 def described(name: str, model: nn.Module, policy: Policy) -> Model:
-    """One model in care, under the policy that counts now. Changes nothing. No host sync."""
+    """One initialized model, under the policy that counts now. Changes nothing. No host sync."""
     return Model(name, type(model).__name__, tuple(_types(model)), tuple(_kept(model, policy)))
 
 

@@ -88,10 +88,7 @@ class OverflowWatch:
             self._note(self._record(backward, skipped=False))
 
     def unchecked_loss(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
-        """A loss whose gradients nobody checks."""
-        if math.isfinite(loss):
-            self._scaling.history.track(loss_id).losses.append((backward, loss))
-            return
+        """A loss that is not finite, and whose gradients nobody checks."""
         places = self._places()
         earlier = self._scaling.history.losses_before(loss_id, backward)
         weights = self._bad_weights(places)

@@ -92,7 +92,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Model:
-    """One model in care.
+    """One initialized model.
 
     Attributes:
         name: "" where there is one, else "models[0]" and so on.

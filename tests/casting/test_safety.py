@@ -320,7 +320,7 @@ def test_one_engine_takes_models_in_from_two_threads_one_after_the_other(
         came.append(threading.get_ident())
         if len(came) == 2:
             second_came.set()
-        elif second_came.wait(0.2):  # which would have checked before this one is taken in
+        elif second_came.wait(0.2):  # which would have checked before this one is added
             raise AssertionError(came)
         return initialization(*args)
 

@@ -30,7 +30,7 @@ class Room:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def backward(self) -> Backward:
-        return Backward(self.scaler, 0, self.scaler.snapshot(), torch.ones(()))
+        return Backward(self.scaler, 0, self.scaler.snapshot())
 
     def accumulate(self, *grads: Any) -> None:
         """What a backward leaves in the parameters: scaled, of their types; None leaves one alone."""

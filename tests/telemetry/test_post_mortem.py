@@ -126,6 +126,15 @@ def test_where_no_gradient_is_checked_a_loss_that_is_not_finite_is_said_once(
     assert not run.engine.overflow_report()[0].skipped
 
 
+@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
+def test_after_a_loss_that_is_finite_the_next_one_that_is_not_is_said_again(level: str) -> None:
+    run = Run(level, "linear", skip_on_overflow=False)
+    for index, bad in enumerate(("data", "data", "", "data", "data")):
+        run.batch = batch(index, bad)
+        run.backward()
+    assert [record.backward for record in run.engine.overflow_report()] == [1, 4]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_weight_that_is_not_finite_is_named(level: str) -> None:
     run = Run(level, "linear")

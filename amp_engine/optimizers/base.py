@@ -48,21 +48,30 @@ class FusedOptimizer(Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **removed: Any) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: None = None,
+        output_params: None = None,
+        scale: None = None,
+        grad_norms: None = None,
+        grad_scaler: None = None,
+    ) -> Any:
         """Step every parameter that has a gradient. No host sync.
 
         Args:
             closure: evaluated first, with gradients on; its value is returned.
 
         Raises AmpTypeError for `grads`, `output_params`, `scale` and `grad_norms`, which ancient versions of apex took,
-        and for `grad_scaler`, with what to type instead; AmpStateError for sparse gradients.
+        and for `grad_scaler`, with what to type instead, unless they are None; AmpStateError for sparse gradients.
         """
-        if "grad_scaler" in removed:
+        if grad_scaler is not None:
             raise AmpTypeError(
                 f"{type(self).__name__}.step() got grad_scaler.  Call scaler.step(optimizer), which calls step() with "
                 "what it needs to unscale and to skip."
             )
-        if removed:
+        gone = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
+        if removed := [name for name, value in gone.items() if value is not None]:
             raise AmpTypeError(
                 f"{type(self).__name__}.step() got {', '.join(removed)}, which apex removed.  Call step() without "
                 "arguments, inside of amp.initialize and amp.scale_loss where gradients are scaled."

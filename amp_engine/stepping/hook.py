@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from amp_engine.errors import AmpStateError
 from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.stepping.ghost import Ghosts
+from amp_engine.stepping.own_step import unhooked_step
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer, WeightCopies
@@ -98,8 +100,8 @@ class StepHook:
         self._backwards.close_windows_into(stepped)
         stepped.look_at_gradients()
         # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
-        is_plain = len(args) == 1 and not kwargs and not hasattr(optimizer, "found_inf")
         fused = fused_step_of(optimizer)
+        is_plain = _says_nothing(optimizer, args, kwargs) and not hasattr(optimizer, "found_inf")
         with nullcontext() if casts_off is None else casts_off:
             self._is_stepping = True
             try:
@@ -107,6 +109,21 @@ class StepHook:
             finally:
                 self._is_stepping = False
             return (self._ghosts.of(optimizer, args, kwargs, fused is not None), *args[1:]), kwargs
+
+
+def _says_nothing(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if these arguments are those of `step()`: None, which stands for what was left out."""
+    if len(args) == 1 and not kwargs:
+        return True
+    if any(value is not None for value in (*args[1:], *kwargs.values())):
+        return False
+    if len(args) + len(kwargs) == 2 and kwargs.keys() <= {"closure"}:
+        return True
+    try:
+        inspect.signature(unhooked_step(optimizer)).bind(*args, **kwargs)
+    except TypeError:  # its own step says so, before it does anything
+        return False
+    return True
 
 
 def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

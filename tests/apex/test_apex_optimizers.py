@@ -273,8 +273,9 @@ def test_arguments_that_step_once_had_are_refused_with_what_to_type(name: str, a
     settings = {"lr": 0.1} if name == "FusedSGD" else {}
     optimizer = getattr(apex_optimizers, name)(parameters(), **settings)
     advice = r"Call scaler\.step\(optimizer\)" if argument == "grad_scaler" else r"Call step\(\) without arguments"
+    optimizer.step(**{argument: None})  # apex's own default
     with pytest.raises(TypeError, match=rf"{name}\.step\(\) got {argument}.*  {advice}"):
-        optimizer.step(**{argument: None})
+        optimizer.step(**{argument: 1.0})
 
 
 # --- what torch's own classes saved, learning rates, zero_grad ------------------------------------

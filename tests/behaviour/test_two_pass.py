@@ -18,6 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from amp_engine import Engine, amp, kernels
 from amp_engine.devices import HostNumbers
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from amp_engine.optimizers.fused_step import FusedStep
+from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     MASTER_LEVELS,
@@ -1492,3 +1494,60 @@ def test_the_scale_follows_late_flags_too() -> None:
     model, optimizer = started(OPTIMIZERS["AdamW"], task=MLP)
     train(MLP, model, optimizer, "coc")
     assert scaler_numbers() == (32768.0, 1)
+
+
+# --- arguments that say nothing -------------------------------------------------------------------
+
+
+NOTHING: dict[str, tuple[tuple[None, ...], dict[str, None]]] = {
+    "step(None)": ((None,), {}),
+    "step(closure=None)": ((), {"closure": None}),
+}
+
+
+@pytest.mark.parametrize("call", NOTHING)
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "FusedAdam", "FusedLAMB"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_arguments_that_are_none_leave_the_step_to_the_kernels(
+    level: str, name: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, keywords = NOTHING[call]
+    stepped = []
+    step = FusedStep.step
+    monkeypatch.setattr(FusedStep, "step", lambda self, *a, **k: (stepped.append(1), step(self, *a, **k))[1])
+
+    def run(*args: None, **keywords: None) -> Any:
+        stepped.clear()
+        model, optimizer = support.started(level, OPTIMIZERS[name], MLP)
+        for index in range(3):
+            optimizer.zero_grad()
+            backward(MLP.loss(model, MLP.batch(index)), optimizer, overflow=index == 1)
+            optimizer.step(*args, **keywords)
+        amp.close()
+        return frozen(list(model.parameters())), len(stepped)
+
+    assert_bitwise(run(*args, **keywords), run())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_argument_that_the_class_does_not_know_changes_nothing_but_raises(level: str) -> None:
+    model, optimizer = support.started(level, lambda params: torch.optim.AdamW(params, lr=0.1), MLP)
+    backward(MLP.loss(model, MLP.batch(0)), optimizer)
+    before = frozen(group_params(optimizer))
+    with pytest.raises(TypeError, match="scale"):
+        optimizer.step(scale=None)
+    assert_bitwise(frozen(group_params(optimizer)), before)
+    optimizer.step()
+    assert not torch.equal(group_params(optimizer)[0], before[0])
+
+
+@pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms", "grad_scaler"])
+def test_arguments_of_apex_that_are_none_are_those_of_step(name: str) -> None:
+    results = []
+    for keywords in ({}, {name: None}):
+        model, optimizer = support.started("O2", lambda params: FusedAdam(params, lr=0.1), MLP)
+        backward(MLP.loss(model, MLP.batch(0)), optimizer)
+        optimizer.step(**keywords)
+        results.append(frozen(group_params(optimizer)))
+        amp.close()
+    assert_bitwise(*results)

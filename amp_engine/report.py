@@ -110,10 +110,20 @@ def initialization(defaults: Policy, policy: Policy) -> Iterator[str]:
     yield from _properties(policy)
 
 
-def overflow_message(loss_id: int, loss_scale: float, dynamic: bool) -> str:
+def flushed_message(loss_id: int, used: float, raised: float) -> str:
+    """A step was taken on gradients that a scale too low left as 0."""
+    return (
+        f"Warning:  after overflows all gradients were 0 at the loss scale {used} of loss scaler {loss_id}.  The step "
+        f"was taken on them, and the scale is {raised} from now on."
+    )
+
+
+def overflow_message(loss_id: int, loss_scale: float, dynamic: bool, is_lowered: bool = True) -> str:
     """apex's line, which scripts and people grep for; a static scale, which apex never skipped, has its own."""
     if not dynamic:
         return f"Gradient overflow.  Skipping step, loss scaler {loss_id} is static at {loss_scale}"
+    if not is_lowered:
+        return f"Gradient overflow.  Skipping step, loss scaler {loss_id} keeps loss scale {loss_scale}"
     return f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {loss_scale}"
 
 

@@ -126,13 +126,16 @@ class LossScaler:
         bad = moved(nonfinite.any().float(), self.found_inf.device)
         self.found_inf.copy_(torch.maximum(self.found_inf, bad))
 
-    def update_(self, closed: ScaleSnapshot | None = None, largest: Tensor | None = None) -> Tensor:
+    def update_(
+        self, closed: ScaleSnapshot | None = None, largest: Tensor | None = None, bad_loss: Tensor | None = None
+    ) -> Tensor:
         """Adjust the scale after one backward and discard the overflow. No host sync.
 
         Args:
             closed: the snapshot of this backward, which learns its own inverse on the way, unless the scale has
                 moved since: by another backward, a checkpoint, or a write.
             largest: of the magnitudes of its scaled gradients, float32, shape []; for "auto".
+            bad_loss: != 0 if its loss was not finite before scaling, float32, shape []; for "auto".
 
         Returns:
             float32 tensor of shape [], != 0 if this backward overflowed.
@@ -164,7 +167,7 @@ class LossScaler:
             used = closed.scale if closed is not None else used
             assert used is not None
             low, high = self._min_loss_scale, self._max_loss_scale
-            self.auto.update_(self.scale, used, found_inf, largest, low, high)
+            self.auto.update_(self.scale, used, found_inf, largest, bad_loss, low, high)
             self.unskipped.mul_(found_inf == 0)
         self._last_found_inf = found_inf
         return found_inf

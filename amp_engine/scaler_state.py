@@ -24,7 +24,7 @@ SCHEMA_VERSION = 2
 ScalerFormat = Literal["amp", "apex", "torch"]
 
 _SCALER_KEY = "loss_scaler"
-_MEMORY = ("seen", "limit", "reach", "overflows_left")
+_MEMORY = ("seen", "limit", "reach", "overflows_in_a_row", "overflows_left")
 _SCALE_WINDOW = 2000  # apex's, which none of its users could change
 
 

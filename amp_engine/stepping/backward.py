@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_engine.devices import HostNumbers, moved
+from amp_engine.devices import HostNumbers, moved, number_on
+from amp_engine.distributed import has_ranks
 from amp_engine.scale_snapshot import ScaleSnapshot
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.forward_order import Order, Origin
@@ -38,10 +39,12 @@ class Backward:
         elements: how many were not finite in the gradient of `first_nonfinite`, if somebody looked while it was there.
         skips: whether an overflow skips the step, or is only reported.
         reduction: by which several ranks agreed on the overflow; None where this one decides alone.
+        earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; looked at for "auto" alone.
         of_replicas: whether all of them have the same gradients once they are reduced.
         found_inf: float32, shape []: != 0 is an overflow.
         overflow: the same on its way to the host, with the scale after it, the one that it had, and the loss if it is
-            one number that the host does not know. These two are there after `conclude`.
+            one number that the host does not know. These two are there after `conclude`. Of an "auto" scale also
+            whether gradients were flushed, after the loss, or NaN in its place.
     """
 
     found_inf: Tensor
@@ -53,6 +56,7 @@ class Backward:
         self.snapshot = snapshot
         self.loss = NO_LOSS
         self.value: float | None = None
+        self.earlier_loss_is_bad: Tensor | None = None
         self.checked: list[Checked] = []
         self.order: Order = {}
         self.origin: Origin | None = None
@@ -60,6 +64,7 @@ class Backward:
         self.skips = True
         self.reduction: Reduction | None = None
         self.of_replicas = False
+        self._sends_loss = False
         self.number = 0  # of the scaled backwards of its engine, from 1
 
     def conclude(self, found_inf: Tensor) -> None:
@@ -72,11 +77,16 @@ class Backward:
             # For nothing either of the two would cost as much as all the rest.
             loss = loss if loss.dtype is torch.float32 else loss.float()
             numbers.append(loss if loss.dim() == 0 else loss.view(()))
+        self._sends_loss = len(numbers) > 3
+        if self.scaler.auto is not None:
+            unknown = () if self._sends_loss else (torch.full_like(found_inf, math.nan),)
+            numbers += [*unknown, self.scaler.auto.flushed]
         self.overflow = HostNumbers(*numbers)
 
     def give_loss(self, other: Backward) -> None:
         """Have the last loss of `other` be this one, with what is known of it."""
         other.loss, other.value, other.origin, other.number = self.loss, self.value, self.origin, self.number
+        other.earlier_loss_is_bad = self.earlier_loss_is_bad
 
     def settle(self) -> None:
         """Have `conclude` called, if it waits for what other ranks found."""
@@ -103,25 +113,43 @@ class Backward:
         """The loss before scaling, or the sum of several; None if nobody told. Waits until the host knows."""
         if self.value is not None:
             return self.value
-        if self.overflow.count > 3:
+        if self._sends_loss:
             return self.overflow.read(3)
         return None if self.loss is NO_LOSS else float(self.loss.float().sum())
 
-    def largest(self, groups: Sequence[dist.ProcessGroup]) -> Tensor | None:
-        """The largest magnitude among its scaled gradients, over all ranks of `groups`; None if none was looked at.
+    def has_flushed(self) -> bool:
+        """Whether all gradients were 0 at an "auto" scale that was too low. Waits until the host knows."""
+        return self.overflow.count > 4 and self.overflow.read(4) != 0
 
-        float32, shape [], NaN if there is one. One message of 4 bytes a group. No host sync otherwise.
+    def loss_is_bad(self) -> Tensor | None:
+        """!= 0 if a loss of it was not finite before scaling: float32, shape []. None if nobody told. No host sync."""
+        device = self.snapshot.scale.device
+        if self.value is not None:
+            bad = number_on(device, float(not math.isfinite(self.value)))
+        elif self.loss is not NO_LOSS and type(self.loss) is Tensor:
+            bad = moved((~self.loss.isfinite().all()).float(), device)
+        else:
+            return self.earlier_loss_is_bad
+        return bad if self.earlier_loss_is_bad is None else torch.maximum(bad, self.earlier_loss_is_bad)
+
+    def for_auto_scale(self, groups: Sequence[dist.ProcessGroup]) -> tuple[Tensor | None, Tensor | None]:
+        """What an "auto" scale goes by: largest magnitude of the scaled gradients, `loss_is_bad`; over all `groups`.
+
+        float32, shape []; None where nobody looked. One message of 8 bytes a group. No host sync otherwise.
         """
         found = [checked.checks.largest.max() for checked in self.checked if len(checked.checks.largest) > 0]
-        if not found:
-            return None
         device = self.snapshot.scale.device
-        largest = (
-            torch.stack([moved(one, device) for one in found]).max() if len(found) > 1 else moved(found[0], device)
-        )
+        bad = self.loss_is_bad()
+        if not groups:
+            largest = torch.stack([moved(one, device) for one in found]).max() if found else None
+            # Ranks that reduce gradients by themselves find the same in them, and not in their losses.
+            return largest, None if has_ranks() else bad
+        numbers = [moved(one, device) for one in found] or [torch.zeros((), device=device)]
+        both = torch.stack([torch.stack(numbers).max(), torch.zeros((), device=device) if bad is None else bad])
         for group in groups:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return largest
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        are_all = any(dist.get_world_size(group) == dist.get_world_size() for group in groups)
+        return both[0], both[1] if are_all else None
 
     def first_nonfinite(self) -> tuple[Tensor, bool] | None:
         """The parameter whose gradient the backward found not finite first, and whether there is a NaN in it.

@@ -33,7 +33,7 @@ class Pending:
 
     Args:
         on_skip: told, for each step that was skipped, how many were in a row, and because of which backwards.
-        on_report: told a backward whose overflow did not skip.
+        on_report: told a backward whose overflow did not skip, or that left gradients of 0 at a scale too low.
     """
 
     def __init__(
@@ -95,7 +95,9 @@ class Pending:
         """
         self._settle()
         self._squares = [*self._squares[:1], squares]  # of two or more none is asked for
-        self.backwards = [b for b in self.backwards if not (b.overflow.is_known() and b.overflow.read() == 0)]
+        self.backwards = [
+            b for b in self.backwards if not (b.overflow.is_known() and b.overflow.read() == 0 and not b.has_flushed())
+        ]
         self.backwards.append(backward)
 
     def decide(self, on_device: bool) -> Skip | Take:
@@ -154,6 +156,8 @@ class Pending:
         skipping = []
         for backward in backwards:
             if backward.overflow.read() == 0:
+                if backward.has_flushed():
+                    self._on_report(backward)
                 continue
             if backward.skips:
                 skipping.append(backward)

@@ -164,7 +164,7 @@ class ScaledBackwards:
         scaler = backward.scaler
         reduction = backward.reduction = Reduction(groups, scaler.found_inf) if groups else None
         backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in stepped)
-        largest = backward.largest(groups) if scaler.auto is not None else None
+        largest, bad_loss = (None, None) if scaler.auto is None else backward.for_auto_scale(groups)
         concludes = check and bool(stepped)
         is_noted = concludes and self.evidence.before_backward is None
         earlier_ones = stepped[0].pending.backwards if is_noted else ()
@@ -173,7 +173,7 @@ class ScaledBackwards:
         def conclude() -> None:
             if reduction is not None:
                 scaler.found_inf.copy_(reduction.wait())
-            found_inf = scaler.update_(backward.snapshot, largest)
+            found_inf = scaler.update_(backward.snapshot, largest, bad_loss)
             if concludes:
                 backward.conclude(found_inf)
             if is_noted:
@@ -247,7 +247,10 @@ class ScaledBackwards:
         for one in left:
             if one.window.is_left_open and not one.window.backward.snapshot.equals(snapshot):
                 self._close_left_open(one)
-        return Backward(scaler, loss_id, snapshot)
+        backward = Backward(scaler, loss_id, snapshot)
+        if left and scaler.auto is not None and left[0].window.is_left_open:
+            backward.earlier_loss_is_bad = left[0].window.backward.loss_is_bad()
+        return backward
 
 
 class ScaledBackward:

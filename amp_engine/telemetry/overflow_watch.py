@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from amp_engine.distributed import local_of
-from amp_engine.report import Reporter, overflow_message, static_overflow_message
+from amp_engine.report import Reporter, flushed_message, overflow_message, static_overflow_message
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.forward_order import Origin
 from amp_engine.stepping.pending import SKIPS_BEFORE_DIAGNOSIS
@@ -66,7 +66,8 @@ class OverflowWatch:
             scale = b.adjusted_scale() if b.scaler.dynamic else b.scaler.loss_scale()
             is_told_here = self._reporter.says(b.is_first)
             if is_told_here:
-                text = overflow_message(loss_id, scale, b.scaler.dynamic)
+                is_lowered = b.scaler.auto is None or scale < b.loss_scale()
+                text = overflow_message(loss_id, scale, b.scaler.dynamic, is_lowered)
                 self._reporter.say(text, amp_loss_id=loss_id, amp_loss_scale=scale)
             is_diagnosed = skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS and b is backwards[-1]
             record = self._record(b, skipped=True, looks_at_weights=is_diagnosed)
@@ -79,7 +80,13 @@ class OverflowWatch:
                 )
 
     def stepped_on(self, backward: Backward) -> None:
-        """A static scaler overflowed and the step was taken."""
+        """A static scaler overflowed, or one left gradients of 0 at a scale too low, and the step was taken."""
+        if backward.has_flushed():
+            loss_id, scale = backward.loss_id, backward.loss_scale()
+            text = flushed_message(loss_id, scale, backward.adjusted_scale())
+            if self._reporter.says(backward.is_first):
+                self._reporter.say(text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale)
+            return
         if backward.loss_id not in self._scaling.reported:
             self._scaling.reported.add(backward.loss_id)
             loss_id, scale = backward.loss_id, backward.scaler.loss_scale()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from amp_engine.auto_scale import FIRST_SCALE, LARGEST
 from amp_engine.scaler import LossScaler
 from tests.models import NORMED_MLP
 from tests.ranks import on_ranks
-from tests.support import DYNAMIC_LEVELS, LEVELS, assert_bitwise, started, train
+from tests.support import DYNAMIC_LEVELS, LEVELS, assert_bitwise, backward, started, train
 
 
 def moves(scaler: LossScaler, overflows: str) -> list[float]:
@@ -137,6 +138,149 @@ def test_auto_recovers_from_data_that_no_scale_helps() -> None:
     assert scaler.loss_scale() >= 1.0
 
 
+def after_burst(kind: Any, bad: Any, script: str, *, level: str = "O2", **keywords: Any) -> dict[str, Any]:
+    """Train with a bad batch for each `x` of `script`, and count taken steps whose gradients were all 0."""
+    with Engine() as engine:
+        model, optimizer = started(level, engine=engine, loss_scale=kind, **keywords)
+        scales, flushed = [], 0
+        for index, outcome in enumerate(script):
+            optimizer.zero_grad()
+            loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index))
+            if outcome == "x" and bad != "gradient":
+                loss = loss * bad
+            backward(loss, optimizer, overflow=outcome == "x" and bad == "gradient", engine=engine)
+            grads = [weight.grad for weight in engine.master_params(optimizer) if weight.grad is not None]
+            zero = not any(bool(grad.any()) for grad in grads)
+            optimizer.step()
+            flushed += zero and not engine.last_step().skipped
+            scales.append(engine.scalers[0].loss_scale())
+        assert len(engine.overflow_report()) == script.count("x")
+        return {"scales": scales, "flushed": flushed}
+
+
+BURSTS = ["ccccx", "cccc" + 6 * "x", "cccc" + 20 * "x", "cccc" + 10 * "xc", 6 * "x"]
+
+
+@pytest.mark.parametrize("burst", BURSTS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loss_that_is_not_finite_says_nothing_of_an_auto_scale(level: str, bad: float, burst: str) -> None:
+    found = after_burst("auto", bad, burst + "cc", level=level)
+    clean = after_burst("auto", bad, "cccccc", level=level)
+    assert found["flushed"] == 0
+    assert found["scales"][burst.index("x")] == ([FIRST_SCALE, *clean["scales"]])[burst.index("x")]
+    assert found["scales"][-1] >= clean["scales"][-1] / 2
+
+
+@pytest.mark.parametrize("burst", BURSTS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_after_a_burst_of_gradients_that_are_not_finite_an_auto_scale_is_soon_back(level: str, burst: str) -> None:
+    found = after_burst("auto", "gradient", burst + 2 * "c", level=level)
+    clean = after_burst("auto", "gradient", "cccccc", level=level)
+    assert found["flushed"] == 0
+    assert found["scales"][-1] >= clean["scales"][-1] * 2.0**-14
+
+
+def test_a_burst_of_one_loss_leaves_the_auto_scale_of_another() -> None:
+    with Engine() as engine:
+        model, optimizer = started("O2", engine=engine, loss_scale="auto", num_losses=2)
+        for index in range(14):
+            optimizer.zero_grad()
+            for loss_id in range(2):
+                loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index)) * (1.0 if index < 4 else float("nan"))
+                loss = loss if loss_id == 0 or index < 4 else NORMED_MLP.loss(model, NORMED_MLP.batch(index))
+                backward(loss, optimizer, engine=engine, loss_id=loss_id)
+            optimizer.step()
+            if index == 3:
+                before = [scaler.loss_scale() for scaler in engine.scalers]
+        after = [scaler.loss_scale() for scaler in engine.scalers]
+        assert after[0] == before[0]
+        assert after[1] >= before[1] / 4
+
+
+def test_of_delayed_backwards_any_bad_loss_spares_the_auto_scale() -> None:
+    for bad in range(3):
+        with Engine() as engine:
+            model, optimizer = started("O2", engine=engine, loss_scale="auto")
+            train(NORMED_MLP, model, optimizer, "cccc", engine=engine)
+            before = engine.scalers[0].loss_scale()
+            optimizer.zero_grad()
+            for index in range(3):
+                loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index)) * (float("nan") if index == bad else 1.0)
+                backward(loss, optimizer, engine=engine, delay_unscale=index < 2)
+            optimizer.step()
+            assert engine.last_step().skipped
+            assert engine.scalers[0].loss_scale() == before
+            train(NORMED_MLP, model, optimizer, "o", engine=engine)  # is not spared by a loss of before
+            assert engine.scalers[0].loss_scale() < before
+
+
+def test_an_auto_scale_goes_no_lower_than_its_floor_and_comes_back_from_there() -> None:
+    found = after_burst("auto", "gradient", "cccc" + 40 * "x" + "cc", min_loss_scale=2.0**3)
+    assert min(found["scales"]) == 2.0**3
+    assert found["flushed"] == 0
+
+
+@pytest.mark.parametrize("burst", [1, 2, 5, 16, 17, 40])
+def test_an_auto_scale_is_never_lower_than_two_steep_overflows_or_a_dynamic_scale(burst: int) -> None:
+    scaler = LossScaler("auto")
+    gradient(scaler, 1.0)
+    before = scaler.loss_scale()
+    for _ in range(burst):
+        snapshot = scaler.snapshot()
+        scaler.record_(torch.tensor(True))
+        scaler.update_(snapshot, torch.tensor(float("nan")))
+    assert scaler.loss_scale() == max(2.0**-24, before * min(2.0 ** (-8 * min(burst, 2)), 2.0**-burst))
+    gradient(scaler, 1.0)
+    gradient(scaler, 1.0)
+    assert scaler.loss_scale() >= before * 2.0**-10  # at once
+
+
+def test_a_step_on_gradients_that_are_all_zero_after_overflows_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with Engine() as engine:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level="O2", loss_scale="auto")
+        caplog.clear()
+        scales = []
+        for index in range(60):
+            optimizer.zero_grad()
+            loss = (model(torch.ones(2, 4)).float() * 1e-3).sum()
+            backward(loss, optimizer, overflow=4 <= index < 50, engine=engine)
+            optimizer.step()
+            scales.append(engine.scalers[0].loss_scale())
+        said = [record for record in caplog.records if "all gradients were 0" in record.getMessage()]
+        assert len(said) == 1
+        assert said[0].levelname == "WARNING"
+        assert f"at the loss scale {scales[49]} of loss scaler 0" in said[0].getMessage()
+        assert f"the scale is {scales[50]} from now on" in said[0].getMessage()
+        assert scales[50] >= 2.0**10 * scales[49]
+
+
+def test_a_first_burst_of_all_does_not_leave_an_auto_scale_where_every_gradient_is_zero() -> None:
+    scaler = LossScaler("auto")
+    for _ in range(60):
+        scaler.record_(torch.tensor(True))
+        scaler.update_(scaler.snapshot(), torch.tensor(float("nan")))
+    assert scaler.loss_scale() == 2.0**-24
+    gradient(scaler, 2.0**-10)
+    assert scaler.loss_scale() == FIRST_SCALE / 2
+    assert not gradient(scaler, 2.0**-10)
+
+
+def test_what_an_earlier_version_saved_of_an_auto_scale_is_loaded() -> None:
+    with Engine() as engine:
+        started("O2", engine=engine, loss_scale="auto")
+        state = engine.state_dict()
+        del state["loss_scaler0"]["overflows_in_a_row"]
+        state["loss_scaler0"].update(loss_scale=2.0**-30, seen=1.0, limit=2.0**40, reach=2.0**-30)
+        engine.load_state_dict(state)
+        scaler = engine.scalers[0]
+        gradient(scaler, 1.0)
+        assert scaler.loss_scale() >= 4.0
+
+
 def test_auto_stays_where_all_gradients_are_zero() -> None:
     scaler = LossScaler("auto")
     gradient(scaler, 0.0)
@@ -157,7 +301,7 @@ def test_auto_trains_as_a_dynamic_scale_does_where_nothing_overflows(level: str)
 
 
 # The second script is cut where more overflows came in a row than are forgiven.
-@pytest.mark.parametrize("script", ["ccoccooocccoc", "ccooooooccocc"])
+@pytest.mark.parametrize("script", ["ccoccooocccoc", "ccooooooccocc", "cccoooo" + 16 * "o" + "ccc"])
 @pytest.mark.parametrize("loss_scale", ["auto", DynamicLossScale(hysteresis=3, growth_interval=2)])
 def test_a_resume_is_bitwise(loss_scale: Any, script: str) -> None:
     with Engine() as engine:
@@ -198,6 +342,54 @@ class Split(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * 10.0**self.rank
+
+
+def scale_after_a_burst_on(rank: int, reduces_itself: bool) -> list[float]:
+    """The scale after each batch; the loss of one rank is not finite in some, and the gradients of both are then."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    group = None if reduces_itself else torch.distributed.group.WORLD
+    with Engine() as engine:
+        engine.initialize(model, optimizer, opt_level="O2", loss_scale="auto", verbosity=0, process_group=group)
+        scales = []
+        for index in range(10):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).sum() * (float("nan") if rank == 1 and 3 <= index < 7 else 1.0)
+            with engine.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if reduces_itself:
+                    torch.distributed.all_reduce(model.weight.grad)
+            optimizer.step()
+            scales.append(engine.scalers[0].loss_scale())
+        return scales
+
+
+@pytest.mark.parametrize("reduces_itself", [False, True])
+def test_ranks_have_one_auto_scale_where_the_loss_of_one_is_not_finite(reduces_itself: bool) -> None:
+    ours, theirs = on_ranks(partial(scale_after_a_burst_on, reduces_itself=reduces_itself), 2)
+    assert ours == theirs
+    assert (min(ours[3:7]) == ours[2]) == (not reduces_itself)
+    assert ours[-1] >= 2.0**-12 * ours[2]
+
+
+def scale_of_ranks_without_gradients(rank: int) -> float:
+    model = nn.Linear(4, 4)
+    unused = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([unused] if rank == 1 else model.parameters(), lr=1e-6)
+    with Engine() as engine:
+        world = torch.distributed.group.WORLD
+        engine.initialize(model, optimizer, opt_level="O2", loss_scale="auto", verbosity=0, process_group=world)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model(torch.ones(2, 4)).sum(), optimizer, engine=engine)
+            optimizer.step()
+        return engine.scalers[0].loss_scale()
+
+
+def test_a_rank_without_a_gradient_agrees_on_an_auto_scale_too() -> None:
+    ours, theirs = on_ranks(scale_of_ranks_without_gradients, 2)
+    assert ours == theirs != FIRST_SCALE
 
 
 def scale_on(rank: int) -> float:

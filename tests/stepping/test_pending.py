@@ -16,7 +16,7 @@ class Flag:
     """A number of the device on its way to the host."""
 
     def __init__(self, value: float, is_known: bool, is_captured: bool = False) -> None:
-        self.value, self._is_known, self.is_captured = value, is_known, is_captured
+        self.value, self._is_known, self.is_captured, self.count = value, is_known, is_captured, 3
 
     def is_known(self) -> bool:
         return self._is_known

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 
 import matplotlib.image
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 
 from amp_engine import amp
 from examples.demo.__main__ import main, train_all
+from examples.demo.budget import FEWEST_STEPS, Budget, even_share, measure
 from examples.demo.curves import smooth, write_curves
 from examples.demo.data import load_digits, load_topics
+from examples.demo.interrupt import Interrupt
 from examples.demo.models import GPT
 from examples.demo.report import render_notes, render_table, write_results
-from examples.demo.tasks import all_tasks, digits_cnn, topics_gpt
-from examples.demo.training import Row, Run, state_bytes, train, warmup_then_cosine
+from examples.demo.tasks import all_tasks, digits_cnn, topics_gpt, topics_gpt_wide
+from examples.demo.training import Row, Run, left_out, state_bytes, train, warmup_then_cosine
 
 CPU = torch.device("cpu")
 KEYS = {
@@ -28,6 +31,9 @@ KEYS = {
     "state_bytes",
     "skipped",
     "loss_scale",
+    "steps",
+    "planned_steps",
+    "note",
 }
 
 
@@ -147,13 +153,15 @@ def test_table_is_aligned_and_has_a_line_per_row(runs):
     lines = render_table(runs).splitlines()
     assert len(lines) == 1 + 12 + 3  # a header, the rows, three rules
     assert len({len(line) for line in lines}) == 1
-    assert lines[0].split() == [*("task", "level", "loss", "metric", "ms/step", "speed", "state", "skipped", "scale")]
+    assert lines[0].split() == [
+        *("task", "level", "steps", "loss", "metric", "ms/step", "speed", "state", "skipped", "scale")
+    ]
     assert lines[2].split()[:2] == ["digits-cnn", "O0"]
     assert lines[3].split()[0] == "O1"
 
 
 def row(opt_level, metric, speedup=1.0):
-    return Row("digits-cnn", opt_level, 0.1, metric, 1.0, speedup, 100, 0, 1.0)
+    return Row("digits-cnn", opt_level, 0.1, metric, 1.0, speedup, 100, 0, 1.0, 150, 150, None)
 
 
 def test_notes_say_when_float16_is_slower_and_only_then():
@@ -193,3 +201,202 @@ def test_command_writes_results_and_picture(monkeypatch, tmp_path, capsys):
         "results.json",
     ]
     assert "digits-cnn" in capsys.readouterr().out
+
+
+class Clock:
+    """A clock that goes on when told, and tasks whose steps tell it."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+    def task(self, task, step_seconds, **changes):
+        """`task`, a step of which takes so many seconds."""
+
+        def batch(step):
+            self.seconds += step_seconds
+            return task.batch(step)
+
+        return dataclasses.replace(task, batch=batch, **changes)
+
+
+def costs(**seconds):
+    """Measures a layer: `float32=1.0` and so on."""
+    return lambda layer, dtype, device: seconds[str(dtype).removeprefix("torch.")]
+
+
+def rows_of(tasks, seconds, clock, **layer_seconds):
+    torch.set_num_threads(1)
+    budget = Budget(tasks, CPU, seconds, clock, costs(**layer_seconds))
+    return {run.row.opt_level: run.row for run in train_all(tasks, CPU, budget)}
+
+
+def test_a_share_is_what_is_left_by_those_who_need_less():
+    assert even_share([1, 2], 10) == float("inf")
+    assert even_share([1, 100, 100], 21) == 10
+    assert even_share([100, 4, 100, 100], 30) == pytest.approx(26 / 3)
+    assert even_share([5], 0) == 0
+    assert even_share([], 10) == float("inf")
+
+
+def test_levels_in_a_type_that_would_take_too_long_are_left_out_and_it_is_said():
+    clock = Clock()
+    task = clock.task(digits_cnn(), 1.0, steps=10, evaluation_steps=0, levels=("O0", "O1", "O4", "O5"))
+    rows = rows_of([task], 150, clock, float32=1.0, float16=1.5, bfloat16=90.0)
+    assert [rows[level].steps for level in rows] == [10, 10, 0, 0]
+    assert [rows[level].note is None for level in rows] == [True, True, False, False]
+    assert rows["O4"].note == "bfloat16 convolutions take 90 times FP32's time on this CPU; a step takes about 90 s"
+    assert rows["O4"].loss is rows["O4"].metric is rows["O4"].ms_per_step is rows["O4"].speedup is None
+    assert clock.seconds <= 150
+
+
+def test_a_row_that_turns_out_slower_than_measured_is_cut_at_its_share():
+    clock = Clock()
+    task = clock.task(digits_cnn(), 4.0, steps=20, evaluation_steps=0, levels=("O0", "O4"))
+    rows = rows_of([task], 100, clock, float32=1.0, bfloat16=1.0)
+    assert rows["O0"].steps == 20  # all but the second it was thought that O4 needs a step
+    assert rows["O4"].steps == 5
+    assert rows["O4"].note == "a step takes about 4 s on this CPU"
+    assert rows["O4"].metric is None
+    assert rows["O4"].loss > 0
+    assert rows["O4"].speedup is not None
+    assert clock.seconds <= 100
+
+
+def test_whatever_the_steps_take_the_time_is_kept():
+    for step_seconds in (0.1, 3.0, 20.0, 500.0):
+        clock = Clock()
+        tasks = [
+            clock.task(digits_cnn(), step_seconds, steps=6),
+            clock.task(digits_cnn(), 2 * step_seconds, steps=6, name="again"),
+        ]
+        rows_of(tasks, 150, clock, float32=step_seconds, float16=2.0, bfloat16=60.0)
+        assert clock.seconds <= 150
+
+
+def test_a_row_has_at_least_a_few_steps_or_none():
+    clock = Clock()
+    task = clock.task(digits_cnn(), 1.0, steps=50, evaluation_steps=0, levels=("O0", "O1"))
+    few = rows_of([task], 50 + FEWEST_STEPS * 20, clock, float32=1.0, float16=20.0)
+    assert few["O1"].steps >= FEWEST_STEPS
+    clock = Clock()
+    task = clock.task(digits_cnn(), 1.0, steps=50, evaluation_steps=0, levels=("O0", "O1"))
+    assert rows_of([task], 49 + FEWEST_STEPS * 20, clock, float32=1.0, float16=20.0)["O1"].steps == 0
+
+
+def test_a_shortened_row_is_the_beginning_of_the_whole_one():
+    task = short(digits_cnn(), steps=6)
+    whole = train(task, "O5", CPU)
+    reasons = iter([None, None, "no time"])
+    part = train(task, "O5", CPU, shorten=lambda: next(reasons))
+    assert part.losses == whole.losses[:3]
+    assert (part.row.steps, part.row.planned_steps, part.row.note, part.row.metric) == (3, 6, "no time", None)
+    assert (whole.row.steps, whole.row.note) == (6, None)
+
+
+def test_the_wide_layer_is_measured_in_part_where_it_takes_long(monkeypatch):
+    layer, times, rows = topics_gpt_wide().layer, iter([9.0, 0.01, 0.05, 0.07]), []
+
+    def seconds_of(module, layer, count, dtype, device):
+        rows.append(count)
+        return next(times)
+
+    monkeypatch.setattr("examples.demo.budget._seconds_of", seconds_of)
+    assert measure(layer, torch.bfloat16, CPU) == pytest.approx(0.05 * layer.rows / 4)
+    assert rows == [1, 1, 4, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_layer_can_be_measured(dtype):
+    for task in all_tasks()[:2]:
+        assert measure(dataclasses.replace(task.layer, rows=1), dtype, CPU) > 0
+
+
+def test_every_level_of_a_task_is_tried_where_nothing_is_slow():
+    tasks = all_tasks()
+    budget = Budget(tasks, CPU, clock=Clock(), measure=lambda *_: 1e-3)
+    budget.measure_layers(lambda: True)
+    assert all(budget.take(task, level) for task in tasks for level in task.levels)
+
+
+def test_table_picture_and_notes_of_rows_that_are_missing(runs, tmp_path):
+    cut = dataclasses.replace(runs[2], losses=runs[2].losses[:2])
+    cut = dataclasses.replace(cut, row=dataclasses.replace(cut.row, steps=2, metric=None, note="slow"))
+    others = [left_out(runs[6].task, level, "slower") for level in ("O0", "O1")]
+    missing = [*runs[:2], cut, *others, runs[10]]
+    lines = render_table(missing).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[4].split()[:2] == ["O2", "2/3"]
+    assert lines[6].split()[:4] == ["topics-gpt", "O0", "0/3", "-"]
+    notes = render_notes([run.row for run in missing], "this CPU")
+    assert "  digits-cnn O2: 2 of 3 steps: slow.\n  topics-gpt O0, O1: left out: slower." in notes
+    assert "O1 end" in notes
+    write_curves(missing, tmp_path / "curves.png")
+    write_curves(others, tmp_path / "curves.png")
+    write_curves([others[0], runs[10]], tmp_path / "curves.png")
+
+
+@pytest.fixture
+def interrupted_main(monkeypatch, tmp_path, capfd):
+    """Runs the command, a SIGINT coming from where `at` is called; gives status, rows and what was printed."""
+
+    def run(place):
+        tasks = [short(digits_cnn(), steps=3, levels=("O0", "O4")), short(topics_gpt(), steps=2, levels=("O0",))]
+
+        def interrupt():
+            signal.raise_signal(signal.SIGINT)
+
+        if place == "step":
+            batch = tasks[0].batch
+            calls = iter(range(100))
+            tasks[0] = dataclasses.replace(
+                tasks[0], batch=lambda step: (interrupt() if next(calls) == 4 else None, batch(step))[1]
+            )
+        monkeypatch.setattr("examples.demo.__main__.all_tasks", lambda: (place == "data" and interrupt(), tasks)[1])
+        if place == "measuring":
+            monkeypatch.setattr(Budget, "measure_layers", lambda self, goes_on: interrupt())
+        if place == "evaluation":
+            tasks[0] = dataclasses.replace(tasks[0], evaluate=lambda model: (interrupt(), 0.5)[1])
+        if place == "plot":
+            monkeypatch.setattr(
+                "examples.demo.__main__.write_curves", lambda *args: (interrupt(), write_curves(*args))[1]
+            )
+        before = signal.getsignal(signal.SIGINT)
+        status = main(["--out", str(tmp_path), "--threads", "1"])
+        assert signal.getsignal(signal.SIGINT) is before
+        assert (tmp_path / "curves.png").stat().st_size > 1000
+        return status, json.loads((tmp_path / "results.json").read_text()), capfd.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("place", "steps"),
+    [
+        ("data", [0, 0, 0]),
+        ("measuring", [0, 0, 0]),
+        ("step", [3, 2, 0]),
+        ("evaluation", [3, 0, 0]),
+        ("plot", [3, 3, 2]),
+    ],
+)
+def test_an_interrupted_demo_writes_what_is_done(interrupted_main, place, steps):
+    status, rows, said = interrupted_main(place)
+    assert status == 130
+    assert [row["steps"] for row in rows] == steps
+    assert all(row["note"] in (None, "interrupted") for row in rows)
+    assert [row["note"] is None for row in rows] == [row["steps"] == row["planned_steps"] for row in rows]
+    assert "digits-cnn" in said.out
+    assert "Ctrl-C again ends at once" in said.err
+
+
+def test_the_second_interrupt_is_left_to_the_system():
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt() as interrupt:
+        assert not interrupt.came
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.came
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is before

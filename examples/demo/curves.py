@@ -37,18 +37,21 @@ GREY = "#6b7280"
 
 
 def write_curves(runs: Sequence[Run], path: Path) -> None:
-    """Two panels a task: the smoothed loss, and below it the difference to O0's."""
+    """Two panels a task: the smoothed loss, and below it the difference to O0's, as far as there were steps."""
     tasks = [list(group) for _, group in groupby(runs, key=lambda run: run.task.name)]
     figure = Figure(figsize=(5.2 * len(tasks), 7.2), layout="constrained", facecolor="white")
     panels = figure.subplots(2, len(tasks), squeeze=False, sharex="col", height_ratios=(3, 2))
     for (loss_axes, difference_axes), task_runs in zip(panels.T, tasks, strict=True):
-        window = max(1, len(task_runs[0].losses) // 15)
-        losses = {run.row.opt_level: smooth(run.losses, window) for run in task_runs}
+        window = max(1, task_runs[0].task.steps // 15)
+        losses = {run.row.opt_level: smooth(run.losses, window) for run in task_runs if run.losses}
         _draw_losses(loss_axes, losses)
         _draw_differences(difference_axes, losses)
         difference_axes.set_xlabel("step")
         _dress(loss_axes)
         _dress(difference_axes)
+        steps = task_runs[0].task.steps
+        margin = 0.01 * max(1, steps - 1)
+        difference_axes.set_xlim(1 - margin, steps + margin)
         loss_axes.set_title(task_runs[0].task.name, loc="left", fontweight="bold")
         loss_axes.set_title(f"mean of {window} steps", loc="right", fontsize=9, color=GREY)
     panels[0, 0].set_ylabel("training loss")
@@ -72,7 +75,7 @@ def smooth(losses: Sequence[float], window: int) -> np.ndarray:
 
 
 def _draw_losses(axes: Axes, losses: dict[str, np.ndarray]) -> None:
-    turns = len(losses) - 1
+    turns = max(1, len(losses) - ("O0" in losses))
     for turn, (level, loss) in enumerate(losses.items()):
         dash = "solid" if level == "O0" else (turn * DASH, (DASH, (turns - 1) * DASH))
         style = STYLES[level]
@@ -81,10 +84,13 @@ def _draw_losses(axes: Axes, losses: dict[str, np.ndarray]) -> None:
 
 def _draw_differences(axes: Axes, losses: dict[str, np.ndarray]) -> None:
     axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=1.5)
+    baseline = losses.get("O0", np.empty(0))
     for level, loss in losses.items():
+        steps = min(len(loss), len(baseline))
         # O1 and O2 can agree bit for bit, and O4 and O5: the second of them leaves gaps
         dash = (0, (DASH, DASH)) if level in ("O2", "O5") else "solid"
-        axes.plot(_steps(loss), loss - losses["O0"], color=STYLES[level].color, linewidth=1.8, linestyle=dash)
+        difference = loss[:steps] - baseline[:steps]
+        axes.plot(_steps(difference), difference, color=STYLES[level].color, linewidth=1.8, linestyle=dash)
 
 
 def _steps(loss: np.ndarray) -> np.ndarray:

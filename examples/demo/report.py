@@ -3,12 +3,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
-from examples.demo.tasks import HALF_LEVELS
+from examples.demo.tasks import BFLOAT16_LEVELS, HALF_LEVELS
 from examples.demo.training import FINAL_STEPS, Row, Run
 
-HEADERS = ("task", "level", "loss", "metric", "ms/step", "speed", "state", "skipped", "scale")
+HEADERS = ("task", "level", "steps", "loss", "metric", "ms/step", "speed", "state", "skipped", "scale")
 PROMISED_LEVELS = ("O1", "O2", "O4", "O5")
 PROMISED_DISTANCE = 0.02  # from O0's metric, relative
 
@@ -32,44 +33,78 @@ def render_table(runs: Sequence[Run]) -> str:
 
 def _cells(run: Run) -> tuple[str, ...]:
     row = run.row
+    metric = "{:.2%}" if run.task.metric == "accuracy" else "{:.3f} b/c"
     return (
         row.task if row.opt_level == "O0" else "",
         row.opt_level,
-        f"{row.loss:.4f}",
-        f"{row.metric:.2%}" if run.task.metric == "accuracy" else f"{row.metric:.3f} b/c",
-        f"{row.ms_per_step:.1f}",
-        f"x{row.speedup:.2f}",
-        f"{row.state_bytes / 2**20:.2f} MiB",
-        f"{row.skipped}",
-        f"{row.loss_scale:g}",
+        f"{row.steps}" if row.note is None else f"{row.steps}/{row.planned_steps}",
+        _cell("{:.4f}", row.loss),
+        _cell(metric, row.metric),
+        _cell("{:.1f}", row.ms_per_step),
+        _cell("x{:.2f}", row.speedup),
+        _cell("{:.2f} MiB", row.state_bytes and row.state_bytes / 2**20),
+        _cell("{}", row.skipped),
+        _cell("{:g}", row.loss_scale),
     )
+
+
+def _cell(form: str, value: float | None) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def render_notes(rows: Sequence[Row], where: str) -> str:
     """What the columns mean and what this run showed; `where` is "this CPU" or the like."""
-    baselines = {row.task: row for row in rows if row.opt_level == "O0"}
-    distance = {
-        (row.task, row.opt_level): abs(row.metric / baselines[row.task].metric - 1)
-        for row in rows
-        if row.opt_level in PROMISED_LEVELS
-    }
-    task, opt_level = max(distance, key=lambda key: distance[key])
-    farthest = f"{opt_level} on {task}, by {distance[task, opt_level]:.2%}"
-    verdict = "within" if distance[task, opt_level] <= PROMISED_DISTANCE else "NOT within"
-    notes = f"""\
+    notes = [
+        f"""\
 loss: training, mean of the last {FINAL_STEPS} steps.  metric: held-out, accuracy or bits per
 character (b/c).  ms/step: median.  speed: against O0.  state: parameters, buffers, FP32 masters
-and optimizer state, at their largest; gradients and activations are not in it.
+and optimizer state, at their largest; gradients and activations are not in it."""
+    ]
+    short = _short_rows(rows)
+    if short:
+        notes.append("\n".join(["Fewer steps than planned, so no metric to compare:", *short]))
+    notes.append(f"{_verdict(rows)}O3 has no FP32 weights and no dynamic scale: its rows are printed, not promised.")
+    for name, levels in (("float16", HALF_LEVELS), ("bfloat16", BFLOAT16_LEVELS)):
+        speeds = [row.speedup for row in rows if row.opt_level in levels and row.speedup is not None]
+        slow = [speed for speed in speeds if speed < 1]
+        if slow:
+            notes.append(
+                f"{name} is slower than FP32 on {where} at this size (x{min(slow):.2f} to x{max(slow):.2f} in "
+                f"{len(slow)} of these rows):\nthe {name} rows show that training works, not what it gains."
+            )
+    return "\n\n".join(notes)
 
-{", ".join(PROMISED_LEVELS)} end {verdict} {PROMISED_DISTANCE:.0%} of O0's metric (farthest: {farthest}).
-O3 has no FP32 weights and no dynamic scale: its rows are printed, not promised."""
-    slow = [row for row in rows if row.opt_level in HALF_LEVELS and row.speedup < 1]
-    if slow:
-        speeds = f"x{min(row.speedup for row in slow):.2f} to x{max(row.speedup for row in slow):.2f}"
-        notes += f"""
-float16 is slower than FP32 on {where} at this size ({speeds} in {len(slow)} of these rows):
-the float16 rows show that training works, not what it gains."""
-    return notes
+
+def _short_rows(rows: Sequence[Row]) -> list[str]:
+    """A line for each row that is not whole, or for several in succession of which the same is to be said."""
+    lines = []
+    for (task, steps, note), group in groupby(rows, key=lambda row: (row.task, row.steps, row.note)):
+        if note is not None:
+            same = list(group)
+            what = f"{steps} of {same[0].planned_steps} steps" if steps else "left out"
+            lines.append(f"  {task} {', '.join(row.opt_level for row in same)}: {what}: {note}.")
+    return lines
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    baselines = {row.task: row.metric for row in rows if row.opt_level == "O0"}
+    distance = {
+        (row.task, row.opt_level): abs(row.metric / baseline - 1)
+        for row in rows
+        if row.opt_level in PROMISED_LEVELS
+        and row.metric is not None
+        and (baseline := baselines.get(row.task)) is not None
+    }
+    if not distance:
+        return ""
+    task, opt_level = max(distance, key=lambda key: distance[key])
+    farthest = distance[task, opt_level]
+    verdict = "within" if farthest <= PROMISED_DISTANCE else "NOT within"
+    levels = [level for level in PROMISED_LEVELS if any(level == key[1] for key in distance)]
+    return (
+        f"{', '.join(levels)} end {verdict} {PROMISED_DISTANCE:.0%} of O0's metric "
+        f"(farthest: {opt_level} on {task}, by {farthest:.2%}).\n"
+    )
 
 
 def write_results(rows: Sequence[Row], path: Path) -> None:

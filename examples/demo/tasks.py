@@ -16,6 +16,17 @@ BFLOAT16_LEVELS = ("O4", "O5")
 
 
 @dataclass(frozen=True)
+class Layer:
+    """The layer that a task spends its time in, measured in each type before the training."""
+
+    name: str  # what it does, in the plural
+    build: Callable[[], nn.Module]
+    rows: int  # of its input in a batch
+    row_shape: tuple[int, ...]
+    per_step: int  # so many of them, forward and backward, are most of a step
+
+
+@dataclass(frozen=True)
 class Task:
     """One model on one data set; the seed makes every level start from the same weights."""
 
@@ -27,6 +38,8 @@ class Task:
     build_model: Callable[[], nn.Module]
     batch: BatchFn
     evaluate: Callable[[nn.Module], float]
+    evaluation_steps: float  # takes as long as so many steps of training
+    layer: Layer
     seed: int = 0
 
 
@@ -49,6 +62,8 @@ def digits_cnn() -> Task:
         build_model=DigitsCNN,
         batch=lambda step: digits.batch(step, batch_size=32),
         evaluate=accuracy,
+        evaluation_steps=7,
+        layer=Layer("convolutions", lambda: nn.Conv2d(16, 32, 3, padding=1), 32, (16, 8, 8), per_step=1),
     )
 
 
@@ -77,7 +92,7 @@ def _topics(
     width: int,
     batch_size: int,
 ) -> Task:
-    topics, length = load_topics(), 32
+    topics, length, layers = load_topics(), 32, 2
 
     def bits_per_character(model: nn.Module) -> float:
         device = next(model.parameters()).device
@@ -95,9 +110,13 @@ def _topics(
         levels=levels,
         steps=steps,
         learning_rate=learning_rate,
-        build_model=lambda: GPT(len(topics.vocabulary), length, layers=2, width=width, heads=4),
+        build_model=lambda: GPT(len(topics.vocabulary), length, layers, width=width, heads=4),
         batch=lambda step: topics.batch(step, batch_size, length),
         evaluate=bits_per_character,
+        evaluation_steps=256 / batch_size / 3,
+        layer=Layer(
+            "products", lambda: nn.Linear(width, 4 * width), batch_size * length, (width,), per_step=3 * layers
+        ),  # a block has 12 * width**2 weights in its products
     )
 
 

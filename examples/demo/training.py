@@ -21,13 +21,16 @@ class Row:
 
     task: str
     opt_level: str
-    loss: float  # training loss, mean of the last FINAL_STEPS steps
-    metric: float  # on held-out data: accuracy 0..1, or bits per character
-    ms_per_step: float  # median
-    speedup: float  # ms_per_step of O0 / ms_per_step of this level
-    state_bytes: int  # largest seen after any step, see `state_bytes`
-    skipped: int  # steps skipped for an overflow
-    loss_scale: float  # at the end
+    loss: float | None  # training loss, mean of the last FINAL_STEPS steps
+    metric: float | None  # on held-out data: accuracy 0..1, or bits per character; of a whole row
+    ms_per_step: float | None  # median
+    speedup: float | None  # ms_per_step of O0 / ms_per_step of this level
+    state_bytes: int | None  # largest seen after any step, see `state_bytes`
+    skipped: int | None  # steps skipped for an overflow
+    loss_scale: float | None  # at the end
+    steps: int  # that were made: 0 of a row that was left out, which has None above
+    planned_steps: int
+    note: str | None  # why there are fewer steps than planned
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,18 @@ class Run:
     losses: list[float]
 
 
+def left_out(task: Task, opt_level: str, why: str) -> Run:
+    """A row without a step."""
+    nothing = (None,) * 7
+    return Run(task, Row(task.name, opt_level, *nothing, steps=0, planned_steps=task.steps, note=why), [])
+
+
 def train(
     task: Task,
     opt_level: str,
     device: torch.device,
     baseline: Row | None = None,
-    on_step: Callable[[], object] = lambda: None,
+    shorten: Callable[[], str | None] = lambda: None,
 ) -> Run:
     """Train from the task's own seed.
 
@@ -52,8 +61,8 @@ def train(
         task: what to train.
         opt_level: "O0" to "O5".
         device: where; on CUDA every step is timed with the device's queue empty.
-        baseline: the row that `speedup` is relative to; None makes it 1.
-        on_step: called after every step, outside of the timing.
+        baseline: the row that `speedup` is relative to; None makes it 1; without steps it has none.
+        shorten: called after every step but the last, outside of the timing; a reason to stop there, or None.
     """
     torch.manual_seed(task.seed)
     model = task.build_model().to(device)
@@ -65,7 +74,7 @@ def train(
     engine = amp.current_engine()
     assert engine is not None
 
-    losses, milliseconds, skipped, peak_bytes = [], [], 0, 0
+    losses, milliseconds, skipped, peak_bytes, why = [], [], 0, 0, None
     try:
         for step in range(task.steps):
             inputs, targets = (tensor.to(device) for tensor in task.batch(step))
@@ -81,19 +90,25 @@ def train(
             losses.append(loss.item())
             skipped += engine.step_was_skipped(optimizer)
             peak_bytes = max(peak_bytes, state_bytes(model, optimizer))
-            on_step()
+            why = shorten() if len(losses) < task.steps else None
+            if why is not None:
+                break
         model.eval()
         ms_per_step = median(milliseconds)
+        baseline_ms = baseline.ms_per_step if baseline else ms_per_step
         row = Row(
             task=task.name,
             opt_level=opt_level,
             loss=mean(losses[-FINAL_STEPS:]),
-            metric=task.evaluate(model),
+            metric=task.evaluate(model) if why is None else None,
             ms_per_step=ms_per_step,
-            speedup=baseline.ms_per_step / ms_per_step if baseline else 1.0,
+            speedup=baseline_ms / ms_per_step if baseline_ms else None,
             state_bytes=peak_bytes,
             skipped=skipped,
             loss_scale=amp.state_dict()["loss_scaler0"]["loss_scale"],
+            steps=len(losses),
+            planned_steps=task.steps,
+            note=why,
         )
     finally:
         amp.close()

@@ -18,6 +18,7 @@ from amp_engine.amp import convert_state_dict as convert_state_dict
 from amp_engine.amp import current_engine as current_engine
 from amp_engine.amp import disable_casts as disable_casts
 from amp_engine.amp import explain as explain
+from amp_engine.amp import export_state_dict as export_state_dict
 from amp_engine.amp import find_fp32_modules as find_fp32_modules
 from amp_engine.amp import find_overflow as find_overflow
 from amp_engine.amp import float_function as float_function
@@ -91,6 +92,7 @@ __all__ = [
     "current_engine",
     "disable_casts",
     "explain",
+    "export_state_dict",
     "find_fp32_modules",
     "find_overflow",
     "float_function",

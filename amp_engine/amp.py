@@ -26,6 +26,7 @@ from amp_engine.compat.handle import Handle, NoOpHandle
 from amp_engine.compat.state import AmpState
 from amp_engine.engine import Engine
 from amp_engine.fsdp import fsdp_policy as fsdp_policy
+from amp_engine.named import export_state_dict as export_state_dict
 from amp_engine.named import load_optimizer_state_dict as load_optimizer_state_dict
 from amp_engine.named import named_masters as named_masters
 from amp_engine.named import optimizer_state_dict as optimizer_state_dict
@@ -317,6 +318,7 @@ __all__ = [
     "current_engine",
     "disable_casts",
     "explain",
+    "export_state_dict",
     "find_fp32_modules",
     "find_overflow",
     "float_function",

@@ -6,13 +6,14 @@ with them, and a copy, whose parameters have no masters, saves its own values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from amp_engine.distributed import is_sharded
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
 from amp_engine.stepping.exact import exact_of, exact_value
@@ -80,6 +81,15 @@ def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
             # Not so if torch refused the value (its shape, say) and will raise, or a module made it another.
             if value is not None and value.shape == param.shape and _same_values(value.to(param), param):
                 keeper.take(value)
+
+
+def memory_of(tensor: Tensor) -> Hashable:
+    """The same of two tensors that see the same memory alike."""
+    if is_sharded(tensor) or tensor.layout is not torch.strided:
+        return id(tensor)
+    # Not by data_ptr(), which tells copy-on-write memory that a writer has come.
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:

@@ -245,8 +245,17 @@ def _cast_each(model: nn.Module, targets: Sequence[tuple[Tensor, torch.dtype]]) 
     by_id |= {id(grad): dtype for grad, dtype in of_grads}
     if any(is_sharded(t) for t, _ in targets) and all(t.dtype is by_id[id(t)] for t, _ in [*targets, *of_grads]):
         return  # torch would swap each DTensor for itself, which it cannot while a graph has it
+    made: dict[int, Tensor] = {}
+
+    def cast(tensor: Tensor) -> Tensor:
+        if id(tensor) not in by_id:
+            return tensor
+        if isinstance(tensor, nn.Parameter):
+            return tensor.to(by_id[id(tensor)])
+        return made.setdefault(id(tensor), tensor.to(by_id[id(tensor)]))  # a buffer of several names stays one
+
     # What Module.to does, with a type per tensor: parameters stay the same objects.
-    model._apply(lambda t: t.to(by_id[id(t)]) if id(t) in by_id else t)
+    model._apply(cast)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants its weights in one chunk again

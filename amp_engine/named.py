@@ -1,20 +1,25 @@
-"""Masters, and what optimizers keep of them, by the names of the model's parameters.
+"""Weights, masters, and what optimizers keep of them, by the names of the model's parameters.
 
 torch's `get_state_dict` looks for what an optimizer steps among the parameters of the model, where masters are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from amp_engine.arguments import as_optimizers
+from amp_engine.checkpoint import memory_of
 from amp_engine.distributed import without_wrapper
-from amp_engine.errors import AmpStateError
+from amp_engine.dtypes import is_low_precision, parse_dtype
+from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.ghost import ghost
@@ -39,6 +44,67 @@ def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             value_f32 = exact_value(param)
         weight = param if master is None else master.weight
         yield _plain(name), weight if value_f32 is None else nn.Parameter(value_f32, requires_grad=False)
+
+
+@torch.no_grad()
+def export_state_dict(model: nn.Module, dtype: torch.dtype | str | None = None) -> OrderedDict[str, Any]:
+    """Weights and buffers as another program loads them: `model.state_dict()` in the types that the model computes in.
+
+        model.save_pretrained(folder, state_dict=amp.export_state_dict(model))  # transformers
+        torch.save(amp.export_state_dict(model, torch.bfloat16), path)
+
+    Args:
+        model: also before `initialize` and after `close`. Of DistributedDataParallel, DataParallel, torch.compile and
+            AveragedModel what is inside, by its own names.
+        dtype: torch.float16, torch.bfloat16 or torch.float32, of all floating entries, rounded from the exact FP32
+            values, of which those beyond float16 become infinite. None: each has the type of its parameter or buffer,
+            half at O2, O3 and O5 but for modules that stay FP32.
+
+    Returns:
+        The entries of `model.state_dict()` as contiguous copies on their devices; tied weights are one tensor. What is
+        no tensor is as it was.
+
+    Raises AmpTypeError for another model or dtype. No host sync.
+    """
+    if not isinstance(model, nn.Module):
+        raise AmpTypeError(
+            f"export_state_dict() takes a torch.nn.Module, not a {type(model).__name__}.  Call "
+            "amp.export_state_dict(model), for each model one."
+        )
+    target = None if dtype is None else parse_dtype(dtype, "dtype")
+    state = _inside(model).state_dict(keep_vars=True)
+    copies: dict[Hashable, Tensor] = {}
+    exported: OrderedDict[str, Any] = OrderedDict()
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            place = memory_of(value)
+            if place not in copies:
+                copies[place] = _copied_as(value, target)
+            value = copies[place]
+        exported[_plain(name)] = value
+    # What torch notes of the versions of modules, for `load_state_dict`.
+    versions = getattr(state, "_metadata", {})
+    exported._metadata = OrderedDict((_plain(path), noted) for path, noted in versions.items())  # type: ignore[attr-defined]
+    return exported
+
+
+def _copied_as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy in `dtype` if it is floating, else, or for None, in its own type; rounded once from the exact value."""
+    exact = exact_value(tensor) if isinstance(tensor, nn.Parameter) and is_low_precision(tensor) else None
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    copied = (tensor if exact is None else exact).detach().to(kind, copy=True)
+    return copied.contiguous() if copied.layout is torch.strided else copied
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model in wrappers that put their own name before those of its parameters."""
+    while True:
+        if isinstance(model, (DataParallel, DistributedDataParallel, AveragedModel)):
+            model = model.module
+        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):  # torch.compile
+            model = inner
+        else:
+            return model
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]) -> dict[str, Any]:

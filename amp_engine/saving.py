@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -58,6 +59,10 @@ class Saving:
     def named_masters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """As the function `amp.named_masters`."""
         return named.named_masters(model)
+
+    def export_state_dict(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> OrderedDict[str, Any]:
+        """As the function `amp.export_state_dict`."""
+        return named.export_state_dict(model, dtype)
 
     def optimizer_state_dict(
         self, model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Adam
@@ -47,6 +48,7 @@ def save(model: nn.Linear, optimizer: SGD) -> None:
     assert_type(amp.state_dict(format="torch"), OrderedDict[str, Any])
     assert_type(amp.convert_state_dict({}, "apex"), OrderedDict[str, Any])
     assert_type(dict(amp.named_masters(model)), dict[str, nn.Parameter])
+    assert_type(amp.export_state_dict(model, torch.bfloat16), OrderedDict[str, Any])
     assert_type(amp.optimizer_state_dict(model, [optimizer]), dict[str, Any])
     state: Stateful = amp.training_state(model, optimizer)
     state.load_state_dict({})

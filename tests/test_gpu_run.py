@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,9 @@ def test_make_gpu_goes_through_all_stages_and_reports_those_that_went_wrong(tmp_
     expected = {stage.name: OK for stage in stages(tmp_path, simulated=False)} | {"build": FAILED, "variants": OVERRAN}
     assert outcomes == expected, done.stdout[-5000:]
     assert list(outcomes) == list(expected)
+    assert "no number means anything" in report["about"]["on a stand-in"]
+    tests = next(stage for stage in report["stages"] if stage["stage"] == "tests")
+    assert int(re.search(r"(\d+) passed", tests["note"])[1]) > 20 * int(re.search(r"(\d+) skipped", tests["note"])[1])
     assert report["about"]["commit"] == "abc"
     assert report["about"]["torch"].startswith(torch.__version__)
     assert {row["stage"] for row in report["rows"]} >= {"steps", "training", "sanitizers", "counters"}
@@ -74,6 +78,18 @@ def test_make_gpu_goes_through_all_stages_and_reports_those_that_went_wrong(tmp_
     log = (tmp_path / "gpu.log").read_text()
     assert all(f"=== {name}: " in log for name in expected)
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) <= 8  # as many come back from such a machine
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(("wanted", "said"), [("gpu", "torch finds no GPU"), ("cuda", "it may be gpu or stand-in")])
+def test_tests_that_are_to_run_on_a_gpu_fail_without_one(tmp_path, wanted, said):
+    stage = next(stage for stage in stages(tmp_path, simulated=False) if stage.name == "tests")
+    assert stage.environment["GPU_TESTS"] == "gpu"
+    command = python("import tests.gpu.support")
+    environment = {**os.environ, "GPU_TESTS": wanted}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert said in done.stderr
 
 
 def test_all_limits_together_leave_room_in_ten_minutes(tmp_path):

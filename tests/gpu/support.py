@@ -1,24 +1,47 @@
-"""What the GPU tests share: tensors at any alignment, twins on the CPU, and a count of kernel launches."""
+"""What the GPU tests share: the device, tensors at any alignment, twins on the CPU, and a count of kernel launches.
+
+Where torch finds no GPU, or GPU_TESTS=stand-in, the CPU stands in for one: kernels are compared with themselves, but
+what the tests call, expect and tolerate is tried out. GPU_TESTS=gpu asks for a GPU: without one no test is run.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+from tests.gpu import stand_in
 
-GPU = torch.device("cuda")
+WANTED = os.environ.get("GPU_TESTS", "")
+if WANTED not in ("", "gpu", "stand-in"):
+    raise RuntimeError(f"GPU_TESTS={WANTED}: it may be gpu or stand-in")
+if WANTED == "gpu" and not torch.cuda.is_available():
+    raise RuntimeError("GPU_TESTS=gpu, and torch finds no GPU")
+STANDS_IN = WANTED == "stand-in" or not torch.cuda.is_available()
+
+GPU = torch.device("cpu" if STANDS_IN else "cuda")
+GPUS = [GPU, GPU] if STANDS_IN else [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+OTHER_DEVICE = torch.device("meta" if STANDS_IN else "cpu")
+cuda: Any = stand_in if STANDS_IN else torch.cuda
+
+needs_queue = pytest.mark.skipif(STANDS_IN, reason="needs a GPU: the stand-in has no queue of kernels")
+needs_two_gpus = pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, *HALVES)
 
 # `-k small` is what the sanitizers run: all paths, few elements.
-SIZES = [pytest.param((0, 1, 31, 4096), id="small"), pytest.param((65537, 32768, 300_001), id="large")]
+SIZES = [
+    pytest.param((0, 1, 31, 4096), id="small"),
+    pytest.param((65537, 32768, 40_001 if STANDS_IN else 300_001), id="large"),
+]
 
 
 def memory(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> Tensor:
@@ -65,28 +88,50 @@ def assert_rounded(ours: Tensor, exact: Tensor, slack: float = 1e-6) -> None:
 
 @contextmanager
 def no_sync() -> Iterator[None]:
-    """Any host sync that PyTorch knows of raises."""
-    torch.cuda.synchronize()
+    """Any host sync that PyTorch knows of raises; on the stand-in nothing does."""
+    cuda.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "a prototype feature"
-        torch.cuda.set_sync_debug_mode("error")
+        cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        cuda.set_sync_debug_mode("default")
+
+
+def captured(body: Callable[[], object]) -> Callable[[], object]:
+    """What replays `body`, captured in a CUDA graph and let go of. On the stand-in it is `body` itself."""
+    if STANDS_IN:
+        return body
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph.replay
 
 
 def calls(body: Callable[[], object]) -> list[str]:
-    """The names of the CUDA calls that `body` makes, as the profiler sees them; ours and PyTorch's."""
+    """The names of the CUDA calls that `body` makes, ours and PyTorch's. Skips the test where no profiler sees them."""
+    if not _launches(recorded(lambda: torch.ones(1, device=GPU))):
+        pytest.skip("the profiler sees no CUDA calls")
+    return recorded(body)
+
+
+def recorded(body: Callable[[], object]) -> list[str]:
+    """The names of the CUDA calls of `body`, as the profiler sees them."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's own
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             body()
             torch.cuda.synchronize()
-    return [event.name for event in recorded.events() if event.name.startswith(("cuda", "cu"))]
+    return [event.name for event in profiler.events() if event.name.startswith("cu")]
 
 
 def launches(body: Callable[[], object]) -> int:
     """How many kernels `body` launches."""
-    return sum("Launch" in name for name in calls(body))
+    return _launches(calls(body))
+
+
+def _launches(names: list[str]) -> int:
+    return sum("Launch" in name for name in names)

@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from amp_engine import AmpStateError, amp
-from tests.gpu.support import GPU, assert_same_bits, needs_gpu
+from tests.gpu.support import GPU, assert_same_bits
 from tests.gpu.test_levels import model_and_batch, steps
 from tests.support import LEVELS
 
-pytestmark = needs_gpu
+pytestmark = pytest.mark.cuda
 
 
 def made(level: str, seed: int) -> tuple[Any, ...]:

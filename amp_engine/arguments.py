@@ -368,7 +368,7 @@ def has_float16_convolution_on_cpu(models: Sequence[nn.Module], policy: Policy) 
 
 def zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> tuple[str, float] | None:
     """(class, eps) of the first optimizer that adds an `eps` to float16 numbers in which it is 0; None if none does."""
-    if policy.cast_model_type is not torch.float16 or policy.master_weights:
+    if policy.master_weights:
         return None
     for optimizer in optimizers:
         if isinstance(optimizer, FusedOptimizer):
@@ -379,7 +379,7 @@ def zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> tuple[str, floa
                 isinstance(eps, float)
                 and 0 < eps <= _ZERO_IN_FLOAT16
                 and not group.get("fused")  # torch's fused kernels compute in FP32
-                and any(p.dtype is torch.float16 for p in group["params"])
+                and any(p.dtype is torch.float16 and p.requires_grad for p in group["params"])
             ):
                 return type(optimizer).__name__, eps
     return None

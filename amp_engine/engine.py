@@ -64,6 +64,7 @@ class Engine(Saving, Explaining):
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
         self.hard_override = False  # whether `initialize` says what does not fit a level, in place of raising it
+        self.allow_incoming_model_not_fp32 = False  # whether `initialize` takes half weights without masters everywhere
         self.function_casts = EngineCasts(self.reporter.say)
         self._scaling = Scaling()
         self.backwards = ScaledBackwards(self._scaling, self.function_casts)
@@ -151,7 +152,8 @@ class Engine(Saving, Explaining):
         """Prepare models and optimizers for training at `opt_level`. They are changed in place and returned.
 
         Args:
-            models: a module, or a list of modules; on any device, in any floating type.
+            models: a module, or a list of modules; on any device. At O1 and O4 parameters that an optimizer steps are
+                FP32, unless `master_weights` is True; elsewhere in any floating type.
             optimizers: an optimizer, or LARC or a kind of Lookahead around one; a list of them; or None.
             enabled: False returns everything untouched and makes `scale_loss` yield the loss as it is.
             opt_level: "O0" FP32; "O1" cast functions; "O2" half model, FP32 batch norm and masters; "O3"
@@ -159,7 +161,8 @@ class Engine(Saving, Explaining):
             cast_model_type: type of parameters, floating buffers and inputs; False leaves the model alone.
             patch_torch_functions: cast arguments of listed functions; set by O1 and O4 only.
             keep_batchnorm_fp32: keep affine batch norms in FP32; "True" and "False" are taken too.
-            master_weights: step FP32 copies of low-precision parameters; "split" (O5): bfloat16 parameters and the 16
+            master_weights: step FP32 copies of low-precision parameters, at O1 and O4 of those that arrive in half;
+                "split" (O5): bfloat16 parameters and the 16
                 bits that rounding took from each, 2 bytes a parameter less.
             loss_scale: "dynamic"; a DynamicLossScale with numbers of your own; "auto", which follows the largest
                 gradient that was seen; or a static scale (a number, or a string with one).
@@ -204,7 +207,16 @@ class Engine(Saving, Explaining):
             opt_level, given, names = completed(policy, opt_level, given)
             kept = undo.enter_context(kept_by_policy.kept(models, names, opt_level))
             given["patch_torch_functions"] = patch_torch_functions
-            request = checked(models, optimizers, opt_level, given, skip_on_overflow, self.hard_override, process_group)
+            request = checked(
+                models,
+                optimizers,
+                opt_level,
+                given,
+                skip_on_overflow,
+                self.hard_override,
+                process_group,
+                self.allow_incoming_model_not_fp32,
+            )
             decided, bounds = request.policy, (request.min_loss_scale, request.max_loss_scale)
             num_losses = arguments.check_num_losses(num_losses)
             if decided.patch_torch_functions:

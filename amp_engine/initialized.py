@@ -66,7 +66,7 @@ class Initialized:
 
     def __init__(self, backwards: ScaledBackwards, scaling: Scaling, casts: Casts, reporter: Reporter) -> None:
         self._cast_models: list[CastModel] = []
-        # Stepped without masters after a cast: their state has the parameters' type, also after undoing it.
+        # Stepped after a cast, or by masters: what steps them when it is undone wants state of the parameters' type.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backwards, self._scaling, self._casts = backwards, scaling, casts
         self.overflows = OverflowWatch(reporter, self.parameter_places, self._stepped_params, scaling)
@@ -134,6 +134,7 @@ class Initialized:
                         dtype=None if by_fsdp2 else dtype,
                         keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
                         output_dtype=request.output_dtype if by_fsdp2 else output_dtype,
+                        saves_float32=bool(policy.master_weights),
                     )
                 )
             for optimizer in optimizers:
@@ -301,11 +302,18 @@ class Initialized:
         in_shards = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
         is_split = policy.master_weights == "split"
         makes_masters = bool(policy.master_weights) and not in_shards
-        rows = SplitRows(optimizer, exact) if is_split else Rows(optimizer, makes_masters, exact, adopt_data_writes)
+        halves = request.half_weights[request.optimizers.index(optimizer)]
+        rows = (
+            SplitRows(optimizer, exact)
+            if is_split
+            else Rows(optimizer, makes_masters, exact, adopt_data_writes, halves)
+        )
         try:
-            if not (rows.makes_masters or rows.splits) and policy.cast_model_type and not in_shards:
+            has_masters = rows.makes_masters or rows.splits
+            if (has_masters or policy.cast_model_type) and not in_shards:
                 self._state_follows_cast.add(optimizer)
-                _match_state_to_parameters(optimizer)
+                if not has_masters:
+                    _match_state_to_parameters(optimizer)
             in_flat_shards = any(fsdp1_in(model) or fsdp1_around(model) for model in request.models)
             ranks = Ranks(rows, request.process_group, is_in_zero(optimizer), in_flat_shards)
             stepped = self.look_after(optimizer, rows, ranks=ranks)

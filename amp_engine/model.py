@@ -86,6 +86,7 @@ class CastModel:
         keep_batchnorm_fp32: affine batch norms (BatchNormNd, SyncBatchNorm) are float32, not `dtype`. What was passed
             to `keep_float` is float32 in any case.
         output_dtype: of floating outputs; None leaves them alone.
+        saves_float32: whether `state_dict` has FP32 values, and loading them is exact, also without a cast to half.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class CastModel:
         dtype: torch.dtype | None,
         keep_batchnorm_fp32: bool,
         output_dtype: torch.dtype | None,
+        saves_float32: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
@@ -105,7 +107,7 @@ class CastModel:
             if not is_kept(model) and not fsdp2_param_dtypes(model):  # whose policy casts inputs before this hook does
                 self._handles.append(model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True))
                 self._handles += _cast_around_kept(model, dtype)
-        if dtype in LOW_PRECISION:
+        if dtype in LOW_PRECISION or saves_float32:
             self._handles += hook_model(model)
         if output_dtype is not None:
             self._handles.append(model.register_forward_hook(CastOutputs(output_dtype), prepend=True))

@@ -105,10 +105,10 @@ class Policy:
                 "bfloat16 parameter and 16 bits make up a float32, a float16 one has too short an exponent for it, and "
                 'float32 has nothing to split.  Use opt_level="O5" with it.'
             )
-        if casts_functions and self.master_weights is not None:
+        if casts_functions and self.master_weights not in (None, True):
             yield (
                 f"It doesn't make sense to use master_weights with {level}. With {level}, your model weights "
-                "themselves should be FP32."
+                "themselves should be FP32.  For a model that arrives in half use master_weights=True."
             )
 
     def properties(self) -> dict[str, object]:

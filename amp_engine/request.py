@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from amp_engine import arguments, levels, report
 from amp_engine.distributed import without_wrapper
 from amp_engine.dtypes import parse_dtype
 from amp_engine.fsdp import is_cast_by_fsdp2
+from amp_engine.half_weights import HalfWeights, half_weights
 from amp_engine.model import cast_targets
 from amp_engine.optimizers import inner_of
 from amp_engine.policy import Policy, require
@@ -35,6 +38,7 @@ class Request:
         process_group: whose ranks agree on overflows; None: not said.
         moment_dtype: that Adam's moments are kept in.
         min_loss_scale, max_loss_scale: the bounds of dynamic scales.
+        half_weights: what looks after the low-precision weights of each optimizer, or None where they are welcome.
     """
 
     models: list[nn.Module]
@@ -47,6 +51,7 @@ class Request:
     moment_dtype: torch.dtype
     min_loss_scale: float | None
     max_loss_scale: float
+    half_weights: list[HalfWeights | None]
 
 
 def checked(
@@ -57,6 +62,7 @@ def checked(
     skip_on_overflow: bool,
     hard_override: bool,
     process_group: Any = None,
+    allow_half: bool = False,
 ) -> Request:
     """The arguments of `initialize` in their own types.
 
@@ -65,6 +71,7 @@ def checked(
             `min_loss_scale`, `max_loss_scale` of `initialize`.
         process_group: of `initialize`.
         hard_override: say what does not fit the level, as `_amp_state.hard_override` asks, in place of raising it.
+        allow_half: `_amp_state.allow_incoming_model_not_fp32`.
 
     Raises AmpStateError, AmpTypeError or AmpValueError. Changes nothing.
     """
@@ -86,7 +93,8 @@ def checked(
     gives_float32 = output_dtype in (None, torch.float32)
     arguments.check_models(model_list, policy, is_scaled and not agree, gives_float32)
     model_list = [without_wrapper(model) for model in model_list]
-    arguments.check_unwrapped(_changed_by_a_cast(model_list, policy), policy)
+    changed = _changed_by_a_cast(model_list, policy)
+    arguments.check_unwrapped(changed, policy)
     stepping = [inner_of(optimizer) for optimizer in passed]
     arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights), agree)
     arguments.check_wrappers(passed)
@@ -94,11 +102,31 @@ def checked(
     moments = torch.float32 if moments is None else parse_dtype(moments, "moment_dtype")
     arguments.check_narrow(stepping, wrappers, policy, moments)
     bounds = given["min_loss_scale"], given["max_loss_scale"]
+    are_cast = {id(param) for param in changed}
+    names = partial(_names, [weakref.ref(model) for model in model_list])
+    halves = [half_weights(one, policy, allow_half or hard_override, names, are_cast) for one in stepping]
     LossScaler(policy.loss_scale, min_loss_scale=bounds[0], max_loss_scale=bounds[1])  # raises what the real ones would
-    return Request(model_list, stepping, wrappers, defaults, policy, output_dtype, process_group, moments, *bounds)
+    return Request(
+        model_list,
+        stepping,
+        wrappers,
+        defaults,
+        policy,
+        output_dtype,
+        process_group,
+        moments,
+        *bounds,
+        half_weights=halves,
+    )
 
 
 _OF_LEVEL = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+
+
+def _names(refs: list[weakref.ref[nn.Module]]) -> dict[int, str]:
+    """Id of each parameter -> its name, with its model's position where there are several."""
+    models = ((f"models[{i}]." if len(refs) > 1 else "", ref()) for i, ref in enumerate(refs))
+    return {id(p): of + name for of, model in models if model is not None for name, p in model.named_parameters()}
 
 
 def _changed_by_a_cast(models: list[nn.Module], policy: Policy) -> list[nn.Parameter]:

@@ -98,7 +98,7 @@ TABLE: tuple[Row, ...] = (
     *_served("apex.amp._amp_state", "hard_override verbosity min_loss_scale max_loss_scale"),
     Different(
         "apex.amp._amp_state.allow_incoming_model_not_fp32",
-        "changes nothing: models that are not FP32 are welcome either way",
+        "lets half weights through at O1 and O4, with a warning; the other levels take or cast them either way",
     ),
     Served("apex.amp._amp_state.opt_properties"),
     *_served("apex.amp._amp_state.opt_properties", "options enabled opt_level cast_model_type patch_torch_functions"),

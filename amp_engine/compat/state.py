@@ -20,8 +20,15 @@ class AmpState:
 
     def __init__(self) -> None:
         self.engine = Engine()
-        # apex refused models that are not FP32 unless this was set. They are welcome here either way.
-        self.allow_incoming_model_not_fp32 = False
+
+    @property
+    def allow_incoming_model_not_fp32(self) -> bool:
+        """True if `initialize` lets half weights without masters through where a level's weights are FP32."""
+        return self.engine.allow_incoming_model_not_fp32
+
+    @allow_incoming_model_not_fp32.setter
+    def allow_incoming_model_not_fp32(self, value: bool) -> None:
+        self.engine.allow_incoming_model_not_fp32 = value
 
     @property
     def hard_override(self) -> bool:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
+from amp_engine.half_weights import HalfWeights
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
 from amp_engine.stepping.exact import discard_exact, exact_value_of
@@ -71,6 +72,7 @@ class Rows:
         exact: id of a parameter -> its float32 value from before the model was cast.
         adopt_data_writes: whether writes through `param.data` are looked for before each step, not before the first
             backward only.
+        halves: looks after low-precision weights without masters; None where they are welcome.
     """
 
     splits: ClassVar[bool] = False  # whether weights have remainders
@@ -81,8 +83,10 @@ class Rows:
         makes_masters: bool,
         exact: Mapping[int, Tensor] | None = None,
         adopt_data_writes: bool = False,
+        halves: HalfWeights | None = None,
     ) -> None:
         self.makes_masters = makes_masters
+        self._halves = halves
         # Whether the optimizer switches its parameters between training and evaluation (schedulefree and kin).
         self.written_outside = callable(getattr(optimizer, "train", None)) and callable(
             getattr(optimizer, "eval", None)
@@ -122,6 +126,11 @@ class Rows:
             self.scan()
         return self._columns
 
+    @property
+    def writes_parameters(self) -> bool:
+        """True if a step rounds weights into the model, or has remainders to write."""
+        return bool(self.masters) or self.splits
+
     def wrapped_by(self, wrapper: Optimizer) -> None:
         """Expect `wrapper`, which shares the groups, to write masters after their step; give it its state by master."""
         self.written_outside = True
@@ -150,6 +159,7 @@ class Rows:
             return
         if not self.makes_masters:
             self._columns, self._scanned = columns_of(groups, self.find), [tuple(group["params"]) for group in groups]
+            self.look_at_types()
             return
         self._replace(groups, exact or {})
         are_new = not self.masters
@@ -175,6 +185,17 @@ class Rows:
         rows = [row for row, master in enumerate(self._columns.masters) if master is not None]
         for place, (master, row) in enumerate(zip(self.masters, rows, strict=True)):
             master.share(self._shared, place, row)
+
+    def look_at_types(self) -> None:
+        """Note which weights are low-precision, where that counts. A loop over all of them."""
+        if self._halves is not None:
+            self._halves.look_at(self._columns.plain)
+
+    def judge_half(self) -> None:
+        """Raise AmpStateError if a low-precision weight would be stepped where the level's are FP32."""
+        if self._halves is not None and not self.makes_masters:
+            self.scan()
+            self._halves.judge(self._live_optimizer())
 
     def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
         if len(groups) != len(self._scanned):

@@ -145,6 +145,7 @@ class SteppedOptimizer:
     def look_for_parameters(self) -> None:
         """Give new parameters masters, and take foreign writes over into masters."""
         self.rows.scan()
+        self.rows.judge_half()
         self.rows.refresh(self.adopts_next)
         self.adopts_next = False
 
@@ -275,9 +276,13 @@ class SteppedOptimizer:
         rows = self.rows
         if rows.makes_masters:
             rows.scan()
+        rows.judge_half()
         rows.follow()
         # Planned once, before the decision: a group that came between two plans could be stepped on inf.
         planned = None if fused is None else self._plan(fused)
+        if planned is None or not planned.plan.is_current:  # somebody may have called model.half()
+            rows.look_at_types()
+            rows.judge_half()
         if planned is None and self.needs_kernels:
             strays.refuse_own_step(self.optimizer, fused, rows.step_rows())
         if planned is None or self._is_wrapped:
@@ -293,7 +298,7 @@ class SteppedOptimizer:
             if not backward_seen:
                 strays.warn_of_unseen_gradients(self.optimizer, rows)
             if planned is not None:
-                has_copies = rows.makes_masters or rows.splits or rows.columns.has_shards
+                has_copies = rows.writes_parameters or rows.columns.has_shards
                 self._step_fused(planned, decision.flags, None if has_copies else weight_copies)
             else:
                 self._step_unfused(args, kwargs)
@@ -340,7 +345,7 @@ class SteppedOptimizer:
         plan = fused.plan(
             weights,
             gradients if known else list(gradients),
-            copies if self.rows.makes_masters or self.rows.splits else None,
+            copies if self.rows.writes_parameters else None,
             known,
         )
         held = slots.count(Slot.HELD)

@@ -565,7 +565,7 @@ def test_a_model_of_any_floating_type_is_welcome(level: str, incoming: torch.dty
 def test_a_half_model_under_function_casts_runs_and_trains(level: str, incoming: torch.dtype) -> None:
     model = MLP.model().to(incoming)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, master_weights=True, verbosity=0)
     losses = train(MLP, model, optimizer, "c" * 12)
     assert losses[-1] < losses[0]
 

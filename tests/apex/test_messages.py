@@ -62,7 +62,6 @@ PROPERTY_ERRORS = [
     ("O3", {"patch_torch_functions": True}, PATCH_ELSEWHERE),
     ("O1", {"keep_batchnorm_fp32": True}, O1_BATCHNORM.format(True)),
     ("O1", {"keep_batchnorm_fp32": False}, O1_BATCHNORM.format(False)),
-    ("O1", {"master_weights": True}, O1_MASTERS),
     ("O1", {"master_weights": False}, O1_MASTERS),
 ]
 

@@ -157,7 +157,7 @@ def test_what_apex_marked_as_a_warning_is_one(kept: Kept) -> None:
     amp._amp_state.hard_override = True
     with Engine() as engine:
         engine.hard_override = True
-        engine.initialize(MLP.model(), opt_level="O1", master_weights=True, verbosity=0)
+        engine.initialize(MLP.model(), opt_level="O1", master_weights=False, verbosity=0)
     warned = [record.getMessage() for record in kept.records if record.levelno == logging.WARNING]
     assert [text.split()[1] for text in warned] == ["state_dict", "FP16_Optimizer", "It"]
     assert all(text.startswith("Warning:") for text in warned)

@@ -1,0 +1,349 @@
+"""Models that arrive in half, as `from_pretrained` gives them: what each level makes of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import AmpStateError, AmpWarning, Engine, amp
+from amp_engine.optimizers import FusedAdam
+from tests.models import MLP
+from tests.support import (
+    CAST_LEVELS,
+    FUNCTION_LEVELS,
+    HALF,
+    LEVELS,
+    assert_bitwise,
+    backward,
+    group_params,
+    left_alone,
+    train,
+)
+
+HALVES = (torch.float16, torch.bfloat16)
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-4),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.9),
+    "FusedAdam": lambda params: FusedAdam(params, lr=1e-4),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-4),  # its own step, at every level
+}
+
+
+class Normed(nn.Module):
+    """Linear, LayerNorm, GELU, Linear: takes any floating type, as a language model takes tokens."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16, dtype=dtype)
+        self.norm = nn.LayerNorm(16, dtype=dtype)
+        self.last = nn.Linear(16, 4, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.gelu(self.norm(self.first(x.to(self.first.weight.dtype)))))
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return OPTIMIZERS["AdamW"](model.parameters())
+
+
+def begun(dtype: torch.dtype, level: str, make: Any = OPTIMIZERS["AdamW"], **keywords: Any) -> tuple[Normed, Optimizer]:
+    torch.manual_seed(0)
+    model = Normed(dtype)
+    optimizer = make(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **keywords})
+    return model, optimizer
+
+
+def exact(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of each value from which the next step goes on."""
+    return {name: value.detach().clone() for name, value in amp.named_masters(model)}
+
+
+# --- refused where weights are FP32 ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_half_weights_are_refused_by_name_and_with_what_to_type(level: str, dtype: torch.dtype, make: Any) -> None:
+    model = Normed(torch.float32)
+    model.norm.to(dtype)
+    optimizer = make(model.parameters())
+    with left_alone(model, optimizer), pytest.raises(RuntimeError) as caught:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    tensor = {torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}[dtype]
+    text = str(caught.value)
+    assert text.startswith(
+        f"Found param norm.weight with type torch.{tensor}, expected torch.FloatTensor.\nWhen using amp.initialize, "
+        "you do not need to call .half() on your model\nbefore passing it, no matter what optimization level you "
+        "choose."
+    )
+    assert "norm.weight (and 1 more)" in text
+    better = {torch.float16: "O2", torch.bfloat16: "O5"}[dtype]
+    assert all(line in text for line in (f"opt_level='{better}'", "master_weights=True", "model.float()"))
+
+
+def test_half_weights_are_named_with_their_model_or_with_their_place_in_the_groups() -> None:
+    models = [MLP.model(), MLP.model().bfloat16()]
+    with pytest.raises(AmpStateError, match=r"models\[1\]\.0\.w"):
+        amp.initialize(models, [torch.optim.SGD(models[1].parameters(), lr=0.1)], opt_level="O4", verbosity=0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).half())], lr=0.1)
+    for level in ("O0", "O1", "O4"):  # a model of O0 is cast; this is in none
+        with pytest.raises(RuntimeError, match="Found param 1 of group 0 of SGD with type torch.HalfTensor"):
+            amp.initialize(MLP.model(), optimizer, opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_half_models_without_an_optimizer_are_welcome(level: str) -> None:
+    model = amp.initialize(Normed(torch.bfloat16), opt_level=level, verbosity=0)
+    model(torch.ones(2, 8))
+    assert model.first.weight.dtype is torch.bfloat16
+
+
+def add_a_group(model: nn.Module, optimizer: Optimizer) -> None:
+    model.late = nn.Linear(4, 4).bfloat16()
+    optimizer.add_param_group({"params": list(model.late.parameters())})
+
+
+def unfreeze(model: Any, optimizer: Optimizer) -> None:
+    model.late.requires_grad_(True)
+
+
+def cast_all(model: nn.Module, optimizer: Optimizer) -> None:
+    model.bfloat16()
+
+
+def begin_again(model: nn.Module, optimizer: Optimizer) -> None:
+    model.late = nn.Linear(4, 4).bfloat16()
+    amp.initialize(model, adamw(model.late), opt_level="O4", verbosity=0)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("arrive", [add_a_group, unfreeze, cast_all, begin_again])
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_half_weights_that_come_later_are_refused_before_they_are_stepped(level: str, arrive: Any, make: Any) -> None:
+    model: Any = Normed(torch.float32)
+    if arrive is unfreeze:
+        model.late = nn.Linear(4, 4).bfloat16().requires_grad_(False)
+    optimizer = make(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.ones(2, 8)
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        y = model(x).float()
+        backward((model.late(y.bfloat16()).float() if hasattr(model, "late") else y).square().mean(), optimizer)
+        optimizer.step()
+
+    iterate()
+    before: dict[str, Tensor] = {}
+    with pytest.raises(RuntimeError, match=r"Found param (late|first)\.weight with type torch.BFloat16Tensor"):  # noqa: PT012
+        arrive(model, optimizer)
+        before = copy.deepcopy(dict(model.named_parameters()))
+        iterate()
+    for name, value in before.items():
+        assert torch.equal(dict(model.named_parameters())[name], value)
+    model.float()
+    if arrive is not begin_again:
+        optimizer.state.clear()
+    iterate()  # and goes on where that was mended
+
+
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+@pytest.mark.parametrize("switch", ["allow_incoming_model_not_fp32", "hard_override"])
+def test_half_weights_are_let_through_where_that_was_asked_for_and_it_is_said_once(level: str, switch: str) -> None:
+    setattr(amp._amp_state, switch, True)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model, optimizer = begun(torch.bfloat16, level)
+        train(MLP, model, optimizer, "cc")
+    (warning,) = found
+    assert warning.category is AmpWarning
+    assert "AdamW steps first.weight (and 5 more) in bfloat16" in str(warning.message)
+    assert "leaves most bfloat16 weights where they were" in str(warning.message)
+    assert {p.dtype for p in group_params(optimizer)} == {torch.bfloat16}
+    add_a_group(model, optimizer)
+    with pytest.warns(AmpWarning, match=r"late\.weight \(and 1 more\)"):
+        train(MLP, model, optimizer, "c")
+
+
+def test_float16_weights_that_are_let_through_are_told_of_their_eps(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Normed(torch.float16)
+    with Engine() as engine:
+        engine.allow_incoming_model_not_fp32 = True
+        with pytest.warns(AmpWarning, match="an eps of 1e-8 is 0 in float16"):
+            engine.initialize(model, adamw(model), opt_level="O4")
+    assert "AdamW steps float16 weights in float16 here, where eps=1e-08 is 0" in capsys.readouterr().out
+
+
+# --- masters where functions are cast -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_master_weights_give_half_parameters_masters_and_leave_the_others(
+    level: str, dtype: torch.dtype, make: Any
+) -> None:
+    model = Normed(torch.float32)
+    model.first.to(dtype)
+    optimizer = make(model.parameters())
+    start = [p.detach().float().clone() for p in group_params(optimizer)]
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, master_weights=True)
+    weights = group_params(optimizer)
+    assert [w is p for w, p in zip(weights, model.parameters(), strict=True)] == [False] * 2 + [True] * 4
+    assert {w.dtype for w in weights} == {torch.float32}
+    train(MLP, model, optimizer, "cccccccc")
+    for weight, param, old in zip(weights, model.parameters(), start, strict=True):
+        assert (weight != old).float().mean() > 0.9  # also where the half parameter stands still
+        assert_bitwise(param.detach(), weight.detach().to(param.dtype))
+
+
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+@pytest.mark.parametrize("outcomes", ["ccc", "coc"])
+def test_master_weights_change_nothing_of_an_fp32_model(level: str, outcomes: str) -> None:
+    runs = []
+    for keywords in ({}, {"master_weights": True}):
+        model, optimizer = begun(torch.float32, level, **keywords)
+        losses = train(MLP, model, optimizer, outcomes if level == "O1" else "ccc")
+        runs.append((losses, model.state_dict(), optimizer.state_dict(), amp.state_dict() if level == "O1" else {}))
+        amp.close()
+    assert_bitwise(*runs)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_master_weights_train_as_an_fp32_model_does(level: str, dtype: torch.dtype) -> None:
+    def make(params: Any) -> Optimizer:
+        return torch.optim.AdamW(params, lr=1e-2)
+
+    losses = []
+    for arrives, keywords in ((torch.float32, {}), (dtype, {"master_weights": True})):
+        model, optimizer = begun(arrives, level, make, **keywords)
+        losses.append(torch.tensor(train(MLP, model, optimizer, "c" * 30)))
+        amp.close()
+    assert losses[1][-1] < losses[1][0] / 2
+    assert (losses[0] - losses[1]).abs().max() < 0.1 * losses[0][0]
+
+
+@pytest.mark.parametrize(
+    "into", [("O1", True), ("O4", True), ("O5", None), ("O5", "split"), ("O2", None), ("O0", None)]
+)
+@pytest.mark.parametrize("out_of", [("O1", True), ("O4", True), ("O5", None)])
+def test_checkpoints_of_half_models_are_exact_across_levels(out_of: Any, into: Any) -> None:
+    model, optimizer = begun(torch.bfloat16, out_of[0], master_weights=out_of[1])
+    train(MLP, model, optimizer, "ccc")
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected, moments = exact(model), [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
+    amp.close()
+
+    model, optimizer = begun(torch.bfloat16, into[0], master_weights=into[1])
+    saved = torch.load(io.BytesIO(file.getvalue()))
+    assert {value.dtype for value in saved["model"].values()} == {torch.float32}
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert_bitwise(exact(model), expected)
+    assert_bitwise([state["exp_avg_sq"] for state in optimizer.state.values()], moments)
+
+
+@pytest.mark.parametrize(("level", "master_weights"), [("O1", True), ("O4", True), ("O2", None), ("O5", None)])
+def test_a_half_model_resumes_bit_for_bit(level: str, master_weights: Any) -> None:
+    model, optimizer = begun(torch.bfloat16, level, master_weights=master_weights)
+    train(MLP, model, optimizer, "ccc")
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    expected = train(MLP, model, optimizer, "ccc", first=3), model.state_dict()
+    amp.close()
+    model, optimizer = begun(torch.bfloat16, level, master_weights=master_weights)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    assert_bitwise((train(MLP, model, optimizer, "ccc", first=3), model.state_dict()), expected)
+
+
+# --- the levels that cast, or have masters --------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_close_gives_a_half_model_back_in_half_with_an_optimizer_that_steps_it(level: str, dtype: torch.dtype) -> None:
+    keywords = {"master_weights": True} if level in FUNCTION_LEVELS else {}
+    model, optimizer = begun(dtype, level, **keywords)
+    train(MLP, model, optimizer, "cc")
+    expected = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    amp.close()
+    assert_bitwise(model.state_dict(), expected)
+    assert group_params(optimizer) == list(model.parameters())
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).float().square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_state_that_is_older_than_initialize_is_stepped_on(level: str, dtype: torch.dtype) -> None:
+    model = Normed(dtype)
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    model(torch.ones(2, 8)).float().square().mean().backward()
+    optimizer.step()
+    keywords = {"master_weights": True} if level in FUNCTION_LEVELS else {}
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    losses = train(MLP, model, optimizer, "ccc")
+    kept = torch.float16 if level == "O3" else torch.float32
+    assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {kept}
+    assert all(loss == loss for loss in losses)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_only_pure_half_is_told_that_eps_is_0(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    keywords = {"master_weights": True} if level in FUNCTION_LEVELS else {}
+    model = Normed(torch.float16)
+    with Engine() as engine:
+        engine.initialize(model, adamw(model), opt_level=level, **keywords)
+    assert ("where eps=1e-08 is 0" in capsys.readouterr().out) == (level == "O3")
+
+
+# --- a frozen half base ---------------------------------------------------------------------------
+
+
+class Lora(nn.Module):
+    """A frozen linear layer, and an update of low rank beside it, in FP32."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        update = self.up(self.down(x.to(self.down.weight.dtype)))
+        return self.base(x.to(self.base.weight.dtype)) + update
+
+
+@pytest.mark.parametrize("in_the_groups", [True, False])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_frozen_half_base_is_welcome(level: str, dtype: torch.dtype, make: Any, in_the_groups: bool) -> None:
+    model = nn.Sequential(Lora(nn.Linear(8, 16, dtype=dtype)), nn.ReLU(), Lora(nn.Linear(16, 4, dtype=dtype)))
+    base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = make([p for p in model.parameters() if p.requires_grad or in_the_groups])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        losses = train(MLP, model, optimizer, "cccc")
+    assert all(loss == loss for loss in losses)
+    assert all(p.detach().abs().sum() > 0 for name, p in model.named_parameters() if "up" in name)
+    amp.close()
+    expected = (
+        {name: p.to(HALF.get(level, dtype)).to(dtype) for name, p in base.items()} if level in CAST_LEVELS else base
+    )
+    assert_bitwise({name: p.detach() for name, p in model.named_parameters() if name in base}, expected)

@@ -121,6 +121,8 @@ class Explaining:
         if self._is_disabled:
             scheduler.step()
             return 1
+        if self.backwards.evidence.is_rehearsal:
+            return 0
         pending = self._initialized.stepped_by(found).pending
         pending.hear(wait=False)
         # A scheduler that is new here stands where the optimizer stood before its last step.
@@ -140,11 +142,13 @@ class Explaining:
         Args:
             step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`. If it returns
                 a loss and ran no backward, that is done here, for all optimizers. `optimizer.step()` of the optimizers
-                that were passed to `initialize` does nothing inside; of others it steps.
+                that were passed to `initialize` does nothing inside.
             loss_scale: what dynamic scales are meanwhile. Default: that of the newest overflow, or else as they are.
 
         Returns:
-            What was found; `str()` is a sentence. Gradients, buffers, random numbers and loss scales are as before.
+            What was found; `str()` is a sentence. Gradients, buffers and loss scales are as before, and so is what
+            step_fn refers to: generators (torch's, Python's and NumPy's are anyway), averages and other modules,
+            schedulers, other optimizers. An iterator that it takes a batch from goes on.
             What torch.compile compiled is run without it; what torch.jit compiled is one operation.
 
         Looks at the arguments and results of every operation, so it takes many times as long as a step; waits for the

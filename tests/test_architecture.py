@@ -23,7 +23,7 @@ LAYERS = [
     ["kernels.layout", "kernels.backend", "kernels.library", "kernels.halves"],
     ["dtypes", "dynamo", "stepping", "compat", "telemetry"],
     ["telemetry.history", "telemetry.magnitudes", "telemetry.markup", "telemetry.software", "telemetry.records"],
-    ["telemetry.delta_debugging"],
+    ["telemetry.delta_debugging", "telemetry.put_back"],
     ["telemetry.wording", "telemetry.comparison"],
     ["containers", "scale_rule", "scale_snapshot"],
     ["policy"],

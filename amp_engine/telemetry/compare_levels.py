@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +22,7 @@ from amp_engine.policy_file import RunPolicy
 from amp_engine.scale_rule import DEFAULT_MIN_LOSS_SCALE
 from amp_engine.telemetry.batch_recording import Comparing, Follower, Recording, unscaled
 from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
+from amp_engine.telemetry.put_back import Randomness, put_back, reachable
 from amp_engine.telemetry.rehearsal import check_shapes
 from amp_engine.telemetry.relative_error import Distance, distance, stored
 
@@ -67,7 +66,7 @@ class Trials:
         self._model, self._step_fn = without_wrapper(model), step_fn
         self._reference_policy = as_policy(reference)
         self._reference: _Run | None = None
-        self._random_state = _random_state()
+        self._randomness = Randomness(reachable([step_fn, model]))
         self._last_fit: int | None = None  # exponent of the last loss scale that was looked for
 
     def compare(self, policy: RunPolicy, operations: bool = True) -> LevelComparison:
@@ -77,7 +76,7 @@ class Trials:
             policy: a level and its overrides.
             operations: look at each operation; without that the loss and the gradients alone are compared.
         """
-        with _untouched(self._model):
+        with put_back([self._model], [], [self._step_fn]), torch.enable_grad():
             if self._reference is None:
                 self._reference = self._fitting(self._reference_policy, lambda model, scale: Recording(model, scale))
             recording, roundoff = self._reference.follower, _roundoff(policy)
@@ -124,7 +123,7 @@ class Trials:
             follow: gives who looks on, if anybody.
             loss_scale: None: the first of the policy.
         """
-        _set_random_state(self._random_state)
+        self._randomness.restore()
         model = self._copied()
         with Engine() as engine, torch.compiler.set_stance("force_eager"):
             engine.initialize(model, policy=policy, opt_level=policy.opt_level, verbosity=0)
@@ -308,44 +307,3 @@ def _roundoff(policy: RunPolicy) -> float:
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """By names without what torch.compile adds."""
     return {".".join(part for part in n.split(".") if part != "_orig_mod"): p for n, p in model.named_parameters()}
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model and the random numbers are as before, whatever a step_fn does with either."""
-    grads = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
-    before = _random_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices), torch.enable_grad():
-        try:
-            for p, _ in grads:
-                p.grad = None
-            yield
-        finally:
-            for p, grad in grads:
-                p.grad = grad
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-            for module, mode in modes:
-                module.training = mode
-            _set_random_state(before)
-
-
-def _random_state() -> tuple[Any, ...]:
-    """Of the generators of torch, Python, and NumPy where that is loaded."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), cuda, random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _set_random_state(state: Sequence[Any]) -> None:
-    cpu, cuda, of_python, of_numpy = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(of_python)
-    if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)

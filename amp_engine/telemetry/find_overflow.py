@@ -254,7 +254,7 @@ def find_overflow(
     recording = _Recording(places)
     with ExitStack() as stack:
         stack.enter_context(
-            rehearsal("find_overflow", models, backwards, scalers, recording.before_backward, loss_scale)
+            rehearsal("find_overflow", step_fn, models, backwards, scalers, recording.before_backward, loss_scale)
         )
         stack.callback(recording.remove_hooks)
         stack.enter_context(recording.names.following(models, recording.given, recording.gave))

@@ -193,7 +193,7 @@ def gradient_histogram(
         dtype: whose limits are marked. Default: the type that the level computes in; at O0 float16.
 
     Returns:
-        A frozen record. Gradients, buffers, random numbers and loss scales are as before.
+        A frozen record. What the batch changes is put back, as `amp.find_overflow` does.
 
     Waits for the device. Counting takes some passes over each gradient. Of several ranks all have to call it, and each
     counts its own. Raises AmpStateError before `initialize`, inside of a `scale_loss`, while gradients wait for a step,
@@ -266,7 +266,7 @@ def _run(engine: Engine, step_fn: Callable[[], Any], factor: float) -> _Counting
     with ExitStack() as stack:
         stack.callback(counting.end)
         stack.enter_context(
-            rehearsal("gradient_histogram", models, backwards, engine.scalers, counting.before_backward)
+            rehearsal("gradient_histogram", step_fn, models, backwards, engine.scalers, counting.before_backward)
         )
         backwards.on_close = counting.closed
         stack.enter_context(counting.names.following(models, counting.given, counting.gave))

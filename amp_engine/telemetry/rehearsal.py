@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
+from amp_engine.telemetry.put_back import put_back
 
 
 def check_callable(step_fn: Any, call: str) -> None:
@@ -39,18 +40,20 @@ def check_shapes(models: Sequence[nn.Module], call: str) -> None:
 @contextmanager
 def rehearsal(
     call: str,
+    step_fn: Callable[[], Any],
     models: Sequence[nn.Module],
     backwards: ScaledBackwards,
     scalers: Sequence[LossScaler],
     before_backward: Callable[[Tensor, Tensor | float], None],
     loss_scale: float | None = None,
 ) -> Iterator[None]:
-    """What is run inside takes no step and leaves no trace: gradients, buffers, random numbers and loss scales.
+    """What is run inside takes no step and leaves no trace: what `put_back` says, and loss scales.
 
-    They are put back bit for bit, in the same memory. What torch.compile compiled is run without it.
+    What torch.compile compiled is run without it.
 
     Args:
         call: the name of the public function, for errors.
+        step_fn: what is run. What it refers to is put back, too.
         models: that are run.
         backwards: of the engine.
         scalers: all of its scalers.
@@ -67,7 +70,12 @@ def rehearsal(
                 f"{call}() was called while gradients of a scaled backward wait for "
                 f"{type(one.optimizer).__name__}.step(), which it would discard.  Call it after the step."
             )
-    with _put_back(models, backwards, scalers), torch.compiler.set_stance("force_eager"):
+    optimizers, params = backwards.optimizers, [p for one in backwards.all for p in one.rows.columns.params]
+    with (
+        put_back(models, optimizers, [step_fn], params),
+        _undone(backwards, scalers),
+        torch.compiler.set_stance("force_eager"),
+    ):
         for scaler in scalers:
             if loss_scale is not None and scaler.dynamic:
                 scaler.scale.fill_(scaler.bounded(loss_scale))
@@ -76,46 +84,24 @@ def rehearsal(
 
 
 @contextmanager
-def _put_back(models: Sequence[nn.Module], backwards: ScaledBackwards, scalers: Sequence[LossScaler]) -> Iterator[None]:
-    """Afterwards everything that a batch without a step changes is as it was: bit for bit, in the same memory."""
-    stepped = backwards.all
-    params = {id(p): p for m in models for p in m.parameters()}
-    params |= {id(p): p for one in stepped for p in one.rows.columns.params}
-    # With the values of those that are views: DistributedDataParallel's buckets are written by the next backward.
-    grads = [(p, p.grad, None if p.grad is None or p.grad._base is None else p.grad.clone()) for p in params.values()]
-    # By name too: a forward may put another tensor in the place of a buffer.
-    registered = [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()]
-    buffers = [(b, b.clone()) for model in models for b in model.buffers()]
+def _undone(backwards: ScaledBackwards, scalers: Sequence[LossScaler]) -> Iterator[None]:
+    """Afterwards loss scales, and who looks at backwards, are as they were, and no backward waits for a step."""
     for scaler in scalers:
         scaler.settle()
     scales = [(s, s.scale.clone(), s.unskipped.clone(), s.found_inf.clone(), s.memory()) for s in scalers]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     watched, timed = backwards.on_close, backwards.around  # not of this batch
-    with torch.random.fork_rng(devices):
-        try:
-            for p, _, _ in grads:
-                p.grad = None
-            backwards.on_close = backwards.around = None
-            yield
-        finally:
-            backwards.on_close, backwards.around = watched, timed
-            backwards.evidence.before_backward = None
-            for one in stepped:
-                one.forget_backwards()
-            for scaler, scale, unskipped, found_inf, memory in scales:
-                scaler.settle()
-                scaler.clear_overflow_state()
-                scaler.scale.copy_(scale)
-                scaler.unskipped.copy_(unskipped)
-                scaler.found_inf.copy_(found_inf)
-                scaler.remember(memory)
-            for present, before in registered:
-                present.clear()
-                present.update(before)
-            with torch.no_grad():
-                for p, grad, values in grads:
-                    p.grad = grad
-                    if grad is not None and values is not None:
-                        grad.copy_(values)
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+    try:
+        backwards.on_close = backwards.around = None
+        yield
+    finally:
+        backwards.on_close, backwards.around = watched, timed
+        backwards.evidence.before_backward = None
+        for one in backwards.all:
+            one.forget_backwards()
+        for scaler, scale, unskipped, found_inf, memory in scales:
+            scaler.settle()
+            scaler.clear_overflow_state()
+            scaler.scale.copy_(scale)
+            scaler.unskipped.copy_(unskipped)
+            scaler.found_inf.copy_(found_inf)
+            scaler.remember(memory)

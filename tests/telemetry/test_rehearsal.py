@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine import AmpStateError, Engine
+from amp_engine.averages import AveragedModel
+from amp_engine.telemetry.compare_levels import compare_levels
 from amp_engine.telemetry.gradient_histogram import gradient_histogram
 from amp_engine.telemetry.step_times import StepTimes
 from tests.models import NORMED_MLP
 from tests.ranks import on_ranks
-from tests.support import assert_bitwise, backward, started
+from tests.support import LEVELS, assert_bitwise, backward, frozen, started
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
@@ -115,3 +121,144 @@ def history_of_a_rehearsed_rank(rank: int) -> dict[str, Any]:
 def test_a_batch_that_is_run_once_more_on_ranks_is_not_in_the_history() -> None:
     for found in on_ranks(history_of_a_rehearsed_rank, 2):
         assert found == {level: (2, [1, 2]) for level in ("O1", "O2")}
+
+
+SEEDED = torch.Generator()
+
+
+def drawn(generators: dict[str, Any]) -> list[float]:
+    """A number of each generator."""
+    return [
+        random.random(),
+        float(np.random.rand()),
+        float(torch.rand(())),
+        float(torch.rand((), generator=generators["torch"])),
+        float(torch.rand((), generator=SEEDED)),
+        generators["python"].random(),
+        float(generators["numpy"].random()),
+        float(generators["old"].rand()),
+    ]
+
+
+class FailingError(Exception):
+    """What a step function raises."""
+
+
+LOOKS: dict[str, Callable[[Engine, Callable[[], Any]], Any]] = {
+    "find_overflow": lambda engine, step_fn: engine.find_overflow(step_fn),
+    "gradient_histogram": gradient_histogram,
+}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_random_numbers_go_on_as_if_nobody_had_looked(level: str, look: str, raises: bool) -> None:
+    generators = {
+        "torch": torch.Generator().manual_seed(3),
+        "python": random.Random(3),
+        "numpy": np.random.default_rng(3),
+        "old": np.random.RandomState(3),
+    }
+    found = []
+    for looks in (False, True):
+        generators["torch"].manual_seed(3)
+        SEEDED.manual_seed(3)
+        generators.update(python=random.Random(3), numpy=np.random.default_rng(3), old=np.random.RandomState(3))
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+        with Engine() as engine:
+            model, _ = started(level, engine=engine)
+
+            def step_fn(model: nn.Module = model) -> Tensor:
+                loss = NORMED_MLP.loss(model, NORMED_MLP.batch(0)) * (1 + drawn(generators)[0])
+                if raises:
+                    raise FailingError
+                return loss
+
+            random.seed(3), np.random.seed(3), torch.manual_seed(3)
+            if looks:
+                with pytest.raises(FailingError) if raises else nullcontext():
+                    LOOKS[look](engine, step_fn)
+            found.append(drawn(generators))
+    assert found[0] == found[1]
+
+
+class Loop:
+    """A training loop with all that moves in it."""
+
+    def __init__(self, level: str, engine: Engine) -> None:
+        self.engine = engine
+        self.model, self.optimizer = started(level, engine=engine)
+        self.average = AveragedModel(self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+        self.own_average = torch.optim.swa_utils.AveragedModel(nn.Linear(3, 3))
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+        self.other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.other_optimizer = torch.optim.Adam(self.other.parameters(), lr=0.1)
+
+    def step(self) -> None:
+        """One iteration."""
+        self.optimizer.zero_grad()
+        self.model.eval()
+        backward(NORMED_MLP.loss(self.model, NORMED_MLP.batch(0)), self.optimizer, engine=self.engine)
+        self.model.train()
+        self.optimizer.step()
+        self.engine.step_scheduler(self.scheduler)
+        self.scheduler.step()
+        self.average.update_parameters(self.model)
+        self.own_average.update_parameters(nn.Linear(3, 3))
+        self.other_optimizer.zero_grad()
+        with torch.enable_grad():
+            self.other(torch.ones(2, 4, requires_grad=True)).float().square().sum().backward()
+        self.other_optimizer.step()
+        self.optimizer.param_groups[0]["momentum"] = 0.1
+        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+
+    def state(self) -> Any:
+        """All that a step moves."""
+        return frozen(
+            [
+                [dict(one.state_dict()) for one in (self.model, self.average, self.own_average, self.other)],
+                [one.state_dict() for one in (self.optimizer, self.other_optimizer, self.scheduler)],
+                [[p.grad for p in one.parameters()] for one in (self.model, self.other)],
+                dict(self.engine.state_dict()),
+                [module.training for module in self.model.modules()],
+                torch.backends.cudnn.benchmark,
+            ]
+        )
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_whole_iteration_that_is_looked_at_moves_nothing_of_the_run(level: str, look: str) -> None:
+    with Engine() as engine:
+        loop = Loop(level, engine)
+        benchmark = torch.backends.cudnn.benchmark
+        try:
+            for steps in range(2):
+                before = loop.state()
+                LOOKS[look](engine, loop.step)
+                assert_bitwise(loop.state(), before)
+                loop.step()
+                assert loop.scheduler.last_epoch == 2 * (steps + 1)
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+
+
+def test_a_teacher_that_is_only_run_keeps_its_memory() -> None:
+    teacher = nn.Linear(4, 4).requires_grad_(False)
+    with Engine() as engine:
+        model = nn.Linear(4, 4)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+        address, version = teacher.weight.data_ptr(), teacher.weight._version
+        engine.find_overflow(lambda: (model(torch.ones(2, 4)) - teacher(torch.ones(2, 4))).float().square().mean())
+        assert (teacher.weight.data_ptr(), teacher.weight._version) == (address, version)
+
+
+def test_each_level_is_compared_with_the_same_numbers_of_a_generator_of_the_users() -> None:
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    compared = compare_levels(
+        nn.Linear(4, 4), lambda model: model(torch.rand(2, 4, generator=generator)).float().square().mean(), "O2"
+    )
+    assert compared.loss_error < 0.01
+    assert torch.equal(generator.get_state(), before)

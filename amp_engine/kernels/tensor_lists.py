@@ -81,6 +81,15 @@ def any_gradient_written(params: Sequence[Tensor], before: GradientStamps) -> bo
     )
 
 
+def moved_since(params: Sequence[Tensor], before: GradientStamps) -> list[tuple[int, bool]]:
+    """Where a gradient came, went, was replaced or written since `before`, and whether there was one. Slow."""
+    if have_gradient_stamps(params, before):
+        return []
+    none = _pairs(gradient_stamps([torch.empty(0)]))[0][0]
+    pairs = zip(_pairs(gradient_stamps(params)), _pairs(before), strict=True)
+    return [(row, then[0] != none) for row, (now, then) in enumerate(pairs) if now != then]
+
+
 def _stride(stamps: Stamps) -> int:
     return 1 if isinstance(stamps, list) else 32
 

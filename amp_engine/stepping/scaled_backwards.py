@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amp_engine.devices import moved
 from amp_engine.distributed import has_ranks
@@ -20,6 +21,7 @@ from amp_engine.stepping.evidence import Evidence
 from amp_engine.stepping.reduction import Reduction
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.torch_private import disable_dynamo
 
 
 class CopiesOfWeights(Protocol):
@@ -279,6 +281,9 @@ class ScaledBackward:
         self._loss_id = loss_id
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
+        self._hooks: list[RemovableHandle] = []
+        self._has_begun = False  # whether a backward of the scaled loss has
+        self._has_passed_by = False  # whether one of the loss that was passed in has, which nothing scales
 
     def __enter__(self) -> Tensor:
         loss, scaler = self._loss, self._scaler
@@ -286,20 +291,65 @@ class ScaledBackward:
         self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id)
         entered: list[SteppedOptimizer] = []
         try:
+            scaled_loss = loss.float() * moved(backward.snapshot.scale, loss.device)
             for one in self._stepped:
-                one.enter_backward(backward)
+                one.enter_backward(backward, waits=scaled_loss.requires_grad)
                 entered.append(one)
             self._backwards.evidence.enter(backward, loss)
-            return loss.float() * moved(backward.snapshot.scale, loss.device)
+            # Autograd calls these before it accumulates anything.
+            if scaled_loss.requires_grad:
+                self._hooks.append(scaled_loss.register_hook(self._begin))
+                if loss.requires_grad and not backward.snapshot.is_identity:
+                    self._hooks.append(loss.register_hook(self._pass_by))
+            return scaled_loss
         except BaseException:
+            self._remove_hooks()
             for one in entered:
                 one.window.discard_backward()
             raise
 
+    @disable_dynamo
+    def _begin(self, grad: Tensor) -> None:
+        self._has_begun = True
+        for one in self._stepped:
+            one.window.begin()
+
+    @disable_dynamo
+    def _pass_by(self, grad: Tensor) -> None:
+        if not self._has_begun:
+            self._has_passed_by = True
+            for one in self._stepped:
+                one.window.begin()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _refuse_unscaled(self) -> None:
+        """Raise AmpStateError if gradients are there of the loss that was passed in, and none of the scaled one.
+
+        Not for `torch.autograd.grad` of it, which leaves none, nor for what another backward in the body left.
+        """
+        if self._has_passed_by and not self._has_begun and any(one.window.has_arrived() for one in self._stepped):
+            raise AmpStateError(
+                "backward() was called on the loss that was passed to amp.scale_loss, so its gradients are not scaled, "
+                "and were put back.  Write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and call "
+                "scaled_loss.backward()."
+            )
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._remove_hooks()
         try:
+            if kind is None:
+                try:
+                    self._refuse_unscaled()
+                except AmpStateError:
+                    for one in self._stepped:
+                        one.window.discard_backward()
+                    raise
             if kind is not None:
                 for one in self._stepped:
                     one.window.discard_backward()

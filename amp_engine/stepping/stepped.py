@@ -122,8 +122,13 @@ class SteppedOptimizer:
 
     # Around a backward.
 
-    def enter_backward(self, backward: Backward) -> None:
-        """Entry of `scale_loss`: look for new parameters and foreign writes, open the window, or enter it again."""
+    def enter_backward(self, backward: Backward, waits: bool = False) -> None:
+        """Entry of `scale_loss`: look for new parameters and foreign writes, open the window, or enter it again.
+
+        Args:
+            backward: the scale of what is to come.
+            waits: whether the window is told when a backward begins.
+        """
         if self.window.is_in_body:
             raise AmpStateError(
                 f"scale_loss() was entered again for {type(self.optimizer).__name__} inside of its own body.  Leave "
@@ -131,7 +136,7 @@ class SteppedOptimizer:
             )
         self.ranks.enter(not self.backward_seen, self.window.is_left_open)
         self._begin()
-        self.window.open(backward)
+        self.window.open(backward, waits)
 
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""

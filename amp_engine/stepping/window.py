@@ -71,6 +71,10 @@ class Window:
         self._sentinel: Seen | None = None
         # Since re-entered: what a backward would add to.
         self._reentered: list[Seen] = []
+        # In a body, until a backward of its loss begins: the gradients of the model's parameters as they were at the
+        # entry. They stay where they are until then, for `zero_grad()` to reach.
+        self._waiting: tensor_lists.GradientStamps | None = None
+        self._is_reentered = False  # whether this body goes on with what an earlier one left open
 
     @property
     def is_closed(self) -> bool:
@@ -98,15 +102,36 @@ class Window:
         """Whether what is in it may be of a loss of `scaler`. Not if nobody said whose it is, and another stood in."""
         return self._is_claimed or self.backward.scaler is scaler
 
-    def open(self, backward: Backward) -> None:
+    def open(self, backward: Backward, waits: bool = False) -> None:
         """Entry of `scale_loss`: set aside what is there, or go on with what was left open. Raises AmpStateError.
 
         Args:
             backward: the scale of what is to come. The rest of what was left open with another one is discarded: the
                 scaler may be another one than in an earlier body of this window, since `initialize` makes new ones.
+            waits: whether `begin` will be called when a backward begins. Nothing is set aside before.
         """
-        self._enter(State.OPEN, backward)
+        self._enter(State.OPEN, backward, waits)
         self.claim(backward)
+
+    def begin(self) -> None:
+        """A backward into this window begins: set aside what it is not to add to, unless that was done."""
+        before, self._waiting = self._waiting, None
+        if before is None:
+            return
+        if self._is_reentered:
+            self._take_back()
+            self._reentered = [seen(p) for p in self._written_params()]
+            return
+        columns = self._rows.columns
+        if before and self._rows.masters and not tensor_lists.have_gradient_stamps(columns.param_handle, before):
+            self._heed_zeros(tensor_lists.moved_since(columns.params, before))
+        self._set_aside()
+
+    def has_arrived(self) -> bool:
+        """Whether a backward has added to gradients since `begin`. In a body only."""
+        if self._is_reentered:
+            return not all(one.is_untouched() for one in self._reentered)
+        return self._waiting is None and tensor_lists.any_gradient(self._rows.columns.param_handle)
 
     def prepare(self, stand_in: Backward) -> None:
         """Entry of somebody's own `scale_loss`, who will `claim` what comes. Raises AmpStateError inside of a body."""
@@ -118,23 +143,56 @@ class Window:
         self._rows.materialize()
         self._backward, self._is_claimed = stand_in, False
 
-    def _enter(self, state: State, backward: Backward) -> None:
+    def _enter(self, state: State, backward: Backward, waits: bool = False) -> None:
         if self.state is State.PREPARED:
             self.discard()  # its owner raised, with nobody to close it
         is_reentered = self.is_left_open
         self._become(state)
-        if is_reentered:
-            self._take_back()
-            self._reentered = [seen(p) for p in self._written_params()]
-            return
-        self._backward, self._is_claimed = backward, False
+        self._is_reentered = is_reentered
+        self._waiting = b""
+        if not is_reentered:
+            self._backward, self._is_claimed = backward, False
+            self._rows.materialize()  # this backward is to be added to
+            columns = self._rows.columns
+            if not (columns.asks or tensor_lists.any_gradient(columns.param_handle)):
+                self._waiting = None  # for there is nothing to set aside
+            elif waits and not columns.asks:
+                self._waiting = tensor_lists.gradient_stamps(columns.param_handle)
+                return
+        if not waits:
+            self.begin()
+
+    def _set_aside(self) -> None:
         columns = self._rows.columns
-        self._rows.materialize()  # this backward is to be added to
         self._rows.discard_parameter_gradients()  # of an earlier step, still scaled
         for p in columns.plain if columns.asks or tensor_lists.any_gradient(columns.plain_handle) else ():
             if p.grad is not None:
                 self._earlier[id(p)] = arithmetic.own_memory(p.grad)
                 p.grad = None
+
+    def _heed_zeros(self, moved: list[tuple[int, bool]]) -> None:
+        """Masters' gradients go where the model's were zeroed in the body: `model.zero_grad()` means both there."""
+        columns = self._rows.columns
+        for row, was_there in moved:
+            master, grad = columns.masters[row], columns.params[row].grad
+            if master is not None and was_there and (grad is None or not bool(arithmetic.values(grad).any())):
+                master.weight.grad = None
+
+    def _stop_waiting(self) -> None:
+        """The body ends, and no backward of its loss was seen: what is there by now and was not before has arrived."""
+        if self._waiting is None or self._is_reentered:
+            self.begin()
+            return
+        params = self._rows.columns.params
+        moved = tensor_lists.moved_since(params, self._waiting)
+        self._waiting = None
+        self._heed_zeros(moved)
+        arrived = [(params[row], params[row].grad) for row, _ in moved]
+        for p, _ in arrived:
+            p.grad = None
+        self._set_aside()
+        for p, grad in arrived:
+            p.grad = grad
 
     def claim(self, backward: Backward) -> None:
         """Say which scaler is to hear of an overflow and, unless it is known, what the losses are scaled by."""
@@ -148,11 +206,13 @@ class Window:
             raise AmpStateError(f"A window that is {self.state.value} cannot become {state.value}.")
         self.state = state
         self._reentered = []
+        self._is_reentered = False
         if state is State.CLOSED:
             self._backward = None
 
     def leave_open(self, last: Backward | None = None) -> None:
         """Exit with `delay_unscale`, of `last` if that is known: gradients stay scaled and accumulate in place."""
+        self._stop_waiting()
         self._become(State.LEFT_OPEN)
         if last is not None:
             last.give_loss(self.backward)
@@ -185,6 +245,7 @@ class Window:
             unscaled: ids of parameters whose gradients another optimizer of this backward has unscaled in
                 place; those that are done here are added. None: there is no other one.
         """
+        self._stop_waiting()
         self._take_back()
         columns, snapshot = self._rows.columns, backward.snapshot
         grads, accesses, devices = tensor_lists.gradients(columns.param_handle)
@@ -337,19 +398,24 @@ class Window:
         The window stays open if it was, and this body ran no backward. What half a backward adds to the gradients of
         an open window cannot be told apart again; then they are discarded.
         """
-        if self._reentered and all(one.is_untouched() for one in self._reentered):
+        if self._is_reentered and self._waiting is not None:
+            self._waiting = None
+            self._become(State.LEFT_OPEN)
+        elif self._reentered and all(one.is_untouched() for one in self._reentered):
             self.leave_open()
         elif not self.is_closed:
             self.discard()
 
     def close_as_is(self) -> None:
         """Close the window with gradients as they are, neither unscaled nor checked."""
+        self._stop_waiting()
         self._take_back()
         self._restore_earlier(add=True)
         self._become(State.CLOSED)
 
     def discard(self) -> None:
         """Close the window, discard its gradients, and put back those of earlier backwards."""
+        self._stop_waiting()
         self._take_back()
         self._rows.slots = NO_SLOTS
         for p in self._written_params():

@@ -988,3 +988,102 @@ def test_gradients_in_memory_of_others_are_stepped_and_may_be_written_after_the_
         outcomes.append([p.detach().clone() for p in group_params(optimizer)])
         amp.close()
     assert_bitwise(outcomes[0], outcomes[1])
+
+
+# --- what happens in the body ----------------------------------------------------------------------
+
+ZEROED = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, in place": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "one parameter": lambda model, optimizer: setattr(model[0].weight, "grad", None),
+    "half of it": lambda model, optimizer: [p.grad.mul_(0) for p in (model[0].weight, model[3].weight)],
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ZEROED)
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
+def test_zero_grad_in_the_body_is_heeded(level: str, how: str, delay: bool) -> None:
+    def run(level: str | None) -> list[Tensor]:
+        model = NORMED_MLP.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        if level is not None:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+        for index in range(3):
+            loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index)).float()
+            if level is None:
+                ZEROED[how](model, optimizer) if index else None
+                loss.backward()
+                continue
+            with amp.scale_loss(loss, optimizer, delay_unscale=delay and index == 1) as scaled_loss:
+                ZEROED[how](model, optimizer) if index else None
+                scaled_loss.backward()
+        found = gradients(optimizer)
+        amp.close()
+        return found
+
+    assert_close(run(level), run(None), {"O4": 0.1, "O5": 0.1}.get(level, 0.03))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_earlier_gradients_are_put_back_if_the_body_raises_before_and_in_a_backward(level: str) -> None:
+    model, optimizer = started(level, loss_scale=64.0)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    before = gradients(optimizer)
+    for run in (lambda loss: None, lambda loss: loss.backward()):
+        loss = NORMED_MLP.loss(model, NORMED_MLP.batch(1))
+        with pytest.raises(ZeroDivisionError), amp.scale_loss(loss, optimizer) as scaled_loss:
+            print(run(scaled_loss), 1 / 0)
+        assert_bitwise(gradients(optimizer), before)
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("wrong", [lambda loss: loss, lambda loss: loss / 2 + 1], ids=["itself", "a part of it"])
+def test_a_backward_of_the_loss_that_was_passed_in_is_refused(wrong: Any, level: str, delay: bool) -> None:
+    model, optimizer = started(level, loss_scale=64.0)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    before = gradients(optimizer)
+    loss = NORMED_MLP.loss(model, NORMED_MLP.batch(1))
+    with pytest.raises(AmpStateError, match="on the loss that was passed"):  # noqa: SIM117 - which raises is the point
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay):
+            wrong(loss).backward()
+    assert_bitwise(gradients(optimizer), before)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+    optimizer.step()
+
+
+ALLOWED = {
+    "accumulation": lambda loss, scaled, model: (scaled / 4).backward(),
+    "a constant": lambda loss, scaled, model: (scaled + loss.detach()).backward(),
+    "twice": lambda loss, scaled, model: [scaled.backward(retain_graph=True), scaled.backward()],
+    "gradients by themselves": lambda loss, scaled, model: torch.autograd.grad(loss, list(model.parameters())),
+    "gradients of the loss first": lambda loss, scaled, model: [
+        torch.autograd.grad(loss, model[0].weight, retain_graph=True),
+        scaled.backward(),
+    ],
+    "no backward": lambda loss, scaled, model: None,
+    "inputs": lambda loss, scaled, model: scaled.backward(inputs=[model[0].weight]),
+    "in another way": lambda loss, scaled, model: torch.autograd.backward([scaled.sum()]),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ALLOWED)
+def test_other_backwards_in_the_body_are_no_error(how: str, level: str) -> None:
+    model, optimizer = started(level, loss_scale=64.0)
+    for index in range(2):
+        loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index))
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            ALLOWED[how](loss, scaled_loss, model)
+    optimizer.step()
+
+
+def test_at_a_scale_of_one_the_loss_itself_may_be_run() -> None:
+    model, optimizer = started("O5")
+    loss = NORMED_MLP.loss(model, NORMED_MLP.batch())
+    with amp.scale_loss(loss, optimizer):
+        loss.backward()
+    assert all(gradient is not None for gradient in gradients(optimizer))

@@ -168,7 +168,7 @@ def test_scaler_masters_and_casting_do_not_know_each_other(name):
 
 def test_a_file_is_read_in_one_go():
     longer = {name: len(path.read_text().splitlines()) for name, path in MODULES.items() if name not in APEX}
-    assert {name: lines for name, lines in longer.items() if lines > 430} == {}
+    assert {name: lines for name, lines in longer.items() if lines > 600} == {}
 
 
 def attributes_of(cls):

@@ -49,8 +49,8 @@ class Advice:
         return recommend(self.comparison)
 
     @property
-    def level(self) -> str:
-        """The recommended one."""
+    def level(self) -> str | None:
+        """The recommended one; None where levels cannot be compared, as `recommendation.sentence` says."""
         return self.recommendation.level
 
     def to_json(self) -> str:

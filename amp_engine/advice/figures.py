@@ -18,6 +18,14 @@ MOST_DIFFERENCE = 0.02
 NOISES = 2.0
 """Losses agree, too, up to so many times what O0's own losses differ after a perturbation as small as rounding."""
 
+MOST_NOISE = 0.10
+"""Where O0 differs more from itself, so may a level that does not train."""
+
+SAME_BEGINNING = 1e-3
+"""Up to this, relative to the mean, the first losses of two runs with equal weights are the same."""
+
+LEAST_STEPS = 3
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -71,6 +79,7 @@ class Comparison:
         noise: how far O0's losses are from themselves after a perturbation; None if that run failed.
         limit: up to which difference losses agree.
         drift: how much longer a step of O0 took in the slower of its two runs, as a share; None where there is one.
+        obstacle: why losses cannot be compared, as a sentence; None if they can. No level agrees then.
     """
 
     machine: str
@@ -79,6 +88,7 @@ class Comparison:
     noise: float | None = None
     limit: float = MOST_DIFFERENCE
     drift: float | None = None
+    obstacle: str | None = None
 
 
 def compared(base: Trial, levels: Sequence[Trial], again: Trial | None, warmup: int) -> Comparison:
@@ -103,6 +113,7 @@ def compared(base: Trial, levels: Sequence[Trial], again: Trial | None, warmup: 
             medians = [statistics.median(run) for run in runs]
             drift = max(medians) / min(medians) - 1 if min(medians) > 0 else None
     seconds = statistics.median([*runs[0], *runs[-1]]) if all(runs) else None
+    obstacle = obstacle_to_comparison(base, again)
     limit = MOST_DIFFERENCE if noise is None or not math.isfinite(noise) else max(MOST_DIFFERENCE, NOISES * noise)
 
     def figures(trial: Trial) -> Figures:
@@ -125,7 +136,7 @@ def compared(base: Trial, levels: Sequence[Trial], again: Trial | None, warmup: 
             skips=trial.skips,
             is_finite=all(math.isfinite(loss) for losses in trial.losses for loss in losses),
             difference=difference,
-            agrees=difference is not None and difference <= limit,
+            agrees=difference is not None and difference <= limit and (obstacle is None or trial is base),
             seconds=own,
             speed=seconds / own if seconds is not None and own else None,
             bytes=trial.bytes,
@@ -136,7 +147,55 @@ def compared(base: Trial, levels: Sequence[Trial], again: Trial | None, warmup: 
             dynamic=trial.dynamic,
         )
 
-    return Comparison(base.machine, figures(base), tuple(map(figures, levels)), noise, limit, drift)
+    return Comparison(base.machine, figures(base), tuple(map(figures, levels)), noise, limit, drift, obstacle)
+
+
+def obstacle_to_comparison(base: Trial, again: Trial | None) -> str | None:
+    """Why two runs at O0 give nothing that other levels could be compared with, as a sentence; None if they do.
+
+    Args:
+        base, again: as in `compared`. Until the second step both have the same weights.
+    """
+    losses = [loss for step in base.losses for loss in step]
+    if not all(map(math.isfinite, losses)):
+        return "O0's own losses are not finite: see that the script trains without mixed precision first"
+    if base.steps < LEAST_STEPS:
+        return f"O0 ran {base.steps} of at least {LEAST_STEPS} steps: have the script train for longer"
+    if len(set(base.losses)) == 1:
+        return f"O0's loss is {_in_words(base.losses[0])} in each step, so that it says nothing of training"
+    if again is None:
+        return None
+    if again.error is not None:
+        return (
+            f"O0 failed when it was run again: {again.error.splitlines()[-1] if again.error else 'nothing was printed'}"
+        )
+    if again.steps < base.steps and not again.out_of_time:
+        return f"O0 ran {base.steps} steps, and {again.steps} when it was run again.  {_RESUMES}"
+    if not all(math.isfinite(loss) for step in again.losses for loss in step):
+        return "O0's losses are finite, and not all of them when it is run again with weights moved by a rounding error"
+    mean = sum(map(abs, losses)) / len(losses)
+    first = [abs(a - b) for a, b in zip(base.losses[0], again.losses[0], strict=False)]
+    if any(one > SAME_BEGINNING * mean for one in first):
+        return (
+            f"O0's first loss is {_in_words(base.losses[0])}, and {_in_words(again.losses[0])} when it is run again "
+            f"with the same seeds.  {_RESUMES}, and seed every generator that it draws random numbers from"
+        )
+    noise = loss_difference(again, base)
+    if noise is None:
+        return "O0's two runs have no steps in common: give them more --seconds"
+    if noise > MOST_NOISE:
+        return (
+            f"O0's losses differ by {100 * noise:.3g} % from its own when it is run again, with weights moved by a "
+            "rounding error: see that it trains steadily, with a lower learning rate, say, or try more --steps"
+        )
+    return None
+
+
+_RESUMES = "Does the script go on from a checkpoint that it has written?  Have it start anew each time"
+
+
+def _in_words(losses: Sequence[float]) -> str:
+    return ", ".join(f"{loss:.6g}" for loss in losses) or "missing"
 
 
 def loss_difference(trial: Trial, base: Trial) -> float | None:

@@ -31,9 +31,9 @@ none."""
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A level, and a sentence that says why, with the figures that speak for it."""
+    """A level, None where levels cannot be compared, and a sentence that says why."""
 
-    level: str
+    level: str | None
     sentence: str
 
 
@@ -44,9 +44,11 @@ def recommend(comparison: Comparison) -> Recommendation:
     that lose at most 1% of gradient values. For speed a level has to be at least 5% faster than O0, and faster by more
     than O0's two runs differ. Of levels within 3% of the fastest that with less memory is taken, then the simpler one.
     If none is fast enough, the level that takes least memory is recommended if that is at least 10% less, and a step
-    takes at most half as long again. Else it is O0.
+    takes at most half as long again. Else it is O0. None where the losses of O0 are no ground to compare with.
     """
     base, machine = comparison.base, comparison.machine
+    if comparison.obstacle is not None:
+        return Recommendation(None, f"The levels cannot be compared, and none is recommended: {comparison.obstacle}.")
     fit = [one for one in comparison.levels if why_not(one) is None]
     gain = max(LEAST_GAIN, comparison.drift or 0.0)
     fast = [one for one in fit if one.speed is not None and one.speed >= 1 + gain]

@@ -39,7 +39,7 @@ def _row(one: Figures, comparison: Comparison) -> tuple[str, ...]:
     is_base = one is comparison.base
     if one.error is not None:
         return (one.level, "failed", *["-"] * (len(HEAD) - 2))
-    verdict = "agree" if one.agrees else "differ"
+    verdict = "agree" if one.agrees else "differ" if comparison.obstacle is None else "?"
     if not one.is_finite:
         verdict = "not finite"
     return (
@@ -86,7 +86,7 @@ def _notes(advice: Advice) -> Iterator[str]:
         if trial.error is None and trial.steps < base.steps:
             yield _ended_early(trial, base.steps)
     for one in comparison.levels:
-        if one.error is None and 2 * one.skips > one.steps:
+        if comparison.obstacle is None and one.error is None and 2 * one.skips > one.steps:
             yield f"{one.level} is not recommended: {why_not(one)}."
     yield from _dropped(advice)
 

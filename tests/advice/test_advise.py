@@ -33,7 +33,7 @@ class Runs:
     def __call__(self, argv: Sequence[str], task: Task) -> Trial:
         self.argv.append(argv)
         self.tasks.append(task)
-        losses = ((1.0,),) * task.steps
+        losses = tuple((1.0 + 1.0 / step,) for step in range(1, task.steps + 1))
         fields: dict[str, Any] = {"asked": "O1", "losses": losses, "seconds": (1.0,) * (task.steps - 1)}
         return Trial(task.level, **(fields | self._changed.get(task.level, {})))
 

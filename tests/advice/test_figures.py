@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -70,6 +71,49 @@ def test_noise_widens_what_agrees_and_never_narrows_it():
     assert compared(BASE, [one], BASE, 0).limit == 0.02
     assert compared(BASE, [one], trial("O0", [9.0, 5.0, math.nan, 4.0]), 0).limit == 0.02
     assert compared(BASE, [one], Trial("O0", error="no"), 0).limit == 0.02
+
+
+CHAOTIC = [9.0, 5.0, 5.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("base", "again", "why"),
+    [
+        ([9.0, 5.0, 4.0, 4.0], [3.0, 2.5, 2.2, 2.0], r"first loss is 9, and 3 when.*checkpoint"),  # goes on
+        ([9.0, 5.0, 4.0, 4.0], [9.1, 5.1, 4.1, 4.1], r"first loss is 9, and 9.1 when"),  # draws what no seed fixes
+        ([-9.0, -5.0, -4.0, -4.0], [-9.1, -5.0, -4.0, -4.0], r"first loss is -9, and -9.1 when"),
+        ([9.0, 5.0, 4.0, 4.0], CHAOTIC, r"differ by 12.5 % from its own"),
+        ([math.nan] * 4, [math.nan] * 4, r"own losses are not finite"),
+        ([9.0, 5.0, math.inf, 4.0], [9.0, 5.0, 4.0, 4.0], r"own losses are not finite"),
+        ([9.0, 5.0, 4.0, 4.0], [9.0, 5.0, math.nan, 4.0], r"not all of them when it is run again"),
+        ([9.0], [9.0], r"ran 1 of at least 3 steps"),
+        ([9.0, 5.0, 4.0, 4.0], [9.0], r"ran 4 steps, and 1 when it was run again.*checkpoint"),
+        ([9.0, 5.0, 4.0, 4.0], [], r"ran 4 steps, and 0 when it was run again"),
+        ([2.5] * 4, [2.5] * 4, r"loss is 2.5 in each step"),
+        ([0.0] * 4, [0.0] * 4, r"loss is 0 in each step"),
+    ],
+)
+def test_without_ground_to_compare_no_level_agrees_and_none_is_recommended(base, again, why):
+    levels = [trial("O3", base, [0.1] * 3), trial("O5", again, [0.1] * 3)]
+    first = trial("O0", base, [1.0] * 3)
+    found = Advice(("train.py",), 4, 1, first, tuple(levels), trial("O0", again, [1.0] * 3))
+    assert found.level is None
+    assert re.search(why, found.comparison.obstacle)
+    assert not any(one.agrees for one in found.comparison.levels)
+    assert "agree" not in [line.split()[1] for line in str(found).splitlines() if line.startswith(("O3", "O5"))]
+    assert str(found).splitlines()[-1].startswith("The levels cannot be compared, and none is recommended: O0")
+    assert json.loads(found.to_json())["recommendation"]["level"] is None
+
+
+@pytest.mark.parametrize("losses", [[9.0, 5.0, 4.0, 4.0], [-9.0, -5.0, -4.0, -4.0], [0.1, -0.2, 0.1, -0.2]])
+def test_small_noise_is_ground_enough_whatever_the_sign_of_losses(losses):
+    again = trial("O0", [losses[0], *(loss * 1.01 for loss in losses[1:])])
+    assert compared(trial("O0", losses), [], again, 0).obstacle is None
+
+
+def test_a_second_run_that_failed_or_had_no_time_is_told_apart():
+    assert compared(BASE, [], Trial("O0", error="Traceback\nOSError: exists"), 0).obstacle.endswith("OSError: exists")
+    assert compared(BASE, [], trial("O0", [9.0, 5.0], out_of_time=True), 0).obstacle is None
 
 
 def test_the_warm_up_is_left_out_and_the_median_taken():

@@ -127,6 +127,13 @@ def test_staying_names_the_fastest_and_those_that_do_not_count():
     assert "left out: O3 (its losses differ by 25.0 %)" in found.sentence
 
 
+def test_without_ground_to_compare_nothing_is_recommended():
+    found = recommended(level("O3", 2.0, 0.5), obstacle="O0 failed when it was run again: no")
+    assert found.level is None
+    assert found.sentence.startswith("The levels cannot be compared, and none is recommended: O0 failed when")
+    assert "Take" not in found.sentence
+
+
 def test_without_other_levels_there_is_nothing_to_say():
     assert recommended().sentence == "Stay at O0 on this machine (a machine): no other level was tried."
 

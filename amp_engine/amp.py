@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from amp_engine import casting, initialized, named
+from amp_engine import arguments, casting, initialized, named
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import Explanation, Registration, deferred
 from amp_engine.casting import original as original
@@ -73,6 +73,7 @@ else:
 
     @functools.wraps(Engine.initialize, assigned=("__doc__", "__annotations__"))
     def initialize(*args, **keywords):
+        arguments.check_keywords("amp.initialize", keywords, initialize.__signature__.parameters)
         return _amp_state.engine.initialize(*args, **keywords)
 
     # As editors and help() show it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from amp_engine.distributed import (
     is_zero,
     wrappers_around,
 )
-from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.dtypes import LOW_PRECISION, cpu_lacks
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.fsdp import check_units, is_cast_by_fsdp2
 from amp_engine.optimizers import LARC
@@ -172,6 +173,19 @@ def check_unwrapped(params: Sequence[nn.Parameter], policy: Policy) -> None:
 
 def _initialize_call(policy: Policy) -> str:
     return f"Call model, optimizer = amp.initialize(model, optimizer, opt_level={policy.opt_level!r})"
+
+
+_MEANT = dict.fromkeys(("level", "dtype", "precision"), "opt_level")
+
+
+def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise AmpTypeError for a keyword that `function` has not, with the one that is meant."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            near = [_MEANT[name]] if name in _MEANT else get_close_matches(name, names, 1)
+            meant = f"Write {near[0]}=... in its place." if near else f"It has {', '.join(names)}."
+            raise AmpTypeError(f"{function}() got an unexpected keyword argument {name!r}.  {meant}")
 
 
 def check_process_group(group: Any) -> None:
@@ -353,17 +367,13 @@ def check_cudnn() -> None:
         )
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def has_float16_convolution_on_cpu(models: Sequence[nn.Module], policy: Policy) -> bool:
-    """Whether `policy` makes a convolution of `models` run in float16 on a CPU."""
-    dtype = policy.cast_model_type or policy.patch_torch_functions_type
-    return dtype is torch.float16 and any(
-        isinstance(module, _CONVOLUTIONS) and module.weight.device.type == "cpu"
-        for model in models
-        for module in model.modules()
-    )
+def emulated_on_cpu(models: Sequence[nn.Module], policy: Policy) -> torch.dtype | None:
+    """The type in which `policy` has products or convolutions of `models` run on this CPU, if it emulates that."""
+    dtype = policy.cast_model_type or (policy.patch_torch_functions and policy.patch_torch_functions_type)
+    if not isinstance(dtype, torch.dtype) or cpu_lacks(dtype) is None:
+        return None
+    weights = (parameter for model in models for parameter in model.parameters() if parameter.dim() > 1)
+    return dtype if any(weight.device.type == "cpu" and weight.is_floating_point() for weight in weights) else None
 
 
 def zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> tuple[str, float] | None:

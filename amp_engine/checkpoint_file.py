@@ -13,6 +13,7 @@ import os
 import pickle
 import secrets
 import stat
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ _END_RECORD, _END_RECORD_SIZE = b"PK\x05\x06", 22
 _TAG = b"amp_engine 1 sha256 "
 _DIGEST_SIZE = 64  # hexadecimal
 _COMMENT_SIZE = len(_TAG) + _DIGEST_SIZE
+
+_BEFORE_ARCHIVES = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # torch.save began with it before it had archives
 
 _BLOCK = 2**20
 
@@ -136,9 +139,14 @@ def _check(file: IO[bytes], path: str) -> None:
     file.seek(max(0, body - len(_TAG)))
     tag = file.read(len(_TAG))
     if body < len(_TAG) or tag != _TAG:
+        if _is_of_torch_save(file, size):
+            raise AmpFileError(
+                f"{path} was written by torch.save, not by amp.save.  Load it with torch.load({path!r}), and pass what "
+                "amp.state_dict() gave to amp.load_state_dict."
+            )
         raise AmpFileError(
             f"{path} is damaged, or not of amp.save: {_COMMENT_SIZE} bytes before the end of its {size} bytes, "
-            f"expected {_TAG!r}, found {tag!r}.  Load an earlier file; what torch.save wrote, load with torch.load."
+            f"expected {_TAG!r}, found {tag!r}.  Load an earlier file."
         )
     written = file.read(_DIGEST_SIZE)
     sha256 = hashlib.sha256()
@@ -154,6 +162,17 @@ def _check(file: IO[bytes], path: str) -> None:
             f"{path} is damaged: expected the SHA-256 that stands at its end, {written.decode('ascii', 'replace')}, "
             f"found {sha256.hexdigest()}.  Load an earlier file."
         )
+
+
+def _is_of_torch_save(file: IO[bytes], size: int) -> bool:
+    """Whether torch.save wrote the file as it is: an archive without a comment, or the format before torch 1.6."""
+    file.seek(max(0, size - _END_RECORD_SIZE))
+    end = file.read()
+    if end.startswith(_END_RECORD) and end.endswith(b"\0\0"):
+        with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    file.seek(0)
+    return file.read(len(_BEFORE_ARCHIVES)) == _BEFORE_ARCHIVES
 
 
 def _lock(descriptor: int) -> bool:

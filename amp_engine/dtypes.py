@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,6 +30,52 @@ _NAMES = {
 def is_low_precision(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is float16 or bfloat16."""
     return tensor.dtype in LOW_PRECISION
+
+
+# Flags of torch.cpu.get_capabilities, and Arm's of /proc/cpuinfo where they differ; and what they are called.
+_INSTRUCTIONS: dict[torch.dtype, dict[str, dict[str, str]]] = {
+    torch.bfloat16: {
+        "x86": {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX"},
+        "arm": {"bf16": "BF16"},
+    },
+    torch.float16: {
+        "x86": {"avx512_fp16": "AVX-512 FP16", "amx_fp16": "AMX-FP16"},
+        "arm": {"fp16_arith": "FP16 arithmetic", "asimdhp": "FP16 arithmetic"},
+    },
+}
+# What keeps oneDNN from these: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
+_BELOW_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+_BELOW_FLOAT16 = (*_BELOW_BFLOAT16, "AVX512_CORE_BF16")
+
+
+def cpu_lacks(dtype: torch.dtype) -> str | None:
+    """The instructions by which a CPU would compute in `dtype`, where this one has none of them and emulates it.
+
+    None for a type that it computes in. ONEDNN_MAX_CPU_ISA counts: oneDNN, which computes for torch, heeds it.
+    """
+    if dtype not in _INSTRUCTIONS:
+        return None
+    is_arm = platform.machine().lower() in ("aarch64", "arm64")
+    names = _INSTRUCTIONS[dtype]["arm" if is_arm else "x86"]
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    is_below = isa.upper() in (_BELOW_FLOAT16 if dtype is torch.float16 else _BELOW_BFLOAT16)
+    flags = cpu_flags()
+    if not is_below and any(flags.get(flag) for flag in names):
+        return None
+    return " or ".join(dict.fromkeys(names.values()))
+
+
+def cpu_flags() -> Mapping[str, Any]:
+    """What this CPU can do, by the name of each ability."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is not None:
+        return capabilities()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return {}
+    words = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    return dict.fromkeys(next(words, []), True)
 
 
 def parse_dtype(value: object, argument: str, allow_float64: bool = False) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -31,7 +31,7 @@ from amp_engine.scaler import LossScaler
 from amp_engine.stepping import double_backward
 from amp_engine.stepping.clipping import clip_grad_norm_
 from amp_engine.stepping.double_backward import Gradients
-from amp_engine.stepping.scaled_backwards import ScaledBackwards
+from amp_engine.stepping.scaled_backwards import Disabled, ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 from amp_engine.telemetry import markup
@@ -224,8 +224,7 @@ class Engine(Saving, Explaining):
             self._initialized.refuse_known(request.optimizers, request.wrappers)
 
             self.reporter.verbosity = verbosity
-            for line in report.initialization(request.defaults, decided):
-                self.reporter.say(line, rank0=True)
+            self.reporter.say_banner(report.initialization(request.defaults, decided))
 
             self._initialized.add(request, adopt_data_writes)
             if self.policy is None:
@@ -234,8 +233,8 @@ class Engine(Saving, Explaining):
             self.min_loss_scale, self.max_loss_scale = bounds
             self._scaling.begin(decided.loss_scale, num_losses, *bounds, skip_on_overflow)
             self.function_casts.follow(decided, request.models, allow_banned, verbose=verbosity == 2)
-            if arguments.has_float16_convolution_on_cpu(request.models, decided):
-                self.reporter.say_once(report.FLOAT16_CONV_ON_CPU)
+            if emulated := arguments.emulated_on_cpu(request.models, decided):
+                self.reporter.say_once(report.emulated_on_cpu(str(decided.opt_level), emulated))
             if found := arguments.zero_eps(request.optimizers, decided):
                 self.reporter.say_once(report.EPS_IS_ZERO.format(optimizer=found[0], eps=found[1]))
             self._initialized.kept_by_policy.update(kept)
@@ -271,7 +270,7 @@ class Engine(Saving, Explaining):
         if self.policy is None:
             raise AmpStateError(report.SCALE_LOSS_BEFORE_INITIALIZE)
         if not self.policy.enabled:
-            return nullcontext(loss)
+            return Disabled(loss)
         arguments.check_loss(loss, "scale_loss", "backward()")
         casting.discard_interrupted()
         self.function_casts.note_use(bool(self.policy.patch_torch_functions))

@@ -71,9 +71,24 @@ def level(opt_level: object) -> Policy:
     """The policy named `opt_level`. Raises AmpStateError, in apex's words, for any other value."""
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return LEVELS[opt_level]
-    meant = "O" + str(opt_level).strip()[-1:]
     raise AmpStateError(
         f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in "
         "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero.  'O4' and 'O5' are O1 and O2 in "
-        f'bfloat16.  Use opt_level="{meant if meant in LEVELS else "O2"}".'
+        f'bfloat16.  Use opt_level="{_meant(opt_level)}".'
     )
+
+
+def _meant(opt_level: object) -> str:
+    """The level that somebody means who writes a type, as in "bf16" or "16-mixed", or a number."""
+    text = str(opt_level).strip().lower()
+    casts = any(word in text for word in ("mixed", "amp", "auto", "casts"))
+    if "bf" in text or "brain" in text:
+        return "O4" if casts else "O5"
+    if casts:
+        return "O1"
+    if "16" in text or "half" in text:
+        return "O2"
+    if any(word in text for word in ("32", "float", "full", "single")):
+        return "O0"
+    meant = "O" + text[-1:]
+    return meant if meant in LEVELS else "O2"

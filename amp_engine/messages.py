@@ -14,6 +14,10 @@ LOGGER = logging.getLogger("amp_engine")
 _WITNESS = logging.getLogger("amp_engine.by_default")
 
 
+# An attribute of records: StdoutHandler writes an empty line before such a one.
+APART = "amp_apart"
+
+
 class StdoutHandler(logging.Handler):
     """Writes each message as one line to what `sys.stdout` is at that moment.
 
@@ -22,12 +26,13 @@ class StdoutHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
+        """Write one line, after an empty one where it is to be set apart."""
         stream = sys.stdout
         if stream is None:
             return
         try:
-            stream.write(self.format(record) + "\n")
+            before = "\n" if getattr(record, APART, False) else ""
+            stream.write(f"{before}{self.format(record)}\n")
         except Exception:
             self.handleError(record)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from amp_engine import messages
+from amp_engine.dtypes import cpu_lacks
 from amp_engine.levels import BRIEFS
 from amp_engine.policy import Policy
 
@@ -15,15 +16,26 @@ SCALE_LOSS_BEFORE_INITIALIZE = (  # apex's words
     "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  model, optimizer = "
     "amp.initialize(model, optimizer, opt_level=...) must be called before `with amp.scale_loss`."
 )
-FLOAT16_CONV_ON_CPU = (
-    "Note:  this model runs float16 convolutions on a CPU.  Few CPUs have a fast path for them; where there is none, a "
-    "step was measured to take up to 80 times as long as in FP32.  opt_level='O4' and 'O5' use bfloat16 instead."
-)
-
 EPS_IS_ZERO = (
     "Note:  {optimizer} steps float16 weights in float16 here, where eps={eps} is 0: a weight whose second moment is 0 "
     "is divided by 0.  Pass eps=1e-4, or use amp_engine.optimizers.FusedAdam, which computes in FP32."
 )
+
+
+def emulated_on_cpu(level: str, dtype: torch.dtype) -> str:
+    """Of a level that computes on the CPU in a type which the CPU has no instructions for."""
+    other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
+    levels = "'O1' and 'O2'" if other is torch.float16 else "'O4' and 'O5'"
+    instead = (
+        "opt_level='O0' has the fastest step here"
+        if cpu_lacks(other)
+        else f"{levels} compute in {_name(other)}, which it has"
+    )
+    return (
+        f"Note:  {level} computes in {_name(dtype)}, which this CPU emulates: it has no {cpu_lacks(dtype)}.  A step is "
+        f"slower than in FP32, up to 90 times where large products or convolutions take its time; {instead}.  "
+        "'python -m amp_engine advise' times each level with your script."
+    )
 
 
 def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
@@ -66,6 +78,13 @@ class Reporter:
     def __init__(self, verbosity: int = 1) -> None:
         self.verbosity = verbosity
         self._said: set[str] = set()
+        self._is_after_banner = False
+
+    def say_banner(self, lines: Iterable[str]) -> None:
+        """Say `lines` on the first rank; a note or warning that comes next is set apart from them."""
+        for line in lines:
+            self.say(line, rank0=True)
+        self._is_after_banner = True
 
     def say_once(self, text: str) -> None:
         """Say `text` on the first of several ranks, and never again."""
@@ -82,6 +101,9 @@ class Reporter:
             fields: more attributes of the record.
         """
         if self.verbosity > 0 and not (rank0 and _rank() > 0):
+            if self._is_after_banner and text.startswith(("Note:", "Warning:")):
+                fields[messages.APART] = True
+            self._is_after_banner = False
             messages.say(text, level_of(text) if level is None else level, stacklevel=2, **fields)
 
     def says(self, is_first: bool) -> bool:

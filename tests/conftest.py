@@ -106,7 +106,10 @@ def pristine_torch() -> Iterator[None]:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    yield
+    computes = dict.fromkeys(("amx_bf16", "amx_fp16", "bf16", "asimdhp"), True)
+    with pytest.MonkeyPatch.context() as patch:  # no test is told that this CPU emulates a type, unless it asks
+        patch.setattr("amp_engine.dtypes.cpu_flags", lambda: computes)
+        yield
     amp.close()
     amp._amp_state.hard_override = False
     amp._amp_state.allow_incoming_model_not_fp32 = False

@@ -12,6 +12,8 @@ import torch
 
 import amp_engine
 from amp_engine import __main__ as command
+from amp_engine import dtypes
+from amp_engine.dtypes import cpu_flags
 from amp_engine.kernels import _native
 
 ROOT = Path(__file__).parent.parent
@@ -82,3 +84,36 @@ def test_it_exits_with_0_also_when_the_kernels_are_off():
     line = [sys.executable, "-m", "amp_engine", "info"]
     done = subprocess.run(line, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "AMP_ENGINE_BUILD=none turns the compiled kernels off" in done.stdout
+
+
+CPUS = {
+    "EPYC with AVX2": ("x86_64", {"avx2"}, "", {"bfloat16", "float16"}),
+    "Xeon with AVX-512": ("x86_64", {"avx512_f"}, "", {"bfloat16", "float16"}),
+    "Zen 4": ("x86_64", {"avx512_bf16"}, "", {"float16"}),
+    "Xeon with AMX": ("x86_64", {"avx512_bf16", "amx_bf16", "avx512_fp16"}, "", set()),
+    "AMX-FP16": ("x86_64", {"amx_bf16", "amx_fp16"}, "ALL", set()),
+    "a Xeon kept from AMX and AVX-512": ("x86_64", {"amx_bf16", "avx512_fp16"}, "avx2", {"bfloat16", "float16"}),
+    "a Xeon kept from FP16": ("x86_64", {"avx512_bf16", "avx512_fp16"}, "AVX512_CORE_BF16", {"float16"}),
+    "Graviton 3": ("aarch64", {"bf16", "fp16_arith"}, "", set()),
+    "Graviton 2": ("aarch64", {"fp16_arith"}, "", {"bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_types_that_the_cpu_emulates_are_said(monkeypatch, capsys, cpu):
+    machine, flags, isa, emulated = CPUS[cpu]
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(dtypes, "cpu_flags", lambda: dict.fromkeys(flags, True))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+    lines = {line.split()[0]: line for line in printed(capsys, "info").splitlines()}
+    for name in ("bfloat16", "float16"):
+        assert ("emulated on this CPU (no " in lines[name]) == (name in emulated)
+        assert ("slower than float32" in lines[name]) == (name in emulated)
+
+
+def test_what_the_cpu_can_do_is_known_to_any_torch(monkeypatch):
+    with_torch = {name for name, value in cpu_flags().items() if value is True}
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert {"avx2", "avx512_bf16", "amx_bf16"} & set(cpu_flags()) <= with_torch
+    monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(FileNotFoundError()))
+    assert cpu_flags() == {}

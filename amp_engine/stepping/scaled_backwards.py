@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -255,7 +255,23 @@ class ScaledBackwards:
         return backward
 
 
-class ScaledBackward:
+class ContextOfLoss:
+    """What `scale_loss` gives; one who takes it for the scaled loss is told how to get that."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"amp.scale_loss(...) is a context, and has no .{name}: the scaled loss is what it gives to `with`.  Write "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+        )
+
+
+class Disabled(ContextOfLoss, nullcontext[Tensor]):
+    """The body of a `scale_loss` with enabled=False: the loss as it is."""
+
+
+class ScaledBackward(ContextOfLoss):
     """The body of one `scale_loss`, as a context manager: a generator would cost a loop of tiny steps a percent.
 
     Gives `loss.float() * scale`; at the exit gradients are unscaled and checked, and the scale moves, or they are left
@@ -362,7 +378,7 @@ class ScaledBackward:
             self._backwards.casts.after_backward()
 
 
-class PassedThrough:
+class PassedThrough(ContextOfLoss):
     """The body of a `scale_loss` in which nothing is scaled, checked or moved."""
 
     def __init__(

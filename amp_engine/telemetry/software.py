@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 import amp_engine
+from amp_engine.dtypes import LOW_PRECISION, cpu_lacks
 from amp_engine.kernels import _native
 
 
@@ -31,6 +32,10 @@ def describe() -> Iterator[tuple[str, str]]:
                 "missing",
                 f"CUDA kernels: {_native.record.get('reason', 'nobody noted why')}; then run: {_native.INSTALL}",
             )
+    for dtype in LOW_PRECISION:
+        lacking = cpu_lacks(dtype)
+        emulated = f"emulated on this CPU (no {lacking}): slower than float32"
+        yield str(dtype).removeprefix("torch."), emulated if lacking else "this CPU computes in it"
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(i)

@@ -286,10 +286,23 @@ def test_twenty_bits_and_twenty_cuts_are_each_refused_by_name_and_change_nothing
     assert amp.load(path, model=model, optimizer=optimizer) == {"step": 2}
 
 
-def test_a_file_of_torch_save_is_sent_to_torch_load(path: Path) -> None:
-    torch.save({"model": 1}, path)
-    with pytest.raises(AmpFileError, match=r"not of amp\.save.*what torch\.save wrote, load with torch\.load"):
+@pytest.mark.parametrize("archive", [True, False])
+def test_a_file_of_torch_save_is_sent_to_torch_load(path: Path, archive: bool) -> None:
+    torch.save({"model": torch.ones(3)}, path, _use_new_zipfile_serialization=archive)
+    with pytest.raises(AmpFileError, match=r"was written by torch\.save, .* Load it with torch\.load\('") as caught:
         amp.load(path)
+    assert "damaged" not in str(caught.value)
+
+
+def test_what_only_resembles_a_file_of_torch_save_is_damaged(path: Path) -> None:
+    amp.save(path, model=nn.Linear(2, 2))
+    whole = path.read_bytes()
+    torch.save({"model": 1}, path)
+    saved = path.read_bytes()
+    for data in (b"", b"PK", whole[:-84], saved[:-1], saved[1:], saved[-22:], saved[:40]):
+        path.write_bytes(data)
+        with pytest.raises(AmpFileError, match="is damaged, or not of amp"):
+            amp.load(path)
 
 
 def test_damage_is_drawn_from_all_of_the_file() -> None:

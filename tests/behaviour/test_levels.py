@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from amp_engine import amp
+from amp_engine.errors import AmpStateError, AmpTypeError
 from tests.models import CNN, MLP, NORMED_MLP, TASKS, Task
 from tests.oracle import AdamW, Float64Training, Sgd, relative_error
 from tests.plain import AutocastTraining, Fp32Training, HalfTraining, MasterTraining
-from tests.support import HALF, LEVELS, MASTER_LEVELS, assert_bitwise, assert_same_step, masters, train
+from tests.support import HALF, LEVELS, MASTER_LEVELS, assert_bitwise, assert_same_step, left_alone, masters, train
 
 LEARNING_RATE = {"mlp": 0.1, "normed_mlp": 0.1, "cnn": 0.05, "lstm": 0.2, "transformer": 0.05}
 
@@ -166,3 +167,55 @@ def test_eval_after_training_gives_fp32_metrics_within_tolerance(level: str) -> 
     with torch.no_grad():
         hits = [(model(x).argmax(1) == y).float().mean().item() for x, y in CNN.batches(8)]
     assert mean(hits) > 0.9
+
+
+MEANT = {"bf16": "O5", "torch.bfloat16": "O5", torch.bfloat16: "O5", "BF16": "O5", "bf16-mixed": "O4", "fp16": "O2"}
+MEANT |= {"half": "O2", torch.float16: "O2", 16: "O2", "mixed": "O1", "16-mixed": "O1", "amp": "O1"}
+MEANT |= {"fp32": "O0", "float32": "O0", 32: "O0", 2: "O2", "02": "O2", "o5": "O5", "04": "O4", 1: "O1", "best": "O2"}
+
+
+@pytest.mark.parametrize(("written", "level"), MEANT.items())
+def test_what_is_no_level_is_answered_with_the_one_that_is_meant(written: Any, level: str) -> None:
+    with pytest.raises(AmpStateError, match=f'Use opt_level="{level}"'):
+        amp.initialize(MLP.model(), opt_level=written)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("level", "opt_level"),
+        ("optlevel", "opt_level"),
+        ("dtype", "opt_level"),
+        ("optimizer", "optimizers"),
+        ("lossscale", "loss_scale"),
+    ],
+)
+def test_a_keyword_that_initialize_has_not_is_answered_with_the_one_that_is_meant(written: str, meant: str) -> None:
+    model = MLP.model()
+    optimizer = sgd(model.parameters())
+    with left_alone(model, optimizer), pytest.raises(AmpTypeError, match=f"argument '{written}'.  Write {meant}=") as e:
+        amp.initialize(model, optimizer, **{written: "O2"})
+    assert isinstance(e.value, TypeError)
+
+
+def test_a_keyword_like_none_of_initialize_is_answered_with_all_of_them() -> None:
+    with pytest.raises(AmpTypeError, match=r"argument 'xyz'.  It has models, optimizers, enabled, opt_level, "):
+        amp.initialize(MLP.model(), xyz=1)
+
+
+@pytest.mark.parametrize("keywords", [{"opt_level": level} for level in LEVELS] + [{"enabled": False}])
+def test_who_takes_scale_loss_for_the_loss_is_told_of_with(keywords: dict[str, Any]) -> None:
+    model = MLP.model()
+    optimizer = sgd(model.parameters())
+    amp.initialize(model, optimizer, verbosity=0, **keywords)
+    loss = MLP.loss(model, MLP.batch(0))
+    context = amp.scale_loss(loss, optimizer)
+    for use in (lambda: context.backward(), lambda: context.item(), lambda: context.detach()):  # type: ignore[attr-defined]
+        with pytest.raises(
+            AttributeError, match=r"with amp.scale_loss\(loss, optimizer\) as scaled_loss: scaled_loss\.b"
+        ):
+            use()
+    assert not hasattr(context, "__len__")
+    with context as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import amp_engine
 from amp_engine import AmpGradientWarning, AmpRuntimeWarning, AmpWarning, Engine, amp, messages
@@ -69,6 +70,91 @@ def pair(**keywords: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, **keywords)
     return model, optimizer
+
+
+BANNER_ENDS = {"O1": "loss_scale             : dynamic", "O4": "loss_scale             : 1.0"}
+BANNER_ENDS |= {"O2": BANNER_ENDS["O1"], "O3": BANNER_ENDS["O4"], "O5": BANNER_ENDS["O4"]}
+NAMES = {"O1": "float16", "O2": "float16", "O3": "float16", "O4": "bfloat16", "O5": "bfloat16"}
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what the CPU can do, for an engine that has noted nothing yet."""
+    amp.replace_engine(Engine())
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda *flags: monkeypatch.setattr("amp_engine.dtypes.cpu_flags", lambda: dict.fromkeys(flags, True))
+
+
+# --- notes of initialize --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", BANNER_ENDS)
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Conv1d(2, 2, 3), nn.GRU(2, 2), nn.MultiheadAttention(4, 2)])
+def test_a_level_that_the_cpu_emulates_is_noted_once_apart_from_the_banner(
+    cpu: Any, level: str, model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu("avx2")
+    amp.initialize(model, opt_level=level)
+    *banner, last, empty, note = capsys.readouterr().out.splitlines()
+    assert (last, empty) == (BANNER_ENDS[level], "")
+    assert note.startswith(f"Note:  {level} computes in {NAMES[level]}, which this CPU emulates: it has no AVX-512 ")
+    assert "opt_level='O0' has the fastest step here" in note
+    assert "Note:" not in "".join(banner)
+    amp.initialize(nn.Linear(2, 2), opt_level=level)
+    assert "Note:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("level", BANNER_ENDS)
+def test_a_cpu_that_computes_in_one_half_type_is_asked_for_that(
+    cpu: Any, level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu("avx512_bf16")
+    amp.initialize(nn.Linear(2, 2), opt_level=level)
+    said = capsys.readouterr().out
+    assert ("'O4' and 'O5' compute in bfloat16, which it has" in said) == (NAMES[level] == "float16")
+    assert ("Note:" in said) == (NAMES[level] == "float16")
+
+
+@pytest.mark.parametrize(
+    ("model", "keywords"),
+    [
+        (nn.Linear(2, 2), {"opt_level": "O0"}),
+        (nn.Linear(2, 2), {"opt_level": "O2", "verbosity": 0}),
+        (nn.Linear(2, 2), {"opt_level": "O2", "cast_model_type": torch.float32}),
+        (nn.Linear(2, 2), {"opt_level": "O1", "patch_torch_functions": False}),
+        (nn.Linear(2, 2), {"opt_level": "O1", "enabled": False}),
+        (nn.BatchNorm1d(2), {"opt_level": "O2"}),
+        (nn.Linear(2, 2, device="meta"), {"opt_level": "O4"}),
+    ],
+)
+def test_nothing_is_noted_of_what_does_not_compute_in_half_on_the_cpu(
+    cpu: Any, model: nn.Module, keywords: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu()
+    amp.initialize(model, **keywords)
+    assert "emulates" not in capsys.readouterr().out
+
+
+def test_nothing_is_noted_of_a_cpu_that_computes_in_half(cpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    cpu("amx_bf16", "avx512_fp16")
+    for level in BANNER_ENDS:
+        amp.initialize(nn.Linear(2, 2), opt_level=level)
+        amp.close()
+    assert "Note:" not in capsys.readouterr().out
+
+
+def test_only_what_comes_next_after_the_banner_is_set_apart(capsys: pytest.CaptureFixture[str], kept: Kept) -> None:
+    reporter = Reporter()
+    reporter.say_banner(["a", "b"])
+    reporter.say("Warning:  one")
+    reporter.say("Note:  two")
+    reporter.say_banner(["c"])
+    reporter.say("Gradient overflow.")
+    reporter.say("Note:  three")
+    assert capsys.readouterr().out == "a\nb\n\nWarning:  one\nNote:  two\nc\nGradient overflow.\nNote:  three\n"
+    assert [r.getMessage() for r in kept.records][2] == "Warning:  one"
 
 
 # --- by default -----------------------------------------------------------------------------------

@@ -123,6 +123,24 @@ def test_wgan_gp_finds_the_circle(run_example):
     assert 0.8 < numbers(lines, r"slope ([\d.]+)")[-1] < 1.3  # what the penalty asks for is 1
 
 
+def test_half_weights_stand_still_without_masters(run_example):
+    lines = run_example("half_weights", "--width", 16, "--steps", 20, "--length", 8)
+    norms = {line[:24].strip(): numbers([line], r"([\d.]+)%")[1] for line in lines if "%" in line}
+    assert norms == {"FP32": 0.0, "bfloat16, FP32 masters": 0.0, "pure bfloat16": 100.0}
+
+
+def test_finetune_half_saves_in_the_type_that_it_loaded(run_example, tmp_path):
+    first, second = tmp_path / "first.pt", tmp_path / "second.pt"
+    run_example("finetune_half", "--save", first, "--steps", 20)
+    lines = run_example("finetune_half", "--checkpoint", first, "--save", second, "--steps", 20)
+    (moved,) = numbers(lines, r"bfloat16; (\d+)% of the weights moved")
+    assert moved > 40
+    saved = torch.load(second)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert saved.keys() == torch.load(tmp_path / "base.pt").keys()
+    assert saved["head.weight"].data_ptr() == saved["token_embedding.weight"].data_ptr()
+
+
 def test_from_apex_differs_from_an_apex_script_by_its_import_only():
     source = (ROOT / "examples/from_apex.py").read_text()
     assert re.findall(r"^.*import amp$", source, re.MULTILINE) == ["from amp_engine import amp"]

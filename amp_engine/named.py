@@ -23,7 +23,7 @@ from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.ghost import ghost
-from amp_engine.stepping.master import masters_of
+from amp_engine.stepping.master import masters_of, rounds_to_params
 from amp_engine.stepping.own_step import unhooked_step
 
 # torch.compile and activation checkpointing put these into names; torch.distributed.checkpoint takes them out, too.
@@ -34,16 +34,22 @@ def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, weight) of each parameter of `model`: its master where it has one, else the parameter.
 
     Names as `model.named_parameters()` has them, without those of DistributedDataParallel, torch.compile and activation
-    checkpoints; a shared parameter has its first. Of several optimizers that step a parameter, the first one's master;
-    of a split one a copy.
-    No host sync.
+    checkpoints; a shared parameter has its first. Of several optimizers that step a parameter, the master of the one
+    that stepped it last. A copy of what the model computes with, as `model.state_dict()` has it, stands for a split
+    master, and for one whose parameter was written since, through `.data` or otherwise.
+    Waits for each device once, where there are masters.
     """
-    for name, param in without_wrapper(model).named_parameters():
-        master, value_f32 = next(masters_of(param), None), None
-        if master is None and next(exact_of(param), None) is not None:
+    named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
+    in_sync = {name: m for name, param in named if (m := next((m for m in masters_of(param) if m.in_sync()), None))}
+    counts = dict(zip(in_sync, rounds_to_params([*in_sync.values()]), strict=True))
+    for name, param in named:
+        weight = param
+        if counts.get(name):
+            weight = in_sync[name].weight
+        elif next(exact_of(param), None) is not None:
             value_f32 = exact_value(param)
-        weight = param if master is None else master.weight
-        yield _plain(name), weight if value_f32 is None else nn.Parameter(value_f32, requires_grad=False)
+            weight = nn.Parameter(param.detach().float() if value_f32 is None else value_f32, requires_grad=False)
+        yield name, weight
 
 
 @torch.no_grad()

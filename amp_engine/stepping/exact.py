@@ -43,7 +43,10 @@ class Exact:
         raise NotImplementedError
 
     def value(self) -> Tensor:
-        """What the next step would go on from, if it is in sync: float32, maybe its own memory. No host sync."""
+        """What the model computes with, if it is in sync, before it was rounded: float32, new memory. No host sync.
+
+        Where the parameter is not this value rounded somebody wrote it through `.data`, and it counts.
+        """
         raise NotImplementedError
 
     def take(self, value_f32: Tensor) -> None:
@@ -76,7 +79,7 @@ def exact_of(param: nn.Parameter) -> Iterator[Exact]:
 
 
 def exact_value(param: nn.Parameter) -> Tensor | None:
-    """The float32 value behind `param`, or None if none is kept that is up to date. Maybe not a copy. No host sync."""
+    """A copy of the float32 value behind `param`, or None if none is kept that is up to date. No host sync."""
     return exact_value_of(exact_of(param))
 
 

@@ -49,7 +49,7 @@ class Master(Exact):
         value_f32: becomes the master's memory.
     """
 
-    __slots__ = ("_memory", "_place", "_shared", "compares", "is_doubted", "row", "weight")
+    __slots__ = ("_memory", "_place", "_shared", "is_doubted", "row", "weight")
 
     def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
         super().__init__(param)
@@ -62,8 +62,6 @@ class Master(Exact):
         self.row: int | None = None  # among all that its optimizer steps, as of the last scan
         # Whether a broadcast may have been copied into `param.data`, unseen, since the two agreed.
         self.is_doubted = False
-        # Whether the parameter's values count where nobody is known to have written it.
-        self.compares = False
         # Held, or what replaces it (`param.data = x`) could be given its address, by which the stamp knows it.
         self._memory = param.untyped_storage()
         keep_exact(self)
@@ -172,9 +170,28 @@ class Master(Exact):
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        """What the next step would go on from: of a master that is in sync. Its own memory, if nothing was adopted."""
-        adopts = self.compares and not self.was_written()
-        return followed(self.weight.detach(), self.param.detach()) if adopts else self.weight.detach()
+        """The master if somebody wrote it; else its elements that still round to the parameter's, and those others."""
+        weight = self.weight.detach()
+        return weight.clone() if self.was_written() else followed(weight, self.param.detach())
+
+
+@torch.no_grad()
+def rounds_to_params(masters: Sequence[Master]) -> list[bool]:
+    """Whether each, in sync with its parameter, is what the model computes with, rounded or to be rounded into it.
+
+    Not so where somebody wrote the parameter through `.data`. Waits for each device once.
+    """
+    places = [i for i, master in enumerate(masters) if not master.was_written()]
+    flags: dict[torch.device, list[Tensor]] = {}
+    for i in places:
+        param, rounded = masters[i].param, masters[i].weight.to(masters[i].param.dtype)
+        same = (param == rounded) | (param.isnan() & rounded.isnan())
+        flags.setdefault(param.device, []).append(same.all())
+    found = {device: iter(torch.stack(of_device).tolist()) for device, of_device in flags.items()}
+    answers = [True] * len(masters)
+    for i in places:
+        answers[i] = next(found[masters[i].param.device])
+    return answers
 
 
 def masters_of(param: nn.Parameter) -> Iterator[Master]:

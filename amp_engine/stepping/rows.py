@@ -238,7 +238,6 @@ class Rows:
         if is_first:
             _FRESH.discard(self)
             for master in self.masters:
-                master.compares = self._adopt_data_writes
                 if master.was_written():
                     master.is_doubted = False  # a script's own values, as it saved masters of an earlier run
                 elif master.in_sync() and not master.is_doubted:
@@ -377,7 +376,7 @@ class Rows:
             return
         with suppress(AmpStateError):  # a parameter that is there beside its master keeps what it has
             self.scan()
-        self.refresh(self._adopt_data_writes)
+        self.refresh(adopt_data_writes=True)
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):
                 master = self.find(p)
@@ -401,7 +400,7 @@ class Rows:
         others = list(masters_of(param))
         if exact_f32 is None:
             exact_f32 = exact_value_of(others)
-            value_f32 = (param if exact_f32 is None else exact_f32).detach().to(torch.float32, copy=True)
+            value_f32 = param.detach().to(torch.float32, copy=True) if exact_f32 is None else exact_f32
         elif others or exact_f32.dtype is not torch.float32:  # another optimizer's master has this memory
             value_f32 = exact_f32.to(torch.float32, copy=bool(others))
         else:
@@ -410,7 +409,6 @@ class Rows:
         self._by_weight[id(master.weight)] = master
         self._by_param[id(param)] = master
         take_state(master, states)
-        master.compares = self._is_fresh or self._adopt_data_writes
         return master
 
     def _live_optimizer(self) -> Optimizer:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import kernels
-from amp_engine.dtypes import is_low_precision
+from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import halves, tensor_lists
 from amp_engine.stepping.exact import Exact, discard_exact, exact_of, keep_exact, places_moved
@@ -61,8 +61,8 @@ class Remainder(Exact):
         self._marks, self._place = marks, place
 
     def value(self) -> Tensor:
-        """The master: float32, new memory. No host sync."""
-        return halves.joined(self.param, self.bits)
+        """The master; a remainder of before a write through `.data` is in it, less than half of bfloat16's unit."""
+        return followed(halves.joined(self.param, self.bits), self.param.detach())
 
     @torch.no_grad()
     def take(self, value_f32: Tensor | None) -> None:

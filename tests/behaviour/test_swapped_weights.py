@@ -1,0 +1,208 @@
+"""Weights that are swapped through `.data`, as averages are: what is saved meanwhile, and how training goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_engine import amp
+from tests.models import NORMED_MLP
+from tests.support import LEVELS, MASTER_LEVELS, assert_bitwise, frozen, masters, optimizer_values, started, train
+
+HOW = {"O2": ("O2", {}), "O5": ("O5", {}), "O5, split": ("O5", {"master_weights": "split"})}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
+    "foreach sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+}
+
+
+class Average:
+    """What diffusers' EMAModel does with `model.parameters()`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = [p.detach().float() * 1.25 + 0.001 for p in model.parameters()]
+        self.stored: list[Tensor] = []
+
+    def store(self, model: nn.Module) -> None:
+        self.stored = [p.detach().clone() for p in model.parameters()]
+
+    def copy_to(self, model: nn.Module) -> None:
+        for p, value in zip(model.parameters(), self.shadow, strict=True):
+            p.data.copy_(value.to(p.dtype).data)
+
+    def restore(self, model: nn.Module) -> None:
+        for p, value in zip(model.parameters(), self.stored, strict=True):
+            p.data.copy_(value.data)
+
+
+class Swap(Average):
+    """The same by new memory: `p.data = value`."""
+
+    def store(self, model: nn.Module) -> None:
+        self.stored = [p.data for p in model.parameters()]
+
+    def copy_to(self, model: nn.Module) -> None:
+        for p, value in zip(model.parameters(), self.shadow, strict=True):
+            p.data = value.to(p.dtype)
+
+    def restore(self, model: nn.Module) -> None:
+        for p, value in zip(model.parameters(), self.stored, strict=True):
+            p.data = value
+
+
+def in_half(model: nn.Module) -> dict[str, Tensor]:
+    return frozen({name: p.detach().float() for name, p in model.named_parameters()})
+
+
+def parameters_of(state: Any, model: nn.Module) -> dict[str, Tensor]:
+    return {name: state[name].float() for name, _ in model.named_parameters()}
+
+
+def assert_is_average(found: dict[str, Tensor], model: nn.Module, how: str) -> None:
+    """Bit for bit what the model computes with; of masters in two halves, what rounds to it."""
+    if how == "O5, split":
+        found = {name: v.bfloat16().float() for name, v in found.items() if not name.startswith("1.")}
+    expected = in_half(model)
+    assert_bitwise(found, {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize("kind", [Average, Swap])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("how", [*LEVELS, "O5, split"])
+def test_what_is_saved_is_what_the_model_computes_with_and_training_goes_on_from_the_masters(
+    tmp_path: Path, how: str, name: str, kind: type[Average]
+) -> None:
+    level, keywords = HOW.get(how, (how, {}))
+    make = OPTIMIZERS["adamw" if how == "O5, split" else name]
+
+    def run(saves: bool) -> Any:
+        model, optimizer = started(level, make, **keywords)
+        train(NORMED_MLP, model, optimizer, "cc")
+        if saves:
+            average = kind(model)
+            average.store(model)
+            before = frozen(dict(model.state_dict()))
+            average.copy_to(model)
+            assert_is_average(parameters_of(model.state_dict(), model), model, how)
+            assert_is_average(parameters_of(amp.export_state_dict(model, torch.float32), model), model, how)
+            half = amp.export_state_dict(model)
+            assert_bitwise({n: half[n] for n, _ in model.named_parameters()}, frozen(dict(model.named_parameters())))
+            assert_is_average({n: w.detach().float() for n, w in amp.named_masters(model)}, model, how)
+            assert_is_average(
+                parameters_of(amp.training_state(model, optimizer).state_dict()["model"], model), model, how
+            )
+            twin = copy.deepcopy(model)
+            assert_is_average(parameters_of(twin.state_dict(), model), model, how)
+            averaged = amp.averaged_model(model)
+            assert_is_average(parameters_of(averaged.module.state_dict(), model), model, how)
+            averaged.update_parameters(model)
+            assert_is_average(parameters_of(averaged.module.state_dict(), model), model, how)
+            amp.save(tmp_path / "file", model=model)
+            assert_is_average(parameters_of(torch.load(tmp_path / "file")["model"], model), model, how)
+            average.restore(model)
+            assert_bitwise(frozen(dict(model.state_dict())), before)
+        train(NORMED_MLP, model, optimizer, "cc", first=2)
+        return frozen([dict(model.state_dict()), optimizer_values(optimizer), [w.detach() for w in masters(optimizer)]])
+
+    quiet = run(saves=False)
+    amp.close()
+    assert_bitwise(run(saves=True), quiet)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_elements_that_were_not_written_are_saved_exactly(level: str) -> None:
+    model, optimizer = started(level)
+    train(NORMED_MLP, model, optimizer, "cc")
+    expected = model.state_dict()["0.weight"].clone()
+    model.get_parameter("0.weight").data[0] = 0.3
+    expected[0] = model.get_parameter("0.weight").detach()[0].float()
+    assert_bitwise(model.state_dict()["0.weight"], expected)
+    assert_bitwise(dict(amp.named_masters(model))["0.weight"].detach(), expected)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_close_leaves_the_model_with_what_it_computed_with(level: str) -> None:
+    model, optimizer = started(level)
+    train(NORMED_MLP, model, optimizer, "cc")
+    expected = model.state_dict()["0.weight"].clone()
+    model.get_parameter("0.weight").data[0] = 0.3
+    expected[0] = model.get_parameter("0.weight").detach()[0].float()
+    amp.close()
+    assert_bitwise(model.get_parameter("0.weight").detach(), expected)
+    assert optimizer.param_groups[0]["params"][0] is model.get_parameter("0.weight")
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_master_that_was_written_counts_before_its_parameter(level: str) -> None:
+    model, optimizer = started(level)
+    train(NORMED_MLP, model, optimizer, "cc")
+    master = dict(amp.named_masters(model))["0.weight"]
+    with torch.no_grad():
+        master.mul_(1.5)
+    assert_bitwise(model.state_dict()["0.weight"], master.detach().clone())
+    assert dict(amp.named_masters(model))["0.weight"] is master
+    average = Average(model)
+    average.store(model)
+    train(NORMED_MLP, model, optimizer, "c", first=2)
+    average.copy_to(model)
+    model.load_state_dict({**model.state_dict(), "0.weight": torch.full_like(master, 0.1)})
+    assert dict(amp.named_masters(model))["0.weight"] is master
+    assert_bitwise(master.detach(), torch.full_like(master, 0.1))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_saved_average_loads_into_a_run_that_goes_on_from_it(level: str) -> None:
+    model, optimizer = started(level)
+    train(NORMED_MLP, model, optimizer, "cc")
+    average = Average(model)
+    average.copy_to(model)
+    saved = frozen(dict(model.state_dict()))
+    amp.close()
+    model, optimizer = started(level, seed=5)
+    model.load_state_dict(saved)
+    assert_bitwise(frozen(dict(model.state_dict())), saved)
+    assert_bitwise(masters(optimizer)[0].detach().clone(), saved["0.weight"])
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_also_through_distributed_data_parallel(level: str) -> None:
+    model, optimizer = started(level)
+    replicated = DistributedDataParallel(model)
+    train(NORMED_MLP, replicated, optimizer, "cc")
+    average = Average(replicated)
+    average.store(replicated)
+    before = frozen(dict(replicated.state_dict()))
+    average.copy_to(replicated)
+    found = replicated.state_dict()
+    assert_bitwise(found["module.0.weight"], model.get_parameter("0.weight").detach().float())
+    average.restore(replicated)
+    assert_bitwise(frozen(dict(replicated.state_dict())), before)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_safetensors_file_has_the_average(tmp_path: Path, level: str) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="an optional dependency")
+    model, optimizer = started(level)
+    train(NORMED_MLP, model, optimizer, "cc")
+    Average(model).copy_to(model)
+    safetensors.save_model(model, tmp_path / "file")
+    found = safetensors.load_file(tmp_path / "file")
+    assert_bitwise(found["0.weight"], model.get_parameter("0.weight").detach().float())
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_nan_in_both_is_no_write(level: str) -> None:
+    model, optimizer = started(level)
+    train(NORMED_MLP, model, optimizer, "c")
+    with torch.no_grad():
+        next(amp.master_params(optimizer))[0, 0] = float("nan")
+    train(NORMED_MLP, model, optimizer, "c", first=1)
+    assert dict(amp.named_masters(model))["0.weight"] is next(amp.master_params(optimizer))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting.keep_float import is_kept, kept_modules
-from amp_engine.checkpoint import fill_masters, hook_model, keep_incoming, save_float32
+from amp_engine.checkpoint import fill_masters, hook_children, hook_model, keep_incoming, save_float32
 from amp_engine.containers import cast_tensors
 from amp_engine.copying import warn_of_low_precision_average
 from amp_engine.distributed import fsdp2_param_dtypes, is_any_sharded, is_sharded
@@ -139,6 +139,8 @@ class CastModel:
     def undo(self) -> None:
         """Remove the hooks and give each tensor that is still there the type it came with."""
         self.remove_hooks()
+        if self.model is not None:
+            _remove(self.model, lambda hook: any(hook is ours for ours in _HOOK_FUNCTIONS))  # of parts that joined
         if self.model is not None and not is_any_sharded(self.model):  # since: its types are the wrapper's business
             tensors = [(t, self._dtypes[n]) for n, t in _tensors(self.model) if n in self._dtypes]
             _cast_each(self.model, tensors)
@@ -152,18 +154,26 @@ class CastModel:
 
 def without_casts(model: nn.Module) -> bool:
     """Remove from a copy of a cast model the hooks that came with it. Returns whether its forward was cast."""
-    was_cast = False
+    removed = _remove(
+        model, lambda hook: isinstance(hook, (CastInputs, CastOutputs)) or any(hook is ours for ours in _HOOK_FUNCTIONS)
+    )
+    return any(isinstance(hook, CastInputs) for hook in removed)
+
+
+def _remove(model: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
+    """Remove such hooks from all modules of `model`, and return them."""
+    removed = []
     for module in model.modules():
         for name, extras in _HOOKS.items():
             hooks = getattr(module, name)
             for key, hook in list(hooks.items()):
                 hook = getattr(hook, "hook", hook)  # torch wraps some
-                if isinstance(hook, (CastInputs, CastOutputs)) or any(hook is ours for ours in _HOOK_FUNCTIONS):
-                    was_cast |= isinstance(hook, CastInputs)
+                if is_ours(hook):
+                    removed.append(hook)
                     handle = RemovableHandle(hooks, extra_dict=[getattr(module, extra) for extra in extras])
                     handle.id = key
                     handle.remove()
-    return was_cast
+    return removed
 
 
 def is_cast(model: nn.Module) -> bool:
@@ -176,11 +186,12 @@ def is_cast(model: nn.Module) -> bool:
 _HOOKS: dict[str, list[str]] = {
     "_forward_pre_hooks": ["_forward_pre_hooks_with_kwargs"],
     "_forward_hooks": ["_forward_hooks_with_kwargs", "_forward_hooks_always_called"],
+    "_state_dict_pre_hooks": [],
     "_state_dict_hooks": [],
     "_load_state_dict_pre_hooks": [],
     "_load_state_dict_post_hooks": [],
 }
-_HOOK_FUNCTIONS = (follow_masters, follow_own_masters, save_float32, keep_incoming, fill_masters)
+_HOOK_FUNCTIONS = (follow_masters, follow_own_masters, hook_children, save_float32, keep_incoming, fill_masters)
 
 
 def remember(models: Sequence[nn.Module]) -> Callable[[], None]:

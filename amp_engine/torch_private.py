@@ -82,6 +82,7 @@ NAMES = (
     PrivateName("_forward_pre_hooks", "to find our hooks on a module, and remove them", nn.Module),
     PrivateName("_forward_pre_hooks_with_kwargs", "what torch notes about them elsewhere", nn.Module),
     PrivateName("_state_dict_hooks", "to find our hooks on a module, and remove them", nn.Module),
+    PrivateName("_state_dict_pre_hooks", "the same", nn.Module),
     PrivateName("_load_state_dict_pre_hooks", "the same", nn.Module),
     PrivateName("_load_state_dict_post_hooks", "the same", nn.Module),
     PrivateName("_optimizer_step_pre_hooks", "to be the last hook before a step", Optimizer),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ Cause = Literal["data", "forward", "backward", "divergence", "weights", "elsewhe
 # A loss explodes that is more than this above the median of the losses before it. Batches of one task differ by less,
 # and a learning rate that is too high passes it within a few steps. Chosen by us; there is no source.
 EXPLOSION = 10.0
+RISES = 3
+"""So many times in a row, with none much lower in between, the loss has to double at least."""
 
 
 class Place(NamedTuple):
@@ -35,8 +38,8 @@ class OverflowRecord:
         loss: before scaling; the sum if there are several; None if the engine was never given it.
         cause: "data": a value that is not finite came into the graph from outside; "forward": an operation of the
             forward made it, or the graph does not tell; "backward": the loss was finite and a gradient was not;
-            "divergence": losses have exploded before; "weights": a parameter is not finite; "elsewhere": on another
-            rank, or in an earlier backward of the step.
+            "divergence": losses have risen from step to step until they exploded; "weights": a parameter is not finite;
+            "elsewhere": on another rank, or in an earlier backward of the step.
         parameter: name of the first parameter whose gradient was not finite, as the backward goes from the loss to the
             input; None without any.
         module: name of the module that it is of, "encoder.0"; "" if that is the model itself.
@@ -168,14 +171,24 @@ def growth_of(loss: float | None, earlier: Sequence[float]) -> float | None:
 
 
 def has_exploded(loss: float | None, earlier: Sequence[float]) -> bool:
-    """Whether losses rise as they do where training diverges: not in one bad batch after many good ones."""
+    """Whether losses rise step after step, as where training diverges.
+
+    Not in one bad batch after many good ones, nor where a trained model is fed batches that are all far worse: that is
+    one rise. A loss that is not finite is higher than any other.
+    """
     growth = growth_of(loss, earlier)
     if growth is None or growth <= EXPLOSION:
         return False
-    if loss is None or not math.isfinite(loss) or len(earlier) < 4:
-        return True
-    before = growth_of(earlier[-1], earlier[:-1])
-    return before is not None and before > 2
+    losses = [abs(one) for one in earlier]
+    if loss is not None:
+        losses.append(abs(loss) if math.isfinite(loss) else math.inf)
+    level = max(sorted(losses[:-1])[(len(losses) - 2) // 4], 1e-30)  # the median of few is on its way up already
+    last = list(itertools.takewhile(lambda one: one > 2 * level, reversed(losses)))
+    rises = 0
+    for one in reversed(last):
+        if one >= 2 * level:
+            level, rises = one, rises + 1
+    return rises >= RISES
 
 
 def _what_happened(record: OverflowRecord) -> str:
@@ -189,6 +202,11 @@ def _what_happened(record: OverflowRecord) -> str:
             f"{record.kind}{count}."
         )
     numbers = f"The loss is {_number(record.loss)}, scaled by {record.loss_scale:g}."
+    if record.growth is not None and record.growth > EXPLOSION and record.cause in ("forward", "backward"):
+        numbers += (
+            f"  Losses have grown {record.growth:.3g}-fold at once: this batch is unlike those before, or training "
+            "begins to diverge."
+        )
     near = f", at or after {record.near}," if record.near else ""
     if record.cause == "data":
         return (

@@ -100,16 +100,34 @@ def test_a_batch_that_is_not_finite_is_named(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_a_learning_rate_that_is_too_high_is_divergence(level: str) -> None:
-    run = Run(level, "linear", lr=100.0, skip_on_overflow=False)
-    for _ in range(40):
+    run = Run(level, "linear", lr=3.0, skip_on_overflow=False)
+    for _ in range(60):
         run.step()
-        if report := run.engine.overflow_report():
-            assert report[0].cause == "divergence"
-            assert report[0].growth is not None
-            assert report[0].growth > 10
-            assert "learning rate" in str(report[0])
-            return
-    raise AssertionError("it did not diverge")
+    found = [record for record in run.engine.overflow_report() if record.cause == "divergence"]
+    assert found
+    assert found[0].growth is not None
+    assert found[0].growth > 10
+    assert "learning rate" in str(found[0])
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_adversarial_batches_for_a_trained_model_are_no_divergence(level: str, every: int) -> None:
+    run = Run(level, "linear", lr=0.0, skip_on_overflow=False)
+    x, _ = batch(0)
+    with torch.no_grad():
+        y = run.model(x).float()
+    for index in range(40):
+        is_adversarial = index >= 20 and index % every == 0
+        worse = 0.0 if not is_adversarial else 4e3 if index < 36 else float("inf")
+        run.optimizer.zero_grad()
+        run.batch = x, y + 1e-2 + worse
+        run.backward()
+        run.optimizer.step()
+    report = run.engine.overflow_report()
+    assert report
+    assert {record.cause for record in report} <= {"data", "forward", "backward"}
+    assert "learning rate" not in "".join(map(str, report))
 
 
 @pytest.mark.parametrize("level", ["O0", "O3", "O4"])
@@ -201,15 +219,23 @@ def test_activation_checkpointing_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("loss", "earlier", "is_exploding"),
     [
-        (1e6, [1.0], True),
+        (1e6, [1.0], False),
+        (1e6, [1.0, 8.0, 200.0], True),
         (float("nan"), [1.0, 1e3, 1e6], True),
         (float("inf"), [2.0, 1.9, 1.8, 1.7], False),
         (1e6, [1.0, 1.1, 0.9, 1.0, 1.0], False),  # one bad batch
-        (1e6, [1.0, 1.1, 0.9, 1.0, 50.0], True),
+        (1e6, [1.0, 1.1, 0.9, 1.0, 5.0, 50.0], True),
+        (1e6, [1.0, 1.1, 0.9, 1.0, 5.0, 4.0, 50.0], True),
+        (float("inf"), [1e-3] * 20 + [9.0, 11.0, 10.0, 12.0], False),  # adversarial batches for a trained model
+        (40.0, [1e-3] * 20 + [9.0, 11.0, 10.0, 12.0], False),
+        (float("nan"), [1e-3, 9.0] * 10, False),  # every other batch
+        (30.0, [1e-3, 9.0, 2e-3, 12.0, 1e-3], False),
+        (float("nan"), [1e-3], False),
         (5.0, [1.0], False),
         (5.0, [], False),
         (None, [1.0, 2.0], False),
-        (-1e6, [-1.0, -2.0], True),
+        (-1e6, [-1.0, -2.0], False),
+        (-1e6, [-1.0, -2.0, -30.0, -900.0], True),
     ],
 )
 def test_what_counts_as_an_explosion(loss: float | None, earlier: list[float], is_exploding: bool) -> None:

@@ -17,7 +17,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -27,7 +27,12 @@ from amp_engine.apex.inventory import Different, Missing, Row, Served
 from amp_engine.apex.scopes import IMPORTS_BY_NAME, UNKNOWN, Names
 from amp_engine.apex.traps import Traps
 
-_SKIPPED_FOLDERS = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
+_FOREIGN_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
+_BUILT_FOLDERS = {
+    "build",
+    "dist",
+    "venv",
+}  # mostly copies and packages, but some are a project's own: what is in them is counted
 # A file that has none of these in it cannot use apex. It is not parsed, which makes large projects a matter of seconds.
 _MENTIONS = re.compile("|".join(sorted({"amp_engine", *inventory.ROOTS, *inventory.ADDED})).encode())
 _PROBES = {
@@ -53,6 +58,16 @@ _LINES = {
     "*.sh": re.compile(r"^[^#]*-m\s+(apex\.parallel\.multiproc)\b"),
 }
 _PATTERNS = ("*.py", "*.ipynb", *_LINES)
+# In notebooks: lines that IPython reads and Python does not, also without their sign, and what begins a cell.
+_COMMAND = re.compile(
+    r"\s*([%!?]|(pip3?|conda|mamba|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|man|env|git|python3?|wget) )|.*(\?|=\s*[!%].*)\s*$"
+)
+_COMMAND_WITH_PYTHON = re.compile(r"(\s*)%(?:time|timeit|prun|memit)\s+(?!-)(?=\S)")
+_CELL = re.compile(r"\s*%%(\w+|!)[ \t]*(.*)")
+_OTHER_LANGUAGES = re.compile(
+    "!|bash|sh|script|system|sx|cmd|perl|ruby|html|javascript|js|latex|markdown|svg|r|sql|bigquery|cython|writefile|file",
+    re.IGNORECASE,
+)
 
 Verdict: TypeAlias = Literal["served", "different", "missing", "unknown", "not read", "note"]
 
@@ -75,7 +90,7 @@ def main(paths: list[str]) -> int:
         0 if everything is served, 1 if something is not or a file that mentions apex cannot be read, 2 if a path is
         not there.
     """
-    wrong = [path for path in paths if not Path(path).exists()]
+    wrong = [path for path in paths if not (Path(path).is_file() or Path(path).is_dir())]
     if wrong or not paths:
         print(
             "".join(f"{path}: no such file or folder.  " for path in wrong)
@@ -86,7 +101,7 @@ def main(paths: list[str]) -> int:
         return 2
     read = list(files(paths))
     found = [finding for path in read for finding in check_file(path)]
-    print(render(found, len(read)))
+    print(render(found, len(read), passed_over(paths, read)))
     return int(any(finding.verdict in ("missing", "unknown", "not read") for finding in found))
 
 
@@ -97,22 +112,39 @@ def files(paths: Iterable[str]) -> Iterator[Path]:
     """The files to read: those named, and in folders those of a project's own sources. Each once."""
     seen: set[str] = set()
     for path in paths:
-        for found in sorted(_below(Path(path))) if Path(path).is_dir() else [Path(path)]:
+        for found in sorted(_below(Path(path), [])) if Path(path).is_dir() else [Path(path)]:
             real = os.path.realpath(found)
             if real not in seen:
                 seen.add(real)
                 yield found
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def passed_over(paths: Iterable[str], read: Iterable[Path]) -> dict[str, int]:
+    """The folders below `paths` that were left out and may be a project's, and how many files `read` lacks of each."""
+    known = {os.path.realpath(path) for path in read}
+    built: list[Path] = []
+    for path in paths:
+        list(_below(Path(path), built))
+    counts = {
+        str(folder): sum(os.path.realpath(path) not in known for path in _below(folder, [])) for folder in sorted(built)
+    }
+    return {folder: count for folder, count in counts.items() if count}
+
+
+def _below(folder: Path, built: list[Path]) -> Iterator[Path]:
+    """The files to read below `folder`; folders of builds are not looked into, and come into `built`."""
     # Links to folders are not followed: they lead in circles, or out of the project.
     for root, folders, names in os.walk(folder):
-        folders[:] = [
+        own = [
             name
             for name in folders
-            if not (name.startswith(".") or name in _SKIPPED_FOLDERS or Path(root, name, "pyvenv.cfg").exists())
+            if not (name.startswith(".") or name in _FOREIGN_FOLDERS or Path(root, name, "pyvenv.cfg").exists())
         ]
+        built += (Path(root, name) for name in own if name in _BUILT_FOLDERS)
+        folders[:] = [name for name in own if name not in _BUILT_FOLDERS]
         shown = (Path(root, name) for name in names if not name.startswith("."))
+        # A pipe would be waited for. A link to nowhere is read, and reported.
+        shown = (path for path in shown if path.is_file() or not path.exists())
         yield from (path for path in shown if any(path.match(pattern) for pattern in _PATTERNS))
 
 
@@ -124,7 +156,11 @@ def check_file(path: Path) -> Iterator[Finding]:
         if not _MENTIONS.search(source) and b"\0" not in source:
             return
         if path.suffix == ".ipynb":
-            yield from _check_cells(path, _cells(source))
+            cells = _cells(source)
+            yield from _check_cells(path, [(number, _python_of(text).encode()) for number, text in cells])
+            for number, text in cells:  # a file that is written is a program of its own
+                if (cell := _CELL.match(text)) and cell[1] in ("writefile", "file") and cell[2].strip().endswith(".py"):
+                    yield from _check_cells(path, [(number, _without_first_line(text).encode())])
         elif any(path.match(pattern) for pattern in _LINES):
             yield from _check_lines(path, source.decode())
         else:
@@ -133,11 +169,63 @@ def check_file(path: Path) -> Iterator[Finding]:
         yield Finding(str(path), "0", "", "not read", f"{type(error).__name__}: {error}")
 
 
-def _cells(source: bytes) -> list[tuple[str, bytes]]:
-    """The code cells of a notebook, with their numbers in front of the line's. Commands for IPython are left out."""
+def _cells(source: bytes) -> list[tuple[str, str]]:
+    """The code cells of a notebook, with their numbers in front of the line's."""
     cells = json.loads(source)["cells"]
-    code = [(i, "".join(cell["source"])) for i, cell in enumerate(cells, 1) if cell["cell_type"] == "code"]
-    return [(f"{i}:", re.sub(r"(?m)^([ \t]*)[%!?].*", r"\1pass", text).encode()) for i, text in code]
+    return [(f"{i}:", "".join(cell["source"])) for i, cell in enumerate(cells, 1) if cell["cell_type"] == "code"]
+
+
+def _python_of(cell: str) -> str:
+    """The Python of a notebook's cell, line by line: in the place of what is none stands `pass`, or nothing."""
+    magic = _CELL.match(cell)
+    if magic and _OTHER_LANGUAGES.fullmatch(magic[1]):
+        return ""
+    if magic:
+        cell = _without_first_line(cell)
+    lines = cell.split("\n")
+    # Only lines where Python stops are looked at: `%` may begin a line of an expression, and `!` one of a string.
+    while error := _error_of("\n".join(lines)):
+        suspects = [error.lineno or 0, *range(1, len(lines) + 1)]
+        found = next((i for i in suspects if 0 < i <= len(lines) and _COMMAND.match(lines[i - 1])), None)
+        if found is None:
+            break
+        _take_out(lines, found - 1)
+    return "\n".join(lines)
+
+
+def _without_first_line(cell: str) -> str:
+    return re.sub(r"\S.*", "", cell, count=1)
+
+
+def _error_of(source: str) -> SyntaxError | None:
+    try:
+        _parse(source)
+    except SyntaxError as error:
+        return error
+    except ValueError:  # a zero byte
+        return None
+    return None
+
+
+def _take_out(lines: list[str], index: int) -> None:
+    """Take out a command of IPython, over all of its lines; what `%time` and the like are put before stays."""
+    python = _COMMAND_WITH_PYTHON.sub(r"\1", lines[index])
+    goes_on = lines[index].endswith("\\")
+    if python != lines[index]:
+        lines[index] = python
+        return
+    line = lines[index]
+    lines[index] = line[: len(line) - len(line.lstrip())] + "pass"
+    while goes_on and index + 1 < len(lines):
+        index += 1
+        goes_on = lines[index].endswith("\\")
+        lines[index] = ""
+
+
+def _parse(source: str | bytes) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escape sequences are the project's own business
+        return ast.parse(source)
 
 
 def _check_lines(path: Path, text: str) -> Iterator[Finding]:
@@ -157,9 +245,7 @@ def _check_cells(path: Path, cells: list[tuple[str, bytes]]) -> Iterator[Finding
     body: list[ast.stmt] = []
     for prefix, source in cells:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escape sequences are the project's own business
-                tree = ast.parse(source)
+            tree = _parse(source)
         except (SyntaxError, ValueError) as error:
             number = getattr(error, "lineno", None) or 0
             why = getattr(error, "msg", None) or str(error)
@@ -317,17 +403,19 @@ def _keywords(name: str) -> frozenset[str] | None:
 # --- report ---------------------------------------------------------------------------------------
 
 
-def render(found: list[Finding], read: int) -> str:
-    """The findings as aligned text, a paragraph for each file, and a summary."""
+def render(found: list[Finding], read: int, skipped: Mapping[str, int]) -> str:
+    """The findings as aligned text, a paragraph for each file, and a summary; `skipped`: how many files, by folder."""
+    where = ", ".join(f"{_count(count, 'file')} in {folder}" for folder, count in skipped.items())
+    unread = f"  Not read: {where}; pass a folder to --check to have it read." if skipped else ""
     if not found:
-        return f"No use of apex in {_count(read, 'file')}."
+        return f"No use of apex in {_count(read, 'file')}.{unread}"
     paragraphs = []
     for path, of_file in itertools.groupby(found, lambda finding: finding.path):
         rows = [(f"{path}:{f.line}", f.name, f.verdict, f.text) for f in of_file]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
         lines = ("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
         paragraphs.append("\n".join(lines))
-    return "\n\n".join([*paragraphs, _summary(found, read)])
+    return "\n\n".join([*paragraphs, _summary(found, read) + unread])
 
 
 def _summary(found: list[Finding], read: int) -> str:

@@ -414,6 +414,95 @@ def test_notebooks_are_read_cell_by_cell(script):
     ]
 
 
+NO_PYTHON = {
+    "a shell": ["%%bash\n", "pip install 'apex\n", "for f in *; do echo $f; done\n"],
+    "a shell after an empty line": ["\n", "%%sh\n", "ls -l\n"],
+    "a file": ["%%writefile notes.txt\n", "it's apex\n"],
+    "html": ["%%HTML\n", "<b>apex</b>"],
+    "a script": ["%%script false\n", "echo 'apex"],
+    "commands": ["!pip install -v ./apex\n", "%cd apex\n", "?len\n", "len?\n", "apex??\n", "!echo '('\n"],
+    "commands without their sign": ["pip install apex\n", "cd /content/apex\n", "ls -l"],
+    "a command over lines": ["!pip install \\\n", "  --global-option=--cpp_ext \\\n", "  ./apex\n"],
+    "what commands give": ["files = !ls *.py\n", "p = %pwd\n", "v = !nvcc --version | grep 'release"],
+    "a branch": ["if True:\n", "    !ls -l\n", "else:\n", "    %matplotlib inline\n"],
+}
+
+
+def notebook(script, *cells):
+    code = [{"cell_type": "code", "source": cell} for cell in cells]
+    return script(json.dumps({"cells": code}), "a.ipynb")
+
+
+@pytest.mark.parametrize("kind", NO_PYTHON)
+def test_what_is_not_python_in_a_notebook_is_passed_over_and_the_rest_is_read(script, kind):
+    use = ["from apex import amp\n"]
+    path = notebook(script, use, NO_PYTHON[kind], ["amp.scale_los()"])
+    expected = [("1:1", "apex.amp", "served"), ("3:1", "apex.amp.scale_los", "unknown")]
+    assert [(f.line, f.name, f.verdict) for f in findings(path)] == expected
+    if "%%" not in "".join(NO_PYTHON[kind]):
+        path = notebook(script, [*use, *NO_PYTHON[kind], "\namp.scale_los()\n"])
+        assert [(f.name, f.verdict) for f in findings(path)] == [row[1:] for row in expected]
+
+
+@pytest.mark.parametrize(
+    "first", ["%%time", "%%capture out", "%%timeit -n 1", "%%prun", "%%python", "%%some_extension"]
+)
+def test_cells_that_go_on_in_python_are_read(script, first):
+    path = notebook(script, [f"{first}\n", "from apex import amp\n", "%time amp.scale_los()\n", "%timeit -n 3 f()"])
+    assert [(f.line, f.name) for f in findings(path)] == [("1:2", "apex.amp"), ("1:3", "apex.amp.scale_los")]
+
+
+def test_a_program_that_a_notebook_writes_is_read_by_itself(script):
+    writes = ["%%writefile -a train.py\n", "from apex import amp\n", "amp.scale_los()\n"]
+    path = notebook(script, ["amp = None"], writes, ["amp.scale_los()"])
+    assert [(f.line, f.name) for f in findings(path)] == [("2:2", "apex.amp"), ("2:3", "apex.amp.scale_los")]
+
+
+def test_lines_of_python_that_look_like_commands_stay(script):
+    text = [
+        "from apex import amp\n",
+        "x = ('%s'\n",
+        "  % amp.scale_los())\n",
+        's = """\n',
+        "!amp\n",
+        '%time"""\n',
+        "!ls -l",
+    ]
+    path = notebook(script, text)
+    assert [(f.line, f.name) for f in findings(path)] == [("1:1", "apex.amp"), ("1:3", "apex.amp.scale_los")]
+
+
+def test_a_cell_that_is_broken_python_is_said_by_its_line(script):
+    path = notebook(script, ["!ls -l\n", "import apex\n", "print 'broken'\n"])
+    assert [(f.line, f.verdict) for f in findings(path)] == [("1:3", "not read")]
+
+
+def test_pipes_are_not_waited_for(script, tmp_path, capsys):
+    script("import apex", "b.py")
+    for name in ("a.py", "a.ipynb", "setup.cfg"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "link.py").symlink_to(tmp_path / "a.py")
+    assert [os.path.basename(f.path) for f in findings(tmp_path)] == ["b.py"]
+    assert check.main([str(tmp_path / "a.py")]) == 2
+    assert "a.py: no such file" in capsys.readouterr().err
+
+
+def test_files_in_folders_of_builds_are_counted(script, tmp_path, capsys):
+    for name in ("build/lib/a.py", "build/b.ipynb", "dist/a.py", "src/dist/c.py", "venv/d.py", "dist/a.whl"):
+        script("import apex", name)
+    script("", "build/site-packages/e.py")
+    script("import torch", "src/a.py")
+    assert check.main([str(tmp_path), str(tmp_path / "src" / "dist")]) == 0
+    out = capsys.readouterr().out
+    skipped = f"2 files in {tmp_path}/build, 1 file in {tmp_path}/dist, 1 file in {tmp_path}/venv"
+    assert out.endswith(f"  Not read: {skipped}; pass a folder to --check to have it read.\n")
+    assert "1 name of apex in 2 files: 1 served." in out
+    assert check.main([str(tmp_path / "src" / "a.py")]) == 0
+    assert capsys.readouterr().out == "No use of apex in 1 file.\n"
+    assert check.main([str(tmp_path / "dist")]) == 0
+    assert "Not read" not in capsys.readouterr().out
+
+
 def test_folders_that_are_not_the_projects_own_are_skipped(script, tmp_path):
     for folder in (".git", "build", "dist", "site-packages", "venv", ".venv", "__pycache__", "node_modules"):
         script("import apex", f"{folder}/a.py")

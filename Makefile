@@ -90,7 +90,7 @@ else
 GPU_PYTHON := $(BIN)/python
 gpu: $(INSTALLED)
 endif
-gpu:  ## on a machine with a GPU: compile, test, measure, in ten minutes; tables to OUT or build/gpu. GPU=simulator: try it out
+gpu:  ## on a machine with a GPU: compile, test, measure, in ten minutes; tables to OUT or build/gpu. GPU=simulator: tried out on the CPU
 	$(GPU_PYTHON) -m tests.gpu_run --out $(or $(OUT),build/gpu) $(if $(filter simulator,$(GPU)),--simulate) $(ARGS)
 
 clean:  ## remove what the commands made

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.gpu_run import counters, sanitizers, variants
+from tests.gpu_run import counters, machine, sanitizers, variants
 from tests.gpu_run.__main__ import stages
 from tests.gpu_run.machine import Clocks, summary
 from tests.gpu_run.program import Task
@@ -64,7 +65,9 @@ def test_make_gpu_goes_through_all_stages_and_reports_those_that_went_wrong(tmp_
     levels = {row["what"] for row in report["rows"] if row["stage"] == "training"}
     assert levels >= {"O0", "O1", "O2", "O3", "O4", "O5", "FP32", "TF32", "autocast bfloat16", "autocast float16"}
     steps = [row for row in report["rows"] if row["stage"] == "steps"]
-    assert {"ms", "host_ms", "of_copy", "kept_full", "ratio"} <= {name for row in steps for name in row}
+    assert {"ms", "host_ms", "of_copy", "kept_full", "ratio", "launches", "syncs"} <= {
+        name for row in steps for name in row
+    }
     text = (tmp_path / "gpu.md").read_text()
     assert "| build | failed |" in text
     assert "told to fail" in text
@@ -245,22 +248,25 @@ def test_counters_are_read_from_both_layouts():
     assert dict(counters.numbers(sectors, 1)) == {"sectors a load": 16.0}
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_counters_are_measured_or_their_refusal_is_a_row(tmp_path, refuses):
+@pytest.mark.parametrize("refusal", ["", "==ERROR== no permission", "no answer within 1 s"])
+def test_counters_are_measured_or_their_refusal_is_a_row(tmp_path, refusal):
     (tmp_path / "csv").write_text(WIDE)
     script = 'while [ "$1" != --log-file ]; do shift; done; '
-    script += 'echo "==ERROR== no permission" >"$2"; exit 1' if refuses else f'cp {tmp_path}/csv "$2"'
+    if refusal.startswith("no answer"):
+        script = "echo connecting; exec sleep 60"
+    else:
+        script += f'echo "{refusal}" >"$2"; exit 1' if refusal else f'cp {tmp_path}/csv "$2"'
     tool(tmp_path, "ncu", script)
     rows = tmp_path / "rows"
     subprocess.run(
         [sys.executable, "-m", "tests.gpu_run.counters", "--rows", str(rows)],
         cwd=ROOT,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "GPU_RUN_SECONDS": "5"},
         check=True,
     )
     found = read_rows(rows)
-    if refuses:
-        assert [row["why"] for row in found] == ["==ERROR== no permission"] * 2
+    if refusal:
+        assert [row["why"] for row in found] == [refusal] * 2
     else:
         assert [row["what"] for row in found] == ["0: update<Adam>"]  # and not the tiny one
 
@@ -270,6 +276,41 @@ def test_lines_of_the_variants_become_rows(tmp_path):
     assert variants.add_rows(Rows(tmp_path / "rows", "variants"), printed) == 1
     (row,) = read_rows(tmp_path / "rows")
     assert (row["what"], row["ms"]) == ("quads, default, 3 blocks, chunks of 32 K", 1.5)
+
+
+def test_variants_are_compiled_for_the_gpu_that_is_there_and_run(tmp_path):
+    """By an nvcc that makes a program which prints how it was compiled."""
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    (home / "include").mkdir()
+    (home / "include" / "cuda_runtime_api.h").touch()
+    shown = r"""printf '#!/bin/sh\necho '"'"'{"what": "%s", "ms": 1.5}'"'" "$2" >"$4"; chmod +x "$4" """
+    given = (
+        'while [ "${1#-gencode}" = "$1" ]; do [ "$1" != --version ] || { echo "release 13.0, V13"; exit; }; shift; done'
+    )
+    tool(home / "bin", "nvcc", f'{given}; set -- "" "$1" "$2" "$3"; {shown}')
+    tool(tmp_path, "nvidia-smi", "echo 9.0")
+    environment = {
+        **os.environ,
+        "CUDA_HOME": str(home),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "tests.gpu_run.variants", "--rows", str(tmp_path / "rows")]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    (row,) = read_rows(tmp_path / "rows")
+    assert (row["what"], row["ms"]) == ("-gencode=arch=compute_90,code=sm_90", 1.5)
+
+
+def test_what_the_machine_is_comes_from_torch_once_it_can_be_asked(tmp_path, monkeypatch):
+    gpu = SimpleNamespace(name="H100", total_memory=80 << 30, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(sys, "argv", ["machine", "--rows", str(tmp_path / "rows")])
+    machine.main()
+    (row,) = read_rows(tmp_path / "rows")
+    assert row["about"]["gpu"] == "H100, 80 GiB, 132 SMs"
+    assert row["about"]["kernels"] not in ("", "unknown")
 
 
 def test_clocks_are_asked_for_while_stages_run(tmp_path, monkeypatch):
@@ -349,5 +390,5 @@ def test_the_time_of_the_device_is_that_between_the_events(monkeypatch):
     assert queue.waits == [int(0.01 * CYCLES), int(SHORTEST * CYCLES)]
     assert clock.host(queue.work) > 0
     assert clock.back_to_back(queue.work) > 0
-    times, _ = timed(queue.work, cuda=True, count=4)
+    times, _ = timed(queue.work, torch.device("cuda"), count=4)
     assert times == [3.0] * 4

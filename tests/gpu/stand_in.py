@@ -1,8 +1,30 @@
-"""What the GPU tests call of torch.cuda, for the CPU: a device that has done its work when a call returns."""
+"""What tests and measurements call of torch.cuda, for the CPU: a device that has done its work when a call returns."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def cuda_of(device: torch.device) -> Any:
+    """torch.cuda for a GPU, else this module."""
+    return torch.cuda if device.type == "cuda" else sys.modules[__name__]
+
+
+def captured(body: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """What replays `body`, captured in a CUDA graph and let go of. On the stand-in it is `body` itself."""
+    if device.type != "cuda":
+        return body
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph.replay
 
 
 class Stream:
@@ -18,11 +40,34 @@ class Stream:
 class Event:
     """A mark that is reached as soon as it is set."""
 
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._at = 0.0
+
     def record(self) -> None:
-        pass
+        self._at = time.perf_counter()
 
     def query(self) -> bool:
         return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._at - self._at) * 1e3
+
+
+class Runtime:
+    """What starts and stops a profiler."""
+
+    def cudaProfilerStart(self) -> None:
+        pass
+
+    def cudaProfilerStop(self) -> None:
+        pass
+
+
+def cudart() -> Runtime:
+    return Runtime()
 
 
 def current_stream() -> Stream:
@@ -47,3 +92,20 @@ def set_sync_debug_mode(mode: str) -> None:
 
 def _sleep(cycles: int) -> None:
     pass
+
+
+def mem_get_info() -> tuple[int, int]:
+    """Bytes that are free, and all; as little as a test needs."""
+    return 1 << 30, 1 << 30
+
+
+def empty_cache() -> None:
+    pass
+
+
+def reset_peak_memory_stats() -> None:
+    pass
+
+
+def max_memory_allocated() -> int:
+    return 0

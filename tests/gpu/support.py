@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ STANDS_IN = WANTED == "stand-in" or not torch.cuda.is_available()
 GPU = torch.device("cpu" if STANDS_IN else "cuda")
 GPUS = [GPU, GPU] if STANDS_IN else [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 OTHER_DEVICE = torch.device("meta" if STANDS_IN else "cpu")
-cuda: Any = stand_in if STANDS_IN else torch.cuda
+cuda = stand_in.cuda_of(GPU)
 
 needs_queue = pytest.mark.skipif(STANDS_IN, reason="needs a GPU: the stand-in has no queue of kernels")
 needs_two_gpus = pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
@@ -101,13 +100,7 @@ def no_sync() -> Iterator[None]:
 
 def captured(body: Callable[[], object]) -> Callable[[], object]:
     """What replays `body`, captured in a CUDA graph and let go of. On the stand-in it is `body` itself."""
-    if STANDS_IN:
-        return body
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    return graph.replay
+    return stand_in.captured(body, GPU)
 
 
 def calls(body: Callable[[], object]) -> list[str]:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.gpu_run.report import Rows
@@ -42,23 +42,23 @@ def profiled(device_name: str, tiny: bool) -> None:
     """Check and update of FP32 masters with float16 gradients, once each between the marks of the profiler."""
     import torch
 
+    from tests.gpu.stand_in import cuda_of
     from tests.gpu_run.steps import Kernels, Shape
 
     device = torch.device(device_name)
+    cuda = cuda_of(device)
     count, numel = (2, 1_000) if tiny else (COUNT, NUMEL // COUNT)
     shape = Shape(count, numel, device)
     for name in KINDS:
         kind, dtype = name.split(" ")
         bare = Kernels(shape, kind, getattr(torch, dtype))
         bare.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaProfilerStart()
+        cuda.synchronize()
+        cuda.cudart().cudaProfilerStart()
         bare.check()
         bare.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaProfilerStop()
+        cuda.synchronize()
+        cuda.cudart().cudaProfilerStop()
     print("profiled", flush=True)
 
 
@@ -112,19 +112,22 @@ def numbers(metrics: dict[str, float], parameters: int) -> Iterator[tuple[str, f
             yield what, named[what]
 
 
-def measure(metrics: dict[str, str], output: Path, seconds: float) -> tuple[list[tuple[str, dict[str, float]]], str]:
-    """Run under ncu. What it measured, and what it said."""
+def measure(
+    metrics: dict[str, str], output: Path, seconds: float, arguments: Sequence[str] = ()
+) -> tuple[list[tuple[str, dict[str, float]]], str]:
+    """Run under ncu, with further arguments. What it measured, and what it said."""
     output.unlink(missing_ok=True)
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--profile-from-start", "off", "--target-processes", "all", "--metrics", ",".join(metrics)]
-    command += ["--log-file", str(output), sys.executable, "-m", "tests.gpu_run.counters", "--profiled"]
+    command += ["--log-file", str(output), sys.executable, "-m", "tests.gpu_run.counters", "--profiled", *arguments]
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False
         )
         said = done.stdout
     except subprocess.TimeoutExpired as error:
-        said = f"no answer within {seconds:.0f} s\n{error.output or ''}"
+        cut = error.output.decode(errors="replace") if isinstance(error.output, bytes) else error.output or ""
+        said = f"no answer within {seconds:.0f} s\n{cut}"
     text = output.read_text(errors="replace") if output.exists() else ""
     print(said[-3000:])
     print(text[-12000:])
@@ -148,8 +151,9 @@ def main() -> None:
         return profiled(args.device, args.tiny)
     end = time.monotonic() + float(os.environ.get("GPU_RUN_SECONDS", "600")) - 4.0
     Path("build").mkdir(exist_ok=True)
+    arguments = ["--device", args.device, *["--tiny"] * args.tiny]
     for metrics in ({**BASIC, **MORE}, BASIC):
-        found, why = measure(metrics, Path("build/ncu.csv"), max(1.0, end - time.monotonic()))
+        found, why = measure(metrics, Path("build/ncu.csv"), max(1.0, end - time.monotonic()), arguments)
         if found:
             break
         rows.add("counters", "refused", why=why)

@@ -11,9 +11,11 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from tests.gpu.stand_in import cuda_of
 from tests.gpu_run.report import Rows
 
 RESERVE = 6.0  # seconds before the limit at which no case is begun any more
@@ -25,7 +27,7 @@ class Task:
 
     Attributes:
         rows: where results go.
-        device: "cuda", or "cpu" to try the stage out.
+        device: "cuda", or "cpu", which stands in for a GPU to try the stage out.
         tiny: sizes that only show that it works.
         end: time.monotonic() at which the stage should be done.
         module: of the stage.
@@ -40,6 +42,11 @@ class Task:
     module: str = ""
     skip: int = 0
     failed: bool = False
+
+    @property
+    def cuda(self) -> Any:
+        """What of torch.cuda is called for this device."""
+        return cuda_of(self.device)
 
     def left(self) -> float:
         """Seconds."""
@@ -88,9 +95,8 @@ class Task:
     def give_back(self) -> None:
         """Free what the last case held."""
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        self.cuda.synchronize()
+        self.cuda.empty_cache()
 
 
 def task(module: str, description: str | None) -> Task:

@@ -21,6 +21,7 @@ from amp_engine import Engine, kernels
 from amp_engine.kernels import Formula
 from amp_engine.kernels.formulas import Adam, Lamb, Sgd
 from amp_engine.optimizers import FusedLAMB, FusedSGD
+from tests.gpu.stand_in import captured
 from tests.gpu_run.program import Task, task
 from tests.gpu_run.timing import Contestant, Race, Run
 
@@ -135,15 +136,11 @@ class Kernels:
         self.step()
 
 
-def replayed(run: Run) -> Run:
+def replayed(run: Run, device: torch.device) -> Run:
     """`run` captured in a CUDA graph."""
     for _ in range(3):
         run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    return captured(run, device)
 
 
 def adamw(params: Iterator[nn.Parameter]) -> Optimizer:
@@ -229,11 +226,8 @@ class Cases:
 
     def __init__(self, task: Task) -> None:
         self._task, self._race = task, Race(task)
-        self._cuda = task.device.type == "cuda"
-        self._largest = 1_000_000_000
-        if self._cuda:  # four contestants of up to 24 bytes a parameter, and what they make meanwhile
-            free = torch.cuda.mem_get_info()[0]
-            self._largest = min(self._largest, int(free / 120) // 1_000_000 * 1_000_000)
+        # Four contestants of up to 24 bytes a parameter, and what they make meanwhile.
+        self._largest = min(1_000_000_000, int(task.cuda.mem_get_info()[0] / 120) // 1_000_000 * 1_000_000)
 
     def shape(self, count: int, total: int) -> Shape:
         """Parameters that fit the device."""
@@ -371,7 +365,7 @@ class Cases:
     def graph(self, case: str, run: Run, shape: Shape) -> None:
         """Measure what is captured. A refusal is a result."""
         try:
-            again = replayed(run) if self._cuda else run
+            again = replayed(run, self._task.device)
         except Exception as error:
             self._task.rows.add(case, "capture refused", why=f"{type(error).__name__}: {error}"[:300])
             return
@@ -382,14 +376,13 @@ class Cases:
         n = 1_000 if self._task.tiny else self._largest
         x = torch.randn(n, device=self._task.device)
         contestants = [Contestant("read", lambda: x.sum(), 4.0 * n)]
-        if self._cuda:
-            streams = [torch.randn(n, device=self._task.device) for _ in range(5)]
-            try:
-                function = torch.cuda.jiterator._create_multi_output_jit_fn(FIVE_STREAMS, num_outputs=5)
-                function(*streams)
-                contestants.append(Contestant("read 5 streams, write 5", lambda: function(*streams), 40.0 * n))
-            except Exception as error:  # no compiler at run time, or whatever else it raises
-                self._task.rows.add("ceilings", "no 5 streams", why=f"{type(error).__name__}: {error}"[:300])
+        streams = [torch.randn(n, device=self._task.device) for _ in range(5)]
+        try:
+            function = torch.cuda.jiterator._create_multi_output_jit_fn(FIVE_STREAMS, num_outputs=5)
+            function(*streams)
+            contestants.append(Contestant("read 5 streams, write 5", lambda: function(*streams), 40.0 * n))
+        except Exception as error:  # no GPU, no compiler at run time, or whatever else it raises
+            self._task.rows.add("ceilings", "no 5 streams", why=f"{type(error).__name__}: {error}"[:300])
         self._race.run("ceilings", contestants, 1.0)
 
 

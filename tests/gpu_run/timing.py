@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.timing import median_ratio
+from tests.gpu.stand_in import cuda_of
 from tests.gpu_run.program import Task
 
 Run = Callable[[], object]
@@ -47,15 +48,14 @@ class Contestant:
 
 
 class Clock:
-    """Events and waits of a device; on the CPU, which does its work at once, a clock."""
+    """Events and waits of a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda = cuda_of(device)
 
     def drain(self) -> None:
         """Wait until the device has nothing to do."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        self._cuda.synchronize()
 
     def host(self, run: Run) -> float:
         """Seconds that the host needs to queue `run`."""
@@ -67,10 +67,8 @@ class Clock:
     def on_device(self, run: Run, wait: float) -> tuple[float, bool]:
         """Milliseconds of the device, and whether the host had queued all of it before the device began."""
         self.drain()
-        if not self._cuda:
-            return self.host(run) * 1e3, True
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(min(max(wait, SHORTEST), LONGEST) * CYCLES))
+        start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        self._cuda._sleep(int(min(max(wait, SHORTEST), LONGEST) * CYCLES))
         start.record()
         run()
         kept_full = not start.query()
@@ -88,10 +86,10 @@ class Clock:
         return (time.perf_counter() - start) * 1e3 / BACK_TO_BACK
 
 
-def launches_and_syncs(run: Run) -> tuple[int, int]:
+def launches_and_syncs(run: Run, device: torch.device) -> tuple[int, int]:
     """How many kernels `run` launches, and how often it waits for the device."""
     run()
-    torch.cuda.synchronize()
+    cuda_of(device).synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's own
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
@@ -144,8 +142,8 @@ class Race:
                 numbers["back_to_back_ms"] = clock.back_to_back(contestant.run)
             if peer is not None and contestant is not self._copy and i != peer:
                 numbers["ratio"] = median_ratio(device[i], device[peer])
-            if contestant.counted and self._task.device.type == "cuda":
-                numbers["launches"], numbers["syncs"] = launches_and_syncs(contestant.run)
+            if contestant.counted:
+                numbers["launches"], numbers["syncs"] = launches_and_syncs(contestant.run, self._task.device)
             self._task.rows.add(case, contestant.what, **numbers)
 
     def _bandwidth(self, contestant: Contestant, ms: list[float], copy_ms: list[float]) -> dict[str, float]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_engine import Engine
+from tests.gpu.stand_in import cuda_of
 from tests.gpu_run.models import Example, examples
 from tests.gpu_run.program import Task, task
 
@@ -139,10 +140,8 @@ class Training:
 
     def measure(self, example: Example, who: str, compile_blocks: bool = False) -> None:
         """Train, and write a row."""
-        device = self._task.device
-        cuda = device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
+        device, cuda = self._task.device, self._task.cuda
+        cuda.reset_peak_memory_stats()
         allowed = {TF32: True, FLOAT32: False, "O0": False}.get(who)
         contestant = (
             ours(example, who, device, compile_blocks)
@@ -155,7 +154,7 @@ class Training:
             losses += [step() for _ in range(WARMUP - 1)]
             losses[-1].item()
             prepared = time.monotonic() - start
-            ms, last = timed(step, cuda, 2 if self._task.tiny else None)
+            ms, last = timed(step, device, 2 if self._task.tiny else None)
             first, last_loss = losses[0].item(), last.item()
         case = example.name + ", compiled" * compile_blocks
         self._medians[case, who] = statistics.median(ms)
@@ -170,7 +169,7 @@ class Training:
             p10=sorted(ms)[len(ms) // 10],
             p90=sorted(ms)[len(ms) * 9 // 10],
             ratio=self._medians[case, who] / against if against else None,
-            peak_gb=torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+            peak_gb=cuda.max_memory_allocated() / 1e9,
             steps=len(ms),
             first_loss=first,
             last_loss=last_loss,
@@ -180,26 +179,20 @@ class Training:
             torch.compiler.reset()
 
 
-def timed(step: Step, cuda: bool, count: int | None) -> tuple[list[float], Tensor]:
+def timed(step: Step, device: torch.device, count: int | None) -> tuple[list[float], Tensor]:
     """Milliseconds of each of some steps, `count` or as many as there is time for, and the loss of the last."""
-    times: list[float] = []
-    if not cuda:
-        for _ in range(count or FEWEST):
-            start = time.perf_counter()
-            loss = step()
-            times.append((time.perf_counter() - start) * 1e3)
-        return times, loss
-    torch.cuda.synchronize()
+    cuda = cuda_of(device)
+    cuda.synchronize()
     start = time.perf_counter()
     step()
-    torch.cuda.synchronize()
+    cuda.synchronize()
     count = count or max(FEWEST, min(MOST, int(SECONDS / (time.perf_counter() - start))))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events = [cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:
         loss = step()
         event.record()
-    torch.cuda.synchronize()
+    cuda.synchronize()
     return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)], loss
 
 

@@ -19,6 +19,7 @@ from amp_engine.arguments import check_has_groups, check_optimizers, refuse_arou
 from amp_engine.collectives import Watch, watch
 from amp_engine.compat import face
 from amp_engine.distributed import fsdp1_around, fsdp1_in, is_in_zero, is_sharded, wrappers_around
+from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 from amp_engine.fsdp import is_cast_by_fsdp2
 from amp_engine.kept_by_policy import give_back
@@ -257,6 +258,8 @@ class Initialized:
         self._collectives = None
         optimizers = self.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
+        # FP32 in between, also if they are half again by then.
+        mastered = {id(p) for one in self.stepped if one.rows.writes_parameters for p in one.rows.columns.params}
         for optimizer in optimizers:
             self._let_go(optimizer)
         for cast_model in reversed(self._cast_models):
@@ -268,7 +271,9 @@ class Initialized:
             if optimizer in self._state_follows_cast:
                 _match_state_to_parameters(optimizer)
         self._state_follows_cast.clear()
-        _warn_of_lost_hooks([param for param, dtype in params if param.dtype != dtype])
+        _warn_of_lost_hooks(
+            [p for p, dtype in params if p.dtype != dtype or (dtype in LOW_PRECISION and id(p) in mastered)]
+        )
 
     def parameter_places(self) -> dict[int, Place]:
         """Id of each parameter -> where it is.

@@ -52,9 +52,7 @@ def train(level: str | None) -> tuple[float, float, float]:
     still = {name: weight.detach() == before[name] for name, weight in amp.named_masters(model)}
     norms = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
     amp.close()
-    everything, of_norms = (
-        torch.cat([s.flatten() for s in values]) for values in (still.values(), map(still.get, norms))
-    )
+    everything, of_norms = [torch.cat([still[name].flatten() for name in names]) for names in (still, norms)]
     return torch.stack(losses[-20:]).mean().item(), everything.float().mean().item(), of_norms.float().mean().item()
 
 

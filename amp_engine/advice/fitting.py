@@ -77,6 +77,6 @@ def _why_not(name: str, value: Any, level: str) -> str | None:
         changed = defaults.override(**{name: value})
     except (AmpError, AssertionError):
         return None  # what no level takes is an error of the script's
-    if name in _OF_ANOTHER_LEVEL and (level, value) != ("O5", "split"):
+    if name in _OF_ANOTHER_LEVEL and (level, value) not in (("O5", "split"), ("O1", True), ("O4", True)):
         return None if getattr(changed, name) == getattr(defaults, name) else "it would make another level of it"
     return "it does not fit the level" if list(changed.complaints()) else None

@@ -38,7 +38,7 @@ def test_batch_norm_is_kept_in_fp32_where_the_model_is_cast(level):
 @pytest.mark.parametrize(
     ("passed", "where"),
     [
-        ({"master_weights": True}, ("O2", "O3", "O5")),  # O3 is the script's own, the others have them anyway
+        ({"master_weights": True}, ("O1", "O2", "O3", "O4", "O5")),  # at O1 and O4 of half weights alone
         ({"master_weights": "split"}, ("O3", "O5")),
         ({"cast_model_type": torch.float16}, ("O2", "O3")),
         ({"cast_model_type": "float16"}, ("O2", "O3")),  # as a policy has it

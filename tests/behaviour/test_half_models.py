@@ -204,6 +204,10 @@ def test_master_weights_give_half_parameters_masters_and_leave_the_others(
     for weight, param, old in zip(weights, model.parameters(), start, strict=True):
         assert (weight != old).float().mean() > 0.9  # also where the half parameter stands still
         assert_bitwise(param.detach(), weight.detach().to(param.dtype))
+    x = torch.ones(2, 8)
+    kept = model(x)  # from copies of weights that may be older than the last step
+    with torch.no_grad():
+        assert_bitwise(kept.detach(), model(x))
 
 
 @pytest.mark.parametrize("level", FUNCTION_LEVELS)

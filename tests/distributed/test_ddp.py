@@ -134,6 +134,19 @@ def test_close_says_that_a_wrapper_around_what_it_gives_another_type_reduces_no_
 
 
 @pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize(("level", "master_weights"), [("O5", None), ("O5", "split"), ("O4", True), ("O1", True)])
+def test_close_says_so_where_a_half_model_had_masters_and_is_half_again(level: str, master_weights: Any) -> None:
+    model = MLP.model().bfloat16()
+    optimizer = momentum_sgd(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, master_weights=master_weights)
+    ddp = DistributedDataParallel(model)
+    with pytest.warns(RuntimeWarning, match=r"Call DistributedDataParallel\(model\) anew before"):
+        amp.close()
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    del ddp
+
+
+@pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize("level", REACHED)
 def test_close_says_nothing_of_a_wrapper_whose_parameters_keep_their_type(level: str) -> None:
     model = MLP.model()

@@ -23,7 +23,7 @@ from amp_engine.explaining import Explaining
 from amp_engine.initialized import Initialized, master_params
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.policy import Policy
-from amp_engine.policy_file import RunPolicy, completed
+from amp_engine.policy_file import RunPolicy, takes_policy
 from amp_engine.request import checked
 from amp_engine.saving import Saving
 from amp_engine.scale_rule import DEFAULT_MAX_LOSS_SCALE, DynamicLossScale
@@ -125,6 +125,7 @@ class Engine(Saving, Explaining):
         **options: Unpack[InitializeOptions],
     ) -> tuple[Models, Optimizers]: ...
 
+    @takes_policy
     def initialize(
         self,
         models: Any,
@@ -204,7 +205,8 @@ class Engine(Saving, Explaining):
                 "max_loss_scale": max_loss_scale,
                 "moment_dtype": moment_dtype,
             }
-            opt_level, given, names = completed(policy, opt_level, given)
+            assert policy is None or isinstance(policy, RunPolicy)  # it says nothing else any more
+            names = () if policy is None else tuple(policy.keep_float)
             kept = undo.enter_context(kept_by_policy.kept(models, names, opt_level))
             given["patch_torch_functions"] = patch_torch_functions
             request = checked(

@@ -144,7 +144,7 @@ def parse_loss_scale(value: object) -> LossScale:
         return value
     try:
         scale = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         scale = math.nan
     if not LOWEST_SCALE <= scale <= HIGHEST_SCALE:
         raise AmpValueError(

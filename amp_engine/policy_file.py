@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,14 +20,12 @@ from amp_engine import levels
 from amp_engine.dtypes import parse_dtype
 from amp_engine.errors import AmpError, AmpTypeError, AmpValueError
 from amp_engine.policy import parse_loss_scale
-from amp_engine.scale_rule import DEFAULT_MAX_LOSS_SCALE, DynamicLossScale
+from amp_engine.scale_rule import DynamicLossScale
 
 FORMAT = 1
 DEFAULT_LEVEL = "O1"
 """What `initialize` is called with if nobody says a level."""
 
-# What an argument is if nobody passed it, where that is not None.
-_NOT_GIVEN = {"max_loss_scale": DEFAULT_MAX_LOSS_SCALE}
 _DTYPES = ("cast_model_type", "cast_model_outputs", "moment_dtype")
 
 
@@ -88,10 +89,25 @@ class RunPolicy:
             text: JSON.
             source: what errors call it.
 
-        Raises AmpValueError for anything else, for unknown keys with the nearest of those that there are.
+        Raises AmpValueError for anything else, for keys that are there twice, and for unknown ones with the nearest of
+        those that there are.
         """
+
+        def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            names = [name for name, _ in pairs]
+            for name in names:
+                if names.count(name) > 1:
+                    raise AmpValueError(
+                        f"{source} has the key {name!r} {names.count(name)} times.  Write each key once."
+                    )
+            return dict(pairs)
+
         try:
-            found = json.loads(text, parse_constant=_refuse_constant)
+            found = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=once)
+        except AmpValueError:
+            raise
+        except RecursionError as e:
+            raise AmpValueError(f"{source} is nested too deeply.  {_EXAMPLE}") from e
         except ValueError as e:
             raise AmpValueError(f"{source} is no JSON ({e}).  {_EXAMPLE}") from e
         if not isinstance(found, dict):
@@ -146,6 +162,8 @@ class RunPolicy:
             value = getattr(self, name)
             if value is not None and not (type(value) in allowed and (name != "cast_model_type" or value is not True)):
                 raise AmpValueError(f"{name} is {value!r}, and has to be {in_words}.")
+            if isinstance(value, int) and not -sys.float_info.max <= value <= sys.float_info.max:
+                raise AmpValueError(f"{name} is a number of {len(str(value))} digits, beyond what a float holds.")
         if not isinstance(self.keep_float, tuple) or not all(isinstance(name, str) for name in self.keep_float):
             raise AmpValueError(
                 f"keep_float is {self.keep_float!r}, and has to be a list of names of modules, such as "
@@ -184,22 +202,20 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 _EXAMPLE = f'Write for example {{"format": {FORMAT}, "opt_level": "O2", "keep_float": ["encoder.norm"]}}.'
 
 
-def completed(
-    policy: str | os.PathLike[str] | RunPolicy | None, opt_level: str, given: Mapping[str, Any]
-) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """The arguments of `initialize` with what `policy` says, which its other arguments overrule.
+def completed(said: Mapping[str, Any]) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """The arguments of `initialize` with what their policy says, which the others overrule.
 
     Args:
-        policy: the argument; None leaves the others as they are.
-        opt_level: the argument; the default counts as not given.
-        given: the others that a policy may have; None, or the default, counts as not given.
+        said: what was passed, by name, whatever the defaults are. None, but of `opt_level`, counts as not passed.
 
     Returns:
-        The level, the others, and the names of modules to keep in FP32. Raises AmpTypeError or AmpValueError for what
-        is no policy, and for another level than the policy's.
+        The level, arguments besides the level and the policy, and the names of modules to keep in FP32. Raises
+        AmpTypeError or AmpValueError for what is no policy, and for another level than the policy's.
     """
+    policy = said.get("policy")
+    others = {name: value for name, value in said.items() if name not in ("opt_level", "policy")}
     if policy is None:
-        return opt_level, dict(given), ()
+        return said.get("opt_level", DEFAULT_LEVEL), others, ()
     if isinstance(policy, (str, os.PathLike)):
         record, source = RunPolicy.load(policy), os.fspath(policy)
     elif isinstance(policy, RunPolicy):
@@ -209,13 +225,34 @@ def completed(
             f"policy is a {type(policy).__name__}, and has to be the path of a file or an amp.RunPolicy.  Type for "
             'example policy="policy.json".'
         )
-    if opt_level not in (DEFAULT_LEVEL, record.opt_level):
+    opt_level = said.get("opt_level", record.opt_level)
+    if opt_level != record.opt_level:
         raise AmpValueError(
             f"opt_level={opt_level!r} was given with a policy for {record.opt_level!r} ({source}).  Leave opt_level "
             f"out, or write {opt_level!r} in the policy."
         )
-    said = {name: value for name, value in record.overrides.items() if given[name] == _NOT_GIVEN.get(name)}
-    return record.opt_level, {**given, **said}, tuple(record.keep_float)
+    more = {name: value for name, value in record.overrides.items() if others.get(name) is None}
+    return record.opt_level, {**others, **more}, tuple(record.keep_float)
+
+
+def takes_policy(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a method be called with what the policy among its arguments says.
+
+    Only here it is known what was passed, and what is a default: a signature does not tell the two apart.
+    """
+    signature = inspect.signature(initialize)
+
+    @functools.wraps(initialize)
+    def with_policy(*args: Any, **keywords: Any) -> Any:
+        if keywords.get("policy") is None or not keywords.get("enabled", True):
+            return initialize(*args, **keywords)
+        bound = signature.bind(*args, **keywords)
+        if bound.arguments.get("enabled", True):
+            level, others, names = completed(bound.arguments)
+            bound.arguments = {**others, "opt_level": level, "policy": RunPolicy(level, names)}
+        return initialize(*bound.args, **bound.kwargs)
+
+    return with_policy
 
 
 def _refuse_constant(name: str) -> None:

@@ -375,7 +375,7 @@ def check_bounds(min_loss_scale: object, max_loss_scale: object) -> tuple[float,
         low = DEFAULT_MIN_LOSS_SCALE if min_loss_scale is None else float(min_loss_scale)  # type: ignore[arg-type]
         high = DEFAULT_MAX_LOSS_SCALE if max_loss_scale is None else float(max_loss_scale)  # type: ignore[arg-type]
         valid = 0.0 <= low <= high < float("inf") and high > 0.0
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         valid = False
     if not valid:
         raise AmpValueError(

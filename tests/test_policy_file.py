@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 from pathlib import Path
@@ -154,6 +155,77 @@ def test_arguments_overrule_the_file(tmp_path: Path) -> None:
         assert engine.policy.cast_model_type is torch.float16
         assert (engine.min_loss_scale, engine.max_loss_scale) == (0.5, 8.0)
         assert model(torch.randn(2, 4)).dtype is torch.float32
+
+
+# Each default of `initialize`, written out beside a file that says something else.
+@pytest.mark.parametrize("positional", [False, True])
+@pytest.mark.parametrize("by", ["engine", "amp", "subclass"])
+def test_a_default_that_is_written_out_overrules_the_file(tmp_path: Path, by: str, positional: bool) -> None:
+    path = written(tmp_path / "policy.json", opt_level="O2", max_loss_scale=256.0, loss_scale="dynamic")
+
+    class Own(Engine):
+        """A user's."""
+
+    engine = Engine() if by == "engine" else Own()
+    for keywords, expected in (({"max_loss_scale": 2**24}, 2.0**24), ({}, 256.0), ({"max_loss_scale": None}, 256.0)):
+        model = nn.Linear(4, 2)
+        initialize = amp.initialize if by == "amp" else engine.initialize
+        if positional and keywords:
+            more = [None, None, None, None, None, None, 1, 0, None, keywords["max_loss_scale"]]
+            initialize(model, None, True, "O2", *more, policy=path)
+        else:
+            initialize(model, policy=path, verbosity=0, **keywords)
+        used = amp.current_engine() if by == "amp" else engine
+        assert used is not None
+        assert used.max_loss_scale == expected
+        assert used.policy is not None
+        assert used.policy.opt_level == "O2"
+        used.close()
+
+
+def test_the_default_level_that_is_written_out_is_another_than_the_files(tmp_path: Path) -> None:
+    path = written(tmp_path / "policy.json", opt_level="O2")
+    model = nn.Linear(4, 2)
+    for call in (
+        lambda: Engine().initialize(model, opt_level="O1", policy=path),
+        lambda: Engine().initialize(model, None, True, "O1", policy=path),
+        lambda: amp.initialize(model, opt_level="O1", policy=path),
+    ):
+        with pytest.raises(AmpValueError, match="opt_level='O1' was given with a policy for 'O2'"):
+            call()
+    assert model.weight.dtype is torch.float32
+
+
+def test_signatures_show_the_defaults() -> None:
+    for initialize in (amp.initialize, Engine().initialize, Engine.initialize):
+        parameters = inspect.signature(initialize).parameters
+        assert (parameters["opt_level"].default, parameters["max_loss_scale"].default) == ("O1", 2.0**24)
+        assert parameters["policy"].default is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"format": 1, "opt_level": "O2", "opt_level": "O5"}', "has the key 'opt_level' 2 times"),
+        ('{"format": 1, "format": 1, "opt_level": "O2"}', "has the key 'format' 2 times"),
+        ('{"format": 1, "opt_level": "O2", "keep_float": [], "keep_float": ["a"]}', "has the key 'keep_float' 2 times"),
+        ('{"format": 1, "opt_level": "O2", "x": {"a": 1, "a": 2}}', "has the key 'a' 2 times"),
+        ('{"format": 1, "opt_level": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deeply"),
+        ('{"a": ' * 100_000 + "1" + "}" * 100_000, "is nested too deeply"),
+        ('{"format": 1, "opt_level": "O2", "max_loss_scale": 1' + "0" * 400 + "}", "max_loss_scale is a number of 401"),
+        ('{"format": 1, "opt_level": "O2", "loss_scale": 1' + "0" * 400 + "}", "loss_scale is a number of 401 digits"),
+        ('{"format": 1, "opt_level": "O2", "loss_scale": 1' + "0" * 5000 + "}", "policy.json"),
+    ],
+)
+def test_what_json_allows_and_a_policy_does_not_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text(text)
+    model = nn.Linear(4, 2)
+    with pytest.raises(AmpValueError, match=says):
+        Engine().initialize(model, policy=path)
+    with pytest.raises(AmpValueError):
+        RunPolicy.load(path)
+    assert model.weight.dtype is torch.float32
 
 
 def test_another_level_than_the_policys_is_refused(tmp_path: Path) -> None:

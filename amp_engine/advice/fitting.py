@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from amp_engine.advice.records import BASE, Dropped
 from amp_engine.errors import AmpError
 from amp_engine.levels import LEVELS
-from amp_engine.policy_file import DEFAULT_LEVEL, RunPolicy, completed
-from amp_engine.scale_rule import DEFAULT_MAX_LOSS_SCALE
+from amp_engine.policy_file import RunPolicy, completed
 
 _OF_ANOTHER_LEVEL = ("cast_model_type", "patch_torch_functions", "master_weights")
 _PROPERTIES = (*_OF_ANOTHER_LEVEL, "keep_batchnorm_fp32", "loss_scale", "cast_model_outputs", "moment_dtype")
-# What a policy may say, but for the level and the modules, and the default of `initialize`.
-_OF_A_POLICY: dict[str, Any] = {
-    **dict.fromkeys(f.name for f in dataclasses.fields(RunPolicy) if f.name not in ("opt_level", "keep_float")),
-    "max_loss_scale": DEFAULT_MAX_LOSS_SCALE,
-}
 
 
 def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], list[Dropped], str]:
@@ -37,7 +30,7 @@ def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], li
         Arguments for `Engine.initialize`; what was left out; and the level that the script asks for, by its policy or
         `opt_level`. Raises as `policy_file.completed` and `RunPolicy.load` for a policy that `initialize` would refuse.
     """
-    said, names, asked = _with_policy(arguments)
+    asked, said, names = completed(arguments)
     kept = {**said, "enabled": True, "opt_level": level}
     if names and level != BASE:
         kept["policy"] = RunPolicy(level, names)
@@ -51,15 +44,6 @@ def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], li
         if why is not None:
             dropped.append(Dropped(f"{name}={kept.pop(name)!r}", why))
     return kept, dropped, asked
-
-
-def _with_policy(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], str]:
-    """The arguments with what their policy says in place of it, the modules that it keeps in FP32, and the level."""
-    others = {name: value for name, value in arguments.items() if name != "policy"}
-    given = {name: arguments.get(name, default) for name, default in _OF_A_POLICY.items()}
-    asked, complete, names = completed(arguments.get("policy"), arguments.get("opt_level", DEFAULT_LEVEL), given)
-    said = {name: value for name, value in complete.items() if value is not given[name]}
-    return {**others, **said}, names, str(asked)
 
 
 def _why_not(name: str, value: Any, level: str) -> str | None:

@@ -79,8 +79,8 @@ def test_a_policy_gives_the_trial_its_modules_and_what_fits_the_level(level, tmp
 
 def test_arguments_overrule_the_policy_as_in_initialize():
     policy = amp.RunPolicy("O2", loss_scale=128.0, max_loss_scale=8.0)
-    kept, _, _ = fitted({"policy": policy, "opt_level": "O1", "loss_scale": 4.0, "max_loss_scale": 16.0}, "O1")
-    assert kept == {"enabled": True, "opt_level": "O1", "loss_scale": 4.0, "max_loss_scale": 16.0}
+    kept, _, _ = fitted({"policy": policy, "loss_scale": 4.0, "max_loss_scale": 2.0**24}, "O1")
+    assert kept == {"enabled": True, "opt_level": "O1", "loss_scale": 4.0, "max_loss_scale": 2.0**24}
 
 
 def test_without_a_policy_the_level_of_the_script_is_its_opt_level():

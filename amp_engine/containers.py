@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ def cast_tensors(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | N
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(dtype) if (value.is_floating_point() if only is None else value.dtype in only) else value
-        return value.to(dtype) if only is None or _holds(value, only) else value
+        if only is not None and not _holds(value, only):
+            return value
+        try:
+            return value.to(dtype)
+        except (TypeError, AttributeError, ValueError):  # a `to` of another meaning, or a class in place of an object
+            return value
 
     return map_tensors(value, cast)
 
@@ -31,12 +37,13 @@ def map_tensors(value: Any, fn: Callable[[Any], Any]) -> Any:
     """`value` with `fn` applied to every tensor in it, and to objects with a `to` method.
 
     Walked: lists, tuples, named tuples, deques, mappings and dataclass instances. A container comes back in its own
-    type and the one handed in is not changed; one in which `fn` gave back what it took comes back itself. Strings,
-    numbers, sets, numpy arrays, generators, modules and everything else are returned as they are.
+    type and the one handed in is not changed; one in which `fn` gave back what it took comes back itself, and so does
+    one that cannot be built anew. Strings, numbers, sets, numpy arrays, generators, modules and everything else are
+    returned as they are.
     """
     if isinstance(value, Tensor):
         return fn(value)
-    if isinstance(value, (str, bytes, nn.Module)) or value is None:
+    if isinstance(value, (str, bytes, nn.Module, torch.fx.Proxy)) or value is None:
         return value
     if isinstance(value, (list, tuple, deque)) and not hasattr(value, "to"):
         return _map_sequence(value, fn)
@@ -64,37 +71,76 @@ def _map_sequence(value: Any, fn: Callable[[Any], Any]) -> Any:
     items = [map_tensors(item, fn) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
-    if hasattr(value, "_make"):
-        return value._make(items)
-    if isinstance(value, deque):
-        return type(value)(items, value.maxlen)
-    # `torch.return_types.max` and kin are tuples that take one iterable, as list and tuple do.
-    return type(value)(items)
+    kind = type(value)
+    if kind is list:
+        return items
+    if kind is tuple:
+        return tuple(items)
+    with suppress(Exception):  # of a constructor that takes something else
+        if hasattr(value, "_make"):
+            return value._make(items)
+        # `torch.return_types.max` and kin are tuples that take one iterable, as list and tuple do.
+        return kind(items, value.maxlen) if isinstance(value, deque) else kind(items)
+    with suppress(Exception):
+        return _refilled(value, items)
+    return value
+
+
+def _refilled(value: Any, items: list[Any]) -> Any:
+    """A copy of a list, tuple or deque of a class of its own with other items."""
+    if isinstance(value, tuple):
+        of_tuple = tuple.__new__(type(value), items)
+        getattr(of_tuple, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return of_tuple
+    rebuilt: Any = copy.copy(value)
+    for i, item in enumerate(items):
+        rebuilt[i] = item
+    return rebuilt
 
 
 def _map_mapping(value: Any, fn: Callable[[Any], Any]) -> Any:
     items = {key: map_tensors(item, fn) for key, item in value.items()}
     if all(items[key] is item for key, item in value.items()):
         return value
-    rebuilt = copy.copy(value)
-    try:
+    if type(value) is dict:
+        return items
+    with suppress(Exception):
+        rebuilt = _copied_mapping(value)
         for key, item in items.items():
             rebuilt[key] = item
-    except TypeError:  # an immutable mapping; its constructor takes the items
+        return rebuilt
+    with suppress(Exception):  # an immutable mapping; its constructor takes the items
         return type(value)(items)
+    return value
+
+
+def _copied_mapping(value: Any) -> Any:
+    """A copy whose items can be replaced without those of `value`."""
+    if isinstance(value, OrderedDict) and type(value).__reduce__ is OrderedDict.__reduce__:
+        # copy.copy calls the class, which may want arguments.
+        rebuilt = type(value).__new__(type(value))
+        getattr(rebuilt, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return rebuilt
+    rebuilt = copy.copy(value)
+    if not isinstance(value, dict) and not hasattr(value, "__copy__"):
+        for name, inner in list(vars(rebuilt).items()):  # among them the container that has the items
+            if isinstance(inner, (dict, list)) and inner is vars(value).get(name):
+                vars(rebuilt)[name] = copy.copy(inner)
     return rebuilt
 
 
 def _map_dataclass(value: Any, fn: Callable[[Any], Any]) -> Any:
-    rebuilt = copy.copy(value)
-    changed = False
+    changed = {}
     for field in dataclasses.fields(value):
-        if not hasattr(value, field.name):
-            continue
-        old = getattr(value, field.name)
-        new = map_tensors(old, fn)
-        if new is not old:
-            # Not dataclasses.replace: it would run __post_init__ again and lose init=False state.
-            object.__setattr__(rebuilt, field.name, new)
-            changed = True
-    return rebuilt if changed else value
+        if hasattr(value, field.name):
+            old = getattr(value, field.name)
+            new = map_tensors(old, fn)
+            if new is not old:
+                changed[field.name] = new
+    if not changed:
+        return value
+    # Not dataclasses.replace: it would run __post_init__ again and lose init=False state.
+    rebuilt = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(rebuilt, name, new)
+    return rebuilt

@@ -1,7 +1,8 @@
-"""O0, O2, O3: cast a model's parameters and buffers, keep its norms, cast what goes in and comes out."""
+"""O0, O2, O3, O5: cast a model's parameters and buffers, keep its norms, cast what goes in and comes out."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -15,12 +16,20 @@ from amp_engine.casting.keep_float import is_kept, kept_modules
 from amp_engine.checkpoint import fill_masters, hook_children, hook_model, keep_incoming, save_float32
 from amp_engine.containers import cast_tensors
 from amp_engine.copying import warn_of_low_precision_average
-from amp_engine.distributed import fsdp2_param_dtypes, is_any_sharded, is_sharded
+from amp_engine.distributed import fsdp2_param_dtypes, is_any_sharded, is_fsdp2, is_sharded
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.dynamo import part_of_a_graph
 from amp_engine.errors import AmpStateError
+from amp_engine.forward_casts import (
+    ForwardCasts,
+    cast_forward,
+    casts_of,
+    is_cast_at_forward,
+    is_inside_cast_forward,
+    restore_class,
+)
 from amp_engine.stepping.master import follow_masters, follow_own_masters
-from amp_engine.torch_private import BatchNormBase
+from amp_engine.torch_private import BatchNormBase, is_in_backward
 
 
 class _CastHook:
@@ -70,15 +79,76 @@ class CastOutputs(_CastHook):
         return cast_tensors(output, self.dtype)
 
 
-part_of_a_graph(CastInputs.__call__)
-part_of_a_graph(CastOutputs.__call__)
+class CastModelInputs(CastInputs):
+    """The same of a model, where its forward does not cast: one that was assigned to the instance."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast arguments."""
+        return (args, kwargs) if is_cast_at_forward(module) else super().__call__(module, args, kwargs)
+
+
+class CastModelOutputs(CastOutputs):
+    """The same of a model, where its forward does not cast: one that was assigned to the instance."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Cast the result."""
+        return output if is_cast_at_forward(module) else super().__call__(module, args, output)
+
+
+class CastPart(CastInputs):
+    """Of a part that a script calls with other types, outside of a forward of the model: casts as around the model.
+
+    What is called inside of one, or compiled, or by a backward that recomputes, is left as the model has it.
+    """
+
+    def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype | None) -> None:
+        super().__init__(dtype)
+        self.output_dtype = output_dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastPart:
+        return CastPart(self.dtype, self.output_dtype)  # the hook of the model has warned
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast arguments, and the result of this call."""
+        if torch.compiler.is_compiling():
+            return args, kwargs
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor) and value.dtype is not self.dtype and value.is_floating_point():
+                break
+        else:
+            return args, kwargs
+        if is_in_backward() or is_inside_cast_forward():
+            return args, kwargs
+        if self.output_dtype is not None:
+            _CastResult(self.output_dtype).once(module)
+        return super().__call__(module, args, kwargs)
+
+
+class _CastResult(CastOutputs):
+    """Forward hook of one call, in this thread."""
+
+    def once(self, module: nn.Module) -> None:
+        """Cast what the call of `module` gives that has begun."""
+        self._thread = threading.get_ident()
+        self._handle = module.register_forward_hook(self, prepend=True, always_call=True)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Cast the result."""
+        if threading.get_ident() != self._thread:
+            return output
+        self._handle.remove()
+        return super().__call__(module, args, output)
+
+
+for _hook in (CastInputs, CastOutputs, CastModelInputs, CastModelOutputs, CastPart):
+    part_of_a_graph(_hook.__call__)
 
 
 class CastModel:
     """What was done to one model, and the way back.
 
-    The input cast is the model's last forward pre-hook and the output cast its first forward hook: hooks
-    that were there before see the types outside, as if the casts were part of `forward`.
+    The casts are part of `forward`, so all hooks see the types outside. Where the instance has a `forward` of its own,
+    the model's last forward pre-hook and its first forward hook cast in its place.
 
     Args:
         model: changed in place; its parameters stay the same objects.
@@ -102,15 +172,34 @@ class CastModel:
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
         self._handles: list[RemovableHandle] = []
         self._follows_masters = False
+        self._casts: ForwardCasts | None = None
+        self._casts_before = casts_of(model)
+        try:
+            self._cast(model, dtype, keep_batchnorm_fp32, output_dtype)
+        except BaseException:
+            self.remove_hooks()
+            raise
+
+    def _cast(
+        self, model: nn.Module, dtype: torch.dtype | None, keep_batchnorm_fp32: bool, output_dtype: torch.dtype | None
+    ) -> None:
+        casts_inputs = False
         if dtype is not None:
             cast_model(model, dtype, keep_batchnorm_fp32)
             if not is_kept(model) and not fsdp2_param_dtypes(model):  # whose policy casts inputs before this hook does
-                self._handles.append(model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True))
+                casts_inputs = True
+                self._handles.append(model.register_forward_pre_hook(CastModelInputs(dtype), with_kwargs=True))
                 self._handles += _cast_around_kept(model, dtype)
         if dtype in LOW_PRECISION or saves_float32:
             self._handles += hook_model(model)
         if output_dtype is not None:
-            self._handles.append(model.register_forward_hook(CastOutputs(output_dtype), prepend=True))
+            self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
+        if (casts_inputs or output_dtype is not None) and not is_fsdp2(model):
+            self._casts = ForwardCasts(dtype if casts_inputs else None, output_dtype)
+            cast_forward(model, self._casts)
+        if casts_inputs and dtype is not None:
+            hook = CastPart(dtype, output_dtype)
+            self._handles += [part.register_forward_pre_hook(hook, with_kwargs=True) for part in _parts(model, dtype)]
 
     @property
     def model(self) -> nn.Module | None:
@@ -133,6 +222,7 @@ class CastModel:
 
     def take_over(self, earlier: CastModel) -> None:
         """Stand for `earlier`, done to the same model, as well: discard its hooks, keep its way back."""
+        self._casts_before = earlier._casts_before
         earlier.remove_hooks()
         self._dtypes = {**self._dtypes, **earlier._dtypes}
 
@@ -147,9 +237,13 @@ class CastModel:
 
     def remove_hooks(self) -> None:
         """Remove the hooks and leave the types."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
+        model = self.model
+        if model is not None and self._casts is not None and casts_of(model) is self._casts:
+            restore_class(model)
+            if self._casts_before is not None:
+                cast_forward(model, self._casts_before)
 
 
 def without_casts(model: nn.Module) -> bool:
@@ -164,6 +258,7 @@ def _remove(model: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
     """Remove such hooks from all modules of `model`, and return them."""
     removed = []
     for module in model.modules():
+        restore_class(module)
         for name, extras in _HOOKS.items():
             hooks = getattr(module, name)
             for key, hook in list(hooks.items()):
@@ -240,6 +335,17 @@ def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> list[RemovableHan
         if is_outermost:
             handles.append(module.register_forward_hook(CastOutputs(dtype), prepend=True))
     return handles
+
+
+def _parts(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """The children of `model` that have parameters of `dtype`; in place of a list of modules, those in it."""
+    for part in dict.fromkeys(model.children()):
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            yield from _parts(part, dtype)
+        elif isinstance(part, nn.TransformerEncoderLayer):
+            continue  # whose fused path in eval mode torch takes only where there are no hooks
+        elif not is_kept(part) and any(param.dtype is dtype for param in part.parameters()):
+            yield part
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

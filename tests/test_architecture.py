@@ -26,7 +26,7 @@ LAYERS = [
     ["telemetry.delta_debugging", "telemetry.put_back"],
     ["telemetry.wording", "telemetry.comparison"],
     ["containers", "scale_rule", "scale_snapshot"],
-    ["policy"],
+    ["policy", "forward_casts"],
     ["kernels.refusals", "kernels.formulas", "levels"],
     ["fsdp", "policy_file"],
     ["kernels.reference_lists", "kernels.reference_tensor_lists", "kernels.native"],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -92,6 +95,143 @@ def test_a_model_is_traced_with_its_casts_and_scripted_after_close(level: str) -
     assert_bitwise(torch.jit.trace(model, x)(x), model(x))
     amp.close()
     assert_bitwise(torch.jit.script(model)(x), model(x))
+
+
+# --- called past the model ------------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    """Notes the type that its forward gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+        self.norm = nn.BatchNorm1d(4)
+        self.heads = nn.ModuleList([nn.Linear(4, 2)])
+        self.got: torch.dtype | None = None
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        self.got = x.dtype
+        return {"y": self.heads[0](self.norm(self.encoder(x))) * scale}
+
+
+def of_parts(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model.heads[0](model.norm(model.encoder(x)))
+    return y
+
+
+def initialized_parts(level: str) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    model = Parts()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=level, verbosity=0)
+    return model, torch.randn(8, 4)
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_forward_called_directly_is_cast_as_the_model_is(level: str) -> None:
+    model, x = initialized_parts(level)
+    half = model.heads[0].weight.dtype
+    for call in (lambda: model.forward(x), lambda: model.forward(x=x), lambda: type(model).forward(model, x)):
+        y = call()["y"]
+        assert (model.got, y.dtype) == (half, torch.float32)
+        assert_bitwise(y, model(x)["y"])
+        model.got = None
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_parts_called_by_a_script_are_cast_as_the_model_is(level: str) -> None:
+    model, x = initialized_parts(level)
+    y = of_parts(model, x)
+    assert y.dtype is torch.float32
+    assert_bitwise(y, model(x)["y"])
+    half = model.heads[0].weight.dtype
+    assert model.encoder(x.to(half)).dtype is half
+    with pytest.raises(RuntimeError, match="shapes"):
+        model.encoder(torch.randn(3, 5))
+    assert not model.encoder._forward_hooks
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_part_inside_of_a_forward_gets_what_the_forward_gives(level: str) -> None:
+    class Wrong(Parts):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+            return self.encoder(x.float())
+
+    model = amp.initialize(Wrong(), opt_level=level, verbosity=0)
+    for call in (model, model.forward):
+        with pytest.raises(RuntimeError, match="dtype"):
+            call(torch.randn(8, 4))
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_every_hook_of_a_users_sees_the_types_outside_of_the_casts(level: str) -> None:
+    seen: list[torch.dtype] = []
+
+    def hook(model: nn.Module) -> None:
+        model.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+        model.register_forward_hook(lambda _, args, output: seen.append(output["y"].dtype))
+
+    model = Parts()
+    hook(model)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    hook(model)
+    model(torch.randn(8, 4))
+    assert seen == 4 * [torch.float32]
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("copied", ["copy", "deepcopy", "pickle", "replica"])
+def test_copies_of_a_model_cast_at_forward_and_other_instances_do_not(level: str, copied: str) -> None:
+    model, x = initialized_parts(level)
+    twin = {
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+        "replica": lambda model: model._replicate_for_data_parallel(),
+    }[copied](model.eval())
+    assert type(twin) is type(model)
+    assert_bitwise(twin.forward(x)["y"], model(x)["y"])
+    assert type(model)().eval()(x)["y"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_a_forward_that_is_put_on_the_instance_is_cast_when_the_model_is_called(level: str) -> None:
+    model, x = initialized_parts(level)
+    expected = model(x)["y"]
+    for forward in (lambda x: Parts.forward(model, x), model.forward):  # as frameworks wrap it
+        model.forward = forward
+        y = model(x)["y"]
+        assert (model.got, y.dtype) == (model.heads[0].weight.dtype, torch.float32)
+        assert_bitwise(y, expected)
+        del model.forward
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_the_class_a_model_gets_looks_like_its_own_which_close_gives_back(level: str) -> None:
+    registered = []
+
+    class Registering(Parts):
+        def __init_subclass__(cls, **options: Any) -> None:
+            registered.append(cls)
+
+    model = Registering()
+    before = dict(vars(model))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    kind = type(model)
+    assert isinstance(model, Registering)
+    assert not registered
+    assert (kind.__name__, kind.__qualname__, kind.__module__) == (
+        Registering.__name__,
+        Registering.__qualname__,
+        Registering.__module__,
+    )
+    assert inspect.signature(model.forward) == inspect.signature(Parts().forward)
+    assert inspect.getfullargspec(model.forward).args == ["self", "x", "scale"]
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert type(model) is kind
+    amp.close()
+    assert type(model) is Registering
+    assert vars(model).keys() == before.keys()
 
 
 # --- state_dict in all its forms ------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -67,6 +69,79 @@ class ModelOutput(collections.OrderedDict):
 
     def to_tuple(self) -> tuple[Any, ...]:
         return tuple(self.values())
+
+
+class Wanting(collections.OrderedDict):
+    def __init__(self, key: str, value: Tensor) -> None:
+        super().__init__({key: value})
+
+
+class Around(collections.abc.MutableMapping):
+    def __init__(self, items: dict[str, Any]) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Unwritable(Around):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise NotImplementedError
+
+
+class Pair(tuple):
+    def __new__(cls, first: Tensor, second: Tensor) -> Pair:
+        return super().__new__(cls, (first, second))
+
+
+class Named(list):
+    def __init__(self, name: str, items: list[Any]) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+class Deeper(Point):
+    @property
+    def next(self) -> int:
+        return self.index + 1
+
+
+@dataclasses.dataclass
+class Child(Mutable):
+    extra: Tensor | None = None
+
+
+class Locked(collections.abc.Mapping):
+    """Cannot be built anew."""
+
+    def __init__(self, first: Tensor, *, key: str) -> None:
+        self._first, self._key, self._lock = first, key, threading.Lock()
+
+    def __getitem__(self, key: str) -> Any:
+        return self._first
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([self._key])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class MovedElsewhere:
+    def to(self, *, where: str) -> MovedElsewhere:
+        return self
 
 
 class Batch:
@@ -136,7 +211,17 @@ CONTAINERS: dict[str, Any] = {
     "nested": lambda: {"a": [Point(tensor(), 1), (tensor(), {"b": Frozen(tensor())})]},
     "packed sequence": lambda: pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([3, 2])),
     "empty list": lambda: [],
-    "deque": lambda: collections.deque([tensor()]),
+    "deque": lambda: collections.deque([tensor()], maxlen=3),
+    "proxy": lambda: types.MappingProxyType({"a": tensor(), "b": 1}),
+    "user dict": lambda: collections.UserDict(a=tensor()),
+    "ordered dict that wants arguments": lambda: Wanting("a", tensor()),
+    "mapping around a dict": lambda: Around({"a": tensor()}),
+    "mapping that cannot be written": lambda: Unwritable({"a": tensor()}),
+    "chain map": lambda: collections.ChainMap({"a": tensor()}, {"b": tensor()}),
+    "tuple that wants arguments": lambda: Pair(tensor(), tensor()),
+    "list that wants arguments": lambda: Named("a", [tensor()]),
+    "namedtuple of a subclass": lambda: Deeper(tensor(), 3),
+    "dataclass of a subclass": lambda: Child(tensor()),
 }
 
 
@@ -317,3 +402,23 @@ def test_inner_modules_are_not_cast_one_by_one() -> None:
     amp.initialize(model, opt_level="O2", verbosity=0)
     model(tensor())
     assert seen == [torch.float16]
+
+
+UNKNOWN: dict[str, Any] = {
+    "set": lambda: {tensor()},
+    "frozenset": lambda: frozenset([tensor()]),
+    "generator": lambda: (tensor() for _ in range(2)),
+    "object": Opaque,
+    "mapping that cannot be built anew": lambda: Locked(tensor(), key="a"),
+    "object with another `to`": MovedElsewhere,
+}
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_built_anew_passes_as_it_is(name: str, level: str) -> None:
+    model = Passing()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    given = UNKNOWN[name]()
+    assert model(given) is given
+    assert model.arrived is given

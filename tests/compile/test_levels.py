@@ -416,3 +416,27 @@ def test_dynamo_knows_torch_again_after_it_looked_functions_up_while_they_were_p
         assert result.dtype == torch.float32
     finally:
         casts.remove()
+
+
+class InContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kind: str) -> Any:
+        y = self.layer(x)
+        return {"dict": {"y": y}, "list": [y], "tuple": (y, 1)}[kind]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+@pytest.mark.parametrize("kind", ["dict", "list", "tuple"])
+def test_a_model_and_its_bound_forward_cast_outputs_in_containers(level: str, kind: str) -> None:
+    model = InContainers()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    x = torch.randn(2, 4)
+    for call in (model, model.forward):
+        output = compiled(call, "eager")(x, kind)
+        y = output["y"] if kind == "dict" else output[0]
+        assert y.dtype is torch.float32
+        expected = model(x, kind)
+        assert_bitwise(y, expected["y"] if kind == "dict" else expected[0])

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_engine import AmpGradientWarning, Engine, kernels
 from tests.gpu.support import (
@@ -80,6 +81,35 @@ def test_a_step_of_the_engine_waits_for_nothing(count):
             iteration.finish(context)
         after = engine.master_params(iteration.optimizer)
         assert not any(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+class Ops(TorchDispatchMode):
+    """Notes the names of torch's operations that may launch kernels: neither memory, nor numbers for the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if not name.startswith(("aten.empty", "aten._local_scalar_dense", "profiler.")):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not STANDS_IN, reason="the profiler counts launches where there is a GPU")
+@pytest.mark.skipif(not kernels.has_native(GPU), reason="needs compiled kernels")
+@pytest.mark.parametrize("count", [3, 300])
+def test_besides_check_and_step_only_the_scale_is_moved(count):
+    """Of ENGINE_LAUNCHES, as far as a CPU can tell: its numbers need no message to the host."""
+    with Engine() as engine:
+        iteration = Iteration(engine, count)
+        for _ in range(3):
+            iteration.finish(iteration.backward())
+        context = iteration.backward()
+        with Ops() as ops:
+            iteration.finish(context)
+    assert ops.names == ["amp_engine.update_scale_.default"]
 
 
 @needs_queue

@@ -392,7 +392,8 @@ class Engine(Saving, Explaining):
         """Take everything back; the engine can be used again.
 
         torch's functions are restored. Models get their own types again, with the exact values of the
-        masters, and lose every hook; optimizers step their own parameters again, with their state.
+        masters where those are FP32, and lose every hook; optimizers step their own parameters again, with their
+        state in the types of these.
         """
         with patcher.changing():
             self.backwards.refuse_inside("close")

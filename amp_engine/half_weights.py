@@ -56,14 +56,18 @@ class HalfWeights:
         name, dtype = self._names().get(id(first)) or _place(optimizer, first), str(first.dtype).removeprefix("torch.")
         others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         level = _LEVELS[first.dtype]
-        masters = "" if is_sharded(first) else "master_weights=True (FP32 masters of these parameters alone), "
+        to_type = (
+            f"Pass opt_level={level!r} (half weights with FP32 masters) or master_weights=True (FP32 masters of these "
+            "parameters alone) to amp.initialize, or call model.float() before the optimizer is made."
+        )
+        if is_sharded(first):  # which gets no master
+            to_type = "Call model.float() before fully_shard."
         if self._is_let_through:
             self._known.update(map(id, found))
             warnings.warn(
                 f"{type(optimizer).__name__} steps {name}{others} in {dtype}, without a FP32 master, as "
                 "allow_incoming_model_not_fp32 or hard_override of _amp_state asks: an update that is small beside its "
-                f"weight is lost.  {_LOST[first.dtype]}  Pass {masters}or opt_level={level!r} (half weights with FP32 "
-                "masters) to amp.initialize.",
+                f"weight is lost.  {_LOST[first.dtype]}  {to_type}",
                 AmpWarning,
                 stacklevel=5,
             )
@@ -73,8 +77,7 @@ class HalfWeights:
             f"Found param {name} with type {where}.{_TENSORS[first.dtype]}, expected {where}.FloatTensor.\nWhen using "
             "amp.initialize, you do not need to call .half() on your model\nbefore passing it, no matter what "
             f"optimization level you choose.  {self._policy.opt_level} would step {name}{others} in {dtype}, where an "
-            f"update that is small beside its weight is lost.  Pass opt_level={level!r} (half weights with FP32 "
-            f"masters) to amp.initialize, or {masters}or call model.float() before the optimizer is made."
+            f"update that is small beside its weight is lost.  {to_type}"
         )
 
 

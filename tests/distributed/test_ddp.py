@@ -147,6 +147,19 @@ def test_close_says_so_where_a_half_model_had_masters_and_is_half_again(level: s
 
 
 @pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("keywords", [{}, {"master_weights": True}])  # of shards there are none
+def test_half_shards_are_refused_where_weights_are_float32(keywords: dict[str, Any]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = MLP.model().bfloat16()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = momentum_sgd(model.parameters())
+    with pytest.raises(AmpStateError, match=r"Found param 0\.weight(?s:.*)Call model.float\(\) before fully_shard"):
+        amp.initialize(model, optimizer, opt_level="O4", verbosity=0, **keywords)
+
+
+@pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize("level", REACHED)
 def test_close_says_nothing_of_a_wrapper_whose_parameters_keep_their_type(level: str) -> None:
     model = MLP.model()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -143,7 +144,8 @@ class Explaining:
             step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`. If it returns
                 a loss and ran no backward, that is done here, for all optimizers. `optimizer.step()` of the optimizers
                 that were passed to `initialize` does nothing inside.
-            loss_scale: what dynamic scales are meanwhile. Default: that of the newest overflow, or else as they are.
+            loss_scale: what dynamic scales are meanwhile. Default: that of the newest overflow, or else as they are. If
+                the backward overflows at the former, the batch is run once more at the present scale.
 
         Returns:
             What was found; `str()` is a sentence. Gradients, buffers and loss scales are as before, and so is what
@@ -162,15 +164,25 @@ class Explaining:
                 "find_overflow() was called, but amp.initialize() was not, or with enabled=False.  Call model, "
                 "optimizer = amp.initialize(model, optimizer, opt_level=...) first."
             )
-        if loss_scale is None and (records := self.overflow_report()):
-            loss_scale = records[-1].loss_scale
         initialized, backwards = self._initialized, self.backwards
-        return find_overflow(
-            step_fn,
-            initialized.models,
-            backwards,
-            self.scalers,
-            initialized.parameter_places(),
-            lambda loss: backwards.of(loss, initialized.stepped, self.scalers[0], 0),
-            loss_scale,
-        )
+
+        def run(scale: float | None) -> OverflowSource:
+            return find_overflow(
+                step_fn,
+                initialized.models,
+                backwards,
+                self.scalers,
+                initialized.parameter_places(),
+                lambda loss: backwards.of(loss, initialized.stepped, self.scalers[0], 0),
+                scale,
+            )
+
+        records = self.overflow_report()
+        if loss_scale is not None or not records:
+            return run(loss_scale)
+        found = run(records[-1].loss_scale)
+        # Of a batch that overflows in the backward it matters whether the scale has left that behind.
+        if found.phase != "backward" or all(s.loss_scale() == found.loss_scale for s in self.scalers):
+            return found
+        present = run(None)
+        return found if present.phase is not None else replace(found, finite_at=present.loss_scale)

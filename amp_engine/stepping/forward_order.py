@@ -28,12 +28,14 @@ class Origin(NamedTuple):
         took: the operation that was given it, where `operation` is None.
         parameter: id of a parameter that the operation used, or else of the last one used before it; None without any.
         is_parameter: whether what came from outside is that parameter itself.
+        is_exact: whether all that `operation` was given is known to be finite. An addition, say, saves nothing of it.
     """
 
     operation: str | None
     took: str | None
     parameter: int | None
     is_parameter: bool
+    is_exact: bool = True
 
 
 def forward_order(loss: Tensor) -> dict[int, tuple[int, int]]:
@@ -65,9 +67,15 @@ def origin_of_nonfinite(loss: Tensor) -> Origin | None:
     nodes = sorted(_nodes(loss), key=lambda node: node._sequence_nr())
     compiled = min((node._sequence_nr() for node in nodes if name_of(node) == _COMPILED), default=math.inf)
     found: dict[bool, tuple[float, Node, Tensor]] = {}  # by whether it is -inf alone: the earliest
+    finite: set[Node] = set()  # whose results were saved
+    has_data = set()  # to which something was given from outside that was saved
     for node in nodes:
         for name, saved in _saved(node):
             if not saved.is_floating_point() or saved.isfinite().all():
+                if saved.grad_fn is None:
+                    has_data.add(node)
+                else:
+                    finite.add(_maker(saved.grad_fn))
                 continue
             source = None if saved.grad_fn is None else _maker(saved.grad_fn)
             if source is None and not saved.requires_grad and _is_result(name):
@@ -89,7 +97,25 @@ def origin_of_nonfinite(loss: Tensor) -> Origin | None:
         name_of(node) if maker is None else None,
         _parameter_near(loss, node if maker is None else maker),
         False,
+        maker is None or all(_is_known(one, finite, maker in has_data) for one, _ in maker.next_functions),
     )
+
+
+def _is_known(node: Node | None, finite: set[Node], has_data: bool) -> bool:
+    """Whether what `node` gave, or data where it is None, is known to be finite."""
+    if node is None:
+        return has_data
+    maker = _maker(node)
+    return maker in finite or _leaf(maker) is not None or _only_of_a_parameter(maker)
+
+
+def _only_of_a_parameter(node: Node) -> bool:
+    """Whether it is a view or a cast of a parameter."""
+    while len(node.next_functions) == 1 and (before := node.next_functions[0][0]) is not None:
+        if _leaf(before) is not None:
+            return name_of(node) in _PASSING or name_of(node) == "to_copy"
+        node = before
+    return False
 
 
 def _nodes(loss: Tensor) -> Iterator[Node]:

@@ -53,6 +53,8 @@ class OverflowSource:
         largest_input: largest finite magnitude among what the operation was given; None where it was given no number.
         loss: before scaling; None if it was never seen.
         loss_scale: that the loss was multiplied by; None if it was never seen.
+        finite_at: the present loss scale, if the batch was run at an earlier one and overflows at the present one no
+            more; None else.
     """
 
     phase: Phase | None
@@ -67,6 +69,7 @@ class OverflowSource:
     largest_input: float | None = None
     loss: float | None = None
     loss_scale: float | None = None
+    finite_at: float | None = None
 
     def __str__(self) -> str:
         loss = "" if self.loss is None else f"  The loss is {self.loss:.6g}, scaled by {self.loss_scale:g}."
@@ -79,7 +82,9 @@ class OverflowSource:
         if self.phase == "data":
             return f"data: {where} was given {found}, which no operation of this batch made.{loss}"
         inputs = "" if self.largest_input is None else f", of inputs up to {self.largest_input:.4g}"
-        return f"{self.phase}: {where} gave the first value that is not finite: {found}{inputs}.{loss}"
+        now = "" if self.finite_at is None else f"  At the present scale, {self.finite_at:g}, everything is finite: "
+        now += "" if self.finite_at is None else "nothing to do."
+        return f"{self.phase}: {where} gave the first value that is not finite: {found}{inputs}.{loss}{now}"
 
     def _where(self) -> str:
         of = f" with {self.parameter}" if self.parameter else ""

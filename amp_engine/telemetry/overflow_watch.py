@@ -119,6 +119,7 @@ class OverflowWatch:
                 weights=weights,
                 skipped=False,
                 growth=growth_of(loss, earlier),
+                is_exact=origin is None or origin.is_exact,
             )
         )
 
@@ -173,6 +174,7 @@ class OverflowWatch:
             weights=weights,
             skipped=skipped,
             growth=growth_of(loss, earlier),
+            is_exact=origin is None or origin.is_exact,
         )
 
     def _bad_weights(self, places: dict[int, Place]) -> tuple[str, ...]:

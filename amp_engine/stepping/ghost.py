@@ -7,7 +7,11 @@ still move what optimizers count in their groups, and leave them hidden if the s
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,65 +19,224 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError
+from amp_engine.random_state import random_state, set_random_state
 from amp_engine.stepping.own_step import unhooked_step
 
 
 def ghost(optimizer: Optimizer, stand_ins: bool = False) -> Optimizer:
-    """An object of the same class whose `step` changes nothing of `optimizer`.
+    """An object of a subclass whose `step` changes nothing that `optimizer` keeps.
 
     It has copies of the groups' settings and of the state that belongs to no parameter, no hooks, and no
     parameters; with `stand_ins` one throw-away parameter a group, for classes that raise without any.
-    Optimizers that it holds are ghosts too.
+    Every other attribute is copied, with all that is in it, when the step looks at it.
     """
+    return _Copies(stand_ins).ghost(optimizer)
+
+
+def _empty(optimizer: Optimizer) -> Optimizer:
+    """A ghost without groups of a class that is known to do nothing but step its groups."""
     double = object.__new__(type(optimizer))
-    double.__dict__.update({name: _aside(value, stand_ins) for name, value in vars(optimizer).items()})
-    for base in type(optimizer).__mro__:
-        for name in base.__dict__.get("__slots__", ()):
-            if hasattr(optimizer, name) and name not in ("__dict__", "__weakref__"):
-                object.__setattr__(double, name, _aside(getattr(optimizer, name), stand_ins))
-    double.param_groups = [_empty_group(group, stand_ins) for group in optimizer.param_groups]
-    double.state = defaultdict(dict)
-    shared: dict[Any, Any] = optimizer.state  # annotated as keyed by tensors only, which not every class keeps to
-    for key, value in shared.items():
-        if not isinstance(key, Tensor):
-            double.state[key] = _copied(value)
-    # torch warns, once an optimizer, that one with only capturable groups is not captured: all of none are.
-    double._warned_capturable_if_run_uncaptured = True
-    double._optimizer_step_pre_hooks = OrderedDict()
-    double._optimizer_step_post_hooks = OrderedDict()
+    double.__dict__.update(vars(optimizer))
+    double.param_groups, double.state = [], defaultdict(dict)
+    _forget_hooks(double)
     return double
 
 
-def _empty_group(group: dict[str, Any], stand_in: bool) -> dict[str, Any]:
-    settings = {key: _copied(value) for key, value in group.items() if key != "params"}
-    params: list[nn.Parameter] = []
-    if stand_in:
-        device = group["params"][0].device if group["params"] else torch.device("cpu")
-        params = [nn.Parameter(torch.zeros(1, device=device))]
-        params[0].grad = torch.zeros(1, device=device)
-    return {**settings, "params": params}
+def _forget_hooks(double: Optimizer) -> None:
+    double._optimizer_step_pre_hooks = OrderedDict()
+    double._optimizer_step_post_hooks = OrderedDict()
+    # torch warns, once an optimizer, that one with only capturable groups is not captured: all of none are.
+    double._warned_capturable_if_run_uncaptured = True
 
 
-def _aside(value: Any, stand_ins: bool) -> Any:
-    """An attribute for the ghost: what a step could change in place is a copy."""
-    if isinstance(value, Optimizer):
-        return ghost(value, stand_ins)
-    if isinstance(value, list) and value and all(isinstance(v, Tensor) for v in value):
-        return []  # parameters that the class keeps beside its groups
-    if isinstance(value, (dict, list, set)):
-        return copy.copy(value)
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return value.detach().clone()
-    return value
+_BEHIND = "_amp_behind"  # of a ghost: its optimizer, and the copies made for it
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # a lock, a process group: whatever has no copy is shared
-        return value
+class _CopiesWhenLookedAt:
+    """Comes before the optimizer's class in that of a ghost: an attribute is there when somebody looks at it."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Not the optimizer's own, which might register it."""
+
+    def __getattr__(self, name: str) -> Any:
+        optimizer, copies = vars(self).get(_BEHIND, (None, None))
+        if optimizer is not None and name in vars(optimizer):
+            value = vars(self)[name] = copies.of(vars(optimizer)[name])
+            return value
+        if optimizer is not None and name in _slots(optimizer) and hasattr(optimizer, name):
+            value = copies.of(getattr(optimizer, name))
+            object.__setattr__(self, name, value)
+            return value
+        inherited = getattr(super(), "__getattr__", None)
+        if inherited is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return inherited(name)
+
+
+@lru_cache
+def _ghostly(kind: Any) -> Any:
+    """The class of ghosts of class `kind`."""
+    names = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind)(kind.__name__, (_CopiesWhenLookedAt, kind), names)
+
+
+def _slots(value: Any) -> tuple[str, ...]:
+    kind: Any = type(value)
+    return _slots_of(kind)
+
+
+@lru_cache
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+@lru_cache
+def _kept_by_class(kind: Any) -> tuple[str, ...]:
+    """Attributes of the class, and of those that it is made from, that a step could change in place."""
+    bases = kind.__mro__[: kind.__mro__.index(Optimizer)] if Optimizer in kind.__mro__ else ()
+    kinds = (dict, list, set, deque, Tensor, torch.Generator)
+    return tuple(
+        name
+        for base in bases
+        for name, value in base.__dict__.items()
+        if isinstance(value, kinds) and not name.startswith("__")
+    )
+
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, types.BuiltinFunctionType)
+
+
+class _Copies:
+    """Of what one optimizer keeps, each made once.
+
+    Args:
+        stand_ins: whether ghosts have parameters.
+    """
+
+    def __init__(self, stand_ins: bool) -> None:
+        self._stand_ins = stand_ins
+        self._made: dict[int, Any] = {}  # by the id of the original
+        self._originals: list[Any] = []  # which keeps its id
+
+    def of(self, value: Any) -> Any:
+        """A copy of `value` that has nothing in common with it that can be written; itself where there is none."""
+        if isinstance(value, _ATOMS):
+            return value
+        if id(value) not in self._made:
+            self._remember(value, self._copy(value))
+        return self._made[id(value)]
+
+    def ghost(self, optimizer: Optimizer) -> Optimizer:
+        """That of `optimizer`."""
+        kind: Any = type(optimizer)
+        double: Any = object.__new__(_ghostly(kind))
+        self._remember(optimizer, double)
+        vars(double)[_BEHIND] = optimizer, self
+        for name, value in vars(optimizer).items():
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                vars(double)[name] = copy.copy(value)
+        _forget_hooks(double)
+        # An inner optimizer often has the very groups of the one around it.
+        groups = optimizer.param_groups
+        if id(groups) not in self._made:
+            self._remember(groups, [self._group(group) for group in groups])
+        vars(double)["param_groups"] = self._made[id(groups)]
+        shared: dict[Any, Any] = optimizer.state  # annotated as keyed by tensors only, which not every class keeps to
+        if id(shared) not in self._made:
+            state: dict[Any, Any] = defaultdict(dict)
+            self._remember(shared, state)
+            state.update((key, self.of(value)) for key, value in shared.items() if not isinstance(key, Tensor))
+        vars(double)["state"] = self._made[id(shared)]
+        for name in (*vars(optimizer), *_kept_by_class(kind)):
+            if name not in vars(double) and hasattr(kind, name):  # else that of the class would be found
+                vars(double)[name] = self.of(getattr(optimizer, name))
+        return double
+
+    def _remember(self, value: Any, made: Any) -> None:
+        self._made[id(value)] = made
+        self._originals.append(value)
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        if id(group) in self._made:
+            return self._made[id(group)]
+        params: list[nn.Parameter] = []
+        double: dict[str, Any] = {}
+        self._remember(group, double)
+        self._remember(group["params"], params)
+        if self._stand_ins:
+            params.append(_stand_in(group["params"]))
+        for key, value in group.items():
+            double[key] = value[: len(params)] if key == "param_names" else self.of(value)
+        return double
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            clone = value.detach().clone()
+            return nn.Parameter(clone, value.requires_grad) if isinstance(value, nn.Parameter) else clone
+        if isinstance(value, torch.Generator):
+            generator = torch.Generator(value.device)
+            generator.set_state(value.get_state())
+            return generator
+        if isinstance(value, Optimizer):
+            return self.ghost(value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.of(value.__self__))
+        if isinstance(value, weakref.ReferenceType):
+            made = self._made.get(id(value()))
+            return value if made is None else weakref.ref(made)
+        if isinstance(value, tuple):
+            items = self._items(value)
+            return type(value)._make(items) if hasattr(value, "_make") else tuple(items)
+        if isinstance(value, frozenset):
+            return frozenset(self._items(value))
+        try:
+            # What is no plain object, as NumPy's generators and iterators, has no attributes to go through.
+            is_plain = hasattr(value, "__dict__") or bool(_slots(value))
+            is_plain = is_plain and not hasattr(value, "__deepcopy__")
+            is_container = isinstance(value, (dict, list, set, deque))
+            double = copy.copy(value) if is_plain or is_container else copy.deepcopy(value, self._made)
+        except Exception:  # a lock, a process group: whatever has no copy is shared
+            return value
+        if double is value or not (is_plain or is_container):
+            return double
+        self._remember(value, double)  # before what is in it, which may refer to it
+        if isinstance(value, dict):
+            double.clear()
+            for key, item in value.items():
+                if not isinstance(key, Tensor):
+                    double[self.of(key) if isinstance(key, tuple) else key] = self.of(item)
+        elif isinstance(value, set):
+            double.clear()
+            double.update(self._items(value))
+        elif is_container:
+            double.clear()
+            double.extend(self._items(value))
+        for name, item in list(getattr(value, "__dict__", {}).items()):
+            vars(double)[name] = self.of(item)
+        for name in _slots(value):
+            if hasattr(value, name):
+                object.__setattr__(double, name, self.of(getattr(value, name)))
+        return double
+
+    def _items(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Copies of `values`; of nothing but parameters, which the class keeps beside its groups, what ghosts have."""
+        listed = list(values)
+        if listed and all(isinstance(value, nn.Parameter) for value in listed):
+            return iter([_stand_in(listed)] if self._stand_ins else [])
+        return map(self.of, listed)
+
+
+def _stand_in(params: list[Any]) -> nn.Parameter:
+    device = params[0].device if params else torch.device("cpu")
+    param = nn.Parameter(torch.zeros(1, device=device))
+    param.grad = torch.zeros(1, device=device)
+    return param
 
 
 # Hiding the gradients, the obvious way to skip a step, moves what optimizers count in their groups all the same, and
@@ -100,12 +263,12 @@ class Ghosts:
         """
         if steps_its_groups:
             if self._empty is None:
-                self._empty = ghost(optimizer)
-                self._empty.param_groups = []
+                self._empty = _empty(optimizer)
             return self._empty
         if self._have_stand_ins is not None:
             return ghost(optimizer, self._have_stand_ins)
         failures = []
+        before = random_state()
         for stand_ins in (False, True):
             try:
                 unhooked_step(optimizer)(ghost(optimizer, stand_ins), *args[1:], **kwargs)
@@ -114,6 +277,8 @@ class Ghosts:
             else:
                 self._have_stand_ins = stand_ins
                 return ghost(optimizer, stand_ins)
+            finally:
+                set_random_state(before)
         raise AmpStateError(
             f"{type(optimizer).__name__} cannot be stepped under amp: its step() fails when there is nothing to step "
             f"({failures[-1]!r}), so no step of it can be skipped.  Use opt_level='O0' or 'O3' without loss scaling."

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from amp_engine.errors import AmpStateError
 from amp_engine.optimizers.fused_step import fused_step_of
+from amp_engine.random_state import RandomState, random_state, set_random_state
 from amp_engine.stepping.ghost import Ghosts
 from amp_engine.stepping.own_step import unhooked_step
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
@@ -32,6 +37,41 @@ class Casts(Protocol):
         """The copies of weights that they use; None where there are no casts."""
 
 
+# Those of every optimizer in the care of an engine.
+_HOOKS: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepHook]] = weakref.WeakKeyDictionary()
+_HANDLES: list[RemovableHandle] = []  # one, of `_before_hooks`, while there are some
+
+
+def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before the hooks of an optimizer: torch goes through those of one at a time, which none of them may add to."""
+    if torch.compiler.is_compiling():
+        return
+    ref = _HOOKS.get(optimizer)
+    if ref is not None and (hook := ref()) is not None:
+        hook.before_hooks()
+
+
+def _add(optimizer: Optimizer, hook: StepHook) -> None:
+    _HOOKS[optimizer] = weakref.ref(hook)
+    if not _HANDLES:
+        _HANDLES.append(register_optimizer_step_pre_hook(_before_hooks))
+        _be_first(_HANDLES[0])
+
+
+def remove_unused() -> None:
+    """Have torch call nothing of ours if no optimizer is left that anybody looks after."""
+    # Not when the last one is collected, which may be while torch goes through these hooks.
+    while _HANDLES and not _HOOKS:
+        _HANDLES.pop().remove()
+
+
+def _be_first(handle: RemovableHandle) -> None:
+    """Stand before the hooks that were registered so far."""
+    hooks = handle.hooks_dict_ref()
+    assert isinstance(hooks, OrderedDict)
+    hooks.move_to_end(handle.id, last=False)
+
+
 class StepHook:
     """The hooks of one optimizer, which holds them. None of its methods is replaced.
 
@@ -51,21 +91,32 @@ class StepHook:
         self._ghosts = Ghosts()
         self._is_stepping = False
         optimizer = stepped.optimizer
+        self._random: RandomState | None = None  # to go on from after a ghost's step
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+        self._after_hook = optimizer.register_step_post_hook(self._after_step)
+        _be_first(self._after_hook)
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
         stepped.hook = weakref.ref(self)
+        _add(optimizer, self)
 
-    def be_last(self) -> None:
-        """It does the step itself, so hooks that the user has registered by now (clipping, logging) go first."""
-        optimizer = self._stepped.optimizer
+    def before_hooks(self) -> None:
+        """Have the user's hooks (clipping, logging) go first and see gradients where the step will find them."""
+        if self._is_stepping:
+            return
+        stepped = self._stepped
+        stepped.check_first_use()
+        self._backwards.close_windows_into(stepped)
+        optimizer = stepped.optimizer
         if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._step_hook.id:
             self._step_hook.remove()
             self._step_hook = optimizer.register_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
         """Have torch call nothing of ours."""
-        self._step_hook.remove()
-        self._load_hook.remove()
+        for handle in (self._step_hook, self._after_hook, self._load_hook):
+            handle.remove()
+        _HOOKS.pop(self._stepped.optimizer, None)
+        remove_unused()
 
     def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:
         # torch casts loaded state to the type of what is in the groups: masters must be there first.
@@ -78,11 +129,12 @@ class StepHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._is_stepping:  # a subclass called super().step()
             return None
+        self._random = None
         stepped, is_scaled = self._stepped, self._scaling.is_active
         if self._backwards.evidence.is_rehearsal:
             self._backwards.close_windows_into(stepped)  # for whoever looks at gradients
             stepped.forget_backwards()
-            return (self._ghosts.of(optimizer, args, kwargs, fused_step_of(optimizer) is not None), *args[1:]), kwargs
+            return self._ghost(args, kwargs, fused_step_of(optimizer) is not None)
         stepped.check_first_use()
         casts_off = self._casts.off()
         is_own = stepped.rows.makes_masters or stepped.needs_kernels
@@ -108,7 +160,22 @@ class StepHook:
                 stepped.step(args, kwargs, fused if is_plain else None, self._casts.weight_copies)
             finally:
                 self._is_stepping = False
-            return (self._ghosts.of(optimizer, args, kwargs, fused is not None), *args[1:]), kwargs
+            return self._ghost(args, kwargs, fused is not None)
+
+    def _ghost(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_its_groups: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that torch goes on with."""
+        double = self._ghosts.of(args[0], args, kwargs, steps_its_groups)
+        if not steps_its_groups:
+            self._random = random_state()
+        return (double, *args[1:]), kwargs
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After a ghost's step: it drew no random number."""
+        if self._random is not None and not self._is_stepping:
+            set_random_state(self._random)
+            self._random = None
 
 
 def _says_nothing(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -44,9 +44,6 @@ class WeightCopies(Protocol):
 class Hook(Protocol):
     """What torch calls before the step."""
 
-    def be_last(self) -> None:
-        """Stand behind the hooks that were registered by now."""
-
     def remove(self) -> None:
         """Have torch call it no more."""
 
@@ -144,8 +141,6 @@ class SteppedOptimizer:
         self.ranks.close()
         self.backward_seen = True
         self._written_gradients.note(self.rows)
-        if (hook := self.hook()) is not None:
-            hook.be_last()
 
     def look_for_parameters(self) -> None:
         """Give new parameters masters, and take foreign writes over into masters."""

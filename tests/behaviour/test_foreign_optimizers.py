@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import numpy as np
 import prodigyopt
 import pytest
 import schedulefree
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_engine import AmpStateError, amp
 from amp_engine.optimizers import FusedAdam
@@ -374,6 +379,268 @@ def test_the_value_of_a_real_step_is_free_and_of_a_skipped_one_none() -> None:
     model, optimizer = started("SGD", "O2")
     backward(MLP.loss(model, MLP.batch()), optimizer, overflow=True)
     assert optimizer.step() is None
+
+
+# --- what a class keeps on itself -----------------------------------------------------------------
+
+
+class Meter:
+    """What an optimizer may hold that is no container."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(2)
+        self.calls = [0]
+
+    def add(self) -> None:
+        self.total += 1
+        self.calls[0] += 1
+
+
+class Slotted:
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values = [torch.zeros(3)]
+
+
+class KeepsOnItself(torch.optim.SGD):
+    """Keeps, draws and counts in every place that a class has for it, with parameters or without."""
+
+    of_the_class: ClassVar[list[int]] = []
+    hidden = 0
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.hidden = 0
+        self.running = torch.zeros(1)
+        self.matrix = torch.zeros(2, 3)
+        self.tensors = [torch.zeros(1), torch.zeros(2)]
+        self.table: dict[str, Any] = {"inner": {"norm": torch.zeros(1), "names": ["a"]}}
+        self.recent: deque[Any] = deque([torch.zeros(1)], maxlen=4)
+        self.pair = (torch.zeros(1), [0])
+        self.meter, self.slotted, self.module = Meter(), Slotted(), nn.BatchNorm1d(2, affine=False)
+        self.namespace = SimpleNamespace(count=[0])
+        self.noise = torch.Generator().manual_seed(3)
+        self.random, self.numpy = random.Random(3), np.random.default_rng(3)
+        self.array = np.zeros(2)
+        self.ticks = self.meter.add
+        self.state["global"] = {"norm": torch.zeros(1), "seen": [0]}
+        for group in self.param_groups:
+            group["history"] = [torch.zeros(1)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.of_the_class.append(1)
+        self.hidden += 1
+        self.running.mul_(0.9).add_(0.1)
+        self.matrix += 1
+        self.tensors[1] += 1
+        self.tensors.append(torch.zeros(1))
+        self.table["inner"]["norm"] += 1
+        self.table["inner"]["names"].append("b")
+        self.recent[0] += 1
+        self.recent.append(torch.zeros(1))
+        self.pair[0].add_(1)
+        self.pair[1][0] += 1
+        self.ticks()
+        self.slotted.values[0] += 1
+        self.module(torch.ones(4, 2))
+        self.namespace.count[0] += 1
+        self.drawn = torch.rand(2, generator=self.noise), self.random.random(), self.numpy.random(), self.array.tolist()
+        self.array += 1  # in place
+        self.drawn_of_all = torch.rand(2), random.random(), np.random.rand()
+        self.state["global"]["norm"] += 1
+        self.state["global"]["seen"][0] += 1
+        for group in self.param_groups:
+            group["history"][0] += 1
+        return super().step()
+
+    def picture(self) -> dict[str, Any]:
+        keys = ("hidden", "running", "matrix", "tensors", "table", "pair", "drawn", "drawn_of_all")
+        return {
+            **{key: frozen(getattr(self, key, None)) for key in keys},
+            "recent": frozen(list(self.recent)),
+            "meter": frozen(vars(self.meter)),
+            "slotted": frozen(self.slotted.values),
+            "module": frozen(self.module.state_dict()),
+            "namespace": frozen(vars(self.namespace)),
+            "array": self.array.tolist(),
+            "class": list(self.of_the_class),
+            "state": frozen(self.state["global"]),
+            "groups": [frozen(group["history"]) for group in self.param_groups],
+            "generators": frozen([self.noise.get_state(), self.random.getstate(), self.numpy.random()]),
+            "next": [torch.rand(1), random.random(), np.random.rand()],
+        }
+
+
+@pytest.mark.parametrize("outcomes", ["ccc", "oocc", "coc"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_only_steps_that_are_taken_change_what_a_class_keeps_and_draws(level: str, outcomes: str) -> None:
+    if level in ("O4", "O5"):
+        outcomes = outcomes.replace("o", "c")
+    pictures = []
+    for is_bare in (True, False):
+        KeepsOnItself.of_the_class.clear()
+        model = MLP.model()
+        optimizer = KeepsOnItself(model.parameters())
+        if not is_bare:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        for index, outcome in enumerate(outcomes):
+            if is_bare:
+                if outcome == "c":
+                    optimizer.step()
+                continue
+            optimizer.zero_grad()
+            backward(MLP.loss(model, MLP.batch(index)), optimizer, overflow=outcome == "o")
+            optimizer.step()
+        pictures.append(optimizer.picture())
+        amp.close()
+    assert_bitwise(*pictures)
+
+
+class Registers(torch.optim.SGD):
+    """Keeps a list of its subclasses, and looks attributes up in what is inside of it."""
+
+    kinds: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        Registers.kinds.append(cls)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "factor":
+            return 0.5
+        raise AttributeError(name)
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.factor == 0.5
+        assert not hasattr(self, "missing")
+        return super().step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_class_that_knows_its_subclasses_hears_of_none(level: str) -> None:
+    model = MLP.model()
+    optimizer = Registers(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(MLP, model, optimizer, "co")
+    assert Registers.kinds == []
+
+
+class LooksAtFew(torch.optim.SGD):
+    """Holds something that cannot be copied, and looks at it in no step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.trainer = Uncopied()
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step()
+
+
+class Uncopied:
+    def __copy__(self) -> Any:
+        raise AssertionError("copied")
+
+    __deepcopy__ = __reduce_ex__ = __copy__  # type: ignore[assignment]
+
+
+def test_what_a_step_does_not_look_at_is_not_copied() -> None:
+    model = MLP.model()
+    optimizer = LooksAtFew(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    train(MLP, model, optimizer, "co")
+
+
+# --- hooks that are registered late ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["after initialize", "before the step", "in an iteration that is left open"])
+@pytest.mark.parametrize("make", ["SGD", "foreign"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_hook_that_is_registered_late_clips_what_is_stepped(level: str, make: str, when: str) -> None:
+    model = MLP.model()
+    params = model.parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1) if make == "SGD" else TakesFactor(params)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    seen: list[Tensor] = []
+
+    def clip(opt: Optimizer, args: Any, kwargs: Any) -> None:
+        params = group_params(opt)
+        seen.append(torch.nn.utils.clip_grad_norm_(params, 1e-3))
+        assert torch.nn.utils.get_total_norm([p.grad for p in params]) < 1.1e-3
+
+    delays = when == "in an iteration that is left open"
+    handle = optimizer.register_step_pre_hook(clip) if when == "after initialize" else None
+    norms = []
+    for index in range(3):
+        optimizer.zero_grad()
+        before = masters(optimizer)
+        backward(MLP.loss(model, MLP.batch(index)), optimizer, delay_unscale=delays)
+        handle = handle or optimizer.register_step_pre_hook(clip)
+        optimizer.step()
+        moved = [b.float() - a.float() for b, a in zip(before, masters(optimizer), strict=True)]
+        norms.append(float(torch.nn.utils.get_total_norm(moved)))
+    assert [1e-2 < float(norm) < 1e2 for norm in seen] == [True] * 3
+    if level != "O3":  # whose weights hardly move by so little
+        assert norms == pytest.approx([1e-4] * 3, rel=0.05)
+    handle.remove()
+    train(MLP, model, optimizer, "c", first=3)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_hooks_run_once_and_in_their_order_and_give_their_arguments_on(level: str) -> None:
+    model = MLP.model()
+    optimizer = TakesFactor(model.parameters())
+    said: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: said.append("first"))
+    optimizer.register_step_post_hook(lambda *_: said.append("after"))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    handle = optimizer.register_step_pre_hook(lambda opt, args, kwargs: (args, {**kwargs, "factor": 0.0}))
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: said.append(kwargs))
+    optimizer.register_step_post_hook(lambda *_: said.append("late"))
+    before = masters(optimizer)
+    train(MLP, model, optimizer, "c")
+    assert said == ["first", {"factor": 0.0}, "after", "late"]
+    assert_bitwise(masters(optimizer), before)
+    handle.remove()
+    train(MLP, model, optimizer, "c")
+    assert said[4:] == ["first", {}, "after", "late"]
+    assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+class TakesFactor(torch.optim.SGD):
+    """Its step has an argument of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, factor: float = 1.0) -> None:
+        for param in group_params(self):
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1 * factor)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_hooks_of_all_optimizers_see_gradients_that_were_left_scaled(level: str) -> None:
+    seen: list[float] = []
+
+    def look(opt: Optimizer, args: Any, kwargs: Any) -> None:
+        seen.append(max(float(p.grad.abs().max()) for p in group_params(opt) if p.grad is not None))
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        model = MLP.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        backward(MLP.loss(model, MLP.batch()), optimizer, delay_unscale=True)
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert [0 < norm < 10 for norm in seen] == [True]
 
 
 # --- refused by name ------------------------------------------------------------------------------

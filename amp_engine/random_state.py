@@ -1,0 +1,41 @@
+"""The random numbers of a process, to be put back after something that nobody should notice."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RandomState(NamedTuple):
+    """The generators of torch on CPU and GPUs, of Python, and of NumPy where that is loaded."""
+
+    cpu: Tensor
+    gpus: list[Tensor] | None
+    python: tuple[Any, ...]
+    numpy: Any
+
+
+def random_state() -> RandomState:
+    """The state now. Without GPUs during the capture of a CUDA graph, which has its own."""
+    has_gpus = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    numpy = sys.modules.get("numpy")
+    return RandomState(
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state_all() if has_gpus else None,
+        random.getstate(),
+        None if numpy is None else numpy.random.get_state(),
+    )
+
+
+def set_random_state(state: RandomState) -> None:
+    """Go on from `state`."""
+    torch.set_rng_state(state.cpu)
+    if state.gpus is not None:
+        torch.cuda.set_rng_state_all(state.gpus)
+    random.setstate(state.python)
+    if state.numpy is not None:
+        sys.modules["numpy"].random.set_state(state.numpy)

@@ -44,13 +44,33 @@ def write_file(path: str | os.PathLike[str], value: Any) -> None:
     Raises AmpValueError for what is no file, AmpTypeError for what torch.load(weights_only=True) would not load, or
     what torch.save or the operating system raise, with the old file as it was, and nothing of the new.
     """
+    try:
+        _write_file(path, value)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        kept = "the file of before is as it was" if os.path.exists(path) else "there is no file of this name"
+        raise OSError(
+            e.errno,
+            f"{os.strerror(e.errno)}.  Nothing was saved, and {kept}.  The new file is written beside the old one, so "
+            "there must be room for both: delete earlier checkpoints or save to another disk",
+            os.fspath(path),
+        ) from e
+
+
+def _write_file(path: str | os.PathLike[str], value: Any) -> None:
     target = Path(os.fsdecode(os.path.realpath(path)))
     if target.exists() and not target.is_file():  # a rename would put a file in the place of /dev/null, too
         raise AmpValueError(f"{os.fspath(path)} is a directory or a device.  Use the path of a file.")
     _remove_abandoned(target)
     with _beside(target) as (file, temporary):
         checked = _Checked(file)
-        torch.save(value, cast(IO[bytes], checked))
+        try:
+            torch.save(value, cast(IO[bytes], checked))
+        except Exception:
+            if checked.failure is not None:  # in whose place torch raises that a position is unexpected
+                raise checked.failure from None
+            raise
         checked.finish()
         file.flush()
         _check_that_it_loads(temporary)
@@ -82,11 +102,15 @@ class _Checked:
 
     Args:
         file: where to.
+
+    Attributes:
+        failure: what the operating system raised when it was to write.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._sha256 = hashlib.sha256()
+        self.failure: OSError | None = None
         self._last = b""  # held back: the record at the end is to say that a comment follows
 
     def write(self, data: bytes | memoryview) -> int:
@@ -117,7 +141,11 @@ class _Checked:
 
     def _put(self, data: bytes | memoryview) -> None:
         self._sha256.update(data)
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as e:
+            self.failure = self.failure or e
+            raise
 
 
 def _check_that_it_loads(path: Path) -> None:
@@ -128,7 +156,8 @@ def _check_that_it_loads(path: Path) -> None:
         reason = next((line for line in str(e).splitlines() if "Unsupported" in line or "GLOBAL" in line), str(e))
         raise AmpTypeError(
             "Not saved, since torch.load(weights_only=True) would not load it: "
-            f"{reason.strip()}  Save numbers, strings, tensors, and lists and dictionaries of them."
+            f"{reason.strip()}  Save numbers, strings, tensors, and lists, tuples and "
+            "dictionaries of them; of a named tuple `tuple(value)` or `value._asdict()`."
         ) from e
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from amp_engine.arguments import as_optimizers
+from amp_engine.casting.float_region import float_region
 from amp_engine.checkpoint import memory_of
 from amp_engine.distributed import without_wrapper
 from amp_engine.dtypes import is_low_precision, parse_dtype
@@ -126,16 +128,16 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer | LARC | Sequenc
 def _by_name(
     model: nn.Module,
     optimizer: Optimizer | LARC | Sequence[Optimizer | LARC],
-    stand_ins: Mapping[Optimizer, dict[str, Any]],
+    stand_ins: Mapping[Optimizer, dict[int, Any]],
 ) -> dict[str, Any]:
-    """The same, with other dictionaries for some of the optimizers."""
+    """The same, with state by index for weights of some of the optimizers that have none."""
     names = _names(model)
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for one in _each(optimizer):
         by_index = [_name_of(weight, names, one) for weight in _weights(one)]
-        saved = stand_ins.get(one) or one.state_dict()
-        for index, value in saved["state"].items():
+        saved = one.state_dict()
+        for index, value in {**saved["state"], **stand_ins.get(one, {})}.items():
             state[by_index[index] if isinstance(index, int) else index] = value
         groups += [{**group, "params": [by_index[i] for i in group["params"]]} for group in saved["param_groups"]]
     return {"state": state, "param_groups": groups}
@@ -172,9 +174,9 @@ def load_optimizer_state_dict(
 class TrainingState:
     """Model, optimizers and loss scalers as one `Stateful` of torch.distributed.checkpoint, by names.
 
-    torch.distributed.checkpoint loads into tensors that are there. So of an optimizer that has no state yet, what it
-    will begin with is in the dictionary, and that it is no more; the optimizer stays without. As much memory as its
-    weights and their gradients have is used for a moment.
+    torch.distributed.checkpoint loads into tensors that are there. So of a weight that has no state yet, since nothing
+    was stepped or it never had a gradient, what it will begin with is in the dictionary, and that it is no more; the
+    optimizer stays without. As much memory as such weights and their gradients have is used for a moment.
 
     Args:
         model: its FP32 weights are saved.
@@ -188,27 +190,33 @@ class TrainingState:
         self._model, self._optimizer, self._scalers = model, optimizer, scalers
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"model": ..., "optimizer": ..., "begun": ..., "amp": ...}`. Waits for the device."""
-        begun = self._begun()
-        stand_ins = {one: _begun(one) for one, has_state in begun.items() if not has_state}
+        """`{"model": ..., "optimizer": ..., "begun": ..., "amp": ...}`. Waits for the device.
+
+        "begun" has for each optimizer the names of the weights that have state.
+        """
+        names = _names(self._model)
+        stand_ins, begun = {}, []
+        for one in _each(self._optimizer):
+            weights = _weights(one)
+            stand_ins[one] = _will_begin(one, [i for i, weight in enumerate(weights) if weight not in one.state])
+            begun.append([_name_of(weight, names, one) for weight in weights if weight in one.state])
         return {
             "model": without_wrapper(self._model).state_dict(),
             "optimizer": _by_name(self._model, self._optimizer, stand_ins),
-            "begun": list(begun.values()),
+            "begun": begun,
             "amp": self._scalers.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave. Raises what the parts raise."""
         for one, begun in zip(_each(self._optimizer), state_dict["begun"], strict=True):
-            state = state_dict["optimizer"]["state"] if begun else {}
-            load_optimizer_state_dict(self._model, one, {**state_dict["optimizer"], "state": state})
+            state = state_dict["optimizer"]["state"]
+            if isinstance(begun, bool):  # of all its weights, as 0.1.0 saved it
+                begun = [*state] if begun else []
+            own = {name: value for name, value in state.items() if name in begun}
+            load_optimizer_state_dict(self._model, one, {**state_dict["optimizer"], "state": own})
         without_wrapper(self._model).load_state_dict(state_dict["model"])
         self._scalers.load_state_dict(state_dict["amp"])
-
-    def _begun(self) -> dict[Optimizer, bool]:
-        """Whether each optimizer has state."""
-        return {one: any(weight in one.state for weight in _weights(one)) for one in _each(self._optimizer)}
 
 
 def _plain(name: str) -> str:
@@ -241,21 +249,28 @@ def _weights(optimizer: Optimizer) -> list[Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
-def _begun(optimizer: Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()` as it would be after a step, with every state 0, of copies of what it steps."""
-    double = ghost(optimizer)
+def _will_begin(optimizer: Optimizer, indices: Sequence[int]) -> dict[int, Any]:
+    """State by index, every value 0, that the weights at `indices` would have after a step, of copies of them."""
+    if not indices:
+        return {}
+    double, wanted, places = ghost(optimizer), set(indices), count()
     for group, own in zip(double.param_groups, optimizer.param_groups, strict=True):
-        group["params"] = [_copy_with_gradient(weight) for weight in own["params"]]
+        group["params"] = [_copy_with_gradient(weight) for weight in own["params"] if next(places) in wanted]
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    unhooked_step(optimizer)(double)
-    begun = double.state_dict()
-    own_groups = optimizer.state_dict()["param_groups"]
-    for state in begun["state"].values():
+    try:
+        with float_region():
+            unhooked_step(optimizer)(double)
+    except Exception:
+        if len(indices) == len(_weights(optimizer)):
+            raise
+        return {}  # L-BFGS has all of its state at the first weight, and steps with a closure only
+    begun = {i: state for i, state in double.state_dict()["state"].items() if isinstance(i, int)}
+    for state in begun.values():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 state[key] = torch.zeros_like(value)
-    return {"state": begun["state"], "param_groups": own_groups}
+    return {indices[i]: state for i, state in begun.items()}
 
 
 def _copy_with_gradient(weight: Tensor) -> nn.Parameter:

@@ -95,13 +95,14 @@ class Saving:
 
             amp.save(path, model=model, optimizer=optimizer, scheduler=scheduler, epoch=epoch)
 
-        Of an object that has `state_dict` that is saved, in lists and dictionaries too; other values as they are. The
-        loss scalers come with it, as "amp". torch.load(path) gives the dictionary.
+        Of an object that has `state_dict` that is saved, in lists, tuples and dictionaries too; other values as they
+        are. The loss scalers come with it, as "amp". torch.load(path) gives the dictionary.
 
         The bytes go to a file beside `path`, to the disk, and then take its name; their SHA-256 stands at the end.
 
         Raises AmpValueError for an object named "amp", AmpTypeError for what torch.load(weights_only=True) would not
-        load, and what the operating system does, with the file that was there as it was. Waits for the device.
+        load, and OSError of the operating system, which says when the disk is full, with the file that was there as it
+        was. Waits for the device.
         """
         if "amp" in objects:
             raise AmpValueError('amp.save() writes "amp", the loss scalers, itself.  Choose another name.')
@@ -154,7 +155,7 @@ def _state_of(value: Any) -> Any:
     if callable(getattr(value, "state_dict", None)):
         return value.state_dict()
     if type(value) in (list, tuple):
-        return [_state_of(item) for item in value]
+        return type(value)(_state_of(item) for item in value)
     if type(value) is dict:
         return {key: _state_of(item) for key, item in value.items()}
     return value
@@ -170,7 +171,10 @@ def _pairs(name: str, target: Any, state: Any) -> Iterator[tuple[str, Any, Any]]
             f"{name} is a {type(target).__name__}, which has no load_state_dict.  Leave it out: amp.load returns it."
         )
     keys = list(target) if isinstance(target, dict) else list(range(len(target)))
-    saved = list(state) if isinstance(state, dict) else list(range(len(state))) if isinstance(state, list) else None
+    # Of 0.1.0 a tuple came back as a list.
+    saved = (
+        list(state) if isinstance(state, dict) else list(range(len(state))) if type(state) in (list, tuple) else None
+    )
     if saved != keys:
         found = "no such container" if saved is None else saved
         raise AmpValueError(f"{name} is to be loaded into {keys}, and saved was {found}.")

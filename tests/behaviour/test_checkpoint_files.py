@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pickle
@@ -10,7 +11,7 @@ import stat
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_several_objects_and_values_stand_under_their_names(path: Path) -> None:
         for model in models:
             model.weight.zero_()
     rest = amp.load(path, models=models, optimizers=optimizers)
-    assert rest == {"lr": 0.1, "names": ["a", "b"]}
+    assert rest == {"lr": 0.1, "names": ("a", "b")}
     assert_bitwise([dict(model.state_dict()) for model in models], truth)
 
 
@@ -197,6 +198,45 @@ def test_the_name_of_the_scalers_is_taken(path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_tuples_come_back_as_tuples(path: Path, deep: bool) -> None:
+    started("O2")
+    state = random.getstate()
+    truth = [random.random() for _ in range(5)]
+    value: Any = {"deep": [((1, (2.0, "b")), [()], {"x": (None,)})], "rng": state} if deep else state
+    amp.save(path, value=value)
+    loaded = amp.load(path)["value"]
+    assert loaded == value
+    assert torch.load(path)["value"] == value
+    random.setstate(loaded["rng"] if deep else loaded)
+    assert [random.random() for _ in range(5)] == truth
+
+
+@pytest.mark.parametrize("saved_as", [tuple, list])
+@pytest.mark.parametrize("loaded_as", [tuple, list])
+def test_objects_in_a_tuple_load_from_what_was_a_list_and_the_other_way(
+    path: Path, saved_as: Any, loaded_as: Any
+) -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    amp.save(path, models=saved_as(models))
+    others = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    assert amp.load(path, models=loaded_as(others)) == {}
+    assert_bitwise([dict(m.state_dict()) for m in others], [frozen(dict(m.state_dict())) for m in models])
+
+
+class Pair(NamedTuple):
+    one: int
+    two: int
+
+
+def test_a_named_tuple_is_refused_with_what_to_save_in_its_place(path: Path) -> None:
+    started("O2")
+    with pytest.raises(AmpTypeError, match=r"value\._asdict\(\)"):
+        amp.save(path, pair=Pair(1, 2))
+    amp.save(path, pair=tuple(Pair(1, 2)))
+    assert Pair(*amp.load(path)["pair"]) == Pair(1, 2)
+
+
 class OfTheProgram:
     """No value that torch.load(weights_only=True) knows."""
 
@@ -229,6 +269,59 @@ def test_what_the_operating_system_refuses_leaves_the_old_file(
             amp.save(path, epoch=2)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("room", [0, 100, 3000])
+@pytest.mark.parametrize("was_there", [True, False])
+def test_a_full_disk_is_said_and_the_old_file_is_there(
+    path: Path, was_there: bool, room: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = started("O2")
+    if was_there:
+        amp.save(path, epoch=1)
+    before = path.read_bytes() if was_there else None
+    fdopen = os.fdopen
+
+    def on_a_full_disk(descriptor: int, mode: str) -> Any:
+        file = fdopen(descriptor, mode, buffering=0)
+        left = [room]
+
+        def write(data: Any) -> int:
+            left[0] -= len(data)
+            if left[0] < 0:
+                raise OSError(number, os.strerror(number))
+            return type(file).write(file, data)  # type: ignore[no-any-return]
+
+        return Through(file, write)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdopen", on_a_full_disk)
+        expected = f"(?s){os.strerror(number)}.*{'as it was' if was_there else 'no file of this name'}.*checkpoint.pt"
+        with pytest.raises(OSError, match=expected) as raised:
+            amp.save(path, model=model, more=torch.zeros(1000))
+    assert raised.value.errno == number
+    assert "unexpected pos" not in str(raised.value)
+    assert os.listdir(path.parent) == ([path.name] if was_there else [])
+    if was_there:
+        assert path.read_bytes() == before
+        assert amp.load(path)["epoch"] == 1
+
+
+class Through:
+    """A file with another `write`."""
+
+    def __init__(self, file: Any, write: Any) -> None:
+        self._file, self.write = file, write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Through:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe"])

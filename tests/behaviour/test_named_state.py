@@ -35,6 +35,7 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.1),
     "plain sgd": lambda params: torch.optim.SGD(params, lr=0.05),
     "amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-4, amsgrad=True),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, eps=1e-4),
     "fused adam": lambda params: FusedAdam(params, lr=1e-2, eps=1e-4),
     "fused lamb": lambda params: FusedLAMB(params, lr=1e-2, eps=1e-4),
@@ -277,6 +278,81 @@ def test_masters_saved_through_dcp_load_at_another_level(tmp_path: Path, level: 
     assert_bitwise(frozen(dict(amp.named_masters(model))), weights)
     assert_bitwise(amp.optimizer_state_dict(model, optimizer)["state"], moments)
     assert scaler_numbers()[0] == 1.0
+
+
+class Sometimes(nn.Module):
+    """Of its parts one was never used yet, and one is frozen."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.used, self.unused, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Any, with_unused: bool = False) -> Any:
+        return self.frozen(self.unused(self.used(x)) if with_unused else self.used(x))
+
+
+def steps_of_sometimes(model: nn.Module, optimizer: Any, *with_unused: bool) -> None:
+    for flag in with_unused:
+        with amp.scale_loss(model(torch.ones(2, 4), flag).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("before", [(False, False), (True, False)], ids=["never", "at first"])
+@pytest.mark.parametrize("target", ["fresh", "that has begun"])
+@pytest.mark.parametrize(
+    ("level", "name"), [*((level, "adamw") for level in LEVELS), *(("O2", name) for name in OPTIMIZERS)]
+)
+def test_a_parameter_without_state_goes_through_dcp_and_begins_as_it_would_have(
+    tmp_path: Path, level: str, name: str, target: str, before: tuple[bool, ...]
+) -> None:
+    def begin(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Sometimes(seed)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        return model, optimizer
+
+    model, optimizer = begin(0)
+    steps_of_sometimes(model, optimizer, *before)
+    names = dict(amp.named_masters(model))
+    has_state = {n for n, weight in names.items() if weight in optimizer.state}
+    saved(tmp_path, training=amp.training_state(model, optimizer))
+    steps_of_sometimes(model, optimizer, False, True, True)
+    truth = everything(model, optimizer)
+    amp.close()
+    model, optimizer = begin(77)
+    if target == "that has begun":
+        steps_of_sometimes(model, optimizer, False)
+    loaded(tmp_path, training=amp.training_state(model, optimizer))
+    assert {n for n, weight in amp.named_masters(model) if weight in optimizer.state} == has_state
+    steps_of_sometimes(model, optimizer, False, True, True)
+    assert_bitwise(everything(model, optimizer), truth)
+
+
+@pytest.mark.parametrize("was_begun", [True, False])
+def test_a_training_state_of_an_earlier_version_loads(was_begun: bool) -> None:
+    model, optimizer = started("O2", ADAMW)
+    train(NORMED_MLP, model, optimizer, "cc" if was_begun else "")
+    state = frozen(amp.training_state(model, optimizer).state_dict())
+    state["begun"] = [was_begun]
+    truth = everything(model, optimizer)
+    amp.close()
+    model, optimizer = started("O2", ADAMW, seed=77)
+    amp.training_state(model, optimizer).load_state_dict(state)
+    assert bool(optimizer.state) == was_begun
+    assert_bitwise(everything(model, optimizer), truth)
+
+
+def test_a_class_that_steps_with_a_closure_only_has_the_state_that_it_has() -> None:
+    model = NORMED_MLP.model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    optimizer.state[next(model.parameters())] = {"n_iter": 1}
+    assert list(amp.training_state(model, optimizer).state_dict()["optimizer"]["state"]) == ["0.weight"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -120,6 +120,14 @@ def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, g
         _check_shards(model, policy, is_scaled)
         if not policy.cast_model_type:
             continue
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise AmpStateError(
+                    f"{f'Module {name} of {type(model).__name__}' if name else 'The model'} was compiled by "
+                    f"torch.jit.script or torch.jit.trace, and takes no hooks by which {policy.opt_level} casts it and "
+                    "saves it in FP32.  Put the module that it was made from in its place, call amp.initialize, and "
+                    "then torch.jit.trace(model, example_inputs)."
+                )
         if is_cast_by_fsdp2(model, policy):
             check_units(model, policy, gives_float32)
             continue

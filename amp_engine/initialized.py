@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -141,11 +141,12 @@ class Initialized:
             for optimizer in optimizers:
                 self._take_in(optimizer, request, exact, adopt_data_writes)
         except BaseException:
-            for optimizer in optimizers:
-                self._let_go(optimizer)
-            for cast_model in cast_models:
-                cast_model.remove_hooks()
-            put_back()
+            with ExitStack() as undo:  # each of them, whatever another one raises
+                undo.callback(put_back)
+                for cast_model in cast_models:
+                    undo.callback(cast_model.remove_hooks)
+                for optimizer in optimizers:
+                    undo.callback(self._let_go, optimizer)
             raise
         # A model that was initialized before keeps the types it first came with as its way back.
         for cast_model in cast_models:

@@ -297,7 +297,8 @@ _HOOK_FUNCTIONS = (follow_masters, follow_own_masters, hook_children, save_float
 def remember(models: Sequence[nn.Module]) -> Callable[[], None]:
     """Hold the memory of every parameter, gradient and buffer; the returned call puts it back, bit for bit."""
     params = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for m in models for p in m.parameters()]
-    buffers = [(module._buffers, dict(module._buffers)) for m in models for module in m.modules()]
+    modules = [module for m in models for module in m.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
 
     def put_back() -> None:
         for param, data, grad, grad_data in params:
@@ -307,7 +308,8 @@ def remember(models: Sequence[nn.Module]) -> Callable[[], None]:
                 grad.data = grad_data
                 param.grad = grad
         for live, before in buffers:
-            live.update(before)
+            for name, buffer in before.items():
+                live[name] = buffer
 
     return put_back
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_engine import Engine, amp
+from amp_engine import AmpStateError, Engine, amp
+from amp_engine.initialized import Initialized
 from tests.conftest import patched_names
 from tests.models import LSTM, MLP, NORMED_MLP, TRANSFORMER
 from tests.support import (
@@ -398,3 +399,31 @@ def test_the_casts_of_function_levels_reach_losses_outside_the_model() -> None:
     amp.initialize(MLP.model(), opt_level="O1", verbosity=0)
     half = torch.ones(2, 3, dtype=torch.float16)
     assert F.cross_entropy(half, torch.tensor([0, 1])).dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_a_scripted_part_is_refused_by_name_with_everything_as_before(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(torch.jit.script(nn.BatchNorm1d(4))))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(AmpStateError, match=r"Module 1\.0 of Sequential was compiled by torch\.jit.*in its place"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert type(model) is nn.Sequential
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not any(getattr(module, hooks) for module in (model, model[0]) for hooks in MODULE_HOOKS)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_undo_that_fails_halfway_goes_on_with_the_rest(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError("the one on the way back")
+
+    model, optimizer = fresh()
+    weights = frozen(dict(model.named_parameters()))
+    monkeypatch.setattr(Initialized, "_take_in", fail)
+    monkeypatch.setattr(Initialized, "_let_go", fail)
+    with pytest.raises(KeyError):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    monkeypatch.undo()
+    assert_bitwise(dict(model.named_parameters()), weights)
+    assert not any(getattr(module, hooks) for module in model.modules() for hooks in MODULE_HOOKS)

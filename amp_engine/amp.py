@@ -82,7 +82,7 @@ else:
 
 def scale_loss(
     loss: Tensor,
-    optimizers: Optimizer | LARC | Iterable[Optimizer | LARC],
+    optimizers: Optimizer | LARC | Iterable[Optimizer | LARC] | None,
     loss_id: int = 0,
     model: Any = None,
     delay_unscale: bool = False,

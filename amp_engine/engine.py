@@ -18,7 +18,7 @@ from amp_engine.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
 from amp_engine.casting import EngineCasts, FunctionCasts, patcher
 from amp_engine.dtypes import LOW_PRECISION
-from amp_engine.errors import AmpStateError
+from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.explaining import Explaining
 from amp_engine.initialized import Initialized, master_params
 from amp_engine.optimizers import LARC, inner_of
@@ -245,7 +245,7 @@ class Engine(Saving, Explaining):
     def scale_loss(
         self,
         loss: Tensor,
-        optimizers: Optimizer | LARC | Iterable[Optimizer | LARC],
+        optimizers: Optimizer | LARC | Iterable[Optimizer | LARC] | None,
         loss_id: int = 0,
         model: Any = None,
         delay_unscale: bool = False,
@@ -258,7 +258,7 @@ class Engine(Saving, Explaining):
 
         Args:
             loss: any shape, any floating type.
-            optimizers: those whose parameters the loss reaches: one, or several, or none.
+            optimizers: those whose parameters the loss reaches: one, or several, or none; None at a scale of 1 only.
             loss_id: which scaler.
             model: ignored, as in apex.
             delay_unscale: leave the gradients scaled; the next `scale_loss` without it unscales the sum.
@@ -276,8 +276,16 @@ class Engine(Saving, Explaining):
         arguments.check_loss(loss, "scale_loss", "backward()")
         casting.discard_interrupted()
         self.function_casts.note_use(bool(self.policy.patch_torch_functions))
-        stepped = list(dict.fromkeys(map(self._initialized.stepped_by, arguments.as_list(optimizers))))
         scaler = self._scaling.scaler(loss_id)
+        if optimizers is None and not scaler.is_identity:
+            raise AmpTypeError(
+                "scale_loss(loss, None) scales the loss, and names no optimizer whose gradients are to be unscaled.  "
+                "Call amp.scale_loss(loss, optimizer); for gradients of inputs alone "
+                "torch.autograd.grad(amp.scale(loss), inputs) and amp.unscale(gradients).  At a scale of 1, as O0 has "
+                "it, None is taken."
+            )
+        listed = [] if optimizers is None else arguments.as_list(optimizers)
+        stepped = list(dict.fromkeys(map(self._initialized.stepped_by, listed)))
         return self.backwards.of(loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def get_scale(self, loss_id: int = 0) -> Tensor:
@@ -305,9 +313,10 @@ class Engine(Saving, Explaining):
     ) -> Tensor:
         """Clip the gradients of `master_params(optimizer)`, between `scale_loss` and `step`.
 
-        After one backward, and with a norm_type of 2 or infinity, nothing is read for it: the norm was taken on the
-        way, and the factor is applied in the step, or when a master's `.grad` is looked at. Float32 parameters, whose
-        `.grad` is there to be seen, are multiplied at once. Otherwise this is torch.nn.utils.clip_grad_norm_.
+        After one backward, and with a norm_type of 2 or infinity, nothing is read of masters: their norm was taken on
+        the way, and the factor is applied in the step, or when a master's `.grad` is looked at. Float32 parameters,
+        whose `.grad` is there for anybody to write, are read once more and multiplied at once. Otherwise this is
+        torch.nn.utils.clip_grad_norm_.
 
         Args:
             optimizer: need not have been initialized.
@@ -320,6 +329,8 @@ class Engine(Saving, Explaining):
         """
         arguments.check_has_groups(optimizer, "clip_grad_norm_", ", max_norm")
         stepped = self._initialized.get(inner_of(optimizer))
+        if stepped is not None:
+            self.backwards.look_at_gathered(stepped)
         return clip_grad_norm_(optimizer.param_groups, stepped, max_norm, norm_type, error_if_nonfinite)
 
     def averaged_model(

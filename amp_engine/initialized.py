@@ -71,6 +71,7 @@ class Initialized:
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backwards, self._scaling, self._casts = backwards, scaling, casts
         self.overflows = OverflowWatch(reporter, self.parameter_places, self._stepped_params, scaling)
+        backwards.models = lambda: self.models
         backwards.evidence.on_unchecked_loss = self.overflows.unchecked_loss
         self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
         self._wrappers = weakref.WeakKeyDictionary()
@@ -161,6 +162,7 @@ class Initialized:
             if (stepped := self.get(optimizer)) is not None:
                 refuse_replaced(models, stepped, self._scaling)
         self._collectives = self._collectives or watch()
+        self._backwards.unlisted.begin()
         self._follow_masters()
         for wrapper, optimizer in request.wrappers.items():
             self.look_after_wrapper(wrapper, optimizer)
@@ -257,6 +259,7 @@ class Initialized:
             face.take_off(wrapper)
         self._wrappers.clear()
         self._collectives = None
+        self._backwards.unlisted.end()
         optimizers = self.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
         # FP32 in between, also if they are half again by then.

@@ -74,19 +74,20 @@ def asks_for_gradients(params: Sequence[Tensor]) -> bool:
 
 
 def any_gradient_written(params: Sequence[Tensor], before: GradientStamps) -> bool:
-    """Whether a gradient is the one that `before` tells of and was written since. Slow; False for other parameters."""
-    now, then = _pairs(gradient_stamps(params)), _pairs(before)
-    return len(now) == len(then) and any(
-        new == old and version > earlier for (new, version), (old, earlier) in zip(now, then, strict=True)
-    )
+    """Whether a gradient that `before` tells of was written or replaced since. Slow; False for other parameters."""
+    return any(was_there and params[row].grad is not None for row, was_there in moved_since(params, before))
 
 
 def moved_since(params: Sequence[Tensor], before: GradientStamps) -> list[tuple[int, bool]]:
-    """Where a gradient came, went, was replaced or written since `before`, and whether there was one. Slow."""
-    if have_gradient_stamps(params, before):
+    """Where a gradient came, went, was replaced or written since `before`, and whether there was one. Slow.
+
+    Nowhere for other parameters.
+    """
+    after = gradient_stamps(params)
+    if after == before or len(after) != len(before):
         return []
     none = _pairs(gradient_stamps([torch.empty(0)]))[0][0]
-    pairs = zip(_pairs(gradient_stamps(params)), _pairs(before), strict=True)
+    pairs = zip(_pairs(after), _pairs(before), strict=True)
     return [(row, then[0] != none) for row, (now, then) in enumerate(pairs) if now != then]
 
 

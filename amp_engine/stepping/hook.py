@@ -103,6 +103,7 @@ class StepHook:
         """Have the user's hooks (clipping, logging) go first and see gradients where the step will find them."""
         if self._is_stepping:
             return
+        self._refuse_in_body()
         stepped = self._stepped
         stepped.check_first_use()
         self._backwards.close_windows_into(stepped)
@@ -110,6 +111,16 @@ class StepHook:
         if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._step_hook.id:
             self._step_hook.remove()
             self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def _refuse_in_body(self) -> None:
+        """Raise AmpStateError in the body of a `scale_loss` that lists the optimizer."""
+        if self._stepped.window.is_in_body and not self._backwards.evidence.is_rehearsal:
+            raise AmpStateError(
+                f"{type(self._stepped.optimizer).__name__}.step() was called inside of the "
+                "`with amp.scale_loss(...)` of its loss, whose exit unscales the gradients that it steps.  Nothing was "
+                "stepped.  Leave the `with` first, then call step(); a hook of register_post_accumulate_grad_hook runs "
+                "in the backward, and cannot step here."
+            )
 
     def remove(self) -> None:
         """Have torch call nothing of ours."""
@@ -135,6 +146,7 @@ class StepHook:
             self._backwards.close_windows_into(stepped)  # for whoever looks at gradients
             stepped.forget_backwards()
             return self._ghost(args, kwargs, fused_step_of(optimizer) is not None)
+        self._refuse_in_body()
         stepped.check_first_use()
         casts_off = self._casts.off()
         is_own = stepped.rows.makes_masters or stepped.needs_kernels

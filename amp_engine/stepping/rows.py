@@ -62,6 +62,20 @@ class StepRows(NamedTuple):
     copies: Sequence[Tensor | None]
 
 
+class GradientMarks(NamedTuple):
+    """Gradients as they were.
+
+    Attributes:
+        scans: of the rows, by then.
+        stamps: of the gradients,
+        memory: and of where those are that lie in memory.
+    """
+
+    scans: int
+    stamps: tensor_lists.GradientStamps
+    memory: tensor_lists.Stamps
+
+
 class Rows:
     """The rows of one optimizer, and the masters of those that have one.
 
@@ -92,6 +106,8 @@ class Rows:
             getattr(optimizer, "eval", None)
         )
         self.masters: list[Master] = []  # in the order of the groups
+        self.scans = 0  # that found something new
+        self.joined: list[nn.Parameter] = []  # parameters that came with a gradient, until it is looked at
         self._optimizer = weakref.ref(optimizer)
         self._wrappers: list[weakref.ref[Optimizer]] = []
         self._by_weight: dict[int, Master] = {}  # by id of the master weight
@@ -157,8 +173,11 @@ class Rows:
         groups = self._live_optimizer().param_groups
         if self._is_scanned(groups):
             return
+        self.scans += 1
         if not self.makes_masters:
+            earlier = self._columns
             self._columns, self._scanned = columns_of(groups, self.find), [tuple(group["params"]) for group in groups]
+            self._note_joined(earlier)
             self.look_at_types()
             return
         self._replace(groups, exact or {})
@@ -171,7 +190,8 @@ class Rows:
         self._low = tensor_lists.params([m.param for m in self.masters])
         self._high = tensor_lists.params([m.weight for m in self.masters])
         self._scanned = [tuple(group["params"]) for group in groups]
-        self._columns = columns_of(groups, self.find)
+        earlier, self._columns = self._columns, columns_of(groups, self.find)
+        self._note_joined(earlier)
         slots = self.slots
         if slots.count > 0:
             slots = slots.rearranged([None if m is None else m.row for m in self._columns.masters])
@@ -196,6 +216,15 @@ class Rows:
         if self._halves is not None and not self.makes_masters:
             self.scan()
             self._halves.judge(self._live_optimizer())
+
+    def _note_joined(self, earlier: Columns) -> None:
+        if earlier is not NO_COLUMNS and tensor_lists.any_gradient(self._columns.param_handle):
+            known = set(map(id, earlier.params))
+            self.joined += [p for p in self._columns.params if id(p) not in known and p.grad is not None]
+
+    def master_of(self, param: nn.Parameter) -> Master | None:
+        """The master of a parameter, or None."""
+        return self._by_param.get(id(param))
 
     def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
         if len(groups) != len(self._scanned):
@@ -327,15 +356,26 @@ class Rows:
         """Whether a parameter that has a master has a gradient."""
         return tensor_lists.any_gradient(self._low)
 
-    def gradient_stamps(self) -> tensor_lists.GradientStamps:
+    def gradient_marks(self) -> GradientMarks:
         """Of the gradients that parameters with masters have."""
-        return tensor_lists.gradient_stamps(self._low)
+        stamps = tensor_lists.gradient_stamps(self._low)
+        return GradientMarks(self.scans, stamps, tensor_lists.stamps(self._dense_gradients()))
 
-    def gradients_written_since(self, before: tensor_lists.GradientStamps) -> bool:
-        """Whether one of them was written since `gradient_stamps()`; not if it was replaced or discarded."""
-        return not tensor_lists.have_gradient_stamps(self._low, before) and tensor_lists.any_gradient_written(
-            self._low, before
-        )
+    def gradients_written_since(self, before: GradientMarks) -> bool:
+        """Whether one of them was written or replaced since `gradient_marks()`; not if it was discarded.
+
+        A write through `.data` moves no version, but the gradient to memory of its own: the old one is what is held.
+        """
+        if before.scans != self.scans:
+            return False  # of other rows
+        if tensor_lists.have_gradient_stamps(self._low, before.stamps):
+            return not tensor_lists.have_stamps(self._dense_gradients(), before.memory)
+        return tensor_lists.any_gradient_written([m.param for m in self.masters], before.stamps)
+
+    def _dense_gradients(self) -> list[Tensor]:
+        grads, accesses, _ = tensor_lists.gradients(self._low)
+        dense = (tensor_lists.OWN, tensor_lists.SHARED)
+        return [g for g, how in zip(grads, accesses, strict=True) if g is not None and how in dense]
 
     def totals(self) -> dict[int, Tensor]:
         """The float32 gradients that masters have by now, by row, for the kernels to add to."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -21,6 +21,7 @@ from amp_engine.stepping.evidence import Evidence
 from amp_engine.stepping.reduction import Reduction
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.unlisted import Unlisted
 from amp_engine.torch_private import disable_dynamo
 
 
@@ -46,6 +47,8 @@ class ScaledBackwards:
         self._stepped = weakref.WeakKeyDictionary()
         self._scaling = scaling
         self.evidence = Evidence(scaling)
+        self.unlisted = Unlisted(lambda: self.models())
+        self.models: Callable[[], Sequence[nn.Module]] = list  # the initialized ones
         # Goes around the body of each `scale_loss` while somebody measures.
         self.around: Callable[[AbstractContextManager[Tensor]], AbstractContextManager[Tensor]] | None = None
         # Told of each backward while its gradients are as the step will find them, while somebody looks at them. Half
@@ -114,10 +117,20 @@ class ScaledBackwards:
 
     def close_windows_into(self, stepped: SteppedOptimizer) -> None:
         """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
+        self.unlisted.exit()  # of a body that does not list `stepped`, and is run still
+        self.look_at_gathered(stepped)
         for other in self._windows_into([stepped]):
             if not other.window.is_in_body:
                 self._close_left_open(other)
         self._close_left_open(stepped)
+
+    def look_at_gathered(self, stepped: SteppedOptimizer) -> None:
+        """Count what parameters have gathered before `stepped` had them, if it is finite: by a backward of nothing."""
+        scaler = self._scaling.default()
+        if stepped.window.is_closed and stepped.has_gathered() and not self._passes_through(scaler, [stepped]):
+            backward = self.begin([stepped], scaler, 0)
+            stepped.enter_backward(backward, scale=self.unlisted.scale)
+            self.close_windows([stepped], backward)
 
     def close_windows(
         self,
@@ -309,8 +322,9 @@ class ScaledBackward(ContextOfLoss):
         try:
             scaled_loss = loss.float() * moved(backward.snapshot.scale, loss.device)
             for one in self._stepped:
-                one.enter_backward(backward, waits=scaled_loss.requires_grad)
+                one.enter_backward(backward, scaled_loss.requires_grad, self._backwards.unlisted.scale)
                 entered.append(one)
+            self._backwards.unlisted.enter(backward, self._stepped, self._backwards.all)
             self._backwards.evidence.enter(backward, loss)
             # Autograd calls these before it accumulates anything.
             if scaled_loss.requires_grad:
@@ -320,22 +334,29 @@ class ScaledBackward(ContextOfLoss):
             return scaled_loss
         except BaseException:
             self._remove_hooks()
-            for one in entered:
-                one.window.discard_backward()
+            self._discard(entered)
             raise
 
     @disable_dynamo
     def _begin(self, grad: Tensor) -> None:
         self._has_begun = True
-        for one in self._stepped:
-            one.window.begin()
+        self._begin_windows()
 
     @disable_dynamo
     def _pass_by(self, grad: Tensor) -> None:
         if not self._has_begun:
             self._has_passed_by = True
-            for one in self._stepped:
-                one.window.begin()
+            self._begin_windows()
+
+    def _begin_windows(self) -> None:
+        for one in self._stepped:
+            one.window.begin()
+        self._backwards.unlisted.begin_backward()
+
+    def _discard(self, stepped: Sequence[SteppedOptimizer]) -> None:
+        self._backwards.unlisted.discard()
+        for one in stepped:
+            one.window.discard_backward()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -363,12 +384,11 @@ class ScaledBackward(ContextOfLoss):
                 try:
                     self._refuse_unscaled()
                 except AmpStateError:
-                    for one in self._stepped:
-                        one.window.discard_backward()
+                    self._discard(self._stepped)
                     raise
+                self._backwards.unlisted.exit()
             if kind is not None:
-                for one in self._stepped:
-                    one.window.discard_backward()
+                self._discard(self._stepped)
             elif self._delay_unscale:
                 for one in self._stepped:
                     one.window.leave_open(self._backward)

@@ -8,17 +8,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import devices, kernels
 from amp_engine.devices import moved
+from amp_engine.distributed import local_of
+from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, Plan, release_fused_step
+from amp_engine.scale_snapshot import ScaleSnapshot
 from amp_engine.scaler import LossScaler
-from amp_engine.stepping import shards, strays
+from amp_engine.stepping import arithmetic, shards, strays
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.own_step import foreach_as_by_default, unhooked_step
 from amp_engine.stepping.pending import Pending, Skip
 from amp_engine.stepping.ranks import Ranks
@@ -87,6 +91,8 @@ class SteppedOptimizer:
         self.needs_kernels = False  # whether what it steps, or keeps, is nothing that its class can step
         self._scaling = scaling
         self._is_wrapped = False
+        self._with_masters: tuple[Columns, Tensor] | None = None
+        self._unchecked: Sequence[nn.Parameter] = ()  # whose gradients another loss left
         self._written_gradients = strays.WrittenGradients()
         self._clipping = kernels.ListCheck()  # of its own: on a GPU what it has uploaded stays
         self.ranks = Ranks(rows) if ranks is None else ranks
@@ -119,12 +125,13 @@ class SteppedOptimizer:
 
     # Around a backward.
 
-    def enter_backward(self, backward: Backward, waits: bool = False) -> None:
+    def enter_backward(self, backward: Backward, waits: bool = False, scale: ScaleSnapshot | None = None) -> None:
         """Entry of `scale_loss`: look for new parameters and foreign writes, open the window, or enter it again.
 
         Args:
             backward: the scale of what is to come.
             waits: whether the window is told when a backward begins.
+            scale: of gradients that low-precision parameters gathered before they had masters; None: 1.
         """
         if self.window.is_in_body:
             raise AmpStateError(
@@ -133,6 +140,8 @@ class SteppedOptimizer:
             )
         self.ranks.enter(not self.backward_seen, self.window.is_left_open)
         self._begin()
+        if self._unchecked or self.rows.joined:
+            self._take_gathered(backward.scaler, scale)
         self.window.open(backward, waits)
 
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
@@ -148,6 +157,32 @@ class SteppedOptimizer:
         self.rows.judge_half()
         self.rows.refresh(self.adopts_next)
         self.adopts_next = False
+
+    def is_given_gradients(self) -> None:
+        """The backward of a loss that this optimizer is not listed in left gradients: look at them before a step."""
+        self._unchecked = self.rows.columns.plain
+
+    def has_gathered(self) -> bool:
+        """Whether a gradient is to be stepped that no check of this optimizer saw. Looks for new parameters."""
+        self.rows.scan()
+        return any(p.grad is not None for p in self._unchecked) or bool(self.rows.joined)
+
+    def _take_gathered(self, scaler: LossScaler, scale: ScaleSnapshot | None) -> None:
+        """Give new masters what their parameters gathered, and have the scaler count an overflow of what is unchecked.
+
+        No host sync.
+        """
+        joined, self.rows.joined = self.rows.joined, []
+        for p in joined:
+            grad, master = p.grad, self.rows.master_of(p)
+            if grad is not None and master is not None and is_low_precision(grad):
+                inv_scale = torch.ones((), device="cpu") if scale is None else scale.inv_scale
+                master.weight.grad = arithmetic.times(grad, moved(inv_scale, grad.device), torch.float32)
+        weights = [p if (master := self.rows.master_of(p)) is None else master.weight for p in joined]
+        grads = [p.grad for p in (*weights, *self._unchecked) if p.grad is not None]
+        self._unchecked = ()
+        for grad in grads:
+            scaler.record_(~arithmetic.values(local_of(grad)).isfinite())
 
     def shares_parameters_with(self, other: SteppedOptimizer) -> bool:
         """Whether a parameter is stepped by both."""
@@ -220,7 +255,10 @@ class SteppedOptimizer:
     # Clipping.
 
     def grad_norm(self, norm_type: float) -> Tensor | None:
-        """Norm of all unscaled gradients, as the last backward's check took it: float32, shape []. No host sync.
+        """Norm of all unscaled gradients: float32, shape []. No host sync.
+
+        Held gradients are nobody else's, so theirs is the one that the last backward's check took. Those of rows
+        without masters are read once more: collectives, NumPy and writes through `.data` leave no trace.
 
         None if something else than that backward is in the gradients by now, or for another norm than 2 and infinity.
         """
@@ -229,10 +267,27 @@ class SteppedOptimizer:
         check = self.rows.whole_check()
         if check is None or self.rows.slots.norm is not None or norm_type not in (2.0, math.inf):
             return None
+        found, norm, inv_scale = check.checked.checks, check.norm, check.scale.inv_scale.double
+        if check.unscaled is None:
+            if norm_type == math.inf:
+                return (found.largest.max().double() * inv_scale()).float()
+            return tensor_lists.copy(norm)  # the caller's to write to
+        ignored, norm = torch.zeros_like(norm), torch.empty_like(norm)
+        now = self._clipping.run(check.unscaled.grads, None, torch.ones_like(norm), ignored, norm)
+        if self.rows.slots.count == 0:
+            return now.largest.max() if norm_type == math.inf else norm
+        held = self._held_rows(norm.device)
         if norm_type == math.inf:
-            return (check.checked.checks.largest.max().double() * check.scale.inv_scale.double()).float()
-        # The caller's to write to.
-        return tensor_lists.copy(check.norm)
+            return torch.maximum((found.largest[held].max().double() * inv_scale()).float(), now.largest.max())
+        return (found.sum_squares[held].sum() * inv_scale().square() + now.sum_squares.sum()).sqrt().float()
+
+    def _held_rows(self, device: torch.device) -> Tensor:
+        """Where there are masters: int64, on `device`; found once for each arrangement of rows."""
+        columns = self.rows.columns
+        if self._with_masters is None or self._with_masters[0] is not columns:
+            rows = [row for row, is_plain in enumerate(columns.plain_mask) if not is_plain]
+            self._with_masters = columns, moved(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+        return self._with_masters[1]
 
     def clip_grads_with_norm_(self, norm: Tensor, max_norm: float) -> None:
         """Multiply the gradients by `min(1, max_norm / (norm + 1e-6))`: masters' in the step. After `grad_norm`."""

@@ -8,9 +8,8 @@ from typing import NoReturn
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpGradientWarning, AmpStateError
-from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, Plan
-from amp_engine.stepping.rows import Rows, StepRows
+from amp_engine.stepping.rows import GradientMarks, Rows, StepRows
 
 
 class WrittenGradients:
@@ -20,21 +19,21 @@ class WrittenGradients:
     """
 
     def __init__(self) -> None:
-        self._stamps: tensor_lists.GradientStamps = b""
+        self._marks: GradientMarks | None = None
         self._looks = 64
 
     def note(self, rows: Rows) -> None:
         """After a backward: remember gradients as they are."""
         if self._looks > 0:
-            self._stamps = rows.gradient_stamps()
+            self._marks = rows.gradient_marks()
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
         """Before the step: of an edit since then, as torch's clip_grad_norm_ makes of them."""
         if self._looks == 0:
             return
         self._looks -= 1
-        before, self._stamps = self._stamps, b""
-        if not before or not rows.gradients_written_since(before):
+        before, self._marks = self._marks, None
+        if before is None or not rows.gradients_written_since(before):
             return
         self._looks = 0
         warnings.warn(

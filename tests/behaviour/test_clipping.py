@@ -621,3 +621,25 @@ def test_what_is_done_to_gradients_as_it_should_be_is_not_warned_of(level: str) 
         model.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
+
+
+UNSEEN = {
+    "data": lambda grad: grad.data.mul_(10.0),
+    "detached": lambda grad: torch.from_numpy(grad.numpy()).mul_(10.0),
+}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("how", UNSEEN)
+def test_gradients_written_unseen_are_clipped_by_the_norm_that_they_have(
+    how: str, norm_type: float, level: str
+) -> None:
+    model, optimizer = started(level, loss_scale=64.0)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    for param in model.parameters():
+        if param.dtype == torch.float32:
+            UNSEEN[how](param.grad)
+    norm = amp.clip_grad_norm_(optimizer, 1e9, norm_type)
+    truth = nn.utils.get_total_norm([p.grad for p in amp.master_params(optimizer)], norm_type)
+    torch.testing.assert_close(norm, truth, rtol=1e-6, atol=0)

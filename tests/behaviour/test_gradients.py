@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_engine import amp
-from amp_engine.errors import AmpStateError
+from amp_engine import amp, kernels
+from amp_engine.errors import AmpGradientWarning, AmpStateError
 from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -1087,3 +1087,153 @@ def test_at_a_scale_of_one_the_loss_itself_may_be_run() -> None:
     with amp.scale_loss(loss, optimizer):
         loss.backward()
     assert all(gradient is not None for gradient in gradients(optimizer))
+
+
+# --- gradients of parameters that no listed optimizer steps -----------------------------------------
+
+CAST = {level: {} for level in LEVELS} | {"O5, split": {"master_weights": "split"}}
+
+
+def gathered(level: str | None, when: str, kind: type[torch.optim.Optimizer], overflow: bool = False) -> Tensor:
+    """How far the weight of a head moves by what three backwards at three scales left before it was stepped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = kind(model[0].parameters(), lr=0.1)
+    other = kind(model[1].parameters(), lr=0.1) if when == "of another optimizer" else None
+    if level is not None:
+        optimizers = optimizer if other is None else [optimizer, other]
+        options = {"opt_level": level[:2], "verbosity": 0, "loss_scale": "dynamic", **CAST[level]}
+        amp.initialize(model, optimizers, **options)
+    head = model[1]
+    if when == "made later":
+        torch.manual_seed(1)
+        head = nn.Linear(4, 2)
+    head.requires_grad_(when != "frozen")
+    before = head.weight.detach().clone()
+    for index in range(3):
+        if index == 1:
+            head.requires_grad_(True)
+        hidden = model[0](torch.arange(12.0).view(3, 4).div(12).to(model[0].weight.dtype))
+        loss = head(hidden.to(head.weight.dtype) if hidden.dtype != head.weight.dtype else hidden).float()
+        loss = loss.square().mean()
+        if level is None:
+            loss.backward()
+        else:
+            amp._amp_state.loss_scalers[0]._loss_scale = 64.0 * 2**index
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                (scaled_loss * (1e39 if overflow and index == 1 else 1.0)).backward()
+        optimizer.step()
+        if index < 2:
+            optimizer.zero_grad()
+    if other is None:
+        optimizer.add_param_group({"params": list(head.parameters())})
+        optimizer.zero_grad() if when == "zeroed" else None
+        optimizer.step()
+    else:
+        other.step()
+    amp.close()
+    return head.weight.detach().float() - before.float()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("when", ["unowned", "made later", "frozen", "zeroed", "of another optimizer"])
+def test_what_a_parameter_gathers_before_it_is_stepped_is_the_unscaled_sum(level: str, when: str, kind: Any) -> None:
+    if when == "of another optimizer" and level in MASTER_LEVELS:
+        pytest.skip("masters take gradients of losses that list their optimizer, and the step warns of others")
+    moved, truth = gathered(level, when, kind), gathered(None, when, kind)
+    torch.testing.assert_close(moved, truth, rtol=0.05, atol=0.05 * float(truth.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("when", ["unowned", "made later", "of another optimizer"])
+@pytest.mark.filterwarnings("ignore:SGD.step")
+def test_an_overflow_in_what_a_parameter_gathers_skips_the_step(level: str, when: str) -> None:
+    assert gathered(level, when, torch.optim.SGD, overflow=True).abs().max() < 1e-3  # close() undoes the rounding
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_no_optimizer_steps_are_put_back_if_the_body_raises(level: str) -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    before = model[2].weight.grad.clone()
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(MLP.loss(model, MLP.batch(1)), optimizer) as scaled_loss:
+        print(scaled_loss.backward() if level not in MASTER_LEVELS else None, 1 / 0)
+    assert_bitwise(model[2].weight.grad, before)
+
+
+def test_two_bodies_inside_of_each_other_unscale_each_gradient_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    amp.initialize(model, optimizers, opt_level="O1", verbosity=0, loss_scale=64.0)
+    losses = [part(torch.ones(1, 4)).sum() for part in model]
+    for _ in range(2):
+        with amp.scale_loss(losses[0], optimizers[0]) as first, amp.scale_loss(losses[1], optimizers[1]) as second:
+            first.backward(retain_graph=True)
+            second.backward(retain_graph=True)
+    assert [float(part.bias.grad[0]) for part in model] == [2.0, 2.0]
+
+
+# --- what is refused, or said -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("inside", ["the body", "the backward"])
+def test_a_step_inside_of_the_body_is_refused_before_anything_is_stepped(inside: str, level: str) -> None:
+    model, optimizer = started(level, task=MLP, loss_scale=64.0)
+    before = masters(optimizer)
+    loss = MLP.loss(model, MLP.batch())
+    hook = model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    if inside == "the body":
+        hook.remove()
+    with pytest.raises(AmpStateError, match=r"Nothing was\s+stepped"), amp.scale_loss(loss, optimizer) as scaled_loss:
+        print(scaled_loss.backward(), optimizer.step())
+    hook.remove()
+    assert_bitwise(masters(optimizer), before)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    optimizer.step()
+    assert not torch.equal(masters(optimizer)[0], before[0])
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
+def test_no_optimizer_is_needed_at_a_scale_of_one(level: str) -> None:
+    started(level, task=MLP)
+    with amp.scale_loss(torch.ones((), requires_grad=True) * 2, None) as scaled_loss:
+        assert scaled_loss == 2
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_no_optimizer_at_another_scale_is_refused_with_what_to_type(level: str) -> None:
+    started(level, task=MLP)
+    with pytest.raises(TypeError, match=r"amp.scale_loss\(loss, optimizer\)"):
+        amp.scale_loss(torch.ones((), requires_grad=True), None)
+
+
+EDITED = {
+    "in place": lambda p: p.grad.clamp_(-1, 1),
+    "through data": lambda p: p.grad.data.clamp_(-1, 1),
+    "replaced": lambda p: setattr(p, "grad", p.grad.clamp(-1, 1)),
+}
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("how", EDITED)
+def test_edits_of_half_gradients_are_warned_of_however_they_are_made(how: str, level: str) -> None:
+    if how == "through data" and not kernels.has_native(torch.device("cpu")):
+        pytest.skip("seen by the address of memory that is copied on write, which plain PyTorch does not tell")
+    model, optimizer = started(level, task=MLP)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    EDITED[how](model[0].weight)
+    with pytest.warns(AmpGradientWarning, match="were written"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_gradients_that_nobody_edits_are_not_warned_of(level: str) -> None:
+    model, optimizer = started(level, task=MLP)
+    for index in range(4):
+        backward(MLP.loss(model, MLP.batch(index)), optimizer)
+        assert len([p.grad.float().norm() for p in model.parameters()]) == len(gradients(optimizer))
+        optimizer.step()

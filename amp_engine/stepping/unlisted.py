@@ -1,0 +1,180 @@
+"""Gradients that a scaled backward leaves in parameters that no optimizer of its loss steps.
+
+They are unscaled at the exit like those of the loss's own optimizers: such a parameter may join an optimizer with what
+it has gathered (`add_param_group`), or another optimizer steps it next. Nothing tells that from one that nobody will
+ever step, and once a second backward at another scale has added to a gradient, no scale undoes it. What the last
+optimizer of `initialize` will make a master of stays scaled, as all low-precision gradients of the model do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from amp_engine.devices import moved
+from amp_engine.dtypes import is_low_precision
+from amp_engine.kernels import tensor_lists
+from amp_engine.scale_snapshot import ScaleSnapshot
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.window import Window
+
+
+class _Nobody:
+    """Stands where an optimizer does."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": params}]
+
+
+class _Others:
+    """The parameters that some optimizers do not step.
+
+    Attributes:
+        low: those that would get a master.
+        rows: of those that would not.
+        stepped: optimizers that step some of these, weakly.
+    """
+
+    def __init__(self, low: list[nn.Parameter], plain: list[nn.Parameter], stepped: list[SteppedOptimizer]) -> None:
+        self.stepped = [weakref.ref(one) for one in stepped]
+        self.low, self.low_handle = low, tensor_lists.params(low)
+        self.plain_handle = tensor_lists.params(plain)
+        self.nobody = _Nobody(plain)
+        self.rows = Rows(self.nobody, False)  # type: ignore[arg-type]
+
+
+class Unlisted:
+    """Those of one engine.
+
+    Args:
+        models: gives the initialized ones. What any other module has registered since the first of them counts, too.
+    """
+
+    def __init__(self, models: Callable[[], Iterable[nn.Module]]) -> None:
+        self.scale: ScaleSnapshot | None = None  # of what has gathered in low precision
+        self._models = models
+        self._late: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._stop: weakref.finalize[..., Unlisted] | None = None  # noticing
+        self._found: dict[tuple[Any, ...], _Others] = {}
+        self._alive: list[weakref.ref[Any]] = []
+        # Of the body that is run.
+        self._others: _Others | None = None
+        self._window: Window | None = None
+        self._backward: Backward | None = None
+
+    def begin(self) -> None:
+        """From now on notice parameters that modules register, until `end`."""
+        self.forget()
+        if self._stop is not None:
+            return
+        ref = weakref.ref(self)
+
+        def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            one = ref()
+            if one is not None and param is not None:
+                one._late.add(module)
+                one.forget()
+
+        self._stop = weakref.finalize(self, register_module_parameter_registration_hook(registered).remove)
+
+    def end(self) -> None:
+        """Everything was taken back."""
+        self.forget()
+        self._late.clear()
+        self.scale = None
+        if self._stop is not None:
+            self._stop()
+        self._stop = None
+
+    def forget(self, *_: Any) -> None:
+        """Look for the parameters again. Called as well where a module or an optimizer of them ends."""
+        self._found.clear()
+        self._alive.clear()
+
+    def enter(self, backward: Backward, stepped: Sequence[SteppedOptimizer], everyone: list[SteppedOptimizer]) -> None:
+        """A body is entered, and its windows are open. Nothing is done where there are no such parameters."""
+        if self._others is not None:
+            self.exit()  # inside of another body, which goes on without looking
+        others = self._of(stepped, everyone)
+        if others is None:
+            return
+        self._others, self._backward = others, Backward(backward.scaler, backward.loss_id, backward.snapshot)
+        if others.low:
+            self._rescale(others, backward.snapshot)
+        self._window = None
+        if tensor_lists.any_gradient(others.plain_handle):
+            self._window = Window(others.rows)
+            self._window.open(self._backward, waits=True)
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        if self._window is not None:
+            self._window.begin()
+
+    def exit(self) -> None:
+        """The body was left: unscale what has arrived, and have other optimizers look whether it is finite."""
+        others, window, backward = self._others, self._window, self._backward
+        self._others = self._window = self._backward = None
+        if others is None or backward is None:
+            return
+        if window is None:
+            if not tensor_lists.any_gradient(others.plain_handle):
+                return
+            window = Window(others.rows)
+            window.adopt(backward)
+        window.close(backward, False)
+        for ref in others.stepped:
+            if (one := ref()) is not None and tensor_lists.any_gradient(one.rows.columns.plain_handle):
+                one.is_given_gradients()
+
+    def discard(self) -> None:
+        """The body raised: put back what was there."""
+        others, window = self._others, self._window
+        self._others = self._window = self._backward = None
+        if window is not None:
+            window.discard_backward()
+        elif others is not None:
+            tensor_lists.discard_gradients(others.plain_handle)
+
+    def _rescale(self, others: _Others, snapshot: ScaleSnapshot) -> None:
+        """Have what has gathered in low precision the scale of what is to be added to it."""
+        earlier, self.scale = self.scale, snapshot
+        if not tensor_lists.any_gradient(others.low_handle) or (earlier is not None and earlier.equals(snapshot)):
+            return
+        factor = snapshot.scale if earlier is None else snapshot.scale * earlier.inv_scale
+        for p in others.low:
+            if p.grad is not None:
+                p.grad.mul_(moved(factor, p.grad.device))
+
+    def _of(self, stepped: Sequence[SteppedOptimizer], everyone: list[SteppedOptimizer]) -> _Others | None:
+        owners = [one for one in everyone if one in stepped or not one.window.is_closed]
+        # Nothing that keeps an optimizer or its parameters alive.
+        key = (*map(id, owners), -1, *((id(one), one.rows.scans) for one in everyone))
+        found = self._found.get(key)
+        if found is None:
+            if len(self._found) > 64:
+                self.forget()
+            self._found[key] = found = self._look(owners, everyone)
+        return found if found.low or found.nobody.param_groups[0]["params"] else None
+
+    def _look(self, owners: list[SteppedOptimizer], everyone: list[SteppedOptimizer]) -> _Others:
+        modules = {id(m): m for model in self._models() for m in model.modules()} | {id(m): m for m in self._late}
+        self._alive += [weakref.ref(m, self.forget) for m in modules.values()]
+        self._alive += [weakref.ref(one.optimizer, self.forget) for one in everyone]
+        makes_masters = any(one.rows.makes_masters for one in everyone)
+        # A master's parameter belongs to its optimizer: gradients reach it by no other way than `scale_loss`.
+        owned = {id(p) for one in owners for p in one.rows.columns.params}
+        owned |= {id(m.param) for one in everyone for m in one.rows.masters}
+        of_modules = (p for m in modules.values() for p in m._parameters.values() if p is not None)
+        of_others = (p for one in everyone if one not in owners for p in one.rows.columns.plain)
+        params = {id(p): p for ps in (of_modules, of_others) for p in ps if p.is_floating_point()}
+        free = [p for key, p in params.items() if key not in owned]
+        low = [p for p in free if makes_masters and is_low_precision(p)]
+        plain = [p for p in free if not (makes_masters and is_low_precision(p))]
+        return _Others(low, plain, [one for one in everyone if one not in owners])

@@ -33,6 +33,14 @@ def ghost(optimizer: Optimizer, stand_ins: bool = False) -> Optimizer:
     return _Copies(stand_ins).ghost(optimizer)
 
 
+def discard_ghost(double: Optimizer) -> None:
+    """Free what was copied for a ghost: it is in a cycle, and would wait for a collection of garbage."""
+    _, copies = vars(double).pop(_BEHIND, (None, None))
+    if copies is not None:
+        copies.clear()
+        vars(double).clear()
+
+
 def _empty(optimizer: Optimizer) -> Optimizer:
     """A ghost without groups of a class that is known to do nothing but step its groups."""
     double = object.__new__(type(optimizer))
@@ -131,6 +139,11 @@ class _Copies:
         if id(value) not in self._made:
             self._remember(value, self._copy(value))
         return self._made[id(value)]
+
+    def clear(self) -> None:
+        """Hold no copy any more."""
+        self._made.clear()
+        self._originals.clear()
 
     def ghost(self, optimizer: Optimizer) -> Optimizer:
         """That of `optimizer`."""
@@ -270,8 +283,9 @@ class Ghosts:
         failures = []
         before = random_state()
         for stand_ins in (False, True):
+            double = ghost(optimizer, stand_ins)
             try:
-                unhooked_step(optimizer)(ghost(optimizer, stand_ins), *args[1:], **kwargs)
+                unhooked_step(optimizer)(double, *args[1:], **kwargs)
             except Exception as e:  # whatever a class raises when it finds nothing to step
                 failures.append(e)
             else:
@@ -279,6 +293,7 @@ class Ghosts:
                 return ghost(optimizer, stand_ins)
             finally:
                 set_random_state(before)
+                discard_ghost(double)
         raise AmpStateError(
             f"{type(optimizer).__name__} cannot be stepped under amp: its step() fails when there is nothing to step "
             f"({failures[-1]!r}), so no step of it can be skipped.  Use opt_level='O0' or 'O3' without loss scaling."

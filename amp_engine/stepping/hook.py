@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine.errors import AmpStateError
 from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.random_state import RandomState, random_state, set_random_state
-from amp_engine.stepping.ghost import Ghosts
+from amp_engine.stepping.ghost import Ghosts, discard_ghost
 from amp_engine.stepping.own_step import unhooked_step
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
@@ -184,10 +184,11 @@ class StepHook:
         return (double, *args[1:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """After a ghost's step: it drew no random number."""
+        """After a ghost's step: it drew no random number, and nothing is left of it."""
         if self._random is not None and not self._is_stepping:
             set_random_state(self._random)
             self._random = None
+            discard_ghost(args[0])
 
 
 def _says_nothing(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

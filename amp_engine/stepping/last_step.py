@@ -21,6 +21,7 @@ class _Outcome(NamedTuple):
     overflow: HostNumbers
     value: float | None
     loss: Tensor
+    is_agreed: bool
 
 
 class LastStep:
@@ -38,7 +39,9 @@ class LastStep:
         squares: Sequence[Tensor] | None = None,
         was_skipped: bool = False,
     ) -> None:
-        self._outcomes = [_Outcome(b.skips, b.found_inf, b.overflow, b.value, b.loss) for b in backwards]
+        self._outcomes = [
+            _Outcome(b.skips, b.found_inf, b.overflow, b.value, b.loss, b.reduction is not None) for b in backwards
+        ]
         self._squares = squares
         self._was_skipped = was_skipped
 
@@ -85,9 +88,12 @@ class LastStep:
 
         Taken by the check: the root of the sum of squares in float64, over the scale. None where nothing was looked at,
         after several backwards, whose sum nobody has looked at, and for shards, whose squares nobody has summed.
+        Where ranks agreed on an overflow it is inf on all of them.
         """
         if not self._squares or not self._outcomes:
             return None
+        if any(one.is_agreed and one.overflow.read() != 0 for one in self._outcomes):
+            return math.inf
         total = sum(float(one.sum()) for one in self._squares) ** 0.5 / self.loss_scale
         return None if math.isnan(total) and not self.flag else total
 

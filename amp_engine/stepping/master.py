@@ -16,7 +16,7 @@ from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.exact import Exact, exact_of, exact_value, keep_exact, places_moved
-from amp_engine.stepping.master_parameter import GRAD, MasterParameter, own
+from amp_engine.stepping.master_parameter import GRAD, REQUIRES_GRAD, MasterParameter, own
 from amp_engine.stepping.slots import NO_SLOTS, Slots
 from amp_engine.torch_private import disable_dynamo
 
@@ -49,11 +49,12 @@ class Master(Exact):
         value_f32: becomes the master's memory.
     """
 
-    __slots__ = ("_memory", "_place", "_shared", "is_doubted", "row", "weight")
+    __slots__ = ("_memory", "_seen_to_want", "_place", "_shared", "is_doubted", "row", "weight")
 
     def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
         super().__init__(param)
         self.weight = MasterParameter(value_f32, requires_grad=True)
+        self._seen_to_want = param.requires_grad  # as of the last write by a master
         own(self.weight, self)
         # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
         self.weight.__dict__.update(param.__dict__)
@@ -95,6 +96,20 @@ class Master(Exact):
         with torch.no_grad(), torch.inference_mode(False):
             unscaled, written = self._shared.slots.take(self.row), self.gradient()
             GRAD.__set__(self.weight, unscaled if written is None or unscaled is None else unscaled.add_(written))
+
+    def wants_gradient(self) -> bool:
+        """The `requires_grad` that counts: the last one written, to the master or to its parameter."""
+        wants = self.param.requires_grad
+        return REQUIRES_GRAD.__get__(self.weight) if wants == self._seen_to_want else wants
+
+    def want_gradient(self, value: bool) -> None:
+        """Have `requires_grad` hold for the parameter; what other masters of it were told stays to be read there."""
+        others = [one for one in masters_of(self.param) if one is not self]
+        for one in others:
+            REQUIRES_GRAD.__set__(one.weight, one.wants_gradient())
+        self.param.requires_grad_(value)
+        for one in (self, *others):
+            one._seen_to_want = value
 
     def in_sync(self) -> bool:
         """Whether nobody but us moved the parameter since it was last stamped."""

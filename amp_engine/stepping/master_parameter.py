@@ -20,6 +20,12 @@ class Owner(Protocol):
     def discard_held(self) -> None:
         """Discard the held gradient, if there is one."""
 
+    def wants_gradient(self) -> bool:
+        """The `requires_grad` that counts: the last one written, to the master or to its parameter."""
+
+    def want_gradient(self, value: bool) -> None:
+        """Have `requires_grad` hold for the parameter, too."""
+
 
 # Id of a master weight -> its owner. Not an attribute of the weight, which would be pickled with it.
 _OWNERS: dict[int, weakref.ref[Owner]] = {}
@@ -32,6 +38,9 @@ GRAD: Any = torch.Tensor.grad
 
 
 _DATA: Any = TensorBase.data
+
+REQUIRES_GRAD: Any = TensorBase.requires_grad
+"""The slot behind `.requires_grad`, past any property."""
 
 
 def own(weight: MasterParameter, owner: Owner) -> None:
@@ -89,6 +98,23 @@ class MasterParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         _DATA.__set__(self, value)
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether a backward is to compute the gradient of the model's parameter."""
+        owner = _owner(id(self))
+        return REQUIRES_GRAD.__get__(self) if owner is None else owner.wants_gradient()
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        REQUIRES_GRAD.__set__(self, value)
+        if (owner := _owner(id(self))) is not None:
+            owner.want_gradient(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> MasterParameter:  # type: ignore[override]
+        """Set `requires_grad`."""
+        self.requires_grad = requires_grad
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:

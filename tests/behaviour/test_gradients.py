@@ -21,6 +21,7 @@ from tests.support import (
     WEIGHT_DTYPE,
     assert_bitwise,
     backward,
+    frozen,
     group_params,
     masters,
     scaler_numbers,
@@ -1237,3 +1238,51 @@ def test_gradients_that_nobody_edits_are_not_warned_of(level: str) -> None:
         backward(MLP.loss(model, MLP.batch(index)), optimizer)
         assert len([p.grad.float().norm() for p in model.parameters()]) == len(gradients(optimizer))
         optimizer.step()
+
+
+# --- requires_grad, written through the groups ----------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["attribute", "method"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_what_is_frozen_through_the_groups_gets_no_gradient_and_is_not_stepped(level: str, how: str) -> None:
+    model, optimizer = started(level, task=MLP)
+
+    def set_all(value: bool) -> None:
+        for param in group_params(optimizer)[:2]:
+            if how == "method":
+                param.requires_grad_(value)
+            else:
+                param.requires_grad = value
+
+    train(MLP, model, optimizer, "c")
+    set_all(False)
+    before = frozen(group_params(optimizer))
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+    assert [p.requires_grad for p in group_params(optimizer)] == [False, False, True, True]
+    train(MLP, model, optimizer, "c", first=1)
+    assert [torch.equal(a, b) for a, b in zip(group_params(optimizer), before, strict=True)] == [True] * 2 + [False] * 2
+    set_all(True)
+    assert all(p.requires_grad for p in [*model.parameters(), *group_params(optimizer)])
+    train(MLP, model, optimizer, "c", first=2)
+    assert not any(torch.equal(a, b) for a, b in zip(group_params(optimizer), before, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_each_of_two_optimizers_of_a_parameter_reads_what_it_was_told(level: str) -> None:
+    """As LightningModule.toggle_optimizer and untoggle_optimizer write it."""
+    model = MLP.model()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    amp.initialize(model, [first, second], opt_level=level, verbosity=0)
+    state = {}
+    for param in [*group_params(first), *group_params(second)]:
+        state[param] = param.requires_grad
+        param.requires_grad = False
+    assert all(state.values())
+    for param in group_params(second):
+        param.requires_grad = state[param]
+    assert all(p.requires_grad for p in model.parameters())
+    for param in group_params(first):
+        param.requires_grad = state[param]
+    model.requires_grad_(False)
+    assert not any(p.requires_grad for p in [*group_params(first), *group_params(second)])

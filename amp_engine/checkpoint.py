@@ -23,7 +23,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.stepping.exact import exact_of, exact_value
 
 # State dictionary -> memory of a tensor in it -> its first name there.
-_FIRST_NAMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_FIRST_NAMES: Any = WeakIdKeyDictionary()
 
 
 def hook_model(model: nn.Module) -> list[RemovableHandle]:
@@ -88,7 +88,7 @@ def save_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
 def _one_if_tied(state_dict: dict[str, Any], name: str, tensor: Tensor, value_f32: Tensor) -> Tensor:
     """What the state dictionary has of the same memory under an earlier name, if it is equal; else `value_f32`."""
     try:
-        names = _FIRST_NAMES.setdefault(state_dict, {})
+        names: dict[Hashable, str] = _FIRST_NAMES.setdefault(state_dict, {})
     except TypeError:  # a plain dict has no weak references; torch makes another
         return value_f32
     earlier = state_dict.get(names.setdefault(memory_of(tensor), name))

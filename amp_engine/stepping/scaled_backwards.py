@@ -316,6 +316,7 @@ class ScaledBackward(ContextOfLoss):
 
     def __enter__(self) -> Tensor:
         loss, scaler = self._loss, self._scaler
+        self._backwards.unlisted.exit()  # of a body around this one, which goes on without looking
         scaler.to(loss.device)
         self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id)
         entered: list[SteppedOptimizer] = []

@@ -99,8 +99,6 @@ class Unlisted:
 
     def enter(self, backward: Backward, stepped: Sequence[SteppedOptimizer], everyone: list[SteppedOptimizer]) -> None:
         """A body is entered, and its windows are open. Nothing is done where there are no such parameters."""
-        if self._others is not None:
-            self.exit()  # inside of another body, which goes on without looking
         others = self._of(stepped, everyone)
         if others is None:
             return
@@ -128,10 +126,15 @@ class Unlisted:
                 return
             window = Window(others.rows)
             window.adopt(backward)
+            has_arrived = True
+        else:
+            has_arrived = window.has_arrived()
+        # Before earlier gradients are there again.
+        alive = [one for ref in others.stepped if (one := ref()) is not None] if has_arrived else []
+        given = [one for one in alive if tensor_lists.any_gradient(one.rows.columns.plain_handle)]
         window.close(backward, False)
-        for ref in others.stepped:
-            if (one := ref()) is not None and tensor_lists.any_gradient(one.rows.columns.plain_handle):
-                one.is_given_gradients()
+        for one in given:
+            one.is_given_gradients()
 
     def discard(self) -> None:
         """The body raised: put back what was there."""

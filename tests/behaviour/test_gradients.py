@@ -1177,6 +1177,20 @@ def test_two_bodies_inside_of_each_other_unscale_each_gradient_once() -> None:
     assert [float(part.bias.grad[0]) for part in model] == [2.0, 2.0]
 
 
+def test_a_body_inside_of_another_after_its_backward_goes_on_with_what_was_there() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model]
+    amp.initialize(model, optimizers, opt_level="O1", verbosity=0, loss_scale=64.0)
+    for delay in (False, True):
+        losses = [part(torch.ones(1, 4)).sum() for part in model]
+        with amp.scale_loss(losses[0], optimizers[0]) as first:
+            first.backward()
+            with amp.scale_loss(losses[1], optimizers[1], delay_unscale=delay) as second:
+                second.backward()
+    optimizers[1].step()
+    assert [float(part.bias.grad[0]) for part in model] == [2.0, 2.0]
+
+
 # --- what is refused, or said -----------------------------------------------------------------------
 
 

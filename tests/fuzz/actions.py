@@ -21,7 +21,7 @@ from torch import Tensor
 
 from amp_engine import amp
 from tests.fuzz import lifecycle
-from tests.fuzz.models import batch
+from tests.fuzz.models import KeepsState, batch
 from tests.fuzz.world import World
 
 Numbers = dict[str, Any]
@@ -88,6 +88,7 @@ def run_backward(
     parts: int,
     inside: Callable[[], None] | None = None,
     late_check: bool = False,
+    zero: str = "",
 ) -> None:
     """A backward of the models of `optimizers` in a `scale_loss` over these.
 
@@ -99,6 +100,7 @@ def run_backward(
         parts: which models run only their first layer.
         inside: called in the body, after the backward.
         late_check: `delay_overflow_check`.
+        zero: "none" or "zeros": `zero_grad` in the body, before the backward.
     """
     ref = world.ref
     loss_id %= len(ref.scalers)
@@ -123,6 +125,7 @@ def run_backward(
             trouble,
             inside,
             late_check,
+            zero,
         )
 
 
@@ -136,6 +139,7 @@ def in_scale_loss(
     trouble: str = "",
     inside: Callable[[], None] | None = None,
     late_check: bool = False,
+    zero: str = "",
 ) -> None:
     """The two losses, backward. `inside` and the rest are as in `run_backward`."""
     ref = world.ref
@@ -152,6 +156,9 @@ def in_scale_loss(
         ) as scaled:
             wanted = plain.float() * scale
             world.same(scaled, wanted, "scaled loss")
+            for o in optimizers if zero and trouble != "early" else ():
+                world.optimizers[o].zero_grad(zero == "none")
+                ref.zero_grad_in_body(o, zero == "none", o in reentered)
             if trouble == "early":
                 raise BodyError
             for loss in (scaled, wanted):
@@ -198,14 +205,23 @@ def spoil(param: Tensor, how: str) -> None:
     trouble=TROUBLE,
     parts=MANY,
     late_check=[0, 0, 0, 0, 0, 1],
+    zero=["", "", "", "none", "zeros"],
 )
 def backward(
-    world: World, which: int, seed: int, loss_id: int, delay: int, trouble: str, parts: int, late_check: int
+    world: World,
+    which: int,
+    seed: int,
+    loss_id: int,
+    delay: int,
+    trouble: str,
+    parts: int,
+    late_check: int,
+    zero: str = "",
 ) -> None:
     """A backward of one optimizer's models, or of several's; perhaps with an overflow, or an error in the body."""
     count = len(world.optimizers)
     chosen = [o for o in range(count) if (which >> o) & 1] or [which % count]
-    run_backward(world, chosen, seed, loss_id, bool(delay), trouble, parts, late_check=bool(late_check))
+    run_backward(world, chosen, seed, loss_id, bool(delay), trouble, parts, late_check=bool(late_check), zero=zero)
 
 
 @action(2, which=MANY, seed=SEED, loss_id=3, delay=[0, 0, 1], trouble=TROUBLE)
@@ -251,10 +267,12 @@ def backward_held(world: World, loss_id: int) -> None:
         in_scale_loss(world, [o], ours, plain, loss_id % len(world.ref.scalers))
 
 
-@action(8, which=MANY)
-def step(world: World, which: int) -> None:
+@action(8, which=MANY, how=["", "", "None", "closure=None"])
+def step(world: World, which: int, how: str = "") -> None:
+    """With the arguments that trainers pass."""
     o = which % len(world.optimizers)
-    world.optimizers[o].step()
+    args, kwargs = {"None": ((None,), {}), "closure=None": ((), {"closure": None})}.get(how, ((), {}))
+    world.optimizers[o].step(*args, **kwargs)
     world.ref.step(o)
     if not world.ref.passes_through([o], 0):
         world.same(amp.current_engine().step_was_skipped(world.optimizers[o]), world.ref.skipped[o], "step was skipped")
@@ -361,6 +379,8 @@ def forward(world: World, which: int, seed: int, mode: str) -> None:
     """A forward whose graph, if there is one, is dropped. In train mode batch norms move."""
     m = which % len(world.models)
     both = world.models[m], world.ref.models[m]
+    if world.half is not None and world.level in ("O1", "O4") and mode == "amp off":
+        mode = "train"  # half weights do not take FP32 inputs then
     for model in both if mode in ("eval", "inference_mode") else ():
         model.eval()
     with ExitStack() as stack:
@@ -498,6 +518,28 @@ def write_master(world: World, which: int, seed: int, how: str) -> None:
         world.ref.written.add(name)
 
 
+@action(1.5, which=MANY, seed=SEED, save=[0, 1, 1])
+def swap(world: World, which: int, seed: int, save: int) -> None:
+    """Other weights go in through `.data` and out again, as averages do; what is saved meanwhile is what runs."""
+    m = which % len(world.models)
+    own = [name for name in world.params if name.startswith(f"m{m}.")]
+    before = [[params[name].data.clone() for name in own] for params in (world.params, world.ref.params)]
+    if world.ref.fresh or world.ref.adopt:
+        return
+    for params in (world.params, world.ref.params):
+        for i, name in enumerate(own):
+            write(params[name], values(params[name], seed + i), "data")
+    if save:
+        for name, value in world.models[m].state_dict().items():
+            if f"m{m}.{name}" in world.ref.params:
+                world.same(value, world.ref.saved(f"m{m}.{name}"), f"saved m{m}.{name}, swapped")
+    with torch.no_grad():
+        world.outputs(m, seed)
+    for params, values_before in zip((world.params, world.ref.params), before, strict=True):
+        for name, value in zip(own, values_before, strict=True):
+            write(params[name], value, "data")
+
+
 @action(1, which=MANY)
 def drop_gradient(world: World, which: int) -> None:
     """`p.grad = None` of one entry: the step leaves it out."""
@@ -537,7 +579,55 @@ def edit_gradient(world: World, which: int, how: str) -> None:
                 grad.add_(p.detach(), alpha=1 / 64)
 
 
+HOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "halve": lambda p: p.grad.mul_(0.5),
+    "halve data": lambda p: p.grad.data.mul_(0.5),
+    "replace": lambda p: setattr(p, "grad", p.grad * 2),
+    "look": lambda p: p.grad.sum(),
+}
+
+
+@action(1, which=MANY, how=[*HOOKS])
+def register_hook(world: World, which: int, how: str) -> None:
+    """A step pre-hook of the user's, at any time: it goes before the step, and finds unscaled gradients."""
+    o = which % len(world.optimizers)
+
+    @torch.no_grad()
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    HOOKS[how](p)
+
+    world.hooks.append((o, world.optimizers[o].register_step_pre_hook(hook)))
+    world.ref.hooks[o].append(hook)
+
+
+@action(0.7, which=MANY)
+def remove_hook(world: World, which: int) -> None:
+    """One of them."""
+    if world.hooks:
+        o, handle = world.hooks.pop(which % len(world.hooks))
+        place = [other for other, _ in world.hooks[: which % (len(world.hooks) + 1)]].count(o)
+        handle.remove()
+        world.ref.hooks[o].pop(place)
+
+
 # --- groups ---------------------------------------------------------------------------------------
+
+
+@action(1.5, which=MANY, on=[0, 0, 1])
+def toggle(world: World, which: int, on: int) -> None:
+    """`requires_grad` of all that an optimizer has, or of one entry, through its groups."""
+    o = which % len(world.optimizers)
+    names, entries = world.ref.names(o), world.entries(o)
+    if which % 3 == 0 and names:
+        names, entries = [names[which % len(names)]], [entries[which % len(names)]]
+    if any(name in world.ref.added for name in names):
+        return
+    for name, entry in zip(names, entries, strict=True):
+        entry.requires_grad_(bool(on))
+        world.ref.params[name].requires_grad_(bool(on))
 
 
 @action(1, which=MANY)
@@ -563,6 +653,7 @@ def add_group(world: World, which: int) -> None:
     if not free or world.is_open():
         return
     o, name = free[which % len(free)]
+    world.params[name].grad = world.ref.params[name].grad = None  # what it has gathered has tests of its own
     world.optimizers[o].add_param_group({"params": [world.params[name]]})
     world.ref.optimizers[o].add_param_group({"params": [world.ref.params[name]]})
     world.ref.groups[o].append([name])
@@ -645,7 +736,7 @@ def save(world: World) -> None:
     ref = world.ref
     if ref.regrouped:
         return
-    exact = {name: ref.exact(name).clone() for name in ref.params}
+    exact = {name: ref.saved(name).clone() for name in ref.params}
     buffers = [[b.clone() for b in m.buffers()] for m in ref.models]
     for m, model in enumerate(world.models):
         for name, value in model.state_dict().items():
@@ -703,7 +794,7 @@ def reopen(world: World, level: str, loss_scale: float | str | None) -> None:
     """Close, and initialize the same objects, at this level or another."""
     if world.is_open() or (level == "O3" and any(kind.startswith("fused") for kind in world.kinds)):
         return
-    if not all(p.requires_grad for p in world.params.values()):
+    if world.half is not None or not all(p.requires_grad for p in world.params.values()):
         return
     for optimizer in (*world.optimizers, *world.ref.optimizers):
         optimizer.zero_grad(True)
@@ -712,6 +803,9 @@ def reopen(world: World, level: str, loss_scale: float | str | None) -> None:
     world.close()
     states = [copy.deepcopy(o.state_dict()) for o in world.ref.optimizers]
     world.plain = world.ref.models
+    for optimizer in world.optimizers:
+        if isinstance(optimizer, KeepsState):
+            optimizer.renew()
     world.initialize({**world.start, "level": level, "loss_scale": loss_scale})
     for optimizer, state in zip(world.ref.optimizers, states, strict=True):
         optimizer.load_state_dict(state)
@@ -728,6 +822,8 @@ def start_anew(world: World, level: str, keep: int) -> None:
     old.__dict__.update(world.__dict__)
     world.__dict__.clear()
     start = {**old.start, "level": level}
+    if level in ("O1", "O4") and "normed" in old.start["models"]:
+        start["half"] = None
     attic = [*old.attic, old] if keep else []
     del old
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tests.fuzz.models import KeepsState
 from tests.fuzz.reference import Reference
 
 
@@ -32,6 +33,10 @@ def resume(ref: Reference) -> None:
     for scaler in ref.scalers:
         scaler.overflowed = False
     ref.fresh = set(range(len(ref.groups)))
+    ref.hooks = [[] for _ in ref.groups]
+    for optimizer in ref.optimizers:
+        if isinstance(optimizer, KeepsState):
+            optimizer.renew()
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Nothing here imports `amp_engine`. A parameter is known by its name, `m0.a.weigh
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -22,10 +23,17 @@ class Reference:
     def __init__(self, models: list[Any], groups: Any, make: list[Any], scalers: list[Scaler], start: Any) -> None:
         level, self.adopt, self.skips = start["level"], start["adopt"], start["skips"]
         self.level, self.scalers = level, scalers
-        self.by_master = level in ("O2", "O5")
+        arrives = getattr(torch, start.get("half") or "float32")
+        casts = level not in ("O1", "O4")
+        self.by_master = level in ("O2", "O5") or (arrives is not torch.float32 and not casts)
         self.dtype = HALF[level] if level in ("O2", "O3", "O5") else torch.float32
-        self.models = [cast_model(m, self.dtype, keep_batchnorm=self.by_master) for m in models]
+        self.models = [
+            cast_model(m, self.dtype, keep_batchnorm=self.by_master) if casts else copy.deepcopy(m) for m in models
+        ]
         for model in self.models:
+            for part in model.modules() if casts and self.by_master else ():
+                if isinstance(part, nn.BatchNorm1d):
+                    part.float()
             model.half = HALF[level] if level in ("O1", "O4") else None
         self.groups: list[list[list[str]]] = groups
         self.optimizers = [
@@ -40,6 +48,7 @@ class Reference:
         self.added: set[str] = set()  # to a group, since masters were looked for
         self.regrouped: set[int] = set()  # optimizers whose groups lost something since
         self.written: set[str] = set()  # and masters that the user wrote since they were rounded last
+        self.hooks: list[list[Any]] = [[] for _ in groups]  # of the user's, before steps
         self.fresh: set[int] = set(range(len(groups)))  # optimizers whose masters have not looked yet
         self.clipped: set[int] = set()  # optimizers whose gradients, and what follows, are right but for rounding
         exact = {f"m{i}.{n}": p.detach() for i, m in enumerate(models) for n, p in m.named_parameters()}
@@ -102,12 +111,22 @@ class Reference:
 
     @torch.no_grad()
     def exact(self, name: str) -> Tensor:
-        """The FP32 value of a parameter: what a checkpoint has."""
+        """The FP32 value of a parameter that training goes on from."""
         param, master = self.params[name], self.masters.get(name)
         if master is None or name in self.moved:
             return param.float()
         looks = name not in self.written and (self.adopt or self.home[name] in self.fresh)
         return torch.where(param != master.to(param.dtype), param.float(), master) if looks else master.detach()
+
+    @torch.no_grad()
+    def saved(self, name: str) -> Tensor:
+        """The FP32 value of a parameter: what a checkpoint has. What its model computes with."""
+        param, master = self.params[name], self.masters.get(name)
+        if master is None or name in self.moved:
+            return param.float()
+        if name in self.written:
+            return master.detach()
+        return torch.where(param != master.to(param.dtype), param.float(), master)
 
     def take_over(self, o: int) -> None:
         for name in [name for name in self.names(o) if name in self.masters and name not in self.written]:
@@ -183,6 +202,8 @@ class Reference:
     def step(self, o: int) -> None:
         if (window := self.windows[o]) is not None:
             self.exit([o], window.loss_id)
+        for hook in self.hooks[o]:
+            hook(self.optimizers[o], (), {})
         self.skipped[o], self.overflowed[o] = self.overflowed[o], False
         self.scan(o)
         self.write_back(o, self.written - self.moved)
@@ -198,6 +219,17 @@ class Reference:
         if (window := self.windows[o]) is not None:  # everything of before and of now
             window.zero(self.names(o), self.params, set_to_none)
             window.zeroed = True
+
+    def zero_grad_in_body(self, o: int, set_to_none: bool, is_reentered: bool) -> None:
+        """Before a backward begins: what earlier ones left goes."""
+        window = self.windows[o]
+        if is_reentered:
+            self.zero_grad(o, set_to_none)
+            self.heed_zero_grad(o)
+        elif window is not None:
+            window.earlier = {} if set_to_none else {n: torch.zeros_like(g) for n, g in window.earlier.items()}
+        else:
+            self.optimizers[o].zero_grad(set_to_none)
 
     def heed_zero_grad(self, o: int) -> None:
         if (window := self.windows[o]) is not None and window.zeroed:

@@ -67,7 +67,10 @@ def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> 
         "window": source.choice([2, 3, 2000]),
         "adopt": level in ("O2", "O5") and source.random() < 0.2,
         "skips": source.random() < 0.2,
+        "half": source.choice([*[None] * 6, "float16", "bfloat16"]),
     }
+    if start["half"] is not None and level in ("O1", "O4"):  # by hand, norms would be cast otherwise
+        start["models"] = ["mlp" if kind == "normed" else kind for kind in models]
     names = [name for name in ACTIONS if name not in without]
     between = [name for name in BETWEEN if name in names]
     chosen: list[str] = []

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from amp_engine import amp
 from tests.fuzz import lifecycle
-from tests.fuzz.models import OPTIMIZERS, batch, loss_of, make_model
+from tests.fuzz.models import OPTIMIZERS, KeepsState, batch, loss_of, make_model
 from tests.fuzz.reference import Reference
 from tests.fuzz.scaling import Scaler
 
@@ -44,13 +44,21 @@ class World:
         self.attic: list[Any] = []  # what nobody closed
         self.kept: dict[str, tuple[Tensor, Tensor]] = {}  # `.data` of parameters
         self.averages: dict[int, tuple[Any, dict[str, Tensor]]] = {}  # of models, and what their weights are to be
+        self.hooks: list[tuple[int, Any]] = []  # the user's, before steps: of which optimizer, and their handles
         self.initialize(start)
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The type that models arrive in; None: float32."""
+        return getattr(torch, self.start.get("half") or "", None)
 
     def _make_models(self, seed: int) -> list[Any]:
         models: list[Any] = [make_model(kind, seed + i) for i, kind in enumerate(self.start["models"])]
         for model, last in zip(models, self.start["channels_last"], strict=True):
             if last:
                 model.to(memory_format=torch.channels_last)
+            if self.half is not None:
+                model.to(self.half)
         params = [p for model in models for p in model.parameters()]
         for which in self.start["frozen"]:
             params[which % len(params)].requires_grad_(False)
@@ -71,6 +79,7 @@ class World:
         for name, p in self.params.items():
             p.requires_grad_(grads[name])
         self.optimizers = self._make_optimizers()
+        self.hooks.clear()
         self._initialize_engine()
 
     def _engine_groups(self, groups: list[list[str]]) -> list[dict[str, Any]]:
@@ -85,7 +94,9 @@ class World:
         first = min(2.0**16, start["max_loss_scale"]) if dynamic else float(start["loss_scale"] or 1.0)
         scalers = [Scaler(first, dynamic, start["window"], start["max_loss_scale"]) for _ in self.engine.scalers]
         make = [OPTIMIZERS[kind][1] for kind in self.kinds]
+        hooks = self.ref.hooks if hasattr(self, "ref") else [[] for _ in self.groups]
         self.ref = Reference(self.plain, self.groups, make, scalers, start)
+        self.ref.hooks = hooks
         self.inexact = {o for o, kind in enumerate(self.kinds) if not OPTIMIZERS[kind][2]}
         self.rounded = set(self.inexact)  # of which optimizers weights may differ by rounding, until the next check
 
@@ -100,6 +111,7 @@ class World:
             max_loss_scale=start["max_loss_scale"],
             adopt_data_writes=start["adopt"],
             skip_on_overflow=start["skips"],
+            master_weights=True if self.half is not None and self.level in ("O1", "O4") else None,
             verbosity=0,
         )
         for scaler in self.engine.scalers:
@@ -216,6 +228,9 @@ class World:
                 plain.grad.copy_(entry.grad)
 
     def _check_state(self, o: int) -> None:
+        if isinstance(self.optimizers[o], KeepsState):
+            for mine, theirs in zip(self.optimizers[o].own(), self.ref.optimizers[o].own(), strict=True):
+                self.same(mine, theirs, f"what optimizer {o} keeps")
         ours, plain = (side.state_dict()["state"] for side in (self.optimizers[o], self.ref.optimizers[o]))
         by_formula = self.kinds[o] in ("fused lamb", "fused novograd", "fused adagrad")
         for index, name in enumerate(self.ref.names(o)):
@@ -242,7 +257,7 @@ class World:
         lifecycle.close(self.ref)
         amp.close()
         for name, p in self.params.items():
-            self.same(p, self.ref.params[name].float(), f"{name} after close()")
+            self.same(p, self.ref.params[name].to(self.half or torch.float32), f"{name} after close()")
 
 
 @contextlib.contextmanager

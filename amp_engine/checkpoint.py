@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_engine.distributed import is_sharded
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
-from amp_engine.stepping.exact import exact_of, exact_value
+from amp_engine.stepping.exact import exact_of, exact_value, make_for_joined
 
 # State dictionary -> memory of a tensor in it -> its first name there.
 _FIRST_NAMES: Any = WeakIdKeyDictionary()
@@ -114,6 +114,9 @@ def keep_incoming(
     """
     del torch_reports
     hook_children(module, prefix, False)
+    params = module._parameters.values()
+    if any(p is not None and is_low_precision(p) and next(exact_of(p), None) is None for p in params):
+        make_for_joined()
     for name, param in module._parameters.items():
         if param is None:
             continue

@@ -9,14 +9,29 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from operator import itemgetter
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from amp_engine.errors import AmpStateError
+
+
+class Maker(Protocol):
+    """Makes keepers for the parameters in an optimizer's groups."""
+
+    def look_for_joined(self) -> None:
+        """Make those of parameters that joined the groups."""
+
+
 # Live parameter -> weak references to what keeps its value.
 _KEEPERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+# The rows of optimizers that make them, for what joins the groups.
+_MAKERS: weakref.WeakSet[Maker] = weakref.WeakSet()
 
 # Where the memory of such parameters and of masters begins and ends, in order; empty until somebody asks after one has
 # moved.
@@ -62,6 +77,23 @@ def keep_exact(one: Exact) -> None:
     """Have `one` found by its parameter, for as long as both live, behind those that are found already."""
     _PLACES.clear()
     _KEEPERS[one.param] = [weakref.ref(other) for other in (*exact_of(one.param), one)]
+
+
+def add_maker(maker: Maker) -> None:
+    """Have `maker` look for parameters before a checkpoint is loaded, until `discard_maker`."""
+    _MAKERS.add(maker)
+
+
+def discard_maker(maker: Maker) -> None:
+    """Its optimizer has its parameters back."""
+    _MAKERS.discard(maker)
+
+
+def make_for_joined() -> None:
+    """Keep the values of parameters that joined since the last backward; the next one says what it refuses."""
+    for maker in list(_MAKERS):
+        with suppress(AmpStateError):
+            maker.look_for_joined()
 
 
 def discard_exact(one: Exact) -> None:

@@ -21,7 +21,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.half_weights import HalfWeights
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
-from amp_engine.stepping.exact import discard_exact, exact_value_of
+from amp_engine.stepping.exact import add_maker, discard_exact, discard_maker, exact_value_of
 from amp_engine.stepping.master import (
     Master,
     Shared,
@@ -122,6 +122,7 @@ class Rows:
         if makes_masters:
             self._await_broadcasts()
             self.scan(exact)
+            add_maker(self)
 
     def _await_broadcasts(self) -> None:
         """Hear of them until `refresh`."""
@@ -163,6 +164,11 @@ class Rows:
             state = getattr(ref(), "state", None)
             if isinstance(state, dict) and state is not own:
                 yield state
+
+    def look_for_joined(self) -> None:
+        """Scan, if the optimizer lives."""
+        if self._optimizer() is not None:
+            self.scan()
 
     def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
         """Bring the rows in line with the groups as they are now.
@@ -411,6 +417,7 @@ class Rows:
 
     def release(self) -> None:
         """Put the parameters back into the groups, in float32 with their masters' values and state."""
+        discard_maker(self)
         optimizer = self._optimizer()
         if optimizer is None or not self.makes_masters:
             return

@@ -18,7 +18,7 @@ from amp_engine import kernels
 from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import halves, tensor_lists
-from amp_engine.stepping.exact import Exact, discard_exact, exact_of, keep_exact, places_moved
+from amp_engine.stepping.exact import Exact, add_maker, discard_exact, discard_maker, exact_of, keep_exact, places_moved
 from amp_engine.stepping.rows import Rows, StepRows
 
 
@@ -107,6 +107,7 @@ class SplitRows(Rows):
         self.scan()
         self._exact = {}  # its memory goes
         self._await_broadcasts()
+        add_maker(self)
         self._hooks = [
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
@@ -172,6 +173,7 @@ class SplitRows(Rows):
 
     def release(self) -> None:
         """Give the parameters their masters' float32 values."""
+        discard_maker(self)
         for hook in self._hooks:
             hook.remove()
         for one in self._by_row:

@@ -166,6 +166,25 @@ def test_loading_first_of_all_finds_what_joined(level: str, way: str) -> None:
     assert_bitwise(exact(model, prefix), {n: v for n, v in values.items() if n.startswith(prefix)})
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_checkpoint_is_loaded_exactly_into_what_no_backward_has_seen_yet(
+    level: str, split: bool, wrapped: bool
+) -> None:
+    if split and level != "O5":
+        return
+    model, optimizer = started(level, **({"master_weights": "split"} if split else {}))
+    model.head = nn.Linear(8, 8).to(HALF[level])
+    optimizer.add_param_group({"params": [*model.head.parameters()]})
+    values = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    if wrapped:
+        nn.ModuleDict({"module": model}).load_state_dict({f"module.{n}": v for n, v in values.items()})
+    else:
+        model.load_state_dict(values)
+    assert_bitwise(exact(model, "head."), {n: v for n, v in values.items() if n.startswith("head.")})
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_close_leaves_no_hook_and_the_exact_values(level: str, way: str) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from amp_engine.errors import AmpFileError, AmpTypeError, AmpValueError
 
+_FIRST_RECORD = b"PK\x03\x04"  # of an archive; zipfile looks past what is missing before it
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.16: the record that ends an archive. Its last two
 # bytes are the length of the comment that follows.
 _END_RECORD, _END_RECORD_SIZE = b"PK\x05\x06", 22
@@ -195,9 +196,11 @@ def _check(file: IO[bytes], path: str) -> None:
 
 def _is_of_torch_save(file: IO[bytes], size: int) -> bool:
     """Whether torch.save wrote the file as it is: an archive without a comment, or the format before torch 1.6."""
+    file.seek(0)
+    begin = file.read(len(_FIRST_RECORD))
     file.seek(max(0, size - _END_RECORD_SIZE))
     end = file.read()
-    if end.startswith(_END_RECORD) and end.endswith(b"\0\0"):
+    if begin == _FIRST_RECORD and end.startswith(_END_RECORD) and end.endswith(b"\0\0"):
         with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
     file.seek(0)

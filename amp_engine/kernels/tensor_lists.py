@@ -73,11 +73,6 @@ def asks_for_gradients(params: Sequence[Tensor]) -> bool:
     return any(getattr(kind, "grad", _GRAD) is not _GRAD for kind in set(map(type, params)))
 
 
-def any_gradient_written(params: Sequence[Tensor], before: GradientStamps) -> bool:
-    """Whether a gradient that `before` tells of was written or replaced since. Slow; False for other parameters."""
-    return any(was_there and params[row].grad is not None for row, was_there in moved_since(params, before))
-
-
 def moved_since(params: Sequence[Tensor], before: GradientStamps) -> list[tuple[int, bool]]:
     """Where a gradient came, went, was replaced or written since `before`, and whether there was one. Slow.
 

@@ -191,6 +191,10 @@ class Rows:
         found = (self.find(p) for group in groups for p in group["params"])
         self.masters = [master for master in found if master is not None]
         if len(self.masters) < len(self._by_weight):
+            stay = set(map(id, self.masters))
+            for master in self._by_weight.values():
+                if id(master) not in stay:  # whoever still holds it, its value is no longer the parameter's
+                    discard_exact(master)
             self._by_weight = {id(m.weight): m for m in self.masters}
             self._by_param = {id(m.param): m for m in self.masters}
         self._low = tensor_lists.params([m.param for m in self.masters])
@@ -376,7 +380,13 @@ class Rows:
             return False  # of other rows
         if tensor_lists.have_gradient_stamps(self._low, before.stamps):
             return not tensor_lists.have_stamps(self._dense_gradients(), before.memory)
-        return tensor_lists.any_gradient_written([m.param for m in self.masters], before.stamps)
+        params = [master.param for master in self.masters]
+        moved = tensor_lists.moved_since(params, before.stamps)
+        # Those of a parameter that has several masters come and go with the windows of each.
+        return any(
+            was_there and params[row].grad is not None and len(list(masters_of(params[row]))) == 1
+            for row, was_there in moved
+        )
 
     def _dense_gradients(self) -> list[Tensor]:
         grads, accesses, _ = tensor_lists.gradients(self._low)

@@ -31,7 +31,14 @@ from amp_engine.fsdp import check_units, is_cast_by_fsdp2
 from amp_engine.optimizers import LARC
 from amp_engine.optimizers.base import FusedOptimizer
 from amp_engine.optimizers.rules import rule_of
-from amp_engine.optimizers.wrapped import inner_of, inner_optimizers, parameters_elsewhere, shares_groups, takes_hooks
+from amp_engine.optimizers.wrapped import (
+    has_groups_of,
+    inner_of,
+    inner_optimizers,
+    parameters_elsewhere,
+    shares_groups,
+    takes_hooks,
+)
 from amp_engine.policy import Policy
 from amp_engine.policy_file import RunPolicy
 from amp_engine.scale_rule import DynamicLossScale
@@ -245,7 +252,8 @@ def check_optimizers(
                 "stepping the wrapper; do without it at O2 and O5."
             )
         for name, inner in inner_optimizers(optimizer).items():
-            if not shares_groups(optimizer, inner):
+            is_listed = "[" in name  # one of several, each of which steps a part
+            if not (has_groups_of if is_listed else shares_groups)(optimizer, inner) and (has_masters or not is_listed):
                 raise AmpStateError(
                     f"{type(optimizer).__name__} steps the groups of its .{name} ({type(inner).__name__}), not "
                     f"its own, so FP32 masters would never reach them.  Pass the {type(inner).__name__} to "

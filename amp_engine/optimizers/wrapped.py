@@ -19,8 +19,16 @@ _HOOKS = (
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Attributes of `optimizer` that are optimizers themselves (Lookahead, SAM and kin)."""
-    return {name: v for name, v in vars(optimizer).items() if isinstance(v, Optimizer)}
+    """Optimizers that `optimizer` keeps in its attributes, in lists and dictionaries too (Lookahead, SAM and kin)."""
+    found: dict[str, Optimizer] = {}
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            found[name] = value
+        elif isinstance(value, (list, tuple)) and name != "param_groups":
+            found |= {f"{name}[{i}]": item for i, item in enumerate(value) if isinstance(item, Optimizer)}
+        elif isinstance(value, dict) and name != "state":
+            found |= {f"{name}[{key!r}]": item for key, item in value.items() if isinstance(item, Optimizer)}
+    return found
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:
@@ -50,6 +58,12 @@ def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
     """Whether the groups of both have the very same lists of parameters, so that a master in one is in the other."""
     groups = getattr(optimizer, "param_groups", [])
     return [id(group["params"]) for group in groups] == [id(group["params"]) for group in inner.param_groups]
+
+
+def has_groups_of(optimizer: Optimizer, inner: Optimizer) -> bool:
+    """True if each group of `inner` has the very list of parameters of some group of `optimizer`."""
+    lists = {id(group["params"]) for group in optimizer.param_groups}
+    return all(id(group["params"]) in lists for group in inner.param_groups)
 
 
 def parameters_elsewhere(wrapper: Optimizer, inner: Optimizer) -> str | None:

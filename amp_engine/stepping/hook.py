@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.errors import AmpStateError
 from amp_engine.optimizers.fused_step import fused_step_of
+from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.random_state import RandomState, random_state, set_random_state
 from amp_engine.stepping.ghost import Ghosts, discard_ghost
 from amp_engine.stepping.own_step import unhooked_step
@@ -96,6 +97,11 @@ class StepHook:
         self._after_hook = optimizer.register_step_post_hook(self._after_step)
         _be_first(self._after_hook)
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_load)
+        self._inner_hooks = [
+            inner.register_step_pre_hook(self._before_inner_step)
+            for inner in inner_optimizers(optimizer).values()
+            if takes_hooks(inner)
+        ]
         stepped.hook = weakref.ref(self)
         _add(optimizer, self)
 
@@ -124,10 +130,24 @@ class StepHook:
 
     def remove(self) -> None:
         """Have torch call nothing of ours."""
-        for handle in (self._step_hook, self._after_hook, self._load_hook):
+        for handle in (self._step_hook, self._after_hook, self._load_hook, *self._inner_hooks):
             handle.remove()
         _HOOKS.pop(self._stepped.optimizer, None)
         remove_unused()
+
+    def _before_inner_step(self, inner: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a step of an optimizer that this one holds, outside of its own: nobody would skip or follow it."""
+        stepped = self._stepped
+        is_ours = stepped.rows.makes_masters or stepped.needs_kernels or self._scaling.is_active
+        if self._is_stepping or not is_ours or self._backwards.get(inner) is not None:
+            return
+        name, outer = type(inner).__name__, type(stepped.optimizer).__name__
+        raise AmpStateError(
+            f"The {name} inside of this {outer} was stepped by itself, where only {outer}.step() is looked after: "
+            "overflows would be stepped on, and FP32 masters never reach the model.  Nothing was stepped.  Make the "
+            f"{outer} after amp.initialize(model, {name.lower()}, opt_level='O1'), or 'O4', where weights are the "
+            f"model's own, and pass the {name} to amp.scale_loss; or choose 'O0'."
+        )
 
     def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:
         # torch casts loaded state to the type of what is in the groups: masters must be there first.

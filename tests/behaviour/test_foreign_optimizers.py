@@ -672,6 +672,72 @@ def test_a_wrapper_whose_groups_are_not_the_ones_it_steps_is_refused_by_name(
     assert not optimizer._optimizer_step_pre_hooks
 
 
+class Sharpness(Optimizer):
+    """Steps by an optimizer that it holds, in a call of its own, as SAM does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.05)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError("second_step")
+
+    def second_step(self) -> None:
+        self.base_optimizer.step()
+
+
+class Several(Optimizer):
+    """Steps by optimizers in a list, each of a part of the parameters; in groups of its own, or in theirs."""
+
+    def __init__(self, params: Any, shares: bool) -> None:
+        params = list(params)
+        super().__init__([{"params": params[:2]}, {"params": params[2:]}], {"lr": 0.05})
+        self.parts = [torch.optim.SGD(group["params"], lr=0.05) for group in self.param_groups]
+        for group, part in zip(self.param_groups, self.parts, strict=True):
+            if shares:
+                part.param_groups[0]["params"] = group["params"]
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_inner_optimizer_that_is_stepped_by_itself_is_refused_by_name(level: str) -> None:
+    model = MLP.model()
+    optimizer = Sharpness(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    backward(MLP.loss(model, MLP.batch()), optimizer)
+    before = optimizer_values(optimizer)
+    with pytest.raises(AmpStateError, match=r"SGD inside of this Sharpness was stepped by itself.*Nothing was stepped"):
+        optimizer.second_step()
+    assert_bitwise(optimizer_values(optimizer), before)
+    amp.close()
+    optimizer.second_step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_optimizers_in_a_list_step_what_their_groups_share(level: str) -> None:
+    moved = []
+    for shares in (True, False):
+        model = MLP.model()
+        optimizer = Several(model.parameters(), shares)
+        if level in MASTER_LEVELS and not shares:
+            with pytest.raises(
+                AmpStateError, match=r"Several steps the groups of its \.parts\[0\] \(SGD\), not its own"
+            ):
+                amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            continue
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        before = [p.detach().clone() for p in model.parameters()]
+        backward(MLP.loss(model, MLP.batch()), optimizer)
+        optimizer.step()
+        moved.append([not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)])
+        amp.close()
+    assert all(all(parts) for parts in moved)
+
+
 class Scheduled:
     """A proxy of another library that is no torch optimizer."""
 

@@ -100,7 +100,7 @@ class MasterParameter(nn.Parameter):
         _DATA.__set__(self, value)
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether a backward is to compute the gradient of the model's parameter."""
         owner = _owner(id(self))
         return REQUIRES_GRAD.__get__(self) if owner is None else owner.wants_gradient()
@@ -111,7 +111,7 @@ class MasterParameter(nn.Parameter):
         if (owner := _owner(id(self))) is not None:
             owner.want_gradient(value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> MasterParameter:  # type: ignore[override]
+    def requires_grad_(self, requires_grad: bool = True) -> MasterParameter:
         """Set `requires_grad`."""
         self.requires_grad = requires_grad
         return self

@@ -239,6 +239,7 @@ class Engine(Saving, Explaining):
                 self.reporter.say_once(report.emulated_on_cpu(str(decided.opt_level), emulated))
             if found := arguments.zero_eps(request.optimizers, decided):
                 self.reporter.say_once(report.EPS_IS_ZERO.format(optimizer=found[0], eps=found[1]))
+            self.reporter.end_banner()
             self._initialized.kept_by_policy.update(kept)
             return models if optimizers is None else (models, optimizers)
 

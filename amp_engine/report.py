@@ -81,10 +81,14 @@ class Reporter:
         self._is_after_banner = False
 
     def say_banner(self, lines: Iterable[str]) -> None:
-        """Say `lines` on the first rank; a note or warning that comes next is set apart from them."""
+        """Say `lines` on the first rank; a note or warning that comes before `end_banner` is set apart from them."""
         for line in lines:
             self.say(line, rank0=True)
         self._is_after_banner = True
+
+    def end_banner(self) -> None:
+        """What is said from now on has nothing to do with the banner."""
+        self._is_after_banner = False
 
     def say_once(self, text: str) -> None:
         """Say `text` on the first of several ranks, and never again."""

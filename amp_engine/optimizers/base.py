@@ -22,6 +22,9 @@ from amp_engine.optimizers.state_form import NORM
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
+_OF_APEX = ("grads", "output_params", "scale", "grad_norms", "grad_scaler")
+
+
 class FusedOptimizer(Optimizer):
     """An optimizer whose step is one pass over gradients, weights and state, on CPU and CUDA.
 
@@ -48,30 +51,24 @@ class FusedOptimizer(Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: None = None,
-        output_params: None = None,
-        scale: None = None,
-        grad_norms: None = None,
-        grad_scaler: None = None,
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *older: Any, **named: Any) -> Any:
         """Step every parameter that has a gradient. No host sync.
 
         Args:
             closure: evaluated first, with gradients on; its value is returned.
+            older, named: None for `grads`, `output_params`, `scale`, `grad_norms` and `grad_scaler`.
 
         Raises AmpTypeError for `grads`, `output_params`, `scale` and `grad_norms`, which ancient versions of apex took,
         and for `grad_scaler`, with what to type instead, unless they are None; AmpStateError for sparse gradients.
         """
-        if grad_scaler is not None:
+        # Not by name in the signature: torch.amp.GradScaler would take that for an optimizer that unscales.
+        given = {**dict(zip(_OF_APEX, older, strict=False)), **named}
+        if given.get("grad_scaler") is not None:
             raise AmpTypeError(
                 f"{type(self).__name__}.step() got grad_scaler.  Call scaler.step(optimizer), which calls step() with "
                 "what it needs to unscale and to skip."
             )
-        gone = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
-        if removed := [name for name, value in gone.items() if value is not None]:
+        if removed := [name for name, value in given.items() if value is not None or name not in _OF_APEX]:
             raise AmpTypeError(
                 f"{type(self).__name__}.step() got {', '.join(removed)}, which apex removed.  Call step() without "
                 "arguments, inside of amp.initialize and amp.scale_loss where gradients are scaled."

@@ -245,4 +245,6 @@ def _restore_optimizer(optimizer: Optimizer, groups: Sequence[dict[str, Any]], s
 
 def _set_cudnn(enabled: bool, benchmark: bool, deterministic: bool) -> None:
     cudnn = torch.backends.cudnn
-    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = enabled, benchmark, deterministic
+    before = enabled, benchmark, deterministic
+    if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != before:  # torch may have been told to let nobody write
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before

@@ -91,6 +91,7 @@ class SteppedOptimizer:
         self.needs_kernels = False  # whether what it steps, or keeps, is nothing that its class can step
         self._scaling = scaling
         self._is_wrapped = False
+        self._is_captured = False  # whether the last backward is in a CUDA graph
         self._with_masters: tuple[Columns, Tensor] | None = None
         self._unchecked: Sequence[nn.Parameter] = ()  # whose gradients another loss left
         self._written_gradients = strays.WrittenGradients()
@@ -147,6 +148,7 @@ class SteppedOptimizer:
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""
         self.window.close(backward, check, unscaled)
+        self._is_captured = devices.is_capturing(backward.snapshot.scale.device)
         self.ranks.close()
         self.backward_seen = True
         self._written_gradients.note(self.rows)
@@ -340,6 +342,7 @@ class SteppedOptimizer:
             rows.judge_half()
         if planned is None and self.needs_kernels:
             strays.refuse_own_step(self.optimizer, fused, rows.step_rows())
+        self._refuse_half_a_capture()
         if planned is None or self._is_wrapped:
             self._refuse_capture()
         backward_seen, self.backward_seen = self.backward_seen, False
@@ -373,8 +376,19 @@ class SteppedOptimizer:
             raise AmpStateError(
                 f"{type(self.optimizer).__name__}.step() is captured in a CUDA graph, but whether it is skipped is "
                 "decided on the host: only exactly Adam, AdamW, SGD of torch.optim and the fused optimizers, not "
-                "wrapped by another, on dense gradients skip on the GPU.  Capture forward and backward, and call "
-                "step() outside."
+                "wrapped by another, on dense gradients skip on the GPU.  Leave scale_loss and step() out of the "
+                "capture: torch.cuda.make_graphed_callables captures the model's forward and backward alone."
+            )
+
+    def _refuse_half_a_capture(self) -> None:
+        """Raise AmpStateError outside of the CUDA graph that has the backward: a replay tells the host of none."""
+        weights = self.rows.columns.weights
+        if self.backward_seen and self._is_captured and weights and not devices.is_capturing(weights[0].device):
+            raise AmpStateError(
+                f"The backward is in a CUDA graph, and {type(self.optimizer).__name__}.step() is not: no replay tells "
+                "the host of its gradients, which steps would miss, or take where they are not finite.  Nothing was "
+                "stepped.  Capture step() in the same graph, or leave scale_loss out of it as well: "
+                "torch.cuda.make_graphed_callables captures the model's forward and backward alone."
             )
 
     def _skip(self) -> None:

@@ -83,6 +83,23 @@ def test_a_step_without_one_before_is_refused(capture: Callable[[], Any], level:
     assert not any(torch.equal(p, b) for p, b in zip(group_params(optimizer), before, strict=True))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("make", [sgd, own_step])
+def test_a_step_outside_of_the_graph_that_has_the_backward_is_refused(
+    capture: Callable[[], Any], level: str, make: Callable[[Any], Optimizer]
+) -> None:
+    model, optimizer = started(level, make, MLP)
+    train(MLP, model, optimizer, "c")
+    with capture():
+        backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    before = frozen([group_params(optimizer), optimizer.state_dict()])
+    with pytest.raises(AmpStateError, match="Capture step\\(\\) in the same graph"):
+        optimizer.step()
+    torch.testing.assert_close(frozen([group_params(optimizer), optimizer.state_dict()]), before, rtol=0, atol=0)
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    optimizer.step()
+
+
 def test_so_is_that_of_a_fused_optimizer_without_amp(capture: Callable[[], Any]) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)

@@ -379,14 +379,12 @@ class Rows:
         if before.scans != self.scans:
             return False  # of other rows
         if tensor_lists.have_gradient_stamps(self._low, before.stamps):
-            return not tensor_lists.have_stamps(self._dense_gradients(), before.memory)
-        params = [master.param for master in self.masters]
-        moved = tensor_lists.moved_since(params, before.stamps)
-        # Those of a parameter that has several masters come and go with the windows of each.
-        return any(
-            was_there and params[row].grad is not None and len(list(masters_of(params[row]))) == 1
-            for row, was_there in moved
-        )
+            is_written = not tensor_lists.have_stamps(self._dense_gradients(), before.memory)
+        else:
+            moved = tensor_lists.moved_since([master.param for master in self.masters], before.stamps)
+            is_written = any(was_there and self.masters[row].param.grad is not None for row, was_there in moved)
+        # Gradients of a parameter that has several masters come and go with the windows of each.
+        return is_written and all(len(list(masters_of(master.param))) == 1 for master in self.masters)
 
     def _dense_gradients(self) -> list[Tensor]:
         grads, accesses, _ = tensor_lists.gradients(self._low)

@@ -41,9 +41,8 @@ class Normed(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 16, dtype=dtype)
-        self.norm = nn.LayerNorm(16, dtype=dtype)
-        self.last = nn.Linear(16, 4, dtype=dtype)
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.to(dtype)  # after its numbers were drawn, which differ by type in some versions of torch
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(nn.functional.gelu(self.norm(self.first(x.to(self.first.weight.dtype)))))

@@ -86,7 +86,7 @@ def save_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
 
 
 def _one_if_tied(state_dict: dict[str, Any], name: str, tensor: Tensor, value_f32: Tensor) -> Tensor:
-    """What the state dictionary has of the same memory under an earlier name, if it is equal; else `value_f32`."""
+    """Give the entry of an earlier name for the same memory if their values are equal, else `value_f32`."""
     try:
         names: dict[Hashable, str] = _FIRST_NAMES.setdefault(state_dict, {})
     except TypeError:  # a plain dict has no weak references; torch makes another
@@ -144,7 +144,7 @@ def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
 
 
 def memory_of(tensor: Tensor) -> Hashable:
-    """The same of two tensors that see the same memory alike."""
+    """Equal for two tensors that see the same memory alike."""
     if is_sharded(tensor) or tensor.layout is not torch.strided:
         return id(tensor)
     # Not by data_ptr(), which tells copy-on-write memory that a writer has come.

@@ -195,7 +195,7 @@ def _check(file: IO[bytes], path: str) -> None:
 
 
 def _is_of_torch_save(file: IO[bytes], size: int) -> bool:
-    """Whether torch.save wrote the file as it is: an archive without a comment, or the format before torch 1.6."""
+    """True if torch.save wrote the file as it is: an archive without a comment, or the format before torch 1.6."""
     file.seek(0)
     begin = file.read(len(_FIRST_RECORD))
     file.seek(max(0, size - _END_RECORD_SIZE))

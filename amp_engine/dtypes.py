@@ -66,7 +66,7 @@ def cpu_lacks(dtype: torch.dtype) -> str | None:
 
 
 def cpu_flags() -> Mapping[str, Any]:
-    """What this CPU can do, by the name of each ability."""
+    """Give the names of the abilities that this CPU has."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is not None:
         return capabilities()

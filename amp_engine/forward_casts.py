@@ -27,7 +27,7 @@ _OWN_CLASS = "_amp_engine_own_class"
 
 @dataclass(frozen=True)
 class ForwardCasts:
-    """What the floating tensors become that go into a forward, and that come out; None leaves them alone."""
+    """The types to which a forward casts its floating inputs and outputs; None leaves them alone."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
@@ -58,13 +58,13 @@ def restore_class(model: nn.Module) -> None:
 
 
 def is_cast_at_forward(model: nn.Module) -> bool:
-    """Whether a call of `model` arrives at a forward that casts: not at one that was assigned to the instance."""
+    """True if a call of `model` reaches the forward that casts; one assigned to the instance does not."""
     # A class of its own could have been given to it since.
     return isinstance(model, _CastsAtForward) and casts_of(model) is not None and "forward" not in vars(model)
 
 
 def is_inside_cast_forward() -> bool:
-    """Whether this thread is in the forward of a model that is cast. Looks at the stack."""
+    """True if this thread runs the forward of a cast model. Looks at the stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

@@ -88,7 +88,7 @@ def half_weights(
     names: Callable[[], Mapping[int, str]],
     are_cast: Container[int],
 ) -> HalfWeights | None:
-    """What looks after the low-precision weights of `optimizer`, which it has judged; None where they are welcome.
+    """Judge the low-precision weights of `optimizer`, and give their guard; None where they are welcome.
 
     Raises AmpStateError. Changes nothing.
     """

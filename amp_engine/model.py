@@ -80,7 +80,7 @@ class CastOutputs(_CastHook):
 
 
 class CastModelInputs(CastInputs):
-    """The same of a model, where its forward does not cast: one that was assigned to the instance."""
+    """Cast the inputs of a model whose forward was assigned to the instance, and so does not cast."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast arguments."""
@@ -88,7 +88,7 @@ class CastModelInputs(CastInputs):
 
 
 class CastModelOutputs(CastOutputs):
-    """The same of a model, where its forward does not cast: one that was assigned to the instance."""
+    """Cast the outputs of a model whose forward was assigned to the instance, and so does not cast."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast the result."""

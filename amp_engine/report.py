@@ -87,7 +87,7 @@ class Reporter:
         self._is_after_banner = True
 
     def end_banner(self) -> None:
-        """What is said from now on has nothing to do with the banner."""
+        """Set nothing apart from the banner any more."""
         self._is_after_banner = False
 
     def say_once(self, text: str) -> None:

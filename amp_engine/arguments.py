@@ -42,6 +42,7 @@ from amp_engine.optimizers.wrapped import (
 from amp_engine.policy import Policy
 from amp_engine.policy_file import RunPolicy
 from amp_engine.scale_rule import DynamicLossScale
+from amp_engine.stepping.master_parameter import copied_masters, is_copied_master
 
 # What `initialize` takes, and gives back: the same objects.
 Models = TypeVar("Models", bound=nn.Module | list[Any])
@@ -232,6 +233,8 @@ def check_optimizers(
                 f"{type(optimizer).__name__} is a torch.optim.Optimizer by name only: it takes no step hooks.  Pass "
                 "the optimizer inside of it to amp.initialize, and make the wrapper afterwards."
             )
+        if any(is_copied_master(p) for group in optimizer.param_groups for p in group["params"]):
+            raise AmpStateError(copied_masters(optimizer))
         if (is_scaled or has_masters) and _requires_closure(optimizer):
             raise AmpStateError(
                 f"{type(optimizer).__name__}.step(closure) runs backwards of its own, which {_HOW[is_scaled]}.  Choose "

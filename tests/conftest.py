@@ -101,6 +101,7 @@ def patched_names() -> list[str]:
 def pristine_torch() -> Iterator[None]:
     """Seeds before the test; afterwards undoes amp and asserts that torch is as it was."""
     from amp_engine import amp
+    from amp_engine.stepping.master_parameter import forget_copied_masters
 
     torch.set_num_threads(1)  # tiny models gain nothing from more, and lose tenfold on a busy machine
     torch.manual_seed(0)
@@ -110,6 +111,7 @@ def pristine_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # no test is told that this CPU emulates a type, unless it asks
         patch.setattr("amp_engine.dtypes.cpu_flags", lambda: computes)
         yield
+    forget_copied_masters()
     amp.close()
     amp._amp_state.hard_override = False
     amp._amp_state.allow_incoming_model_not_fp32 = False

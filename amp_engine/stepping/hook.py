@@ -18,10 +18,12 @@ from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.random_state import RandomState, random_state, set_random_state
 from amp_engine.stepping.ghost import Ghosts, discard_ghost
+from amp_engine.stepping.master_parameter import has_copied_masters
 from amp_engine.stepping.own_step import unhooked_step
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer, WeightCopies
+from amp_engine.stepping.strays import warn_of_copied_masters
 from amp_engine.torch_private import disable_dynamo
 
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
@@ -38,7 +40,7 @@ class Casts(Protocol):
         """The copies of weights that they use; None where there are no casts."""
 
 
-# Those of every optimizer in the care of an engine.
+# Those of every optimizer that an engine looks after.
 _HOOKS: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepHook]] = weakref.WeakKeyDictionary()
 _HANDLES: list[RemovableHandle] = []  # one, of `_before_hooks`, while there are some
 
@@ -48,7 +50,9 @@ def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     if torch.compiler.is_compiling():
         return
     ref = _HOOKS.get(optimizer)
-    if ref is not None and (hook := ref()) is not None:
+    if ref is None:
+        warn_of_copied_masters(optimizer)
+    elif (hook := ref()) is not None:
         hook.before_hooks()
 
 
@@ -60,9 +64,9 @@ def _add(optimizer: Optimizer, hook: StepHook) -> None:
 
 
 def remove_unused() -> None:
-    """Have torch call nothing of ours if no optimizer is left that anybody looks after."""
+    """Have torch call nothing of ours if no optimizer is left that anybody looks after, and no copy of one."""
     # Not when the last one is collected, which may be while torch goes through these hooks.
-    while _HANDLES and not _HOOKS:
+    while _HANDLES and not (_HOOKS or has_copied_masters()):
         _HANDLES.pop().remove()
 
 

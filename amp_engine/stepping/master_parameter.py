@@ -63,6 +63,38 @@ def _owner(key: int) -> Owner | None:
     return None if ref is None else ref()
 
 
+_MARK = "_amp_is_copied_master"  # an attribute of copies, also of those that come out of a pickle
+_COPIES: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+_PICKLED: list[bool] = []  # something, if a master was pickled
+
+
+def is_copied_master(param: Any) -> bool:
+    """True for a copy of a master, made by deepcopy or through a pickle: no model has it."""
+    return _MARK in getattr(param, "__dict__", ())
+
+
+def copied_masters(optimizer: Any) -> str:
+    """What is said of an optimizer that steps copies of masters."""
+    name = type(optimizer).__name__
+    return (
+        f"This {name} is a copy, made while amp looked after its origin: it steps copies of FP32 masters, and no model "
+        f"follows them.  To train a copied model make it a new optimizer, {name}(copied_model.parameters(), ...), pass "
+        "both to amp.initialize, then call load_state_dict(origin.state_dict()) on it; or make the copies after "
+        "amp.close()."
+    )
+
+
+def has_copied_masters() -> bool:
+    """False if no copy of a master can be there."""
+    return bool(_COPIES or _PICKLED)
+
+
+def forget_copied_masters() -> None:
+    """Have no copy of a master be expected."""
+    _COPIES.clear()
+    _PICKLED.clear()
+
+
 class MasterParameter(nn.Parameter):
     """A float32 parameter whose `.grad` is made when somebody looks at it.
 
@@ -118,5 +150,13 @@ class MasterParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+            twin = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+            vars(twin)[_MARK] = True
+            _COPIES[id(twin)] = memo[id(self)] = twin
         return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _PICKLED[:] = [True]
+        twin = nn.Parameter(self.detach(), self.requires_grad)
+        vars(twin).update(vars(self), **{_MARK: True})
+        return twin.__reduce_ex__(protocol)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import NoReturn
 
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpGradientWarning, AmpStateError
 from amp_engine.optimizers.fused_step import FusedStep, Plan
+from amp_engine.stepping.master_parameter import copied_masters, is_copied_master
 from amp_engine.stepping.rows import GradientMarks, Rows, StepRows
 
 
@@ -53,6 +55,24 @@ def warn_of_unseen_gradients(optimizer: Optimizer, rows: Rows) -> None:
             f"{type(optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
             "which never reach the FP32 masters that it steps.  Use `with amp.scale_loss(loss, optimizer) as "
             "scaled_loss: scaled_loss.backward()`, at a scale of 1 too.",
+            AmpGradientWarning,
+            stacklevel=2,
+        )
+
+
+# Optimizers that no engine looks after, and that were looked at.
+_LOOKED_AT: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def warn_of_copied_masters(optimizer: Optimizer) -> None:
+    """Before the first step of an optimizer that no engine looks after: of masters without gradients and model."""
+    if optimizer in _LOOKED_AT:
+        return
+    _LOOKED_AT.add(optimizer)
+    copies = [p for group in optimizer.param_groups for p in group["params"] if is_copied_master(p)]
+    if copies and all(p.grad is None for p in copies):
+        warnings.warn(
+            f"{copied_masters(optimizer)}  Its step() changed no model, and found no gradient.",
             AmpGradientWarning,
             stacklevel=2,
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from amp_engine import amp
+from amp_engine.optimizers import FusedAdam
 from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -22,6 +25,7 @@ from tests.support import (
     frozen,
     group_params,
     masters,
+    momentum_sgd,
     train,
 )
 
@@ -154,3 +158,84 @@ def test_a_deepcopy_of_model_and_optimizer_together_does_not_step_the_origin(lev
     twin_optimizer.step()
     assert_bitwise(values(model), before)
     train(MLP, model, optimizer, "c", first=3)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": momentum_sgd,
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+}
+PAIRS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "one by one": lambda pair: tuple(map(copy.deepcopy, pair)),
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+}
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    NORMED_MLP.loss(model, NORMED_MLP.batch()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("duplicate", PAIRS)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "FusedAdam"])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_copied_optimizer_says_once_that_it_steps_copies_of_masters(
+    level: str, name: str, duplicate: str, closes: bool
+) -> None:
+    model, optimizer = support.started(level, OPTIMIZERS[name])
+    train(NORMED_MLP, model, optimizer, "cc")
+    twin, stepped = PAIRS[duplicate]((model, optimizer))
+    if closes:
+        amp.close()
+    with pytest.warns(UserWarning, match=f"This {name} is a copy.*FP32 masters.*no model follows them"):
+        plain_step(twin, stepped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain_step(twin, stepped)
+
+
+@pytest.mark.parametrize("duplicate", PAIRS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_initialize_refuses_a_copied_optimizer_of_masters(level: str, duplicate: str) -> None:
+    twin, stepped = PAIRS[duplicate](started("O2"))
+    amp.close()
+    before = values(twin)
+    with pytest.raises(RuntimeError, match=r"no model follows them.*load_state_dict"):
+        amp.initialize(twin, stepped, opt_level=level, verbosity=0)
+    assert_bitwise(values(twin), before)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_copied_model_trains_with_a_new_optimizer_that_loads_the_state(level: str) -> None:
+    model, optimizer = started(level)
+    twin = copy.deepcopy(model)
+    stepped = momentum_sgd(twin.parameters())
+    amp.initialize(twin, stepped, opt_level=level, verbosity=0)
+    stepped.load_state_dict(optimizer.state_dict())
+    before = values(twin)
+    train(NORMED_MLP, twin, stepped, "c", first=3)
+    assert not torch.equal(twin[0].weight, before["0.weight"])
+
+
+@pytest.mark.parametrize("duplicate", PAIRS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pair_that_was_copied_after_close_trains(level: str, duplicate: str) -> None:
+    pair = started(level)
+    amp.close()
+    twin, stepped = PAIRS[duplicate](pair)
+    if duplicate == "one by one":  # torch's own optimizers do not find a model either
+        stepped = momentum_sgd(twin.parameters())
+    before = values(twin)
+    plain_step(twin, stepped)
+    assert not torch.equal(twin[0].weight, before["0.weight"])
+
+
+def test_an_optimizer_of_copied_masters_that_have_gradients_says_nothing() -> None:
+    _, optimizer = started("O2")
+    copies = copy.deepcopy([*amp.master_params(optimizer)])
+    for param in copies:
+        param.grad = torch.ones_like(param)
+    momentum_sgd(copies).step()

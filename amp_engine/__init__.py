@@ -11,6 +11,7 @@ optimizer.step()
 from amp_engine import amp as amp
 from amp_engine.amp import _amp_state as _amp_state
 from amp_engine.amp import averaged_model as averaged_model
+from amp_engine.amp import casts as casts
 from amp_engine.amp import clip_grad_norm_ as clip_grad_norm_
 from amp_engine.amp import close as close
 from amp_engine.amp import compare_levels as compare_levels
@@ -85,6 +86,7 @@ __all__ = [
     "RunPolicy",
     "amp",
     "averaged_model",
+    "casts",
     "clip_grad_norm_",
     "close",
     "compare_levels",

@@ -186,6 +186,10 @@ def load(path: str | os.PathLike[str], /, *, map_location: Any = "cpu", **object
     return _amp_state.engine.load(path, map_location=map_location, **objects)
 
 
+def casts() -> AbstractContextManager[None]:
+    return _amp_state.engine.casts()
+
+
 def disable_casts() -> AbstractContextManager[None]:
     return _amp_state.engine.disable_casts()
 
@@ -241,7 +245,7 @@ def close() -> None:
 
 
 _AS_ENGINE = "scale_loss clip_grad_norm_ averaged_model state_dict load_state_dict training_state save "
-_AS_ENGINE += "load disable_casts explain step_scheduler last_step find_overflow overflow_report close"
+_AS_ENGINE += "load casts disable_casts explain step_scheduler last_step find_overflow overflow_report close"
 for _name in _AS_ENGINE.split():
     globals()[_name].__doc__ = getattr(Engine, _name).__doc__
 master_params.__doc__ = initialized.master_params.__doc__
@@ -304,7 +308,7 @@ def init(
 
 
 def _current_casts() -> Any:
-    return _amp_state.engine.casts
+    return _amp_state.engine.function_casts.casts
 
 
 __all__ = [
@@ -312,6 +316,7 @@ __all__ = [
     "LossScaler",
     "RunPolicy",
     "averaged_model",
+    "casts",
     "clip_grad_norm_",
     "close",
     "compare_levels",

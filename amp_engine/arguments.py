@@ -67,6 +67,7 @@ class InitializeOptions(TypedDict, total=False):
     adopt_data_writes: bool
     process_group: ProcessGroup | None
     moment_dtype: torch.dtype | str | None
+    casts: Literal["everywhere", "model"]
     policy: str | os.PathLike[str] | RunPolicy | None
 
 

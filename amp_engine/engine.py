@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from amp_engine import arguments, casting, kept_by_policy, levels, report
 from amp_engine.arguments import InitializeOptions, Models, Optimizers
 from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
-from amp_engine.casting import EngineCasts, FunctionCasts, patcher
+from amp_engine.casting import EngineCasts, patcher
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.explaining import Explaining
@@ -78,11 +78,6 @@ class Engine(Saving, Explaining):
     @scalers.setter
     def scalers(self, value: list[LossScaler]) -> None:
         self._scaling.scalers = value
-
-    @property
-    def casts(self) -> FunctionCasts | None:
-        """The function casts, from `initialize` at O1 or O4 to the end of the last of its modules, or `close`."""
-        return self.function_casts.casts
 
     def __repr__(self) -> str:
         if self.policy is None:
@@ -148,6 +143,7 @@ class Engine(Saving, Explaining):
         adopt_data_writes: bool = False,
         process_group: ProcessGroup | None = None,
         moment_dtype: torch.dtype | str | None = None,
+        casts: Literal["everywhere", "model"] = "everywhere",
         policy: str | os.PathLike[str] | RunPolicy | None = None,
     ) -> Any:
         """Prepare models and optimizers for training at `opt_level`. They are changed in place and returned.
@@ -178,6 +174,9 @@ class Engine(Saving, Explaining):
             process_group: the ranks that agree on overflows, where neither DistributedDataParallel nor DTensors tell:
                 FullyShardedDataParallel, ZeroRedundancyOptimizer, stages of a pipeline.
             moment_dtype: torch.bfloat16 keeps Adam's moments in 2 bytes each in place of 4, rounded by chance.
+            casts: where O1 and O4 cast functions: "everywhere" in the process, as apex did; "model" in forwards of
+                `models` and their parts, in the thread that calls them, and in `with amp.casts():`. What such a
+                forward gives is FP32, unless `cast_model_outputs` says otherwise.
             policy: a RunPolicy, or the path of its file: the level, modules that `close` gives back kept in FP32, and
                 other arguments, unless they are passed here.
 
@@ -204,6 +203,7 @@ class Engine(Saving, Explaining):
                 "min_loss_scale": min_loss_scale,
                 "max_loss_scale": max_loss_scale,
                 "moment_dtype": moment_dtype,
+                "casts": casts,
             }
             assert policy is None or isinstance(policy, RunPolicy)  # it says nothing else any more
             names = () if policy is None else tuple(policy.keep_float)
@@ -223,6 +223,7 @@ class Engine(Saving, Explaining):
             num_losses = arguments.check_num_losses(num_losses)
             if decided.patch_torch_functions:
                 self.function_casts.check_environment()
+                self.function_casts.check_where(request.casts_everywhere)
             self._initialized.refuse_known(request.optimizers, request.wrappers)
 
             self.reporter.verbosity = verbosity
@@ -234,7 +235,9 @@ class Engine(Saving, Explaining):
             self.policy = decided
             self.min_loss_scale, self.max_loss_scale = bounds
             self._scaling.begin(decided.loss_scale, num_losses, *bounds, skip_on_overflow)
-            self.function_casts.follow(decided, request.models, allow_banned, verbose=verbosity == 2)
+            self.function_casts.follow(
+                decided, request.models, allow_banned, verbosity == 2, everywhere=request.casts_everywhere
+            )
             if emulated := arguments.emulated_on_cpu(request.models, decided):
                 self.reporter.say_once(report.emulated_on_cpu(str(decided.opt_level), emulated))
             if found := arguments.zero_eps(request.optimizers, decided):
@@ -369,6 +372,17 @@ class Engine(Saving, Explaining):
             if self.policy is not None and self.policy.enabled:
                 self._initialized.stepped_by(one)
         return AveragedModel(model, device, avg_fn, multi_avg_fn, use_buffers)
+
+    def casts(self) -> AbstractContextManager[None]:
+        """A context in which functions are cast at O1 and O4, in this thread, also with `casts="model"`.
+
+            with amp.casts():
+                loss = criterion(head(features), target)
+
+        Nests. Inside of a module that is kept in FP32 it casts; `disable_casts` wins over it. Elsewhere, and where
+        functions are cast anyway, it changes nothing. Functions that Python calls in a backward are not inside.
+        """
+        return self.function_casts.enabled()
 
     def disable_casts(self) -> AbstractContextManager[None]:
         """A context in which no function is cast, in any thread. Nests; does nothing without O1 or O4."""

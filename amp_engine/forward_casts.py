@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_engine.casting.regions import cast_region, is_outside
 from amp_engine.containers import cast_tensors
 
 _CASTS = "_amp_engine_casts"
@@ -27,10 +28,21 @@ _OWN_CLASS = "_amp_engine_own_class"
 
 @dataclass(frozen=True)
 class ForwardCasts:
-    """The types to which a forward casts its floating inputs and outputs; None leaves them alone."""
+    """What a forward casts.
+
+    Attributes:
+        inputs, outputs: the types to which it casts floating inputs and outputs; None leaves them alone.
+        functions: whether functions are cast inside, where nothing else is said; the outputs of such a call are FP32
+            if `outputs` says nothing else.
+    """
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
+    functions: bool = False
+
+
+OF_A_PART = ForwardCasts(None, None, functions=True)
+"""Of a part of a model inside of whose forward functions are cast."""
 
 
 def cast_forward(model: nn.Module, casts: ForwardCasts) -> None:
@@ -117,10 +129,16 @@ def _casting(own: type[nn.Module]) -> Any:
         casts: ForwardCasts | None = self._amp_engine_casts
         if casts is None:
             return own.forward(self, *args, **kwargs)
+        outputs = casts.outputs
         if casts.inputs is not None:
             args, kwargs = cast_tensors(args, casts.inputs), cast_tensors(kwargs, casts.inputs)
-        output = own.forward(self, *args, **kwargs)
-        return output if casts.outputs is None else cast_tensors(output, casts.outputs)
+        if casts.functions and is_outside():
+            with cast_region():
+                output = own.forward(self, *args, **kwargs)
+            outputs = outputs or torch.float32
+        else:
+            output = own.forward(self, *args, **kwargs)
+        return output if outputs is None else cast_tensors(output, outputs)
 
     with suppress(TypeError, ValueError):
         forward.__signature__ = inspect.signature(own.forward)  # type: ignore[attr-defined]  # getfullargspec asks it

@@ -123,7 +123,8 @@ class Initialized:
             if p.is_floating_point()
         }
         dtype = policy.cast_model_type or None
-        if dtype is not None and output_dtype is None:
+        casts_functions = bool(policy.patch_torch_functions) and not request.casts_everywhere
+        if (dtype is not None or casts_functions) and output_dtype is None:
             output_dtype = torch.float32
         put_back = remember(models)
         cast_models: list[CastModel] = []
@@ -137,6 +138,7 @@ class Initialized:
                         keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
                         output_dtype=request.output_dtype if by_fsdp2 else output_dtype,
                         saves_float32=bool(policy.master_weights),
+                        casts_functions=casts_functions,
                     )
                 )
             for optimizer in optimizers:

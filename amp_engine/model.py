@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from amp_engine.casting.keep_float import is_kept, kept_modules
+from amp_engine.casting.keep_float import cast_functions_in, is_kept, kept_modules
 from amp_engine.checkpoint import fill_masters, hook_children, hook_model, keep_incoming, save_float32
 from amp_engine.containers import cast_tensors
 from amp_engine.copying import warn_of_low_precision_average
@@ -21,6 +21,7 @@ from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.dynamo import part_of_a_graph
 from amp_engine.errors import AmpStateError
 from amp_engine.forward_casts import (
+    OF_A_PART,
     ForwardCasts,
     cast_forward,
     casts_of,
@@ -157,6 +158,7 @@ class CastModel:
             to `keep_float` is float32 in any case.
         output_dtype: of floating outputs; None leaves them alone.
         saves_float32: whether `state_dict` has FP32 values, and loading them is exact, also without a cast to half.
+        casts_functions: whether functions are cast inside of its forward and those of its parts.
     """
 
     def __init__(
@@ -167,15 +169,17 @@ class CastModel:
         keep_batchnorm_fp32: bool,
         output_dtype: torch.dtype | None,
         saves_float32: bool = False,
+        casts_functions: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
         self._handles: list[RemovableHandle] = []
         self._follows_masters = False
         self._casts: ForwardCasts | None = None
-        self._casts_before = casts_of(model)
+        before = casts_of(model)
+        self._casts_before = None if before == OF_A_PART else before
         try:
-            self._cast(model, dtype, keep_batchnorm_fp32, output_dtype, saves_float32)
+            self._cast(model, dtype, keep_batchnorm_fp32, output_dtype, saves_float32, casts_functions)
         except BaseException:
             self.remove_hooks()
             raise
@@ -187,6 +191,7 @@ class CastModel:
         keep_batchnorm_fp32: bool,
         output_dtype: torch.dtype | None,
         saves_float32: bool,
+        casts_functions: bool,
     ) -> None:
         casts_inputs = False
         if dtype is not None:
@@ -200,8 +205,13 @@ class CastModel:
         if output_dtype is not None:
             self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
         if (casts_inputs or output_dtype is not None) and not is_fsdp2(model):
-            self._casts = ForwardCasts(dtype if casts_inputs else None, output_dtype)
+            self._casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
             cast_forward(model, self._casts)
+        if casts_functions:
+            self._handles += cast_functions_in(model)
+            for part in _children(model):
+                if casts_of(part) is None and not is_kept(part) and not is_fsdp2(part) and [*part.parameters()]:
+                    cast_forward(part, OF_A_PART)
         if casts_inputs and dtype is not None:
             hook = CastPart(dtype, output_dtype)
             self._handles += [part.register_forward_pre_hook(hook, with_kwargs=True) for part in _parts(model, dtype)]
@@ -245,6 +255,9 @@ class CastModel:
         while self._handles:
             self._handles.pop().remove()
         model = self.model
+        for part in () if model is None else _children(model):
+            if casts_of(part) == OF_A_PART:
+                restore_class(part)
         if model is not None and self._casts is not None and casts_of(model) is self._casts:
             restore_class(model)
             if self._casts_before is not None:
@@ -345,13 +358,20 @@ def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> list[RemovableHan
 
 
 def _parts(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """The children of `model` that have parameters of `dtype`; in place of a list of modules, those in it."""
-    for part in dict.fromkeys(model.children()):
-        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
-            yield from _parts(part, dtype)
-        elif isinstance(part, nn.TransformerEncoderLayer):
+    """The children of `model` that have parameters of `dtype`."""
+    for part in _children(model):
+        if isinstance(part, nn.TransformerEncoderLayer):
             continue  # whose fused path in eval mode torch takes only where there are no hooks
         elif not is_kept(part) and any(param.dtype is dtype for param in part.parameters()):
+            yield part
+
+
+def _children(model: nn.Module) -> Iterator[nn.Module]:
+    """The children of `model`; in place of a list of modules, those in it."""
+    for part in dict.fromkeys(model.children()):
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            yield from _children(part)
+        else:
             yield part
 
 

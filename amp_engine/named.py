@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from amp_engine.arguments import as_optimizers
-from amp_engine.casting.float_region import float_region
+from amp_engine.casting.regions import float_region
 from amp_engine.checkpoint import memory_of
 from amp_engine.distributed import without_wrapper
 from amp_engine.dtypes import is_low_precision, parse_dtype

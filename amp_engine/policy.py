@@ -155,6 +155,15 @@ def parse_loss_scale(value: object) -> LossScale:
     return scale
 
 
+def check_casts(casts: object) -> None:
+    """Raise AmpValueError for anything but the places where functions can be cast."""
+    if casts not in ("everywhere", "model"):
+        raise AmpValueError(
+            f'casts={casts!r} is neither "everywhere" nor "model".  Use casts="model" to cast functions inside of '
+            "forwards of the models alone, or leave it out."
+        )
+
+
 def require(policy: Policy) -> None:
     """Raise AmpStateError with the first complaint about `policy`, if there is one."""
     for complaint in policy.complaints():

@@ -19,7 +19,7 @@ import torch
 from amp_engine import levels
 from amp_engine.dtypes import parse_dtype
 from amp_engine.errors import AmpError, AmpTypeError, AmpValueError
-from amp_engine.policy import parse_loss_scale
+from amp_engine.policy import check_casts, parse_loss_scale
 from amp_engine.scale_rule import DynamicLossScale
 
 FORMAT = 1
@@ -46,7 +46,7 @@ class RunPolicy:
             `models[0].encoder.norm`. `initialize` passes them to `amp.keep_float` before it casts the model. At O0 it
             changes nothing.
         cast_model_type, keep_batchnorm_fp32, master_weights, loss_scale, cast_model_outputs, min_loss_scale,
-            max_loss_scale, moment_dtype: as the arguments of `initialize`, types by name ("float16") and a
+            max_loss_scale, moment_dtype, casts: as the arguments of `initialize`, types by name ("float16") and a
             DynamicLossScale as `str` writes it ("dynamic(growth_interval=500)"). None: not said.
 
     Types and rules are kept by name, as the file has them. Raises AmpValueError for an unknown level, for values that
@@ -63,6 +63,7 @@ class RunPolicy:
     min_loss_scale: float | None = None
     max_loss_scale: float | None = None
     moment_dtype: torch.dtype | str | None = None
+    casts: Literal["everywhere", "model"] | None = None
 
     def __post_init__(self) -> None:
         plain = object.__setattr__
@@ -175,6 +176,8 @@ class RunPolicy:
             for name in _DTYPES:
                 if getattr(self, name):
                     parse_dtype(getattr(self, name), name, allow_float64=name == "cast_model_outputs")
+            if self.casts is not None:
+                check_casts(self.casts)
             if self.loss_scale is not None:
                 parse_loss_scale(self.loss_scale)
             of_level = {name: self.overrides[name] for name in _OF_LEVEL if name in self.overrides}
@@ -198,6 +201,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "min_loss_scale": _NUMBER,
     "max_loss_scale": _NUMBER,
     "moment_dtype": ((str,), 'a type such as "bfloat16"'),
+    "casts": ((str,), '"everywhere" or "model"'),
 }
 _EXAMPLE = f'Write for example {{"format": {FORMAT}, "opt_level": "O2", "keep_float": ["encoder.norm"]}}.'
 

@@ -20,7 +20,7 @@ from amp_engine.fsdp import is_cast_by_fsdp2
 from amp_engine.half_weights import HalfWeights, half_weights
 from amp_engine.model import cast_targets
 from amp_engine.optimizers import inner_of
-from amp_engine.policy import Policy, require
+from amp_engine.policy import Policy, check_casts, require
 from amp_engine.scaler import LossScaler
 
 
@@ -38,6 +38,7 @@ class Request:
         process_group: whose ranks agree on overflows; None: not said.
         moment_dtype: that Adam's moments are kept in.
         min_loss_scale, max_loss_scale: the bounds of dynamic scales.
+        casts_everywhere: whether functions are cast in the whole process, or in forwards of the models.
         half_weights: what looks after the low-precision weights of each optimizer, or None where they are welcome.
     """
 
@@ -51,6 +52,7 @@ class Request:
     moment_dtype: torch.dtype
     min_loss_scale: float | None
     max_loss_scale: float
+    casts_everywhere: bool
     half_weights: list[HalfWeights | None]
 
 
@@ -68,7 +70,7 @@ def checked(
 
     Args:
         given: overrides of the level's properties, None leaves one as it is; and `cast_model_outputs`, `moment_dtype`,
-            `min_loss_scale`, `max_loss_scale` of `initialize`.
+            `min_loss_scale`, `max_loss_scale`, `casts` of `initialize`.
         process_group: of `initialize`.
         hard_override: say what does not fit the level, as `_amp_state.hard_override` asks, in place of raising it.
         allow_half: `_amp_state.allow_incoming_model_not_fp32`.
@@ -76,6 +78,7 @@ def checked(
     Raises AmpStateError, AmpTypeError or AmpValueError. Changes nothing.
     """
     arguments.check_cudnn()
+    check_casts(given["casts"])
     defaults = levels.level(opt_level)
     policy = defaults.override(**{name: given[name] for name in _OF_LEVEL})
     if hard_override:
@@ -116,6 +119,7 @@ def checked(
         process_group,
         moments,
         *bounds,
+        casts_everywhere=given["casts"] == "everywhere",
         half_weights=halves,
     )
 

@@ -243,7 +243,7 @@ class _Measured:
 
     def look(self, engine: Engine) -> None:
         """At memory: the gradients are there now."""
-        casts = engine.casts
+        casts = engine.function_casts.casts
         stepped, models = engine._initialized.stepped, engine._initialized.models
         self.memory = memory.by_class(models, stepped, None if casts is None else casts.cache)
         self._look_at_device(engine)

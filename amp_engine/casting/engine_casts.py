@@ -18,8 +18,10 @@ from amp_engine.casting.explain import Explanation
 from amp_engine.casting.function_casts import FunctionCasts
 from amp_engine.casting.overrides import from_environment
 from amp_engine.casting.patches import check_patchable
+from amp_engine.casting.regions import cast_region
 from amp_engine.casting.registration import Registration
 from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.errors import AmpValueError
 from amp_engine.policy import Policy
 
 
@@ -153,20 +155,27 @@ class EngineCasts:
         verbose: bool = False,
         origin: str = "amp.init()",
         models: Sequence[nn.Module] = (),
+        everywhere: bool = True,
     ) -> FunctionCasts:
         """Cast listed functions to `dtype` from now on, process-wide; replaces this engine's earlier casts.
+
+        Args:
+            everywhere: False casts in cast regions alone.
 
         They end with the last module of `models` and of those that the earlier casts were for; without any `models`
         they last until `remove`.
 
-        Raises AmpValueError, with everything as it was, for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE.
+        Raises AmpValueError, with everything as it was, for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE, and
+        as `check_where`.
         """
+        self.check_where(everywhere)
         options = {
             "dtype": dtype,
             "enable_caching": enable_caching,
             "allow_banned": allow_banned,
             "verbose": verbose,
             "origin": origin,
+            "everywhere": everywhere,
         }
         new = _modules_of(models)
         with patcher.changing():  # or the casts of an `initialize` in another thread would stay for ever
@@ -181,7 +190,19 @@ class EngineCasts:
                 self._say(report.casts_replaced(before.origin, origin, dtype), rank0=True)
         return casts
 
-    def follow(self, policy: Policy, models: Sequence[nn.Module], allow_banned: bool, verbose: bool) -> None:
+    def check_where(self, everywhere: bool) -> None:
+        """Raise AmpValueError if functions are cast already, and elsewhere than they would be."""
+        casts = self.casts
+        if casts is not None and casts.everywhere != everywhere:
+            here, there = ("everywhere", "model") if everywhere else ("model", "everywhere")
+            raise AmpValueError(
+                f'casts="{here}" was asked for where {casts.origin} casts functions with casts="{there}" already.  '
+                "Pass the same `casts` in each call of amp.initialize, or call amp.close() first."
+            )
+
+    def follow(
+        self, policy: Policy, models: Sequence[nn.Module], allow_banned: bool, verbose: bool, everywhere: bool
+    ) -> None:
         """Cast functions for `models`, or end casts that were for them alone, as `policy` says. Raises as `install`."""
         if policy.patch_torch_functions:
             self.install(
@@ -190,6 +211,7 @@ class EngineCasts:
                 verbose=verbose,
                 origin=str(policy.opt_level),
                 models=models,
+                everywhere=everywhere,
             )
         else:
             self.end_of(models, str(policy.opt_level))
@@ -233,6 +255,10 @@ class EngineCasts:
             casts, self._installed = self._installed, None
             if casts is not None:
                 casts.remove()
+
+    def enabled(self) -> AbstractContextManager[None]:
+        """A context in which functions are cast, in this thread, if there are casts. Nests."""
+        return nullcontext() if self.casts is None else cast_region()
 
     def disabled(self) -> AbstractContextManager[None]:
         """A context in which no function is cast, in any thread. Nests."""

@@ -15,7 +15,7 @@ from amp_engine import messages
 from amp_engine.casting import in_force, locks, patcher
 from amp_engine.casting.cache import WeightCache, weight_cache
 from amp_engine.casting.calls import Call
-from amp_engine.casting.float_region import float_region, in_float_region
+from amp_engine.casting.regions import casts_here, float_region
 from amp_engine.casting.registration import Registration
 from amp_engine.kernels.choice import CASTS
 
@@ -51,6 +51,7 @@ class FunctionCasts:
         emit: takes the reports.
         native: whether the compiled wrappers cast, rather than those of Python. Default: where they are compiled.
         origin: what switched them on, in the words of messages: a level, or a call.
+        everywhere: cast wherever nothing else is said; False: in cast regions alone.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class FunctionCasts:
         emit: Callable[[str], None] = messages.say,
         native: bool | None = None,
         origin: str = "FunctionCasts",
+        everywhere: bool = True,
     ) -> None:
         self.dtype = dtype
         self.enable_caching = enable_caching
@@ -77,6 +79,7 @@ class FunctionCasts:
         self._is_switched_off = False
         self.is_disabled_everywhere = False  # which Dynamo guards, and not how often
         self.origin = origin
+        self.everywhere = everywhere
         self.has_ended = False
         self.were_used = True  # or nothing depends on it
         self._owner: weakref.ref[Owner] | None = None
@@ -145,8 +148,8 @@ class FunctionCasts:
 
     @property
     def is_disabled(self) -> bool:
-        """Whether inside `disabled`, or in this thread inside `disabled_in_thread` or a module kept in float32."""
-        return self.is_disabled_everywhere or in_float_region()
+        """True inside `disabled`, and in this thread inside of a float region, or outside of the regions of casts."""
+        return self.is_disabled_everywhere or not casts_here()
 
     @property
     def weight_copies(self) -> WeightCache | None:

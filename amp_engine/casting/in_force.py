@@ -18,6 +18,7 @@ class InstallableCasts(Casts, Protocol):
     removals: Sequence[tuple[Any, str]]
     is_disabled_everywhere: bool
     origin: str
+    everywhere: bool
 
     @property
     def is_disabled(self) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -17,11 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting import in_force
 from amp_engine.casting.compiled import discard_compiled
-from amp_engine.casting.float_region import float_region
+from amp_engine.casting.regions import cast_region, float_region, is_outside
 from amp_engine.containers import cast_tensors
 from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.dynamo import part_of_a_graph
 from amp_engine.errors import AmpTypeError
+from amp_engine.forward_casts import is_cast_at_forward
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,6 +76,14 @@ def keep_float(module: M, keep: bool = True) -> M:
     return module
 
 
+def cast_functions_in(model: nn.Module) -> list[RemovableHandle]:
+    """Have functions be cast inside of calls of `model` where its forward does not see to that."""
+    if is_cast_at_forward(model):
+        return []
+    leave = model.register_forward_hook(leave_float, prepend=True, always_call=True)
+    return [model.register_forward_pre_hook(enter_casts), leave]
+
+
 def is_kept(module: nn.Module) -> bool:
     """Whether `module` itself was passed to `keep_float`."""
     return any(hook is enter_float for hook in module._forward_pre_hooks.values())
@@ -110,15 +120,15 @@ def enter_float(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | 
     """Forward pre-hook: casts off, inputs to float32."""
     if not in_force.is_installed():
         return None
-    caller = None
-    if not torch.compiler.is_compiling():
-        discard_interrupted(compiled=False)
-        caller = sys._getframe(1)
     args, kwargs = (cast_tensors(value, torch.float32, LOW_PRECISION) for value in (args, kwargs))
-    region = _region()
-    next(region)
-    _inside.regions.append((module, region, caller))
+    _enter(module, _region(float_region))
     return args, kwargs
+
+
+def enter_casts(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a model whose forward does not cast functions by itself: casts on."""
+    if is_outside():
+        _enter(module, _region(cast_region))
 
 
 def leave_float(module: nn.Module, args: Any, output: Any) -> None:
@@ -127,13 +137,23 @@ def leave_float(module: nn.Module, args: Any, output: Any) -> None:
         next(_inside.regions.pop()[1], None)
 
 
-def _region() -> Iterator[None]:
+def _enter(module: nn.Module, region: Iterator[None]) -> None:
+    caller = None
+    if not torch.compiler.is_compiling():
+        discard_interrupted(compiled=False)
+        caller = sys._getframe(2)
+    next(region)
+    _inside.regions.append((module, region, caller))
+
+
+def _region(kind: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     # A generator: Dynamo traces no call of __enter__, but a `with` that is left in another function.
-    with float_region():
+    with kind():
         yield
 
 
 part_of_a_graph(enter_float)
+part_of_a_graph(enter_casts)
 part_of_a_graph(leave_float)
 
 

@@ -35,6 +35,7 @@ from amp_engine.casting.lists import FLOAT_BY_DTYPE, NAMESPACES, CastLists
 from amp_engine.casting.patched import NATIVE, PatchedMethod, patched_function, patched_method
 from amp_engine.casting.patches import Patches
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
+from amp_engine.casting.regions import cast_everywhere
 from amp_engine.casting.weight_watch import watch_weights
 from amp_engine.kernels.choice import CASTS
 
@@ -116,7 +117,7 @@ def tell_native() -> None:
             CASTS.put_out_of_force()
         else:
             through_python = casts.is_observed or not casts.were_used
-            CASTS.put_in_force(casts.dtype, cache, casts.enable_caching, through_python)
+            CASTS.put_in_force(casts.dtype, cache, casts.enable_caching, through_python, casts.everywhere)
     remove_discarded()
 
 
@@ -166,6 +167,7 @@ class _Applying:
         self._is_outdated = self._is_within = False
         STACK[:] = [casts for casts in STACK if casts.is_wanted]
         _patches.undo()
+        cast_everywhere(not STACK or STACK[-1].everywhere)
         with dynamo_if_free() as is_free:
             if is_free and "torch._dynamo.trace_rules" in sys.modules:
                 know_originals()
@@ -177,6 +179,7 @@ _applying = _Applying()
 
 def _apply_newest() -> None:
     _patches.undo()
+    cast_everywhere(not STACK or STACK[-1].everywhere)
     know_originals()
     _patch()
 

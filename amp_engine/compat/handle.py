@@ -27,7 +27,7 @@ class Handle:
 
     def is_active(self) -> bool:
         """Whether functions are cast now."""
-        return self._engine.casts is not None and self._engine.casts.is_active
+        return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.is_active
 
     @property
     def _is_active(self) -> bool:
@@ -35,28 +35,28 @@ class Handle:
 
     @_is_active.setter
     def _is_active(self, value: bool) -> None:
-        if self._engine.casts is not None:
-            self._engine.casts.switch(bool(value))
+        if self._engine.function_casts.casts is not None:
+            self._engine.function_casts.casts.switch(bool(value))
 
     @property
     def has_cache(self) -> bool:
         """Whether casts of weights are kept within an iteration."""
-        return self._engine.casts is not None and self._engine.casts.enable_caching
+        return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.enable_caching
 
     @property
     def cache(self) -> Any:
         """The cache of cast weights."""
-        return None if self._engine.casts is None else self._engine.casts.cache
+        return None if self._engine.function_casts.casts is None else self._engine.function_casts.casts.cache
 
     @property
     def verbose(self) -> bool:
         """Whether each cast is printed."""
-        return self._engine.casts is not None and self._engine.casts.verbose
+        return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.verbose
 
     def remove_cache(self, param: nn.Parameter) -> None:
         """Discard the cast of one weight."""
-        if self._engine.casts is not None:
-            self._engine.casts.cache.discard(param)
+        if self._engine.function_casts.casts is not None:
+            self._engine.function_casts.casts.cache.discard(param)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """`optimizer` with `scale_loss`, and a dynamic scaler for each of `num_loss` losses.
@@ -74,15 +74,15 @@ class Handle:
         )
 
     def _clear_cache(self) -> None:
-        if self._engine.casts is not None:
-            self._engine.casts.cache.clear()
+        if self._engine.function_casts.casts is not None:
+            self._engine.function_casts.casts.cache.clear()
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return self._engine.disable_casts()
 
     def _deactivate(self) -> None:
-        if self._engine.casts is not None:
-            self._engine.casts.remove()
+        if self._engine.function_casts.casts is not None:
+            self._engine.function_casts.casts.remove()
 
 
 class NoOpHandle:
@@ -187,7 +187,7 @@ class OptimWrapper:
         )
 
     def _active_casts(self) -> FunctionCasts | None:
-        casts = None if self._engine is None else self._engine.casts
+        casts = None if self._engine is None else self._engine.function_casts.casts
         return casts if casts is not None and casts.is_active else None
 
     def __getattr__(self, name: str) -> Any:

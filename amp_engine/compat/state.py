@@ -57,7 +57,7 @@ class AmpState:
                 return getattr(engine, name)
             if engine.policy.enabled and name == "loss_scalers":
                 return engine.scalers
-        if engine is not None and engine.casts is not None and name == "handle":
+        if engine is not None and engine.function_casts.casts is not None and name == "handle":
             return Handle(engine)
         raise AttributeError(f"'AmpState' object has no attribute '{name}'")
 

@@ -289,7 +289,9 @@ class CompiledCasts(Protocol):
         """A method descriptor of torch.Tensor that does so; None when all are given out."""
         ...
 
-    def put_in_force(self, dtype: torch.dtype, cache: CompiledWeightCache, caching: bool, observed: bool, /) -> None:
+    def put_in_force(
+        self, dtype: torch.dtype, cache: CompiledWeightCache, caching: bool, observed: bool, everywhere: bool, /
+    ) -> None:
         """What patched functions do now."""
         ...
 

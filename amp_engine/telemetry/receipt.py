@@ -167,7 +167,7 @@ def receipt(
         one.pending.hear(wait=True)
     scaling.history.hear(wait=True)
     names = [""] if len(models) == 1 else [f"models[{i}]" for i in range(len(models))]
-    casts = engine.casts
+    casts = engine.function_casts.casts
     audits = [shapes.audited(name, model, casts) for name, model in zip(names, models, strict=True)]
     return Receipt(
         asked=_asked(engine, policy),
@@ -193,12 +193,14 @@ def _asked(engine: Engine, policy: Policy) -> Asked:
         ("max_loss_scale", engine.max_loss_scale, DEFAULT_MAX_LOSS_SCALE),
         ("skip_on_overflow", engine._scaling.skip_on_overflow, False),
     ]
+    if (casts := engine.function_casts.casts) is not None:
+        rows.append(("casts", "everywhere" if casts.everywhere else "model", "everywhere"))
     properties = tuple(Property(name, str(value), str(default)) for name, value, default in rows)
     return Asked(True, level, levels.BRIEFS[level].strip(), properties)
 
 
 def _functions(engine: Engine, explanation: Explanation | None) -> Functions:
-    casts = engine.casts
+    casts = engine.function_casts.casts
     why_not = engine.function_casts.why_nothing_is_cast(engine.policy)
     ops, note = None, why_not or ""
     if explanation is not None:

@@ -58,14 +58,18 @@ struct Casts {
   bool on = false;        // else every function is the original
   bool observed = false;  // every call goes through Python, which tells of it
   bool caching = false;
+  bool everywhere = true;  // else in cast regions alone
   at::ScalarType low = at::kHalf;
   WeightCache* cache = nullptr;
   py::object owner;  // of `cache`
 };
 Casts& casts = *new Casts;  // for good: Python is gone when globals are destroyed
 
-// amp_engine/casting/float_region.py: where nothing is cast in this thread.
-bool in_float_region() { return at::autocast::get_autocast_dtype(at::kCPU) == at::kFloat; }
+// amp_engine/casting/regions.py: the type of CPU autocast marks the float and cast regions of this thread.
+bool casts_here() {
+  at::ScalarType const region = at::autocast::get_autocast_dtype(at::kCPU);
+  return casts.everywhere ? region != at::kFloat : region == at::kDouble;
+}
 
 bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
@@ -294,7 +298,7 @@ void cast_all(Arguments& args, size_t begin, at::ScalarType to, WeightCache* cac
 
 template <class A>
 PyObject* call(Function const& function, A& args) {
-  if (!casts.on || in_float_region()) {
+  if (!casts.on || !casts_here()) {
     return args.call_original(function.original, function.direct);
   }
   if (casts.observed || has_modes()) {
@@ -557,11 +561,12 @@ void bind(py::module_& m) {
         "A method descriptor of torch.Tensor that casts the arguments of `original`; None when all are given out.");
   m.def(
       "put_in_force",
-      [](at::ScalarType low, py::object cache, bool caching, bool observed) {
+      [](at::ScalarType low, py::object cache, bool caching, bool observed, bool everywhere) {
         auto* const native = cache.cast<WeightCache*>();
-        casts = {true, observed, caching, low, native, std::move(cache)};
+        casts = {true, observed, caching, everywhere, low, native, std::move(cache)};
       },
-      py::arg("dtype"), py::arg("cache"), py::arg("caching"), py::arg("observed"), "What patched functions do now.");
+      py::arg("dtype"), py::arg("cache"), py::arg("caching"), py::arg("observed"), py::arg("everywhere"),
+      "What patched functions do now.");
   m.def("put_out_of_force", [] { casts = {}; }, "Patched functions are the originals.");
 }
 

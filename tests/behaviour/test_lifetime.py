@@ -56,7 +56,7 @@ def test_casts_end_with_their_model(level: str) -> None:
     assert is_cast()
     del model
     assert not is_cast()
-    assert amp.current_engine().casts is None
+    assert amp.current_engine().function_casts.casts is None
     assert not hasattr(amp._amp_state, "handle")
 
 

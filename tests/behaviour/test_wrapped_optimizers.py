@@ -189,7 +189,7 @@ def test_the_functions_that_are_cast_see_the_weights_that_it_wrote(level: str, n
     for index in range(5):
         train(MLP, model, optimizer, "c", first=index)
         seen = model(inputs).detach()
-        amp.current_engine().casts.cache.clear()
+        amp.current_engine().function_casts.casts.cache.clear()
         assert_bitwise(seen, model(inputs).detach())
 
 

@@ -356,9 +356,9 @@ def test_entries_stay_flat_over_300_iterations(level: str) -> None:
         during, after = set(), set()
         for _ in range(300):
             with engine.scale_loss(model(X).float().pow(2).sum(), optimizer) as scaled_loss:
-                during.add(len(engine.casts.cache))
+                during.add(len(engine.function_casts.casts.cache))
                 scaled_loss.backward()
-            after.add(len(engine.casts.cache))
+            after.add(len(engine.function_casts.casts.cache))
             optimizer.step()
             optimizer.zero_grad()
         assert (during, after) == ({2}, {0})

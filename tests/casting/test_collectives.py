@@ -107,7 +107,7 @@ def run(this_rank: int) -> dict[Any, tuple[bool, bool]]:
             nn.init.constant_(model.weight, 1.0 + this_rank)
             optimizer = optimizer_class(model.parameters(), lr=0.5)
             amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-            low = amp.current_engine().casts.dtype
+            low = amp.current_engine().function_casts.casts.dtype
             for name, collective in COLLECTIVES.items():
                 moved, fresh = False, True
                 for evaluates in (False, True):

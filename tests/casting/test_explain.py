@@ -127,7 +127,7 @@ def test_functions_on_no_list_and_without_casts_are_not_seen(low: torch.dtype) -
 
 @pytest.mark.usefixtures("low")
 def test_nothing_is_observed_before_and_after() -> None:
-    casts = amp._amp_state.engine.casts
+    casts = amp._amp_state.engine.function_casts.casts
     assert casts is not None
     assert not casts.is_observed
     with amp.explain() as explanation:
@@ -179,7 +179,7 @@ def test_initialize_and_register_inside_are_followed() -> None:
         "torch.nn.functional.linear": 2,
         "torch.tanh": 1,
     }
-    assert not amp._amp_state.engine.casts.is_observed
+    assert not amp._amp_state.engine.function_casts.casts.is_observed
 
 
 def test_an_engine_explains_its_own_casts() -> None:

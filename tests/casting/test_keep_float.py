@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_engine import amp
-from amp_engine.casting.float_region import in_float_region
+from amp_engine.casting.regions import is_outside
 from amp_engine.errors import AmpStateError, AmpTypeError
 
 from ..support import CAST_LEVELS, FUNCTION_LEVELS, HALF, assert_bitwise, backward, picture
@@ -63,7 +63,7 @@ def low(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def assert_casts_are_on(low: torch.dtype) -> None:
-    assert not in_float_region()
+    assert is_outside()
     assert F.linear(X, X).dtype == low
 
 
@@ -228,7 +228,7 @@ def test_a_keyboard_interrupt_leaves_nothing_behind_close_and_initialize(low: to
         amp.keep_float(Raises(KeyboardInterrupt))(X)
     if what == "close":
         amp.close()
-        assert not in_float_region()
+        assert is_outside()
     else:
         model = nn.Linear(4, 4)
         amp.initialize(model, opt_level="O1" if low is torch.float16 else "O4", verbosity=0)

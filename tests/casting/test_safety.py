@@ -200,7 +200,7 @@ def test_an_engine_that_is_collected_as_another_one_gives_its_lock_back_leaves_n
         with Engine() as engine, monkeypatch.context() as patch:
             patch.setattr(EngineCasts, "_install", collected_elsewhere)
             engine.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
-            assert [engine.casts] == in_force.STACK
+            assert [engine.function_casts.casts] == in_force.STACK
     finally:
         gc.enable()
     assert torch.mm is MM
@@ -369,7 +369,7 @@ def test_a_call_in_which_its_engine_ends_and_another_starts_is_right_under_one_o
         engine.close()
         other.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
 
-    alias = weakref.ref(engine.casts.cache.cast(layer.weight, torch.float16), exchange)
+    alias = weakref.ref(engine.function_casts.casts.cache.cast(layer.weight, torch.float16), exchange)
     with torch.no_grad():
         layer.weight.copy_(2.0 * X)
         layer.bias.fill_(1.0)

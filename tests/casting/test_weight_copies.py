@@ -643,7 +643,7 @@ def test_a_weight_that_a_cuda_graph_steps_is_cast_at_each_use_and_its_steps_keep
     model, optimizer = initialized(level, OPTIMIZERS["AdamW"])
     for _ in range(3):
         iterate(model, optimizer)
-    cache: Any = amp.current_engine().casts.cache
+    cache: Any = amp.current_engine().function_casts.casts.cache
     weights = list(model.parameters())
     addresses = [(p.data_ptr(), torch.full_like(p, 2.0)) for p in weights]
     iterate(model, optimizer)
@@ -1113,7 +1113,7 @@ def test_two_thousand_iterations_of_training_and_evaluation_keep_memory_flat() -
             model(X)
         model.train()
         if index and index % 500 == 0:
-            counts.add((live_tensors(), len(engine.casts.cache)))
+            counts.add((live_tensors(), len(engine.function_casts.casts.cache)))
     assert len(counts) == 1, counts
 
 
@@ -1125,7 +1125,7 @@ def test_models_that_come_and_go_keep_memory_flat() -> None:
         with torch.no_grad():
             Net()(X)
         if index and index % 100 == 0:
-            counts.add((live_tensors(), len(amp.current_engine().casts.cache)))
+            counts.add((live_tensors(), len(amp.current_engine().function_casts.casts.cache)))
     assert len(counts) == 1, counts
 
 
@@ -1178,7 +1178,7 @@ def test_a_copy_that_a_forward_makes_during_a_step_is_not_taken_for_what_the_ste
     model, optimizer = initialized(level)
     iterate(model, optimizer)
     iterate(model, optimizer)
-    casts = amp.current_engine().casts
+    casts = amp.current_engine().function_casts.casts
     assert casts is not None
     weights = list(model.parameters())
     handed = casts.cache.copies(weights)
@@ -1200,7 +1200,7 @@ def test_a_write_of_another_thread_during_a_step_is_seen(hear: str, level: str) 
     model, optimizer = initialized(level)
     iterate(model, optimizer)
     iterate(model, optimizer)
-    casts = amp.current_engine().casts
+    casts = amp.current_engine().function_casts.casts
     assert casts is not None
     weights = [model.first.weight]
     data = model.first.weight.data
@@ -1251,7 +1251,7 @@ def test_a_graph_has_the_weights_it_ran_with_though_another_thread_runs_and_step
     expected = torch.autograd.grad(total(model(x)), x)[0]
 
     def work() -> None:
-        amp.current_engine().casts.cache.after_backward()  # as at the end of each scale_loss
+        amp.current_engine().function_casts.casts.cache.after_backward()  # as at the end of each scale_loss
         iterate(model, optimizer)
         torch.autograd.grad(total(model(x)), x)
 
@@ -1314,7 +1314,7 @@ def test_two_optimizers_that_step_one_weight_at_once_leave_no_copy_behind(level:
     model, optimizer = initialized(level)
     for _ in range(2):
         iterate(model, optimizer)
-    casts = amp.current_engine().casts
+    casts = amp.current_engine().function_casts.casts
     assert casts is not None
     weights = list(model.parameters())
 
@@ -1381,7 +1381,7 @@ def test_a_step_that_raised_does_not_keep_its_copies_for_good(level: str, native
     model, optimizer = initialized(level, OPTIMIZERS["AdamW"])
     for _ in range(3):
         iterate(model, optimizer)
-    casts = amp.current_engine().casts
+    casts = amp.current_engine().function_casts.casts
     assert casts is not None
     casts.cache.copies(list(model.parameters()))  # of a step that never says what it wrote
     for _ in range(4):

@@ -56,7 +56,7 @@ def test_a_model_is_evaluated_in_one_thread_while_another_steps_it(gradients: bo
         backward(model(torch.ones(1, 512)).float().sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        casts = amp.current_engine().casts
+        casts = amp.current_engine().function_casts.casts
         assert torch.equal(casts.cache.cast(model.weight, low), model.weight.to(low))
 
     for _ in range(ROUNDS):
@@ -71,7 +71,7 @@ def test_two_threads_run_one_model_and_neither_writes_what_the_other_saved(level
     for _ in range(2):
         backward(model(x).float().sum(), optimizer)
         optimizer.step()
-    casts = amp.current_engine().casts
+    casts = amp.current_engine().function_casts.casts
 
     def work() -> None:
         casts.cache.after_backward()  # as at the end of each scale_loss, of which several add up

@@ -179,8 +179,8 @@ def test_without_an_explanation_it_says_how_to_get_one_and_collects_none(level: 
         assert f"torch.{found.functions.dtype}" == str(HALF[level])
         assert found.functions.ops is None
         assert "with amp.explain() as explanation:" in str(found)
-        assert engine.casts is not None
-        assert not engine.casts.is_observed
+        assert engine.function_casts.casts is not None
+        assert not engine.function_casts.casts.is_observed
 
 
 @pytest.mark.parametrize("level", FUNCTION_LEVELS)

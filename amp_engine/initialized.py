@@ -212,6 +212,7 @@ class Initialized:
         """
         pending = Pending(on_skip or self.overflows.skipped, self.overflows.stepped_on)
         stepped = SteppedOptimizer(optimizer, rows, self._scaling, pending, ranks)
+        stepped.follow_masters = self._follow_masters
         StepHook(stepped, self._backwards, self._scaling, self._casts)  # which the optimizer holds
         self._backwards.add(stepped)
         face.put_on(optimizer, stepped)

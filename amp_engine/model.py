@@ -29,7 +29,8 @@ from amp_engine.forward_casts import (
     is_inside_cast_forward,
     restore_class,
 )
-from amp_engine.stepping.master import follow_masters, follow_own_masters
+from amp_engine.stepping.master import follow_own_masters
+from amp_engine.stepping.rows import follow_masters, follow_masters_in_eager
 from amp_engine.torch_private import BatchNormBase, is_in_backward
 
 
@@ -202,6 +203,8 @@ class CastModel:
                 self._handles += _cast_around_kept(model, dtype)
         if dtype in LOW_PRECISION or saves_float32:
             self._handles += hook_model(model)
+        if dtype in LOW_PRECISION and saves_float32:
+            self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
         if output_dtype is not None:
             self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
         if (casts_inputs or output_dtype is not None) and not is_fsdp2(model):
@@ -222,7 +225,7 @@ class CastModel:
         return self._model()
 
     def follow_masters(self) -> None:
-        """Round masters that somebody wrote into the model before each forward, until `undo`.
+        """Round masters that somebody wrote before each forward, a compiled one too, until `undo`.
 
         Before those of its modules as well, since a script may call one of them.
         """
@@ -304,7 +307,15 @@ _HOOKS: dict[str, list[str]] = {
     "_load_state_dict_pre_hooks": [],
     "_load_state_dict_post_hooks": [],
 }
-_HOOK_FUNCTIONS = (follow_masters, follow_own_masters, hook_children, save_float32, keep_incoming, fill_masters)
+_HOOK_FUNCTIONS = (
+    follow_masters,
+    follow_masters_in_eager,
+    follow_own_masters,
+    hook_children,
+    save_float32,
+    keep_incoming,
+    fill_masters,
+)
 
 
 def remember(models: Sequence[nn.Module]) -> Callable[[], None]:

@@ -148,9 +148,8 @@ class StepHook:
         name, outer = type(inner).__name__, type(stepped.optimizer).__name__
         raise AmpStateError(
             f"The {name} inside of this {outer} was stepped by itself, where only {outer}.step() is looked after: "
-            "overflows would be stepped on, and FP32 masters never reach the model.  Nothing was stepped.  Make the "
-            f"{outer} after amp.initialize(model, {name.lower()}, opt_level='O1'), or 'O4', where weights are the "
-            f"model's own, and pass the {name} to amp.scale_loss; or choose 'O0'."
+            "overflows would be stepped on, and FP32 masters never reach the model.  Nothing was stepped.  Pass "
+            f"the {name} to amp.initialize and amp.scale_loss, not the {outer}, which may go on stepping it."
         )
 
     def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:

@@ -18,7 +18,6 @@ from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.exact import Exact, exact_of, exact_value, keep_exact, places_moved
 from amp_engine.stepping.master_parameter import GRAD, REQUIRES_GRAD, MasterParameter, own
 from amp_engine.stepping.slots import NO_SLOTS, Slots
-from amp_engine.torch_private import disable_dynamo
 
 
 class Shared:
@@ -155,10 +154,13 @@ class Master(Exact):
         return self.weight
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Take the parameter's value if somebody moved it. Exact if another master of it is in sync."""
+    def refresh(self) -> bool:
+        """Take the parameter's value if somebody moved it. Exact if another master of it is in sync.
+
+        True if that value is rounded, and was written outside of steps.
+        """
         if self.in_sync() and not self.is_doubted:
-            return
+            return False
         value_f32 = None if self.is_doubted else exact_value(self.param)
         if value_f32 is None:
             value_f32 = self.param.detach()
@@ -166,7 +168,9 @@ class Master(Exact):
             self.weight.copy_(value_f32)
         else:
             self.weight.data = laid_out_as(self.param, value_f32.to(self.param.device, torch.float32, copy=True))
+        is_rounded = not self.is_doubted and is_low_precision(value_f32)
         self.mark_in_sync()
+        return is_rounded
 
     @torch.no_grad()
     def write_back_if_moved(self) -> None:
@@ -214,16 +218,11 @@ def masters_of(param: nn.Parameter) -> Iterator[Master]:
     return (one for one in exact_of(param) if isinstance(one, Master))
 
 
-@disable_dynamo
-def follow_masters(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook for models whose optimizer writes masters outside of its step: schedule-free, or Lookahead."""
-    for param in module.parameters():
-        for master in masters_of(param):
-            master.write_back_if_moved()
-
-
 def follow_own_masters(module: nn.Module, args: Any) -> None:
-    """The same for the parameters of `module` itself. In a graph nothing: the hook of the model went before it."""
+    """Forward pre-hook: round the masters of the parameters of `module` itself that somebody wrote.
+
+    In a graph nothing: the hook of the model went before it.
+    """
     if torch.compiler.is_compiling():
         return
     for param in module._parameters.values():

@@ -31,9 +31,28 @@ from amp_engine.stepping.master import (
     write_back_all,
 )
 from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, Slots, WholeCheck
+from amp_engine.torch_private import disable_dynamo
 
-# Those that make masters and have seen no backward yet.
+# Those that make masters,
+_WITH_MASTERS: weakref.WeakSet[Rows] = weakref.WeakSet()
+# and of these, those that have seen no backward yet.
 _FRESH: weakref.WeakSet[Rows] = weakref.WeakSet()
+
+
+def follow_masters_in_eager(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: round masters that somebody wrote outside of a step (SAM, an average) into their models.
+
+    Of all models: a look at the stamps of all masters is cheaper than to find those of one. Nothing in a graph.
+    """
+    if not torch.compiler.is_compiling():
+        for rows in list(_WITH_MASTERS):
+            rows.round_written()
+
+
+@disable_dynamo
+def follow_masters(module: nn.Module, args: Any) -> None:
+    """The same, and it breaks a graph: for optimizers that are known to write masters outside of their step."""
+    follow_masters_in_eager(module, args)
 
 
 def announce_broadcast(numel: int) -> None:
@@ -105,6 +124,8 @@ class Rows:
         self.written_outside = callable(getattr(optimizer, "train", None)) and callable(
             getattr(optimizer, "eval", None)
         )
+        # Whether somebody wrote low-precision parameters since the last step, by which their lower bits are lost.
+        self.was_rounded = False
         self.masters: list[Master] = []  # in the order of the groups
         self.scans = 0  # that found something new
         self.joined: list[nn.Parameter] = []  # parameters that came with a gradient, until it is looked at
@@ -123,6 +144,7 @@ class Rows:
             self._await_broadcasts()
             self.scan(exact)
             add_maker(self)
+            _WITH_MASTERS.add(self)
 
     def _await_broadcasts(self) -> None:
         """Hear of them until `refresh`."""
@@ -284,7 +306,7 @@ class Rows:
                     master.mark_in_sync()
         if is_first or not tensor_lists.have_stamps(self._low, self._shared.params):
             for master in self.masters:
-                master.refresh()
+                self.was_rounded |= master.refresh() and not is_first
         if adopt_data_writes and not is_first:
             for master in self.masters:
                 if not master.was_written():
@@ -296,12 +318,21 @@ class Rows:
 
         A step whose gradients leave a master out, or that is skipped, writes nothing of it into the model.
         """
-        if not tensor_lists.have_stamps(self._high, self._shared.weights):
-            written = [master for master in self.masters if master.was_written() and master.in_sync()]
+        self.round_written()
+        self.refresh(self._adopt_data_writes)
+
+    def written(self) -> list[Master]:
+        """Masters that somebody wrote outside of a step, where nobody wrote the parameter."""
+        if tensor_lists.have_stamps(self._high, self._shared.weights):
+            return []
+        return [master for master in self.masters if master.was_written() and master.in_sync()]
+
+    def round_written(self) -> None:
+        """Round those into their parameters."""
+        if written := self.written():
             write_back_all(written)
             for master in written:
                 master.mark_in_sync()
-        self.refresh(self._adopt_data_writes)
 
     def write_back(self) -> None:
         """Round every master into its parameter. Moves the parameters' versions, as any optimizer does."""

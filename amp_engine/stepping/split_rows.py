@@ -154,11 +154,13 @@ class SplitRows(Rows):
     def refresh(self, adopt_data_writes: bool = False) -> None:
         """Drop the remainder of every parameter that was written by somebody else."""
         self.scan()
+        is_first = self._is_fresh
         super().refresh(adopt_data_writes)
         if self._is_doubted or not tensor_lists.have_stamps(self._split, self._marks.stamps):
             for one in self._by_row:
                 if one is not None and (self._is_doubted or not one.in_sync()):
                     one.take(None)
+            self.was_rounded |= not (is_first or self._is_doubted)
             self._is_doubted = False
 
     def mark_in_sync(self) -> None:

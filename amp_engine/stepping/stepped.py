@@ -87,6 +87,8 @@ class SteppedOptimizer:
         self.backward_seen = False  # since the last step
         # Called before the first `scale_loss` or step; raises AmpStateError.
         self.before_first_use: Callable[[], None] | None = None
+        # Called where masters turn out to be written outside of steps.
+        self.follow_masters: Callable[[], None] = lambda: None
         self.adopts_next = False  # whether the next backward looks for writes through `param.data`
         self.needs_kernels = False  # whether what it steps, or keeps, is nothing that its class can step
         self._scaling = scaling
@@ -95,6 +97,7 @@ class SteppedOptimizer:
         self._with_masters: tuple[Columns, Tensor] | None = None
         self._unchecked: Sequence[nn.Parameter] = ()  # whose gradients another loss left
         self._written_gradients = strays.WrittenGradients()
+        self._written_parameters = strays.WrittenParameters()
         self._clipping = kernels.ListCheck()  # of its own: on a GPU what it has uploaded stays
         self.ranks = Ranks(rows) if ranks is None else ranks
         self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
@@ -195,6 +198,10 @@ class SteppedOptimizer:
         self.pending.hear(wait=False)
         self._discard_left_gradients()
         self.rows.slots.check = None
+        if not self.rows.written_outside and self.rows.written():
+            strays.warn_of_written_masters(self.optimizer)
+            self.rows.written_outside = True
+            self.follow_masters()
         self.look_for_parameters()
 
     # Around a backward in somebody's own `scale_loss`, who names the scaler in the end, and decides on the skip.
@@ -335,6 +342,7 @@ class SteppedOptimizer:
             rows.scan()
         rows.judge_half()
         rows.follow()
+        self._written_parameters.warn(self.optimizer, rows)
         # Planned once, before the decision: a group that came between two plans could be stepped on inf.
         planned = None if fused is None else self._plan(fused)
         if planned is None or not planned.plan.is_current:  # somebody may have called model.half()

@@ -78,6 +78,46 @@ def warn_of_copied_masters(optimizer: Optimizer) -> None:
         )
 
 
+class WrittenParameters:
+    """Tells of a script that writes low-precision parameters between all steps, as SAM and weight clipping do."""
+
+    def __init__(self) -> None:
+        self._steps = 0  # in a row
+
+    def warn(self, optimizer: Optimizer, rows: Rows) -> None:
+        """In a step, when masters have followed what was written."""
+        was_rounded, rows.was_rounded = rows.was_rounded, False
+        self._steps = self._steps + 1 if was_rounded else 0
+        if self._steps != 4:
+            return
+        name = type(optimizer).__name__
+        write = (
+            "Where that has to be, choose master_weights=True or opt_level='O4'"
+            if rows.splits
+            else "Write what amp.master_params(optimizer) gives instead: forwards of the model see it"
+        )
+        warnings.warn(
+            f"Low-precision parameters of the model were written before each of the last 4 steps of {name}.  Its "
+            "FP32 masters take what was written, which is rounded: updates that are smaller than such a parameter can "
+            f"hold are lost.  {write}.",
+            AmpGradientWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_written_masters(optimizer: Optimizer) -> None:
+    """Of masters that were written since the step, where the forward of a loss did not see it."""
+    name = type(optimizer).__name__
+    warnings.warn(
+        f"FP32 masters of this {name} were written, as SAM does, and this loss was computed with the weights of "
+        "before: earlier, by parts of the model, or by a compiled one.  From the next forward on the model and its "
+        "modules see what is written; where the model is compiled, call optimizer._master_params_to_model_params() "
+        "after you write masters.  This is said once.",
+        AmpGradientWarning,
+        stacklevel=2,
+    )
+
+
 def refuse_foreign_scaler(optimizer: Optimizer, rows: Rows) -> None:
     """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
     if rows.has_parameter_gradients():

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from amp_engine import AmpStateError, amp
+from amp_engine import AmpGradientWarning, AmpStateError, amp
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     CAST_LEVELS,
@@ -613,5 +613,6 @@ def test_a_backward_through_an_older_graph_survives_reading_the_masters(level: s
     with torch.no_grad():
         for master in amp.master_params(optimizer):
             master.mul_(1.0)
-    backward(loss, optimizer)
+    with pytest.warns(AmpGradientWarning, match="masters of this SGD were written"):
+        backward(loss, optimizer)
     optimizer.step()

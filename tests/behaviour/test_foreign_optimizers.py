@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from amp_engine import AmpStateError, amp
-from amp_engine.optimizers import FusedAdam
+from amp_engine import AmpGradientWarning, AmpStateError, amp
+from amp_engine.optimizers import FusedAdam, FusedSGD
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
     LEVELS,
@@ -685,6 +685,129 @@ class Sharpness(Optimizer):
 
     def second_step(self) -> None:
         self.base_optimizer.step()
+
+
+class Perturbing:
+    """Sharpness-aware: moves weights along their gradients, and steps from where they were by the gradients there.
+
+    Args:
+        optimizer: steps.
+        params: what is moved.
+        through_data: whether past autograd.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Any, through_data: bool = False) -> None:
+        self.optimizer = optimizer
+        self.params = params
+        self.through_data = through_data
+        self.before: list[Tensor] = []
+
+    def values(self) -> list[Tensor]:
+        return [p.data if self.through_data else p for p in self.params()]
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        self.before = [p.detach().clone() for p in self.params()]
+        for value, p in zip(self.values(), self.params(), strict=True):
+            value.add_(0.1 * p.grad.to(value.dtype) / p.grad.norm())
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for value, before in zip(self.values(), self.before, strict=True):
+            value.copy_(before)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def perturbed_losses(
+    model: nn.Module, wrapper: Any, optimizer: Optimizer | None, call: Callable[[Tensor], Tensor] | None = None
+) -> list[float]:
+    """Of six steps; without `optimizer` in plain torch."""
+    losses = []
+    inputs, targets = MLP.batch()
+    for _ in range(6):
+        for phase in (wrapper.first_step, wrapper.second_step):
+            loss = torch.nn.functional.mse_loss((call or model)(inputs).float(), targets)
+            losses.append(loss.item())
+            loss.backward() if optimizer is None else backward(loss, optimizer)
+            phase()
+    return losses
+
+
+def groups_of(optimizer: Optimizer) -> Callable[[], list[Tensor]]:
+    return lambda: [p for group in optimizer.param_groups for p in group["params"]]
+
+
+SHARPNESS = [
+    pytest.param(lambda optimizer: Perturbing(optimizer, groups_of(optimizer)), id="in place"),
+    pytest.param(lambda optimizer: Perturbing(optimizer, groups_of(optimizer), through_data=True), id="through data"),
+]
+FIRST_ORDER: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.05),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("make", SHARPNESS)
+@pytest.mark.parametrize("name", FIRST_ORDER)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_weights_that_are_moved_between_two_backwards_of_a_step_are_those_of_the_second(
+    level: str, name: str, make: Callable[[Optimizer], Any]
+) -> None:
+    plain = MLP.model()
+    optimizer = FIRST_ORDER[name](plain.parameters())
+    expected = perturbed_losses(plain, make(optimizer), None)
+    model = MLP.model()
+    optimizer = FIRST_ORDER[name](model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    losses = perturbed_losses(model, make(optimizer), optimizer)
+    assert losses == pytest.approx(expected, rel=0.02)
+    assert min(b / a for a, b in zip(losses[::2], losses[1::2], strict=True)) > 1.01
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_loss_that_cannot_have_seen_written_masters_is_warned_of_and_the_next_ones_have(level: str) -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+
+    def by_parts(x: Tensor) -> Tensor:
+        x = x.to(next(model.parameters()).dtype)
+        for part in model.children():
+            x = part(x)
+        return x
+
+    with pytest.warns(AmpGradientWarning, match="masters of this SGD were written.*weights of before") as caught:
+        losses = perturbed_losses(model, Perturbing(optimizer, groups_of(optimizer)), optimizer, by_parts)
+    assert len(caught) == 1
+    assert losses[1] == losses[0]
+    assert min(b / a for a, b in zip(losses[2::2], losses[3::2], strict=True)) > 1.01
+
+
+@pytest.mark.parametrize(("level", "masters"), [("O2", True), ("O5", True), ("O5", "split")])
+def test_half_parameters_that_are_written_before_every_step_are_said_to_cost_the_masters(
+    level: str, masters: Any
+) -> None:
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, master_weights=masters, loss_scale=128.0, verbosity=0)
+    with pytest.warns(AmpGradientWarning, match="Low-precision parameters.*written before each.*SGD") as caught:
+        perturbed_losses(model, Perturbing(optimizer, lambda: [*model.parameters()]), optimizer)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_the_optimizer_inside_of_one_that_steps_it_by_itself_can_be_passed_alone(level: str) -> None:
+    model = MLP.model()
+    outer = Sharpness(model.parameters())
+    amp.initialize(model, outer.base_optimizer, opt_level=level, verbosity=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(MLP.loss(model, MLP.batch()), outer.base_optimizer)
+    outer.second_step()
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 class Several(Optimizer):

@@ -258,18 +258,27 @@ scalars.__doc__ = _scalars.scalars.__doc__
 
 
 def half_function(fn: F) -> F:
-    """Decorator: cast floating arguments of `fn` to half (O4: bfloat16) while O1 is on; weights through the cache."""
-    return deferred("half", fn, _current_casts)
+    """Decorator: cast floating arguments of `fn` to half (O4: bfloat16) while O1 is on; weights through the cache.
+
+    O2, O3 and O5 cast no functions, and say so when it is called.
+    """
+    return deferred("half", fn, _current_casts, _not_cast)
 
 
 def float_function(fn: F) -> F:
-    """Decorator: cast low-precision arguments of `fn` to float32 while O1 is on."""
-    return deferred("float", fn, _current_casts)
+    """Decorator: cast low-precision arguments of `fn` to float32 while O1 (O4) is on.
+
+    O2, O3 and O5 cast no functions, and say so when it is called: there, write `x.float()` in it.
+    """
+    return deferred("float", fn, _current_casts, _not_cast)
 
 
 def promote_function(fn: F) -> F:
-    """Decorator: cast floating arguments of `fn` to the widest type among them while O1 is on."""
-    return deferred("promote", fn, _current_casts)
+    """Decorator: cast floating arguments of `fn` to the widest type among them while O1 (O4) is on.
+
+    O2, O3 and O5 cast no functions, and say so when it is called.
+    """
+    return deferred("promote", fn, _current_casts, _not_cast)
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -309,6 +318,10 @@ def init(
 
 def _current_casts() -> Any:
     return _amp_state.engine.function_casts.casts
+
+
+def _not_cast(kind: str, name: str) -> None:
+    _amp_state.engine.function_casts.note_without(kind, name)
 
 
 __all__ = [

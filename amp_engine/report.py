@@ -48,6 +48,15 @@ def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
     )
 
 
+def nothing_is_cast(level: str, calls: str, names: str) -> str:
+    """Of functions that a user wants cast where the model is cast instead."""
+    return (
+        f"Warning:  {calls} has no effect on {names} at {level}, which casts the model and no functions: it computes "
+        "in the type of its arguments.  Where these are half, write x.float() in it, or keep the module that it is in "
+        "by amp.keep_float(module) before initialize, or choose opt_level='O1' (bfloat16: 'O4')."
+    )
+
+
 def casts_replaced(origin: str, new: str, dtype: torch.dtype) -> str:
     """Of models that were initialized for another type."""
     return (

@@ -40,6 +40,8 @@ class EngineCasts:
         self._removals: list[tuple[Any, str]] = []
         self._explanations: list[Explanation] = []
         self._said_ended = False
+        self._casts_model_at: str | None = None  # the newest level, if that casts the model and no functions
+        self._said_without = False
 
     @property
     def casts(self) -> FunctionCasts | None:
@@ -117,6 +119,7 @@ class EngineCasts:
         """Cast one more function wherever O1 or O4 is on, until `discard_lists`."""
         check_patchable(registration.module, registration.name)
         self._change_lists([*self._registrations, registration], self._removals)
+        self._say_without([registration])
 
     def unregister(self, module: Any, name: str) -> None:
         """Run `module.name` without casts, registered or listed as it may be, until `discard_lists` or `register`."""
@@ -128,6 +131,22 @@ class EngineCasts:
     def discard_lists(self) -> None:
         """Discard registrations and removals."""
         self._registrations, self._removals = [], []
+
+    def note_without(self, kind: str, name: str) -> None:
+        """A function that was decorated is called while no function is cast: said once where the model is cast."""
+        if self._casts_model_at is not None and not self._said_without:
+            self._said_without = True
+            self._say(report.nothing_is_cast(self._casts_model_at, f"amp.{kind}_function", name), rank0=True)
+
+    def _say_without(self, registrations: Sequence[Registration]) -> None:
+        """Say of registrations that they have no effect where the model is cast, and no function."""
+        level = self._casts_model_at
+        if level is not None and registrations:
+            calls = ", ".join(dict.fromkeys(f"amp.register_{r.kind}_function" for r in registrations))
+            names = ", ".join(
+                f"{getattr(r.module, '__name__', type(r.module).__name__)}.{r.name}" for r in registrations
+            )
+            self._say(report.nothing_is_cast(level, calls, names), rank0=True)
 
     def check_environment(self) -> None:
         """Raise AmpValueError for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE."""
@@ -215,6 +234,9 @@ class EngineCasts:
             )
         else:
             self.end_of(models, str(policy.opt_level))
+            if self.casts is None and policy.cast_model_type in LOW_PRECISION:
+                self._casts_model_at = str(policy.opt_level)
+                self._say_without(self._registrations)
 
     def _install(self, options: dict[str, Any], modules: Sequence[nn.Module] | None) -> FunctionCasts:
         overrides = from_environment(os.environ, self._registrations)
@@ -233,12 +255,14 @@ class EngineCasts:
         casts.install()
         # From here on a fork finds the new ones wanted, and those before no more.
         before, self._installed, self._options = self._installed, casts, options
+        self._casts_model_at = None
         if before is not None:
             before.remove()
         return casts
 
     def end_of(self, models: Any, level: str) -> None:
         """Of models that are at a level without function casts now. Says so if functions go on being cast."""
+        self._casts_model_at, self._said_without = None, False
         if self.casts is not None and self.casts.let_go(_modules_of(models)):
             self.remove()
         if patcher.newest() is not None:
@@ -253,6 +277,7 @@ class EngineCasts:
         """Give torch its functions back."""
         with patcher.changing():
             casts, self._installed = self._installed, None
+            self._casts_model_at, self._said_without = None, False
             if casts is not None:
                 casts.remove()
 

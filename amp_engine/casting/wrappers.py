@@ -191,11 +191,16 @@ def wrap(wrapper: Wrapper, fn: Any, current: Current, name: str | None = None) -
     return wrapper(fn, current, name)
 
 
-def deferred(kind: str, fn: F, current: Current) -> F:
-    """`fn`, cast as `kind` ("half", "float", "promote") says by the casts that are current when it is called."""
+def deferred(kind: str, fn: F, current: Current, without: Callable[[str, str], None] = lambda kind, name: None) -> F:
+    """`fn`, cast as `kind` ("half", "float", "promote") says by the casts that are current when it is called.
+
+    Without any, `without` is told `kind` and the function's name.
+    """
 
     def active() -> Casts | None:
         casts = current()
+        if casts is None and not torch.compiler.is_compiling():
+            without(kind, getattr(fn, "__qualname__", _name(fn)))
         return casts if casts is not None and casts.is_active else None
 
     return cast("F", wrap(REGISTERED[kind], fn, active))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amp_engine import amp
 from amp_engine.casting import FunctionCasts
 
 X = torch.ones(2, 2)
@@ -257,3 +258,71 @@ def test_the_encoder_with_nested_tensors_runs_in_eval(casts: FunctionCasts) -> N
         y = encoder(torch.randn(2, 3, 8).to(casts.dtype), src_key_padding_mask=PADDING)
     assert y.shape == (2, 3, 8)
     assert y.isfinite().all()
+
+
+CASTS_THE_MODEL = ("O2", "O3", "O5")
+KINDS = {"half": amp.half_function, "float": amp.float_function, "promote": amp.promote_function}
+
+
+def no_effect(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if "has no effect" in line]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["O0", *CASTS_THE_MODEL])
+def test_a_decorator_says_once_where_the_model_is_cast_and_no_function(
+    level: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @KINDS[kind]
+    def my_loss(x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    my_loss(torch.ones(2))
+    amp.initialize(nn.Linear(2, 2), opt_level=level)
+    assert no_effect(capsys) == []
+    for _ in range(2):
+        my_loss(torch.ones(2))
+    said = no_effect(capsys)
+    assert len(said) == (level in CASTS_THE_MODEL)
+    assert all(f"amp.{kind}_function" in line and "my_loss" in line and f"at {level}" in line for line in said)
+    amp.close()
+    my_loss(torch.ones(2))
+    assert no_effect(capsys) == []
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("level", ["O0", *CASTS_THE_MODEL])
+def test_a_registration_says_that_it_has_no_effect_where_the_model_is_cast(
+    level: str, first: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def register() -> None:
+        amp.register_float_function(torch, "tanh")
+
+    if first:
+        register()
+    amp.initialize(nn.Linear(2, 2), opt_level=level)
+    if not first:
+        register()
+    said = no_effect(capsys)
+    assert len(said) == (level in CASTS_THE_MODEL)
+    assert all("amp.register_float_function" in line and "torch.tanh" in line for line in said)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_where_functions_are_cast_nothing_is_said_of_those_that_are_added(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cast = amp.float_function(torch.square)
+    amp.initialize(nn.Linear(2, 2), opt_level=level)
+    amp.register_float_function(torch, "tanh")
+    assert cast(torch.ones(2, dtype=torch.float16)).dtype == torch.float32
+    assert no_effect(capsys) == []
+
+
+def test_casts_of_another_model_are_no_reason_to_say_that_nothing_is_cast(capsys: pytest.CaptureFixture[str]) -> None:
+    cast = amp.float_function(torch.square)
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    amp.initialize(models[0], opt_level="O1")
+    amp.initialize(models[1], opt_level="O2")
+    assert cast(torch.ones(2, dtype=torch.float16)).dtype == torch.float32
+    assert no_effect(capsys) == []

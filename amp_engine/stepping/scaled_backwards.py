@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine.devices import moved
 from amp_engine.distributed import has_ranks
 from amp_engine.errors import AmpStateError
+from amp_engine.kernels import tensor_lists
 from amp_engine.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.evidence import Evidence
@@ -313,6 +314,10 @@ class ScaledBackward(ContextOfLoss):
         self._hooks: list[RemovableHandle] = []
         self._has_begun = False  # whether a backward of the scaled loss has
         self._has_passed_by = False  # whether one of the loss that was passed in has, which nothing scales
+        self._is_on_its_way = False  # whether a backward of the scaled loss has not come to that loss
+        # As they were when one of that loss began after one of the scaled loss.
+        self._passed: list[tensor_lists.GradientStamps] | None = None
+        self._is_mixed = False  # whether gradients of both arrived
 
     def __enter__(self) -> Tensor:
         loss, scaler = self._loss, self._scaler
@@ -340,7 +345,8 @@ class ScaledBackward(ContextOfLoss):
 
     @disable_dynamo
     def _begin(self, grad: Tensor) -> None:
-        self._has_begun = True
+        self._look_at_passed()
+        self._has_begun = self._is_on_its_way = True
         self._begin_windows()
 
     @disable_dynamo
@@ -348,6 +354,21 @@ class ScaledBackward(ContextOfLoss):
         if not self._has_begun:
             self._has_passed_by = True
             self._begin_windows()
+        elif not self._is_on_its_way:
+            self._look_at_passed()
+            self._passed = self._stamps()
+        self._is_on_its_way = False
+
+    def _stamps(self) -> list[tensor_lists.GradientStamps]:
+        return [tensor_lists.gradient_stamps(one.rows.columns.param_handle) for one in self._stepped]
+
+    def _look_at_passed(self) -> None:
+        """Note if a backward of the loss that was passed in has left gradients. `torch.autograd.grad` leaves none."""
+        if self._has_passed_by and not self._has_begun:
+            self._is_mixed |= any(one.window.has_arrived() for one in self._stepped)
+        elif self._passed is not None:
+            self._is_mixed |= self._passed != self._stamps()
+            self._passed = None
 
     def _begin_windows(self) -> None:
         for one in self._stepped:
@@ -365,11 +386,9 @@ class ScaledBackward(ContextOfLoss):
         self._hooks = []
 
     def _refuse_unscaled(self) -> None:
-        """Raise AmpStateError if gradients are there of the loss that was passed in, and none of the scaled one.
-
-        Not for `torch.autograd.grad` of it, which leaves none, nor for what another backward in the body left.
-        """
-        if self._has_passed_by and not self._has_begun and any(one.window.has_arrived() for one in self._stepped):
+        """Raise AmpStateError if gradients are there of the loss that was passed in."""
+        self._look_at_passed()
+        if self._is_mixed:
             raise AmpStateError(
                 "backward() was called on the loss that was passed to amp.scale_loss, so its gradients are not scaled, "
                 "and were put back.  Write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and call "

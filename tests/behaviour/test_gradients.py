@@ -1056,6 +1056,31 @@ def test_a_backward_of_the_loss_that_was_passed_in_is_refused(wrong: Any, level:
     optimizer.step()
 
 
+MIXED = {
+    "before": lambda loss, scaled: [loss.backward(retain_graph=True), scaled.backward()],
+    "after": lambda loss, scaled: [scaled.backward(retain_graph=True), loss.backward()],
+    "between": lambda loss, scaled: [
+        scaled.backward(retain_graph=True),
+        (loss * 2).backward(retain_graph=True),
+        scaled.backward(),
+    ],
+}
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("order", MIXED)
+def test_a_backward_of_the_loss_itself_beside_the_scaled_one_is_refused(order: str, level: str, delay: bool) -> None:
+    model, optimizer = started(level, loss_scale=64.0)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    before = gradients(optimizer)
+    loss = NORMED_MLP.loss(model, NORMED_MLP.batch(1))
+    with pytest.raises(AmpStateError, match="on the loss that was passed"):  # noqa: SIM117 - which raises is the point
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
+            MIXED[order](loss, scaled_loss)
+    assert_bitwise(gradients(optimizer), before)
+
+
 ALLOWED = {
     "accumulation": lambda loss, scaled, model: (scaled / 4).backward(),
     "a constant": lambda loss, scaled, model: (scaled + loss.detach()).backward(),
@@ -1064,6 +1089,10 @@ ALLOWED = {
     "gradients of the loss first": lambda loss, scaled, model: [
         torch.autograd.grad(loss, model[0].weight, retain_graph=True),
         scaled.backward(),
+    ],
+    "gradients of the loss after it": lambda loss, scaled, model: [
+        scaled.backward(retain_graph=True),
+        torch.autograd.grad(loss, model[0].weight),
     ],
     "no backward": lambda loss, scaled, model: None,
     "inputs": lambda loss, scaled, model: scaled.backward(inputs=[model[0].weight]),

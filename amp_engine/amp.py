@@ -144,7 +144,7 @@ def unscale(gradients: Gradients, loss_id: int = 0) -> Gradients:
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
-    return initialized.master_params(optimizer)
+    return _amp_state.engine.master_params(optimizer)
 
 
 def clip_grad_norm_(

@@ -310,7 +310,16 @@ class Engine(Saving, Explaining):
 
     def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
         """The parameters that `optimizer` steps, as the function `amp.master_params`."""
-        return master_params(optimizer)
+        params = master_params(optimizer)
+        self._look_at_gathered(optimizer)
+        return params
+
+    def _look_at_gathered(self, optimizer: Optimizer | LARC) -> SteppedOptimizer | None:
+        """What stands for `optimizer` here, after a look at what its parameters gathered before they were in it."""
+        stepped = self._initialized.get(inner_of(optimizer))
+        if stepped is not None:
+            self.backwards.look_at_gathered(stepped)
+        return stepped
 
     def clip_grad_norm_(
         self, optimizer: Optimizer | LARC, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -332,9 +341,7 @@ class Engine(Saving, Explaining):
             The norm before clipping: float32, shape []. No host sync otherwise.
         """
         arguments.check_has_groups(optimizer, "clip_grad_norm_", ", max_norm")
-        stepped = self._initialized.get(inner_of(optimizer))
-        if stepped is not None:
-            self.backwards.look_at_gathered(stepped)
+        stepped = self._look_at_gathered(optimizer)
         return clip_grad_norm_(optimizer.param_groups, stepped, max_norm, norm_type, error_if_nonfinite)
 
     def averaged_model(

@@ -218,6 +218,8 @@ class ScaledBackwards:
         for one in together:  # which grows
             found = [other for other in self._windows_into([one]) if other.window.is_left_open]
             together += [other for other in found if other not in together]
+        for one in together:
+            one.join_open_window(self.unlisted.scale)
         self.close_windows(together, stepped.window.backward)
 
     def begin(self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int) -> Backward:

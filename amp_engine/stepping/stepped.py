@@ -144,9 +144,29 @@ class SteppedOptimizer:
             )
         self.ranks.enter(not self.backward_seen, self.window.is_left_open)
         self._begin()
+        self.join_open_window(scale)
         if self._unchecked or self.rows.joined:
             self._take_gathered(backward.scaler, scale)
         self.window.open(backward, waits)
+
+    def join_open_window(self, scale: ScaleSnapshot | None) -> None:
+        """Have what parameters gathered before they came be scaled as the rest of a window that was left open is.
+
+        Args:
+            scale: of what low-precision parameters gathered before they had masters; None: 1. All else is unscaled.
+        """
+        if not self.window.is_left_open:
+            return
+        self.rows.scan()
+        joined, self.rows.joined = self.rows.joined, []
+        own = self.window.backward.snapshot
+        for p in joined:
+            grad = p.grad
+            is_scaled = scale is not None and self.rows.master_of(p) is not None
+            if grad is None or (is_scaled and scale.equals(own)):
+                continue
+            factor = own.scale * scale.inv_scale if is_scaled else own.scale
+            p.grad = arithmetic.times(grad, moved(factor, grad.device), grad.dtype)
 
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""

@@ -1175,6 +1175,47 @@ def test_what_a_parameter_gathers_before_it_is_stepped_is_the_unscaled_sum(level
     torch.testing.assert_close(moved, truth, rtol=0.05, atol=0.05 * float(truth.abs().max()) + 1e-7)
 
 
+def joined(level: str | None, then: str) -> list[Tensor]:
+    """How far a model is moved by a step; its head joins the optimizer after a first backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    if level is not None:
+        options = {"opt_level": level[:2], "verbosity": 0, "loss_scale": 64.0, **CAST[level]}
+        amp.initialize(model, optimizer, **options)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def run(delay: bool) -> None:
+        loss = (model(torch.arange(12.0).view(3, 4) / 12).float() - 1).square().mean()
+        if level is None:
+            loss.backward()
+            return
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+
+    delays = then.startswith("delayed")
+    run(delays)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    if then == "clipped":
+        params = model.parameters() if level is None else amp.master_params(optimizer)
+        nn.utils.clip_grad_norm_(params, 0.2)
+    if then == "delayed twice":
+        run(True)
+    if then in ("delayed twice", "delayed, a backward"):
+        run(False)
+    optimizer.step()
+    moved = [value - before[name] for name, value in model.state_dict().items()]
+    amp.close()
+    return moved
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("then", ["clipped", "delayed", "delayed, a backward", "delayed twice"])
+def test_what_a_parameter_gathered_counts_in_an_open_window_and_for_master_params(then: str, level: str) -> None:
+    for moved, truth in zip(joined(level, then), joined(None, then), strict=True):
+        torch.testing.assert_close(moved, truth, rtol=0.05, atol=0.1 * float(truth.abs().max()))
+
+
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize("when", ["unowned", "made later", "of another optimizer"])
 @pytest.mark.filterwarnings("ignore:SGD.step")

@@ -41,6 +41,7 @@ class PrivateName(NamedTuple):
 
 NAMES = (
     PrivateName("torch._lazy_clone", "a copy that takes no memory until one of the two is written"),
+    PrivateName("torch._C._data_address", "where memory is, without asking to write it"),
     PrivateName("torch._C._is_cow_tensor", "before 2.13: whether nobody has asked to write a weight"),
     PrivateName("torch._C._storage_Use_Count", "whether something else has the memory of a weight"),
     PrivateName("torch._C._after_ADInplaceOrView_keyset", "to go on with a collective below our kernel"),
@@ -104,6 +105,7 @@ dispatch_modes: Any = _C._len_torch_dispatch_stack
 current_dispatch_mode = _get_current_dispatch_mode
 find_jit_builtin: Any = torch.jit._builtins._find_builtin
 flatten_dense_tensors = _flatten_dense_tensors
+data_address: Any = _C._data_address
 functorch_level: Any = _C._functorch.peek_interpreter_stack
 is_copy_on_write: Any = _C._is_cow_tensor
 is_wrapper_subclass = is_traceable_wrapper_subclass

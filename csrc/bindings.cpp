@@ -258,7 +258,7 @@ PYBIND11_MODULE(_C, m) {
       [](TensorsOrList const& tensors, py::bytes const& accesses) { return TensorList{copies(in(tensors), accesses)}; },
       "A copy of each, copy-on-write where it has its own memory.");
   m.def("gradient_stamps", &bytes_of_stamps<GradientStamp>,
-        "What tells that a gradient was replaced or written, 16 bytes each.");
+        "What tells that a gradient was replaced or written, 24 bytes each.");
   m.def("have_gradient_stamps", &have_bytes_of_stamps<GradientStamp>, "Whether these are the gradients' stamps still.");
   m.def(
       "either",
@@ -269,6 +269,12 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "any_gradient", [](ParamsOrList const& tensors) { return any_gradient(in(tensors)); },
       "Whether one of the tensors has a gradient.");
+  m.def(
+      "watch_gradients", [](ParamsOrList const& params) { watch_gradients(in(params)); },
+      "Has torch tell of whoever asks for the memory of the gradients from now on.");
+  m.def(
+      "are_gradients_unwritten", [](ParamsOrList const& params) { return are_gradients_unwritten(in(params)); },
+      "Whether nobody has asked for the memory of any gradient since it was watched.");
   m.def("same_objects", &same_objects, "Whether two sequences have the very same objects.");
   m.def("same_entries", &same_entries, "Whether each dictionary has its object under a name.");
   m.def(

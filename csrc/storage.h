@@ -5,11 +5,12 @@
 
 #include <ATen/ATen.h>
 
+#include <c10/core/impl/COW.h>
+
 #if __has_include(<c10/core/StorageMaterializer.h>)
 #define AMP_HAS_MATERIALIZER 1
 #else
 #define AMP_HAS_MATERIALIZER 0
-#include <c10/core/impl/COW.h>
 #endif
 
 namespace amp_engine {
@@ -23,6 +24,37 @@ inline bool is_watched(c10::StorageImpl const& storage) {
   return storage.has_materializer();
 #else
   return c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
+#endif
+}
+
+inline void handed_out(c10::StorageImpl*) {}  // that torch calls it is all there is to it
+
+// Nobody else has the memory, who may have kept a pointer into it.
+inline bool is_sole(at::Tensor const& t) {
+  size_t const users = t.unsafeGetTensorImpl()->unsafe_storage().use_count();
+#if AMP_HAS_MATERIALIZER
+  // Once there was a Python object of the storage, as torch.save makes it, both keep each other.
+  return users == 1 || (users == 2 && storage_of(t).pyobj_slot()->has_unique_reference());
+#else
+  return users == 1;
+#endif
+}
+
+// From now on, if nobody else has the memory: not numpy's, of a file, or of other processes. Whether it is watched.
+inline bool watch(at::Tensor const& t) {
+  c10::StorageImpl& storage = storage_of(t);
+  at::DataPtr const& memory = storage.data_ptr();
+  bool const is_own = memory.get_context() == memory.get() || c10::impl::cow::is_cow_data_ptr(memory);
+  if (!is_sole(t) || !is_own) {
+    return false;
+  }
+#if AMP_HAS_MATERIALIZER
+  if (!storage.has_materializer()) {
+    storage.set_materializer(&handed_out);
+  }
+  return true;
+#else
+  return is_watched(storage) || c10::impl::cow::lazy_clone_storage(storage);
 #endif
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "storage.h"
 
 namespace amp_engine {
 namespace {
@@ -40,6 +41,10 @@ bool may_be_copied_on_write(at::Tensor const& t) {
   return guard.getStream(t.device()) == guard.getDefaultStream(t.device());
 }
 
+bool has_memory(at::Tensor const& t) {
+  return t.layout() == at::kStrided && t.has_storage() && !t.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
 // tensor.grad() asks first whether it is a leaf, to warn.
 at::Tensor const& grad_of(at::Tensor const& t) { return t.unsafeGetTensorImpl()->grad(); }
 
@@ -52,7 +57,10 @@ Stamp Stamp::of(at::Tensor const& t) {
 
 GradientStamp GradientStamp::of(at::Tensor const& param) {
   at::Tensor const& grad = grad_of(param);
-  return grad.defined() ? GradientStamp{grad.unsafeGetTensorImpl(), version_or_none(grad)} : GradientStamp{nullptr, -1};
+  if (!grad.defined()) {
+    return {nullptr, -1, nullptr};
+  }
+  return {grad.unsafeGetTensorImpl(), version_or_none(grad), has_memory(grad) ? storage_of(grad).data_ptr().get() : nullptr};
 }
 
 Gradients gradients(Tensors const& params) {
@@ -111,6 +119,32 @@ bool any_gradient(Tensors const& tensors) {
     }
   }
   return false;
+}
+
+void watch_gradients([[maybe_unused]] Tensors const& params) {
+#if AMP_HAS_MATERIALIZER  // before it memory would become copy-on-write, which the next unscale would end
+  for_each(params, [](size_t, at::Tensor const& param) {
+    at::Tensor const& grad = grad_of(param);
+    if (grad.defined() && has_memory(grad)) {
+      watch(grad);
+    }
+  });
+#endif
+}
+
+bool are_gradients_unwritten([[maybe_unused]] Tensors const& params) {
+#if AMP_HAS_MATERIALIZER
+  for (size_t i = 0; i < params.size(); ++i) {
+    ask_ahead(params, i);
+    at::Tensor const& grad = grad_of(*params[i]);
+    if (grad.defined() && !(has_memory(grad) && is_sole(grad) && is_watched(storage_of(grad)))) {
+      return false;
+    }
+  }
+  return true;
+#else
+  return false;
+#endif
 }
 
 void discard_gradients(Tensors const& tensors) {

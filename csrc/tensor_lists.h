@@ -27,14 +27,16 @@ struct Stamp {
 };
 static_assert(sizeof(Stamp) == 32, "no padding, since stamps are compared byte by byte");
 
-// What tells that the gradient of a parameter was replaced or written since, for as long as it is alive.
+// What tells that the gradient of a parameter was replaced or written since, for as long as it is alive. A write past
+// its version moves copy-on-write memory that another tensor holds as well.
 struct GradientStamp {
   void const* gradient;
   int64_t version;
+  void const* memory;
 
   static GradientStamp of(at::Tensor const& param);
 };
-static_assert(sizeof(GradientStamp) == 16);
+static_assert(sizeof(GradientStamp) == 24);
 
 // Writes the stamps of the tensors, in order.
 template <class Stamp>
@@ -81,6 +83,12 @@ OptionalTensors either(std::string const& mask, OptionalTensors const& first, Op
 
 // Whether one of them has a gradient.
 bool any_gradient(Tensors const& tensors);
+
+// Has torch tell of whoever asks for the memory of the gradients from now on, where it can.
+void watch_gradients(Tensors const& params);
+
+// Whether nobody has asked for the memory of any gradient since it was watched, or has it from before.
+bool are_gradients_unwritten(Tensors const& params);
 
 // tensor.grad = None for each.
 void discard_gradients(Tensors const& tensors);

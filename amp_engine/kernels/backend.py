@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TensorList = Sequence[Tensor | None]
 Stamps = bytes | bytearray | list[tuple[int, int, torch.dtype, torch.device]]
-GradientStamps = bytes | list[tuple[int, int]]
+GradientStamps = bytes | list[tuple[int, int, int]]
 
 
 class Checks(NamedTuple):
@@ -197,11 +197,19 @@ class TensorLists(Protocol):
         ...
 
     def gradient_stamps(self, params: Sequence[Tensor], /) -> GradientStamps:
-        """What tells that a gradient was replaced or written since, while it is alive: which it is, and its version."""
+        """What tells that a gradient was replaced or written since, while it is alive."""
         ...
 
     def have_gradient_stamps(self, params: Sequence[Tensor], before: GradientStamps, /) -> bool:
         """Whether nobody wrote or replaced the gradients since `gradient_stamps(params)` gave `before`."""
+        ...
+
+    def watch_gradients(self, params: Sequence[Tensor], /) -> None:
+        """Have torch tell of whoever asks for the memory of the gradients from now on, where it can (since 2.13)."""
+        ...
+
+    def are_gradients_unwritten(self, params: Sequence[Tensor], /) -> bool:
+        """True if nobody has asked for the memory of any gradient since it was watched, or has it from before."""
         ...
 
     def either(self, mask: bytes, first: TensorList, second: TensorList | None = None, /) -> TensorList:

@@ -177,6 +177,8 @@ class NativeTensorLists:
         self.copies = module.copies
         self.gradient_stamps = module.gradient_stamps
         self.have_gradient_stamps = module.have_gradient_stamps
+        self.watch_gradients = module.watch_gradients
+        self.are_gradients_unwritten = module.are_gradients_unwritten
         self.either = module.either
         self.any_gradient = module.any_gradient
         self.same_objects = module.same_objects

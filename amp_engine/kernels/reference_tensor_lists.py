@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from amp_engine.kernels.backend import Gradients, GradientStamps, Stamps, TensorList
-from amp_engine.kernels.layout import NONE, OWN, access_of, devices_of
-from amp_engine.torch_private import lazy_clone
+from amp_engine.kernels.layout import NONE, OWN, SHARED, access_of, devices_of
+from amp_engine.torch_private import data_address, lazy_clone
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -58,13 +58,22 @@ def _copied_on_write(tensor: Tensor) -> Tensor:
 
 
 def gradient_stamps(params: Sequence[Tensor]) -> GradientStamps:
-    """Identity and version of each gradient."""
-    return [(id(g), -1 if g is None or g.is_inference() else g._version) for g in map(_GRAD.__get__, params)]
+    """Identity, version and address of each gradient."""
+    return [_gradient_stamp(_GRAD.__get__(param), param) for param in params]
 
 
 def have_gradient_stamps(params: Sequence[Tensor], before: GradientStamps) -> bool:
     """Whether these are the gradients' stamps still."""
     return gradient_stamps(params) == before
+
+
+def watch_gradients(params: Sequence[Tensor]) -> None:
+    """Python cannot have torch tell."""
+
+
+def are_gradients_unwritten(params: Sequence[Tensor]) -> bool:
+    """Nobody knows."""
+    return False
 
 
 def either(mask: bytes, first: TensorList, second: TensorList | None = None) -> TensorList:
@@ -99,3 +108,10 @@ def watch_collectives(
 ) -> bool:
     """Not here: `collectives.py` registers kernels in Python, where there is a dispatcher to go on with."""
     return False
+
+
+def _gradient_stamp(grad: Tensor | None, param: Tensor) -> tuple[int, int, int]:
+    if grad is None:
+        return id(grad), -1, 0
+    address = data_address(grad) if access_of(grad, param) in (OWN, SHARED) else 0
+    return id(grad), -1 if grad.is_inference() else grad._version, address

@@ -30,6 +30,8 @@ gradients = TENSOR_LISTS.gradients
 copies = TENSOR_LISTS.copies
 gradient_stamps = TENSOR_LISTS.gradient_stamps
 have_gradient_stamps = TENSOR_LISTS.have_gradient_stamps
+watch_gradients = TENSOR_LISTS.watch_gradients
+are_gradients_unwritten = TENSOR_LISTS.are_gradients_unwritten
 either = TENSOR_LISTS.either
 any_gradient = TENSOR_LISTS.any_gradient
 same_objects = TENSOR_LISTS.same_objects
@@ -81,8 +83,8 @@ def moved_since(params: Sequence[Tensor], before: GradientStamps) -> list[tuple[
     after = gradient_stamps(params)
     if after == before or len(after) != len(before):
         return []
-    none = _pairs(gradient_stamps([torch.empty(0)]))[0][0]
-    pairs = zip(_pairs(after), _pairs(before), strict=True)
+    none = _triples(gradient_stamps([torch.empty(0)]))[0][0]
+    pairs = zip(_triples(after), _triples(before), strict=True)
     return [(row, then[0] != none) for row, (now, then) in enumerate(pairs) if now != then]
 
 
@@ -90,5 +92,5 @@ def _stride(stamps: Stamps) -> int:
     return 1 if isinstance(stamps, list) else 32
 
 
-def _pairs(stamps: GradientStamps) -> list[tuple[int, int]]:
-    return [*struct.iter_unpack("qq", stamps)] if isinstance(stamps, bytes) else stamps
+def _triples(stamps: GradientStamps) -> list[tuple[int, int, int]]:
+    return [*struct.iter_unpack("qqq", stamps)] if isinstance(stamps, bytes) else stamps

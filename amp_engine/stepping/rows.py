@@ -86,13 +86,11 @@ class GradientMarks(NamedTuple):
 
     Attributes:
         scans: of the rows, by then.
-        stamps: of the gradients,
-        memory: and of where those are that lie in memory.
+        stamps: of the gradients.
     """
 
     scans: int
     stamps: tensor_lists.GradientStamps
-    memory: tensor_lists.Stamps
 
 
 class Rows:
@@ -399,28 +397,19 @@ class Rows:
 
     def gradient_marks(self) -> GradientMarks:
         """Of the gradients that parameters with masters have."""
-        stamps = tensor_lists.gradient_stamps(self._low)
-        return GradientMarks(self.scans, stamps, tensor_lists.stamps(self._dense_gradients()))
+        return GradientMarks(self.scans, tensor_lists.gradient_stamps(self._low))
 
     def gradients_written_since(self, before: GradientMarks) -> bool:
         """Whether one of them was written or replaced since `gradient_marks()`; not if it was discarded.
 
         A write through `.data` moves no version, but the gradient to memory of its own: the old one is what is held.
         """
-        if before.scans != self.scans:
-            return False  # of other rows
-        if tensor_lists.have_gradient_stamps(self._low, before.stamps):
-            is_written = not tensor_lists.have_stamps(self._dense_gradients(), before.memory)
-        else:
-            moved = tensor_lists.moved_since([master.param for master in self.masters], before.stamps)
-            is_written = any(was_there and self.masters[row].param.grad is not None for row, was_there in moved)
+        if before.scans != self.scans or tensor_lists.have_gradient_stamps(self._low, before.stamps):
+            return False  # of other rows; or not at all
+        moved = tensor_lists.moved_since([master.param for master in self.masters], before.stamps)
+        is_written = any(was_there and self.masters[row].param.grad is not None for row, was_there in moved)
         # Gradients of a parameter that has several masters come and go with the windows of each.
         return is_written and all(len(list(masters_of(master.param))) == 1 for master in self.masters)
-
-    def _dense_gradients(self) -> list[Tensor]:
-        grads, accesses, _ = tensor_lists.gradients(self._low)
-        dense = (tensor_lists.OWN, tensor_lists.SHARED)
-        return [g for g, how in zip(grads, accesses, strict=True) if g is not None and how in dense]
 
     def totals(self) -> dict[int, Tensor]:
         """The float32 gradients that masters have by now, by row, for the kernels to add to."""

@@ -76,6 +76,14 @@ class Unscaled(NamedTuple):
         """Whether each gradient is the same object with the same version."""
         return tensor_lists.have_gradient_stamps(self.param_handle, self.stamps)
 
+    def watch(self) -> None:
+        """Have torch tell of those who write them past their versions: collectives, NumPy, `.data`."""
+        tensor_lists.watch_gradients(self.param_handle)
+
+    def is_unwritten(self) -> bool:
+        """True if nobody wrote them since `watch`, in any way."""
+        return tensor_lists.are_gradients_unwritten(self.param_handle)
+
 
 class WholeCheck(NamedTuple):
     """What a check found that saw all gradients of an optimizer.

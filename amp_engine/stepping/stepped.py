@@ -98,6 +98,7 @@ class SteppedOptimizer:
         self._unchecked: Sequence[nn.Parameter] = ()  # whose gradients another loss left
         self._written_gradients = strays.WrittenGradients()
         self._written_parameters = strays.WrittenParameters()
+        self._is_clipped = False  # in earlier iterations
         self._clipping = kernels.ListCheck()  # of its own: on a GPU what it has uploaded stays
         self.ranks = Ranks(rows) if ranks is None else ranks
         self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
@@ -171,6 +172,8 @@ class SteppedOptimizer:
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""
         self.window.close(backward, check, unscaled)
+        if self._is_clipped and (found := self.rows.slots.check) is not None and found.unscaled is not None:
+            found.unscaled.watch()
         self._is_captured = devices.is_capturing(backward.snapshot.scale.device)
         self.ranks.close()
         self.backward_seen = True
@@ -286,8 +289,9 @@ class SteppedOptimizer:
     def grad_norm(self, norm_type: float) -> Tensor | None:
         """Norm of all unscaled gradients: float32, shape []. No host sync.
 
-        Held gradients are nobody else's, so theirs is the one that the last backward's check took. Those of rows
-        without masters are read once more: collectives, NumPy and writes through `.data` leave no trace.
+        It is the one that the last backward's check took where nobody wrote gradients since. Held ones are nobody
+        else's. Those of rows without masters are watched from the second call on, where torch tells of writes; else
+        they are read once more, since collectives, NumPy and writes through `.data` move no version.
 
         None if something else than that backward is in the gradients by now, or for another norm than 2 and infinity.
         """
@@ -297,7 +301,8 @@ class SteppedOptimizer:
         if check is None or self.rows.slots.norm is not None or norm_type not in (2.0, math.inf):
             return None
         found, norm, inv_scale = check.checked.checks, check.norm, check.scale.inv_scale.double
-        if check.unscaled is None:
+        self._is_clipped = True
+        if check.unscaled is None or check.unscaled.is_unwritten():
             if norm_type == math.inf:
                 return (found.largest.max().double() * inv_scale()).float()
             return tensor_lists.copy(norm)  # the caller's to write to

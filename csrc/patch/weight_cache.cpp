@@ -44,37 +44,6 @@ at::Tensor connect(at::Tensor const& copy, at::Tensor const& weight) {
   return alias;
 }
 
-#if AMP_HAS_MATERIALIZER
-void handed_out(c10::StorageImpl*) {}  // that torch calls it is all there is to it
-bool watch(c10::StorageImpl& storage) {
-  if (!storage.has_materializer()) {
-    storage.set_materializer(&handed_out);
-  }
-  return true;
-}
-#else
-bool watch(c10::StorageImpl& storage) { return is_watched(storage) || c10::impl::cow::lazy_clone_storage(storage); }
-#endif
-
-// Nobody else has the memory, who may have kept a pointer into it.
-bool is_sole(at::Tensor const& weight) {
-  size_t const users = weight.unsafeGetTensorImpl()->unsafe_storage().use_count();
-#if AMP_HAS_MATERIALIZER
-  // Once there was a Python object of the storage, as torch.save makes it, both keep each other.
-  return users == 1 || (users == 2 && storage_of(weight).pyobj_slot()->has_unique_reference());
-#else
-  return users == 1;
-#endif
-}
-
-// From now on, if nobody else has the memory: not numpy's, of a file, or of other processes.
-bool watch(at::Tensor const& weight) {
-  c10::StorageImpl& storage = storage_of(weight);
-  at::DataPtr const& memory = storage.data_ptr();
-  bool const is_own = memory.get_context() == memory.get() || c10::impl::cow::is_cow_data_ptr(memory);
-  return is_sole(weight) && is_own && watch(storage);
-}
-
 at::Tensor copied(at::Tensor const& weight, at::ScalarType low, at::Tensor memory) {
   py::gil_scoped_release const no_gil;
   c10::NoGradGuard const no_grad;

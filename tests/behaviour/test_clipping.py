@@ -623,9 +623,20 @@ def test_what_is_done_to_gradients_as_it_should_be_is_not_warned_of(level: str) 
         optimizer.zero_grad()
 
 
-UNSEEN = {
-    "data": lambda grad: grad.data.mul_(10.0),
-    "detached": lambda grad: torch.from_numpy(grad.numpy()).mul_(10.0),
+def kept(alias: Any) -> Callable[[], Any]:
+    return lambda: alias.__imul__(10.0)
+
+
+# Of a gradient in the body of `scale_loss`: what multiplies it by 10 afterwards, without moving its version.
+UNSEEN: dict[str, Callable[[Tensor], Callable[[], Any]]] = {
+    "data": lambda grad: lambda: grad.data.mul_(10.0),
+    "numpy": lambda grad: lambda: torch.from_numpy(grad.numpy()).mul_(10.0),
+    "dlpack": lambda grad: lambda: torch.from_dlpack(grad.detach()).mul_(10.0),
+    "another memory": lambda grad: lambda: setattr(grad, "data", grad.data * 10.0),
+    "data that was kept": lambda grad: kept(grad.data),
+    "an array that was kept": lambda grad: kept(grad.numpy()),
+    "a view that was kept": lambda grad: kept(grad.data.view(-1)),
+    "storage that was kept": lambda grad: kept(torch.empty(0).set_(grad.untyped_storage(), 0, (grad.numel(),))),
 }
 
 
@@ -636,10 +647,18 @@ def test_gradients_written_unseen_are_clipped_by_the_norm_that_they_have(
     how: str, norm_type: float, level: str
 ) -> None:
     model, optimizer = started(level, loss_scale=64.0)
-    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
-    for param in model.parameters():
-        if param.dtype == torch.float32:
-            UNSEEN[how](param.grad)
-    norm = amp.clip_grad_norm_(optimizer, 1e9, norm_type)
-    truth = nn.utils.get_total_norm([p.grad for p in amp.master_params(optimizer)], norm_type)
-    torch.testing.assert_close(norm, truth, rtol=1e-6, atol=0)
+    for index in range(3):  # from the second one on gradients are watched
+        with amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            writes = [
+                UNSEEN[how](p.grad) for p in model.parameters() if p.dtype == torch.float32 and p.grad is not None
+            ]
+        if index == 2:
+            for write in writes:
+                write()
+        writes.clear()
+        norm = amp.clip_grad_norm_(optimizer, 1e9, norm_type)
+        truth = nn.utils.get_total_norm([p.grad for p in amp.master_params(optimizer)], norm_type)
+        torch.testing.assert_close(norm, truth, rtol=1e-6, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()

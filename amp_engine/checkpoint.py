@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_engine.distributed import is_sharded
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
+from amp_engine.forward_casts import cast_joining
 from amp_engine.stepping.exact import exact_of, exact_value, make_for_joined
 
 # State dictionary -> memory of a tensor in it -> its first name there.
@@ -47,8 +48,9 @@ def _hook(module: nn.Module) -> list[RemovableHandle]:
 
 
 def hook_joining(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Module registration hook of all modules: what joins one that has our hooks gets them."""
+    """Module registration hook of all modules: what joins one that has our hooks gets them, and casts as parts do."""
     if isinstance(child, nn.Module) and _is_hooked(module):
+        cast_joining(child, module)
         for one in child.modules():
             _hook_if_new(one)
 

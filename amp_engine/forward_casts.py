@@ -1,8 +1,8 @@
-"""Casts at a model's `forward`: the class of the model is swapped for a subclass that casts, as FSDP2 swaps classes.
+"""Casts at `forward`: a model and its parts get subclasses of their classes that cast, as FSDP2 swaps classes.
 
-Torch's call of the model, a direct `model.forward(x)` and every user's hook see the types outside of the casts. The
-subclass has the name, module and signature of the model's own class. What to cast is an attribute of the model, so that
-copies, replicas and pickles take it along, and other instances of the subclass are left alone.
+Torch's call of a module, a direct `module.forward(x)` and every user's hook see the types outside of the casts. The
+subclass has the name, module and signature of the module's own class. What to cast is an attribute of the module, so
+that copies, replicas and pickles take it along, and other instances of the subclass are left alone.
 """
 
 from __future__ import annotations
@@ -11,19 +11,27 @@ import copyreg
 import functools
 import inspect
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from amp_engine.casting.regions import cast_region, is_outside
 from amp_engine.containers import cast_tensors
+from amp_engine.distributed import is_fsdp2
+from amp_engine.dynamo import part_of_a_graph
+from amp_engine.torch_private import is_in_backward
 
 _CASTS = "_amp_engine_casts"
 _OWN_CLASS = "_amp_engine_own_class"
+
+_inside = threading.local()  # `.forward`: True while this thread runs a forward that casts
 
 
 @dataclass(frozen=True)
@@ -32,28 +40,51 @@ class ForwardCasts:
 
     Attributes:
         inputs, outputs: the types to which it casts floating inputs and outputs; None leaves them alone.
-        functions: whether functions are cast inside, where nothing else is said; the outputs of such a call are FP32
-            if `outputs` says nothing else.
+        functions: whether functions are cast inside, where nothing else is said.
+        of_part: only if it is called from outside of every forward that casts, and inputs only where a parameter has
+            their type: not those of a batch norm in FP32.
     """
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
     functions: bool = False
+    of_part: bool = False
 
 
-OF_A_PART = ForwardCasts(None, None, functions=True)
-"""Of a part of a model inside of whose forward functions are cast."""
-
-
-def cast_forward(model: nn.Module, casts: ForwardCasts) -> None:
-    """Have the forward of `model` cast from now on, by `casts` alone.
+def cast_forward(module: nn.Module, casts: ForwardCasts) -> None:
+    """Have the forward of `module` cast from now on, by `casts` alone.
 
     Nothing is changed where a class cannot be swapped: that of a scripted module, or with slots of its own.
     """
+    _inside.forward = is_inside()  # there from now on, which Dynamo guards
     with suppress(TypeError):
-        if not isinstance(model, _CastsAtForward):
-            _set_class(model, _casting(type(model)))
-        vars(model)[_CASTS] = casts
+        if not isinstance(module, _CastsAtForward) and type(module).forward is not nn.Module.forward:
+            _change_class(module, _casting)
+        vars(module)[_CASTS] = casts
+
+
+def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in `module` that have parameters and can cast, and lists of modules.
+
+    Not those that compute a parametrized weight, whoever reads it.
+    """
+    for part in module.children():
+        if isinstance(part, (torch.jit.ScriptModule, ParametrizationList)):
+            continue
+        has_own_forward = is_fsdp2(part) or isinstance(part, torch.fx.GraphModule) or "forward" in vars(part)
+        is_list = type(part).forward is nn.Module.forward
+        if not has_own_forward and (is_list or next(part.parameters(), None) is not None):
+            yield part
+        yield from parts_of(part)
+
+
+def cast_joining(part: nn.Module, module: nn.Module) -> None:
+    """Have what joins `module` cast as the parts that are in it."""
+    casts = casts_of(module)
+    if casts is not None and (casts.inputs is not None or casts.functions):
+        for one in parts_of(nn.ModuleList([part])):
+            if casts_of(one) is None:
+                cast_forward(one, replace(casts, of_part=True))
 
 
 def casts_of(model: nn.Module) -> ForwardCasts | None:
@@ -64,9 +95,7 @@ def casts_of(model: nn.Module) -> ForwardCasts | None:
 def restore_class(model: nn.Module) -> None:
     """Give `model` its own class back. Where another was made of the subclass since, that goes on without casts."""
     vars(model).pop(_CASTS, None)
-    own = vars(type(model)).get(_OWN_CLASS)
-    if own is not None:
-        _set_class(model, own)
+    _change_class(model, lambda cls: vars(cls).get(_OWN_CLASS, cls))
 
 
 def is_cast_at_forward(model: nn.Module) -> bool:
@@ -75,24 +104,30 @@ def is_cast_at_forward(model: nn.Module) -> bool:
     return isinstance(model, _CastsAtForward) and casts_of(model) is not None and "forward" not in vars(model)
 
 
-def is_inside_cast_forward() -> bool:
-    """True if this thread runs the forward of a cast model. Looks at the stack."""
+def is_inside() -> bool:
+    """True if this thread runs a forward that casts."""
+    return getattr(_inside, "forward", False)
+
+
+def is_called_from_outside() -> bool:
+    """True if neither a forward that casts nor a model whose hooks cast in its place is running in this thread."""
+    return not is_inside() and (torch.compiler.is_compiling() or not _is_called_by_cast_model())
+
+
+def _is_called_by_cast_model() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if code is _CALL or (code.co_filename == __file__ and code.co_name == "forward"):
+        if frame.f_code is _CALL:
             module = frame.f_locals.get("self")
-            module = getattr(module, "_orig_mod", module)  # of torch.compile, whose frames are not those of the source
-            if isinstance(module, nn.Module) and casts_of(module) is not None:
+            casts = casts_of(module) if isinstance(module, nn.Module) else None
+            if casts is not None and not casts.of_part:
                 return True
-        if code.co_name.startswith("torch_dynamo_resume_in_"):
-            return True  # maybe
         frame = frame.f_back
     return False
 
 
-_NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 _CALL: CodeType = nn.Module.__call__.__code__
+_NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 
 
 class _CastsAtForward:
@@ -127,21 +162,15 @@ def _casting(own: type[nn.Module]) -> Any:
     @functools.wraps(own.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         casts: ForwardCasts | None = self._amp_engine_casts
-        if casts is None:
+        if casts is None or (casts.of_part and getattr(_inside, "forward", False)):
             return own.forward(self, *args, **kwargs)
-        outputs = casts.outputs
-        if casts.inputs is not None:
-            args, kwargs = cast_tensors(args, casts.inputs), cast_tensors(kwargs, casts.inputs)
-        if casts.functions and is_outside():
-            with cast_region():
-                output = own.forward(self, *args, **kwargs)
-            outputs = outputs or torch.float32
-        else:
-            output = own.forward(self, *args, **kwargs)
-        return output if outputs is None else cast_tensors(output, outputs)
+        return _cast_around(own.forward, casts, self, args, kwargs)
+
+    function: Any = forward
+    function.__code__ = function.__code__.replace()  # Dynamo counts what it has compiled of a code
 
     with suppress(TypeError, ValueError):
-        forward.__signature__ = inspect.signature(own.forward)  # type: ignore[attr-defined]  # getfullargspec asks it
+        function.__signature__ = inspect.signature(own.forward)  # getfullargspec asks it
     names = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
@@ -151,6 +180,47 @@ def _casting(own: type[nn.Module]) -> Any:
     }
     metaclass: Any = type(own)
     return metaclass(own.__name__, (_CastsAtForward, own), names)
+
+
+def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call `forward` of `module` with casts."""
+    inputs, outputs = casts.inputs, casts.outputs
+    if casts.of_part:
+        is_in_region = casts.functions and inputs is None and not is_outside()
+        if is_in_region or not is_called_from_outside():
+            return forward(module, *args, **kwargs)
+        if inputs is not None and all(param.dtype is not inputs for param in module.parameters()):
+            inputs = None
+    if inputs is not None:
+        given = args, kwargs
+        args, kwargs = cast_tensors(args, inputs), cast_tensors(kwargs, inputs)
+        if casts.of_part and not torch.compiler.is_compiling() and is_in_backward():
+            # An activation checkpoint recomputes: outside of the model only if there is something to cast.
+            outputs = None if args is given[0] and kwargs is given[1] else outputs
+    before = is_inside()
+    _inside.forward = True
+    try:
+        if casts.functions and is_outside():
+            with cast_region():
+                output = forward(module, *args, **kwargs)
+        else:
+            output = forward(module, *args, **kwargs)
+    finally:
+        _inside.forward = before
+    return output if outputs is None else cast_tensors(output, outputs)
+
+
+part_of_a_graph(_cast_around, compile_what_it_calls=True)  # where the graph breaks inside of the `try`
+
+
+def _change_class(module: nn.Module, change: Callable[[Any], Any]) -> None:
+    """Give `module` another class; if torch made its class for a parametrization, another base of that."""
+    cls: Any = type(module)
+    if is_parametrized(module):
+        (base,) = cls.__bases__
+        _set_class(module, type(cls)(cls.__name__, (change(base),), dict(vars(cls))))
+    else:
+        _set_class(module, change(cls))
 
 
 def _set_class(model: nn.Module, cls: type) -> None:

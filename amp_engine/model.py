@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -21,17 +20,17 @@ from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.dynamo import part_of_a_graph
 from amp_engine.errors import AmpStateError
 from amp_engine.forward_casts import (
-    OF_A_PART,
     ForwardCasts,
     cast_forward,
     casts_of,
+    is_called_from_outside,
     is_cast_at_forward,
-    is_inside_cast_forward,
+    parts_of,
     restore_class,
 )
 from amp_engine.stepping.master import follow_own_masters
 from amp_engine.stepping.rows import follow_masters, follow_masters_in_eager
-from amp_engine.torch_private import BatchNormBase, is_in_backward
+from amp_engine.torch_private import BatchNormBase
 
 
 class _CastHook:
@@ -97,60 +96,27 @@ class CastModelOutputs(CastOutputs):
         return output if is_cast_at_forward(module) else super().__call__(module, args, output)
 
 
-class CastPart(CastInputs):
-    """Of a part that a script calls with other types, outside of a forward of the model: casts as around the model.
-
-    What is called inside of one, or compiled, or by a backward that recomputes, is left as the model has it.
-    """
-
-    def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype | None) -> None:
-        super().__init__(dtype)
-        self.output_dtype = output_dtype
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CastPart:
-        return CastPart(self.dtype, self.output_dtype)  # the hook of the model has warned
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast arguments, and the result of this call."""
-        if torch.compiler.is_compiling():
-            return args, kwargs
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor) and value.dtype is not self.dtype and value.is_floating_point():
-                break
-        else:
-            return args, kwargs
-        if is_in_backward() or is_inside_cast_forward():
-            return args, kwargs
-        if self.output_dtype is not None:
-            _CastResult(self.output_dtype).once(module)
-        return super().__call__(module, args, kwargs)
-
-
-class _CastResult(CastOutputs):
-    """Forward hook of one call, in this thread."""
-
-    def once(self, module: nn.Module) -> None:
-        """Cast what the call of `module` gives that has begun."""
-        self._thread = threading.get_ident()
-        self._handle = module.register_forward_hook(self, prepend=True, always_call=True)
+class CastKeptOutputs(CastOutputs):
+    """Cast the outputs of a kept module to the model's type, but for who calls it from outside."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast the result."""
-        if threading.get_ident() != self._thread:
+        casts = casts_of(module)
+        if casts is not None and casts.of_part and is_called_from_outside():
             return output
-        self._handle.remove()
         return super().__call__(module, args, output)
 
 
-for _hook in (CastInputs, CastOutputs, CastModelInputs, CastModelOutputs, CastPart):
+for _hook in (CastInputs, CastOutputs, CastModelInputs, CastModelOutputs, CastKeptOutputs):
     part_of_a_graph(_hook.__call__)
 
 
 class CastModel:
     """What was done to one model, and the way back.
 
-    The casts are part of `forward`, so all hooks see the types outside. Where the instance has a `forward` of its own,
-    the model's last forward pre-hook and its first forward hook cast in its place.
+    The casts are part of `forward`, so all hooks see the types outside; those of a part act where it is called from
+    outside. Where the instance has a `forward` of its own, the model's last forward pre-hook and its first forward hook
+    cast in its place.
 
     Args:
         model: changed in place; its parameters stay the same objects.
@@ -177,8 +143,8 @@ class CastModel:
         self._handles: list[RemovableHandle] = []
         self._follows_masters = False
         self._casts: ForwardCasts | None = None
-        before = casts_of(model)
-        self._casts_before = None if before == OF_A_PART else before
+        self._casts_before = casts_of(model)
+        self._parts: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
         try:
             self._cast(model, dtype, keep_batchnorm_fp32, output_dtype, saves_float32, casts_functions)
         except BaseException:
@@ -212,12 +178,16 @@ class CastModel:
             cast_forward(model, self._casts)
         if casts_functions:
             self._handles += cast_functions_in(model)
-            for part in _children(model):
-                if casts_of(part) is None and not is_kept(part) and not is_fsdp2(part) and [*part.parameters()]:
-                    cast_forward(part, OF_A_PART)
-        if casts_inputs and dtype is not None:
-            hook = CastPart(dtype, output_dtype)
-            self._handles += [part.register_forward_pre_hook(hook, with_kwargs=True) for part in _parts(model, dtype)]
+        if casts_functions or (casts_inputs and self._casts is not None):
+            casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions, of_part=True)
+            self._cast_parts(model, casts)
+
+    def _cast_parts(self, model: nn.Module, casts: ForwardCasts) -> None:
+        for part in dict.fromkeys(parts_of(model)):
+            before = casts_of(part)
+            if before is None or before.of_part:
+                cast_forward(part, casts)
+                self._parts.append((weakref.ref(part), casts, before))
 
     @property
     def model(self) -> nn.Module | None:
@@ -258,21 +228,26 @@ class CastModel:
         while self._handles:
             self._handles.pop().remove()
         model = self.model
-        for part in () if model is None else _children(model):
-            if casts_of(part) == OF_A_PART:
-                restore_class(part)
         if model is not None and self._casts is not None and casts_of(model) is self._casts:
             restore_class(model)
             if self._casts_before is not None:
                 cast_forward(model, self._casts_before)
+        while self._parts:
+            ref, casts, before = self._parts.pop()
+            part = ref()
+            if part is not None and casts_of(part) is casts:
+                restore_class(part)
+                if before is not None:
+                    cast_forward(part, before)
 
 
 def without_casts(model: nn.Module) -> bool:
-    """Remove from a copy of a cast model the hooks that came with it. Returns whether its forward was cast."""
+    """Remove from a copy of a cast model or part the casts that came with it. Returns whether inputs were cast."""
+    casts = casts_of(model)
     removed = _remove(
         model, lambda hook: isinstance(hook, (CastInputs, CastOutputs)) or any(hook is ours for ours in _HOOK_FUNCTIONS)
     )
-    return any(isinstance(hook, CastInputs) for hook in removed)
+    return (casts is not None and casts.inputs is not None) or any(isinstance(hook, CastInputs) for hook in removed)
 
 
 def _remove(model: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
@@ -294,6 +269,8 @@ def _remove(model: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
 
 def is_cast(model: nn.Module) -> bool:
     """Whether a level has cast `model`, or a part of it, and its casts are still there."""
+    if any(casts_of(module) is not None for module in model.modules()):
+        return True
     hooks = (h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
     return any(isinstance(hook, (CastInputs, CastOutputs)) for hook in hooks)
 
@@ -364,26 +341,8 @@ def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> list[RemovableHan
     for module, is_outermost in kept_modules(model):
         handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
         if is_outermost:
-            handles.append(module.register_forward_hook(CastOutputs(dtype), prepend=True))
+            handles.append(module.register_forward_hook(CastKeptOutputs(dtype), prepend=True))
     return handles
-
-
-def _parts(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """The children of `model` that have parameters of `dtype`."""
-    for part in _children(model):
-        if isinstance(part, nn.TransformerEncoderLayer):
-            continue  # whose fused path in eval mode torch takes only where there are no hooks
-        elif not is_kept(part) and any(param.dtype is dtype for param in part.parameters()):
-            yield part
-
-
-def _children(model: nn.Module) -> Iterator[nn.Module]:
-    """The children of `model`; in place of a list of modules, those in it."""
-    for part in dict.fromkeys(model.children()):
-        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
-            yield from _children(part)
-        else:
-            yield part
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

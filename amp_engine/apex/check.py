@@ -276,8 +276,8 @@ class Uses(ast.NodeVisitor):
         self._scope = self._names.scopes[tree]
         self._calls: dict[ast.Call, str] = {}
         self.generic_visit(tree)
-        for call, text in Traps(tree, self._calls).notes():
-            self._add(call, ast.unparse(call.func), "note", text)
+        for node, text in Traps(tree, self._calls).notes():
+            self._add(node, ast.unparse(node.func if isinstance(node, ast.Call) else node), "note", text)
 
     def visit(self, node: ast.AST) -> None:
         """Visit `node` in its scope."""

@@ -17,6 +17,13 @@ _WRAPPERS = {
 }
 _CLIPS = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_norm", "torch.nn.utils.clip_grad_value_"}
 _BINARY_CROSS_ENTROPIES = {"torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"}
+_PRODUCTS = {
+    *(f"torch.{name}" for name in ["addmm", "bmm", "einsum", "matmul", "mm", "mv", "tensordot"]),
+    *(f"torch.nn.functional.conv{name}" for name in ["1d", "2d", "3d", "_transpose1d", "_transpose2d", "_transpose3d"]),
+    *(f"torch.nn.functional.{name}" for name in ["bilinear", "embedding", "group_norm", "layer_norm", "linear"]),
+}
+_VIEWS = {"detach", "expand", "flatten", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view"}
+_CASTS = {"bfloat16", "float", "half", "to", "type", "type_as"}
 _FUNCTION_LEVELS = {"O1", "O4"}
 
 
@@ -40,12 +47,12 @@ class Traps:
             if isinstance(node, ast.Assign)
         }
 
-    def notes(self) -> Iterator[tuple[ast.Call, str]]:
-        """Calls, and what is to be said of them."""
+    def notes(self) -> Iterator[tuple[ast.expr, str]]:
+        """Calls and products, and what is to be said of them."""
         if self._initialize or self._scale_loss:
             yield from self._tuples()
             yield from self._closures()
-            yield from self._forwards()
+            yield from self._products_with_weights()
             yield from self._binary_cross_entropies()
             yield from self._wrapped_too_early()
             yield from self._clips_of_model_gradients()
@@ -71,11 +78,31 @@ class Traps:
             if owner in optimizers and closure is not None and not isinstance(closure, ast.Constant):
                 yield call, f"a closure is refused at O1, O2 and O5, as in apex: run it first, then {owner}.step()"
 
-    def _forwards(self) -> Iterator[tuple[ast.Call, str]]:
+    def _products_with_weights(self) -> Iterator[tuple[ast.expr, str]]:
+        if self._levels and self._levels <= {"O0", *_FUNCTION_LEVELS}:
+            return
         models = self._objects(self._initialize, 0, "models")
-        for call, owner in self._methods("forward"):
-            if owner in models and self._levels - _FUNCTION_LEVELS:
-                yield call, f"at O2, O3 and O5 inputs are cast where the model is called: write {owner}(...)"
+        models |= {
+            ast.unparse(target)
+            for call in self._calls_of(*_WRAPPERS)
+            if call.args and ast.unparse(call.args[0]) in models
+            for target in self._assigned.get(call, [])
+        }
+        products: list[tuple[ast.expr, list[ast.expr]]] = [
+            (call, [*call.args, *(keyword.value for keyword in call.keywords)]) for call in self._calls_of(*_PRODUCTS)
+        ]
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                products.append((node, [node.left, node.right]))
+        for product, operands in products:
+            weights = {ast.unparse(tensor) for tensor in map(_viewed, operands) if models.intersection(_owners(tensor))}
+            if weights and not any(map(_is_cast, operands)):
+                weight = min(weights)
+                yield (
+                    product,
+                    f"at O2, O3 and O5 {weight} is half, and what the model and its parts take and give is not: write "
+                    f"{weight}.float()",
+                )
 
     def _binary_cross_entropies(self) -> Iterator[tuple[ast.Call, str]]:
         allowed = any(keyword.arg in ("allow_banned", None) for call in self._initialize for keyword in call.keywords)
@@ -132,6 +159,33 @@ def _elements(node: ast.expr | None) -> list[ast.expr]:
     if node is None:
         return []
     return node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]
+
+
+def _viewed(node: ast.expr) -> ast.expr:
+    """The tensor that an expression is a view of: `w` for `w.t()[:8]`."""
+    while True:
+        match node:
+            case ast.Call(func=ast.Attribute(value=value, attr=attr)) if attr in _VIEWS:
+                node = value
+            case ast.Attribute(value=value, attr="T" | "mT" | "data") | ast.Subscript(value=value):
+                node = value
+            case _:
+                return node
+
+
+def _owners(node: ast.expr) -> Iterator[str]:
+    """What an attribute is of: `model.a[0]`, `model.a` and `model` for `model.a[0].b`."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+        yield ast.unparse(node)
+
+
+def _is_cast(node: ast.expr) -> bool:
+    """Whether an operand is given another type where it stands."""
+    return any(
+        isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and child.func.attr in _CASTS
+        for child in ast.walk(node)
+    )
 
 
 def _level(call: ast.Call) -> str | None:

@@ -299,6 +299,7 @@ START = (
     "from apex import amp\nimport torch\nimport torch.nn.functional as F\nfrom torch.nn.utils import clip_grad_norm_\n"
 )
 SCALED = "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\n"
+O2 = "m, o = amp.initialize(m, o, opt_level='O2')\n"
 
 
 @pytest.mark.parametrize(
@@ -316,8 +317,11 @@ SCALED = "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.
         ("from apex.parallel import DistributedDataParallel as P\nm = P(m)\namp.initialize(m, o)", 7, "wrap it after"),
         ("amp.initialize(m, o)\nF.binary_cross_entropy(x, y)", 6, "binary_cross_entropy_with_logits"),
         ("amp.initialize(m, o, opt_level=args.level)\ntorch.nn.BCELoss()", 6, "BCEWithLogitsLoss"),
-        ("m, o = amp.initialize(m, o, opt_level='O2')\nm.forward(x)", 6, "write m(...)"),
-        ("self.m, o = amp.initialize(m, o, opt_level=level)\nself.m.forward(x)", 6, "write self.m(...)"),
+        (f"{O2}F.linear(x, m.head.weight)", 6, "write m.head.weight.float()"),
+        (f"{O2}y = x @ m.layers[3].weight.t()[:8]", 6, "write m.layers[3].weight.float()"),
+        (f"{O2}p = torch.nn.DataParallel(m)\ntorch.matmul(x, p.module.w)", 7, "write p.module.w.float()"),
+        (f"{O2}F.conv2d(input=x, weight=m.a.weight, bias=m.a.bias)", 6, "write m.a."),
+        ("self.m, o = amp.initialize(m, o, opt_level=level)\nF.linear(x, self.m.w)", 6, "write self.m.w.float()"),
     ],
 )
 def test_a_trap_gets_a_note_at_its_line(script, source, line, text):
@@ -349,9 +353,13 @@ def test_a_trap_gets_a_note_at_its_line(script, source, line, text):
         "amp.initialize(m, o, allow_banned=True)\nF.binary_cross_entropy(x, y)",
         "amp.register_float_function(torch, 'sigmoid')\namp.initialize(m, o)\nF.binary_cross_entropy(x, y)",
         "F.binary_cross_entropy(x, y)",
-        "m, o = amp.initialize(m, o, opt_level='O1')\nm.forward(x)",
-        "m, o = amp.initialize(m, o, opt_level='O2')\nother.forward(x)",
-        "m, o = amp.initialize(m, o, opt_level='O2')\nm(x)",
+        "m, o = amp.initialize(m, o, opt_level='O1')\nF.linear(x, m.w)",
+        f"{O2}F.linear(x, other.w)",
+        f"{O2}F.linear(x.half(), m.w)",
+        f"{O2}x @ m.w.float()",
+        f"{O2}x @ m.part(y)",
+        f"{O2}torch.zeros_like(m.w)",
+        f"{O2}m(x) + m.forward(x) + m.a.b(x) + m.layers[3].forward(x)",
     ],
 )
 def test_what_is_right_gets_no_note(script, source):

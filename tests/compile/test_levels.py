@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensor
 
@@ -440,3 +441,51 @@ def test_a_model_and_its_bound_forward_cast_outputs_in_containers(level: str, ki
         assert y.dtype is torch.float32
         expected = model(x, kind)
         assert_bitwise(y, expected["y"] if kind == "dict" else expected[0])
+
+
+class Nested(nn.Module):
+    """A list of layers, in each of which a graph may break."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Breaks(breaks)) for _ in range(10)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Breaks(InContainers):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+
+    def forward(self, x: Tensor, kind: str = "") -> Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        self.got = x.dtype
+        y: Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_parts_are_cast_where_a_script_calls_them_compiled_and_not_within_a_compiled_model(
+    level: str, breaks: bool
+) -> None:
+    model = Nested(breaks)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    x, half = torch.randn(2, 4), model.layers[0][0].weight.dtype
+    for part in (model.layers[3][0], model.layers[2], model.layers[1].forward):
+        y = torch.compile(part, backend="eager", fullgraph=not breaks)(x)
+        assert y.dtype is torch.float32
+        assert_bitwise(y, part(x))
+    counter = CompileCounter()
+    whole = torch.compile(model, backend=counter)
+    for _ in range(3):
+        assert_bitwise(whole(x), model(x))
+        assert model.layers[5][1].got is half
+    assert counter.frame_count <= (8 if breaks else 1)
+    counters["graph_break"].clear()

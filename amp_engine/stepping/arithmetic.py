@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import kernels
-from amp_engine.distributed import is_sharded
+from amp_engine.distributed import is_sharded, local_of
+from amp_engine.errors import AmpValueError
 from amp_engine.kernels import tensor_lists
 
 
@@ -49,6 +50,14 @@ def largest_and_squares(values: Tensor, has_squares: bool = True) -> Tensor:
     largest = torch.linalg.vector_norm(values, math.inf).double()
     squares = values.double().square().sum() if has_squares else torch.full_like(largest, math.nan)
     return torch.stack([largest, squares])
+
+
+def nonfinite(grads: Sequence[Tensor]) -> list[Tensor]:
+    """True somewhere if an element is not finite: bool, on the devices of `grads`, of any form. No host sync."""
+    try:
+        return [kernels.check(grads).nonfinite]
+    except AmpValueError:  # sparse, float64, with gaps in memory, or on several devices
+        return [~values(local_of(grad)).isfinite() for grad in grads]
 
 
 @torch.no_grad()

@@ -119,16 +119,20 @@ class ScaledBackwards:
     def close_windows_into(self, stepped: SteppedOptimizer) -> None:
         """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
         self.unlisted.exit()  # of a body that does not list `stepped`, and is run still
-        self.look_at_gathered(stepped)
+        self.look_at_gathered(stepped, is_stepping=True)
         for other in self._windows_into([stepped]):
             if not other.window.is_in_body:
                 self._close_left_open(other)
         self._close_left_open(stepped)
 
-    def look_at_gathered(self, stepped: SteppedOptimizer) -> None:
-        """Count what parameters have gathered before `stepped` had them, if it is finite: by a backward of nothing."""
+    def look_at_gathered(self, stepped: SteppedOptimizer, is_stepping: bool = False) -> None:
+        """Count what no check of `stepped` saw, if it is finite: by a backward of nothing."""
         scaler = self._scaling.default()
-        if stepped.window.is_closed and stepped.has_gathered() and not self._passes_through(scaler, [stepped]):
+        if (
+            stepped.window.is_closed
+            and stepped.has_gathered(is_stepping)
+            and not self._passes_through(scaler, [stepped])
+        ):
             backward = self.begin([stepped], scaler, 0)
             stepped.enter_backward(backward, scale=self.unlisted.scale)
             self.close_windows([stepped], backward)

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from amp_engine import devices, kernels
 from amp_engine.devices import moved
-from amp_engine.distributed import local_of
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
@@ -96,6 +95,7 @@ class SteppedOptimizer:
         self._is_captured = False  # whether the last backward is in a CUDA graph
         self._with_masters: tuple[Columns, Tensor] | None = None
         self._unchecked: Sequence[nn.Parameter] = ()  # whose gradients another loss left
+        self._has_left = False  # whether the last step, which may have been skipped, left those of the model
         self._written_gradients = strays.WrittenGradients()
         self._written_parameters = strays.WrittenParameters()
         self._is_clipped = False  # in earlier iterations
@@ -146,9 +146,9 @@ class SteppedOptimizer:
         self.ranks.enter(not self.backward_seen, self.window.is_left_open)
         self._begin()
         self.join_open_window(scale)
-        if self._unchecked or self.rows.joined:
+        if self.rows.joined:
             self._take_gathered(backward.scaler, scale)
-        self.window.open(backward, waits)
+        self.window.open(backward, waits, not self.backward_seen or bool(self._unchecked))
 
     def join_open_window(self, scale: ScaleSnapshot | None) -> None:
         """Have what parameters gathered before they came be scaled as the rest of a window that was left open is.
@@ -174,6 +174,7 @@ class SteppedOptimizer:
         self.window.close(backward, check, unscaled)
         if self._is_clipped and (found := self.rows.slots.check) is not None and found.unscaled is not None:
             found.unscaled.watch()
+        self._unchecked, self._has_left = (), False
         self._is_captured = devices.is_capturing(backward.snapshot.scale.device)
         self.ranks.close()
         self.backward_seen = True
@@ -190,27 +191,28 @@ class SteppedOptimizer:
         """The backward of a loss that this optimizer is not listed in left gradients: look at them before a step."""
         self._unchecked = self.rows.columns.plain
 
-    def has_gathered(self) -> bool:
-        """Whether a gradient is to be stepped that no check of this optimizer saw. Looks for new parameters."""
+    def has_gathered(self, is_stepping: bool = False) -> bool:
+        """Whether there is a gradient that no check of this optimizer saw. Looks for new parameters.
+
+        Args:
+            is_stepping: whether it is stepped next: what a skipped step left counts then, for nobody zeroed it.
+        """
         self.rows.scan()
+        if is_stepping and self._has_left and tensor_lists.any_gradient(self.rows.columns.plain_handle):
+            return True
         return any(p.grad is not None for p in self._unchecked) or bool(self.rows.joined)
 
     def _take_gathered(self, scaler: LossScaler, scale: ScaleSnapshot | None) -> None:
-        """Give new masters what their parameters gathered, and have the scaler count an overflow of what is unchecked.
-
-        No host sync.
-        """
+        """Give new masters what their parameters gathered, and count an overflow of it. No host sync."""
         joined, self.rows.joined = self.rows.joined, []
         for p in joined:
             grad, master = p.grad, self.rows.master_of(p)
             if grad is not None and master is not None and is_low_precision(grad):
                 inv_scale = torch.ones((), device="cpu") if scale is None else scale.inv_scale
                 master.weight.grad = arithmetic.times(grad, moved(inv_scale, grad.device), torch.float32)
-        weights = [p if (master := self.rows.master_of(p)) is None else master.weight for p in joined]
-        grads = [p.grad for p in (*weights, *self._unchecked) if p.grad is not None]
-        self._unchecked = ()
-        for grad in grads:
-            scaler.record_(~arithmetic.values(local_of(grad)).isfinite())
+                for flags in arithmetic.nonfinite([grad]):
+                    scaler.record_(flags)
+        self._unchecked = self.rows.columns.plain
 
     def shares_parameters_with(self, other: SteppedOptimizer) -> bool:
         """Whether a parameter is stepped by both."""
@@ -237,7 +239,7 @@ class SteppedOptimizer:
                 "amp.scale_loss(...)`, which did it at its entry.  Leave out one of the two."
             )
         self._begin()
-        self.window.prepare(self._stand_in())
+        self.window.prepare(self._stand_in(), not self.backward_seen or bool(self._unchecked))
 
     def post_backward(self, scaler: LossScaler) -> None:
         """Exit: unscale by `scaler`, and record in it what was not finite. No host sync but `scaler.to`'s."""
@@ -261,6 +263,7 @@ class SteppedOptimizer:
         """The step was skipped without us, and all that was decided about it is past."""
         self.pending.skipped_by_caller()
         self.backward_seen = False
+        self._has_left = True
         self.rows.discard_gradients()
 
     def forget_backwards(self) -> None:
@@ -383,6 +386,8 @@ class SteppedOptimizer:
         # A wrapper goes on after this step by what it finds, so the host decides.
         decision = self.pending.decide(on_device=planned is not None and not self._is_wrapped)
         try:
+            if isinstance(decision, Skip) or decision.flags:
+                self._has_left = True  # the model's own gradients stay, which may not be finite
             if isinstance(decision, Skip):
                 self._skip()
                 return
@@ -500,7 +505,7 @@ class SteppedOptimizer:
         self.pending.hear(wait=True)
         self._discard_left_gradients()
         release_fused_step(self.optimizer)
-        if self.pending.overflowed():
+        if self.pending.overflowed() or (self._has_left and self.pending.skipped):
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None  # not finite, and nobody is left to skip the step

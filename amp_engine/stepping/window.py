@@ -64,6 +64,7 @@ class Window:
         self._list_check = kernels.ListCheck()
         # Unscaled gradients of earlier backwards, by id of the parameter that the optimizer steps.
         self._earlier: dict[int, Tensor] = {}
+        self._looks_at_earlier = False  # whether no check of a backward since the last step may have seen them
         # While left open: what plain parameters hold, those that show a gradient of before the window meanwhile, for
         # zero_grad to reach, and a gradient of ours on one master.
         self._left: list[Seen] = []
@@ -102,15 +103,16 @@ class Window:
         """Whether what is in it may be of a loss of `scaler`. Not if nobody said whose it is, and another stood in."""
         return self._is_claimed or self.backward.scaler is scaler
 
-    def open(self, backward: Backward, waits: bool = False) -> None:
+    def open(self, backward: Backward, waits: bool = False, looks_at_earlier: bool = False) -> None:
         """Entry of `scale_loss`: set aside what is there, or go on with what was left open. Raises AmpStateError.
 
         Args:
             backward: the scale of what is to come. The rest of what was left open with another one is discarded: the
                 scaler may be another one than in an earlier body of this window, since `initialize` makes new ones.
             waits: whether `begin` will be called when a backward begins. Nothing is set aside before.
+            looks_at_earlier: whether what is set aside is checked, too, when it is added to.
         """
-        self._enter(State.OPEN, backward, waits)
+        self._enter(State.OPEN, backward, waits, looks_at_earlier)
         self.claim(backward)
 
     def begin(self) -> None:
@@ -133,9 +135,9 @@ class Window:
             return not all(one.is_untouched() for one in self._reentered)
         return self._waiting is None and tensor_lists.any_gradient(self._rows.columns.param_handle)
 
-    def prepare(self, stand_in: Backward) -> None:
+    def prepare(self, stand_in: Backward, looks_at_earlier: bool = False) -> None:
         """Entry of somebody's own `scale_loss`, who will `claim` what comes. Raises AmpStateError inside of a body."""
-        self._enter(State.PREPARED, stand_in)
+        self._enter(State.PREPARED, stand_in, looks_at_earlier=looks_at_earlier)
 
     def adopt(self, stand_in: Backward) -> None:
         """Have the gradients that are there be those of this window, scaled."""
@@ -143,7 +145,7 @@ class Window:
         self._rows.materialize()
         self._backward, self._is_claimed = stand_in, False
 
-    def _enter(self, state: State, backward: Backward, waits: bool = False) -> None:
+    def _enter(self, state: State, backward: Backward, waits: bool = False, looks_at_earlier: bool = False) -> None:
         if self.state is State.PREPARED:
             self.discard()  # its owner raised, with nobody to close it
         is_reentered = self.is_left_open
@@ -152,6 +154,7 @@ class Window:
         self._waiting = b""
         if not is_reentered:
             self._backward, self._is_claimed = backward, False
+            self._looks_at_earlier = looks_at_earlier
             self._rows.materialize()  # this backward is to be added to
             columns = self._rows.columns
             if not (columns.asks or tensor_lists.any_gradient(columns.param_handle)):
@@ -236,8 +239,8 @@ class Window:
     def close(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit: afterwards `.grad` of every stepped parameter is, or gives, the unscaled gradient in its own type.
 
-        Only gradients of this window are checked, not those that they are added to. What was found goes into
-        `backward`, and what is held into the slots of the rows. No host sync.
+        Gradients of this window are checked, and those of before the last step that they are added to. What was found
+        goes into `backward`, and what is held into the slots of the rows. No host sync.
 
         Args:
             backward: of all optimizers of this `scale_loss`.
@@ -278,6 +281,9 @@ class Window:
         is_whole = first and len(looks) == 1 and not others and not done
         whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
         self._rows.slots = self._held(columns, grads, accesses, devices, totals, backward, whole)
+        if check and self._looks_at_earlier and self._earlier:
+            for flags in arithmetic.nonfinite(list(self._earlier.values())):
+                backward.scaler.record_(flags)
         self._restore_earlier(add=True)
         if totals:
             self._add_to(totals, grads, devices, backward)

@@ -241,8 +241,8 @@ def _what_happened(record: OverflowRecord) -> str:
         return f"{numbers}  Parameters are not finite: {some(record.weights)}."
     if record.cause == "elsewhere":
         return (
-            f"{numbers}  Each gradient of this process is finite: look at the other ranks, and at earlier backwards of "
-            "the step."
+            f"{numbers}  Each gradient of this process is finite: look at the other ranks, at earlier backwards of the "
+            "step, and whether zero_grad() is called after steps that were skipped."
         )
     return f"{gradient}  {numbers}"
 
@@ -274,7 +274,10 @@ def diagnosis(record: OverflowRecord, skips: int, loss_scale: float) -> str:
             "(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
         )
     else:
-        advice = "The loss is finite, and so is each gradient that was looked at."
+        advice = (
+            "The loss is finite, and so is each gradient of this backward: those that it was added to are not.  Call "
+            "zero_grad() after a step that was skipped, too."
+        )
     return (
         f"Amp diagnosis:  {skips} steps in a row were skipped; loss scaler {record.loss_id} is at {loss_scale}.  Loss "
         f"finite: {'yes' if record.loss_is_finite else 'no'} ({_number(record.loss)}).  Non-finite gradients: "

@@ -243,6 +243,118 @@ def test_an_overflow_in_an_accumulated_backward_skips_the_whole_step() -> None:
     assert scaler_numbers() == (32768.0, 1)
 
 
+CHECKED = {
+    **{level: {"loss_scale": "dynamic"} for level in LEVELS},
+    "O0, static": {"loss_scale": 64.0, "skip_on_overflow": True},
+    "O4, scale of 1": {"skip_on_overflow": True},
+    "O5, split": {"loss_scale": "dynamic", "master_weights": "split"},
+}
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+}
+
+
+def is_finite(model: nn.Module) -> bool:
+    return all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
+@pytest.mark.parametrize("outcomes", ["ooc", "coc", "oc", "cooccz", "oocczc"])
+@pytest.mark.parametrize("level", CHECKED)
+def test_no_step_is_taken_on_gradients_that_a_skipped_step_left(level: str, outcomes: str, delay: bool) -> None:
+    """Without zero_grad() the model's own gradients add up, so one that is not finite skips until they are gone."""
+    options = CHECKED[level] | {"loss_scale": 64.0, "skip_on_overflow": True}
+    model, optimizer = started(level[:2], OPTIMIZERS["SGD"], **options)
+    has_bad = False
+    for index, outcome in enumerate(outcomes):
+        if outcome == "z":
+            optimizer.zero_grad()
+            has_bad = False
+        else:
+            backward(
+                NORMED_MLP.loss(model, NORMED_MLP.batch(index)), optimizer, overflow=outcome == "o", delay_unscale=delay
+            )
+            has_bad |= outcome == "o"
+            optimizer.step()
+            assert amp.current_engine().step_was_skipped(optimizer) == has_bad
+        assert is_finite(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", CHECKED)
+def test_zero_grad_after_skipped_steps_ends_the_skips(level: str, kind: str, set_to_none: bool) -> None:
+    if level == "O5, split" and kind == "Rprop":
+        pytest.skip("has no step of ours")
+    model, optimizer = started(level[:2], OPTIMIZERS[kind], **CHECKED[level])
+    for index, outcome in enumerate("coocc"):
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(index)) / 2**12, optimizer, overflow=outcome == "o")
+        optimizer.step()
+        assert is_finite(model)
+    optimizer.zero_grad(set_to_none)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) / 2**12, optimizer)
+    optimizer.step()
+    assert not amp.current_engine().step_was_skipped(optimizer)
+    assert is_finite(model)
+
+
+@pytest.mark.parametrize("level", CHECKED)
+def test_a_step_without_a_backward_looks_at_what_a_skipped_step_left(level: str) -> None:
+    model, optimizer = started(level[:2], **CHECKED[level])
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, overflow=True)
+    optimizer.step()
+    optimizer.step()
+    assert is_finite(model)
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer):
+        print(1 / 0)
+    optimizer.step()
+    assert is_finite(model)
+    amp.close()
+    optimizer.step()
+    assert is_finite(model)
+
+
+@pytest.mark.parametrize("level", CHECKED)
+def test_looking_at_what_a_skipped_step_left_moves_nothing(level: str) -> None:
+    model, optimizer = started(level[:2], **CHECKED[level])
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, overflow=True)
+    optimizer.step()
+    before = scaler_numbers()
+    assert [p.grad for p in amp.master_params(optimizer)]
+    amp.clip_grad_norm_(optimizer, 1.0)
+    assert scaler_numbers() == before
+    optimizer.zero_grad()
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) / 2**12, optimizer)
+    optimizer.step()
+    assert not amp.current_engine().step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", CHECKED)
+def test_a_backward_outside_that_overflowed_skips_the_step_of_the_next_one(level: str) -> None:
+    model, optimizer = started(level[:2], **CHECKED[level])
+    (NORMED_MLP.loss(model, NORMED_MLP.batch()) * float("inf")).backward()
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()) / 2**12, optimizer)
+    optimizer.step()
+    assert is_finite(model)
+
+
+@pytest.mark.parametrize("level", CHECKED)
+def test_what_a_skipped_step_left_skips_two_optimizers_of_one_loss(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    amp.initialize(model, optimizers, opt_level=level[:2], verbosity=0, num_losses=2, **CHECKED[level])
+    for loss_id, outcome in enumerate("oococ"):
+        loss = model(torch.ones(2, 4)).float().sum() / 2**12
+        listed = optimizers if loss_id % 2 == 0 else optimizers[:1]
+        backward(loss, listed, overflow=outcome == "o", loss_id=loss_id % 2)
+        for optimizer in listed:
+            optimizer.step()
+        assert is_finite(model)
+
+
 # --- delay_unscale --------------------------------------------------------------------------------
 
 

@@ -44,6 +44,8 @@ class Reference:
         self.home: dict[str, int] = {}  # their optimizers
         self.windows: list[Window | None] = [None for _ in groups]
         self.overflowed, self.skipped = [False for _ in groups], [False for _ in groups]
+        self.seen = [False for _ in groups]  # whether there was a backward since the last step
+        self.left = [False for _ in groups]  # whether the last step was skipped, and none was since
         self.moved: set[str] = set()  # parameters that the user wrote since their masters looked last
         self.added: set[str] = set()  # to a group, since masters were looked for
         self.regrouped: set[int] = set()  # optimizers whose groups lost something since
@@ -173,11 +175,14 @@ class Reference:
             window, self.windows[o] = self.windows[o], None
             for name in self.names(o) if window else ():
                 param, entry, total = self.params[name], self.entry(name), window.earlier.get(name)
+                if total is not None and entry is param and not self.seen[o]:
+                    overflowed |= not bool(total.isfinite().all())
                 if param.grad is not None:
                     overflowed |= not bool(param.grad.isfinite().all())
                     grad = (param.grad.float() / window.scale).to(entry.dtype)
                     total = grad if total is None else total + grad
                 entry.grad = total
+            self.seen[o], self.left[o] = True, False
         scaler.overflowed = overflowed and late_check
         if not late_check:
             scaler.update(overflowed)
@@ -202,9 +207,15 @@ class Reference:
     def step(self, o: int) -> None:
         if (window := self.windows[o]) is not None:
             self.exit([o], window.loss_id)
+        elif self.left[o] and not self.passes_through([o], 0):
+            self.scan(o)
+            if any(self.entry(name).grad is not None for name in self.names(o) if name not in self.masters):
+                self.enter([o], 0)
+                self.exit([o], 0)
         for hook in self.hooks[o]:
             hook(self.optimizers[o], (), {})
         self.skipped[o], self.overflowed[o] = self.overflowed[o], False
+        self.seen[o], self.left[o] = False, self.skipped[o]
         self.scan(o)
         self.write_back(o, self.written - self.moved)
         self.settle(o)

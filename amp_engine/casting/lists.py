@@ -172,6 +172,7 @@ TORCH = CastLists(
         # since apex
         "arctan2",
         "grid_sampler",
+        "index_copy",
         "index_put",
         "inner",
         "scatter_add",
@@ -239,6 +240,7 @@ TENSOR = CastLists(
         *(f"__{name}__" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
         # since apex
         "arctan2",
+        "index_copy",
         "index_put",
         "inner",
         "scatter_add",
@@ -248,6 +250,9 @@ TENSOR = CastLists(
         *(f"{name}_" for name in ("addmm", "addmv", "addr", "addbmm", "baddbmm")),
         *(f"{name}_" for name in ("addcdiv", "addcmul", "atan2", "add", "div", "mul")),
         *(f"{name}_" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
+        # since apex: torch writes no other type, and softmax gives FP32
+        *(f"index_{name}_" for name in ("add", "copy", "put")),
+        *(f"{name}_" for name in ("lerp", "masked_scatter", "put", "scatter", "scatter_add", "scatter_reduce")),
     ),
     refused_in_place=(
         *(f"{name}_" for name in _POINTWISE_OF_WIDE_RANGE),

@@ -216,6 +216,7 @@ FEW = {
     "arctan2": lambda c, d: (c(X), d(X)),
     "cross": lambda c, d: (c(THREE), d(THREE), 1),
     "dot": lambda c, d: (c(V), d(V)),
+    "index_copy": lambda c, d: (c(V), 0, CLASSES, d(V)),
     "index_put": lambda c, d: (c(V), (CLASSES,), d(V)),
     "inner": lambda c, d: (c(V), d(V)),
     "scatter_add": lambda c, d: (c(V), 0, CLASSES, d(V)),
@@ -253,6 +254,15 @@ MATCH_SELF = {
     "addmv_": lambda c, d: (c(V), d(X), d(V)),
     "addr_": lambda c, d: (c(X), d(V), d(V)),
     "baddbmm_": lambda c, d: (c(BATCH), d(BATCH), d(BATCH)),
+    "index_add_": lambda c, d: (c(V), 0, CLASSES, d(V)),
+    "index_copy_": lambda c, d: (c(V), 0, CLASSES, d(V)),
+    "index_put_": lambda c, d: (c(V), (CLASSES,), d(V)),
+    "lerp_": lambda c, d: (c(V), d(V), 0.5),
+    "masked_scatter_": lambda c, d: (c(V), V > 0.3, d(V)),
+    "put_": lambda c, d: (c(V), CLASSES, d(V)),
+    "scatter_": lambda c, d: (c(V), 0, CLASSES, d(V)),
+    "scatter_add_": lambda c, d: (c(V), 0, CLASSES, d(V)),
+    "scatter_reduce_": lambda c, d: (c(V), 0, CLASSES, d(V), "sum"),
 }
 REFUSED_METHODS = {
     **{f"{name}_": call for name, call in WIDE_RANGE.items() if name != "log1p"},

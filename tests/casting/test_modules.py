@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -160,3 +161,22 @@ def test_weight_norm_takes_its_norm_in_fp32(casts: FunctionCasts) -> None:
     with pytest.warns(FutureWarning):
         linear = nn.utils.weight_norm(nn.Linear(WIDTH, 4))
     assert linear(X).dtype is casts.dtype
+
+
+def test_adaptive_softmax_takes_low_precision_and_gives_its_numbers(casts: FunctionCasts) -> None:
+    module = built(lambda: nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 12, [3, 6], div_value=2.0))
+    target = torch.arange(6) * 2
+    losses, gradients = [], []
+    for is_cast in (False, True):
+        for dtype in (f32, casts.dtype) if is_cast else (f32,):
+            module.zero_grad()
+            inputs = X.reshape(6, WIDTH).to(dtype).requires_grad_()
+            with nullcontext() if is_cast else casts.disabled():
+                output, loss = module(inputs, target)
+            assert output.dtype == dtype
+            loss.float().backward()
+            losses.append(loss.float())
+            gradients.append(module.head.weight.grad.clone())
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, losses[0], rtol=2e-2, atol=0)
+        torch.testing.assert_close(gradient, gradients[0], rtol=5e-2, atol=5e-3)

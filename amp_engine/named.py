@@ -42,12 +42,12 @@ def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     Waits for each device once, where there are masters.
     """
     named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
-    in_sync = {name: m for name, param in named if (m := next((m for m in masters_of(param) if m.in_sync()), None))}
-    counts = dict(zip(in_sync, rounds_to_params([*in_sync.values()]), strict=True))
+    counting = {name: m for name, param in named if (m := next((m for m in masters_of(param) if m.counts()), None))}
+    counts = dict(zip(counting, rounds_to_params([*counting.values()]), strict=True))
     for name, param in named:
         weight = param
         if counts.get(name):
-            weight = in_sync[name].weight
+            weight = counting[name].weight
         elif next(exact_of(param), None) is not None:
             value_f32 = exact_value(param)
             weight = nn.Parameter(param.detach().float() if value_f32 is None else value_f32, requires_grad=False)

@@ -70,6 +70,16 @@ def put_stamps(stamps: Stamps, place: int, of_one: Stamps) -> Stamps:
     return stamps
 
 
+def have_other_memory(tensor: Tensor, before: Stamps) -> bool:
+    """Whether a tensor differs from its stamp by its address alone: `tensor.data = x`."""
+    now = stamps([tensor])
+    if isinstance(now, list) and isinstance(before, list):
+        return now != before and [stamp[1:] for stamp in now] == [stamp[1:] for stamp in before]
+    if isinstance(now, list) or isinstance(before, list):
+        return False
+    return now != before and now[8:] == before[8:]
+
+
 def asks_for_gradients(params: Sequence[Tensor]) -> bool:
     """Whether a class among theirs has a `.grad` of its own, as masters do, which `gradients` would look past."""
     return any(getattr(kind, "grad", _GRAD) is not _GRAD for kind in set(map(type, params)))

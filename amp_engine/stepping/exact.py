@@ -57,8 +57,12 @@ class Exact:
         """Whether nobody but us wrote the parameter since it was rounded from the value."""
         raise NotImplementedError
 
+    def counts(self) -> bool:
+        """Whether `value` is what the parameter was rounded from, where it still is that."""
+        return self.in_sync()
+
     def value(self) -> Tensor:
-        """What the model computes with, if it is in sync, before it was rounded: float32, new memory. No host sync.
+        """What the model computes with, if it counts, before it was rounded: float32, new memory. No host sync.
 
         Where the parameter is not this value rounded somebody wrote it through `.data`, and it counts.
         """
@@ -117,7 +121,7 @@ def exact_value(param: nn.Parameter) -> Tensor | None:
 
 def exact_value_of(keepers: Iterable[Exact]) -> Tensor | None:
     """The same of what keeps it."""
-    return next((one.value() for one in keepers if one.in_sync()), None)
+    return next((one.value() for one in keepers if one.counts()), None)
 
 
 def places_moved() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import kernels
+from amp_engine.distributed import has_ranks
 from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels import tensor_lists
@@ -114,6 +115,18 @@ class Master(Exact):
         """Whether nobody but us moved the parameter since it was last stamped."""
         return tensor_lists.have_stamps([self.param], tensor_lists.stamps_of(self._shared.params, self._place))
 
+    def counts(self) -> bool:
+        """Whether the master is what the parameter was rounded from, where it still is that.
+
+        So it is after `param.data = x`, but among ranks, some of which may get other values by that.
+        """
+        if self.in_sync():
+            return True
+        if has_ranks() or self.was_written() or self.param.shape != self.weight.shape:
+            return False
+        stamp = tensor_lists.stamps_of(self._shared.params, self._place)
+        return tensor_lists.have_other_memory(self.param, stamp)
+
     def was_written(self) -> bool:
         """Whether somebody but us wrote the master since the two last agreed."""
         return not tensor_lists.have_stamps([self.weight], tensor_lists.stamps_of(self._shared.weights, self._place))
@@ -155,7 +168,7 @@ class Master(Exact):
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Take the parameter's value if somebody moved it. Exact if another master of it is in sync.
+        """Take the parameter's value if somebody moved it. Exact where this master, or another one of it, counts.
 
         True if that value is rounded, and was written outside of steps.
         """

@@ -162,11 +162,10 @@ class SteppedOptimizer:
         joined, self.rows.joined = self.rows.joined, []
         own = self.window.backward.snapshot
         for p in joined:
-            grad = p.grad
-            is_scaled = scale is not None and self.rows.master_of(p) is not None
-            if grad is None or (is_scaled and scale.equals(own)):
+            grad, earlier = p.grad, None if self.rows.master_of(p) is None else scale
+            if grad is None or (earlier is not None and earlier.equals(own)):
                 continue
-            factor = own.scale * scale.inv_scale if is_scaled else own.scale
+            factor = own.scale if earlier is None else own.scale * earlier.inv_scale
             p.grad = arithmetic.times(grad, moved(factor, grad.device), grad.dtype)
 
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:

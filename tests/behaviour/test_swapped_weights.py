@@ -57,6 +57,13 @@ class Swap(Average):
             p.data = value
 
 
+class Copied(Swap):
+    """The same, and goes back to a copy."""
+
+    def store(self, model: nn.Module) -> None:
+        self.stored = [p.detach().clone() for p in model.parameters()]
+
+
 def in_half(model: nn.Module) -> dict[str, Tensor]:
     return frozen({name: p.detach().float() for name, p in model.named_parameters()})
 
@@ -73,12 +80,14 @@ def assert_is_average(found: dict[str, Tensor], model: nn.Module, how: str) -> N
     assert_bitwise(found, {name: expected[name] for name in found})
 
 
-@pytest.mark.parametrize("kind", [Average, Swap])
+@pytest.mark.parametrize("kind", [Average, Swap, Copied])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("how", [*LEVELS, "O5, split"])
 def test_what_is_saved_is_what_the_model_computes_with_and_training_goes_on_from_the_masters(
     tmp_path: Path, how: str, name: str, kind: type[Average]
 ) -> None:
+    if how == "O5, split" and kind is Copied:
+        pytest.skip("new memory drops the lower halves: the values are those of the model, rounded")
     level, keywords = HOW.get(how, (how, {}))
     make = OPTIMIZERS["adamw" if how == "O5, split" else name]
 

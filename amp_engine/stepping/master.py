@@ -18,6 +18,7 @@ from amp_engine.errors import AmpValueError
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.exact import Exact, exact_of, exact_value, keep_exact, places_moved
 from amp_engine.stepping.master_parameter import GRAD, REQUIRES_GRAD, MasterParameter, own
+from amp_engine.stepping.seen import Left
 from amp_engine.stepping.slots import NO_SLOTS, Slots
 
 
@@ -27,12 +28,20 @@ class Shared:
     Attributes:
         params, weights: their stamps as they were when each two agreed.
         slots: has the low-precision gradients that stand for theirs.
+        left: says whose gradients were there before a step.
     """
 
-    def __init__(self, params: tensor_lists.Stamps, weights: tensor_lists.Stamps, slots: Slots | None = None) -> None:
+    def __init__(
+        self,
+        params: tensor_lists.Stamps,
+        weights: tensor_lists.Stamps,
+        slots: Slots | None = None,
+        left: Left | None = None,
+    ) -> None:
         self.params = params
         self.weights = weights
         self.slots = slots or NO_SLOTS
+        self.left = left or Left()
 
 
 # Of a master that no scan has seen.
@@ -84,11 +93,19 @@ class Master(Exact):
         return self.row is not None and self._shared.slots.holds(self.row)
 
     def discard_held(self) -> None:
-        """Discard the held gradient, if there is one."""
+        """Discard the held gradient, or the zeros that stand for it, if there is one."""
         if self.row is not None:
             self._shared.slots.empty(self.row)
+            self._shared.left.discard(self.row)
 
     def materialize(self) -> None:
+        """Make the float32 gradient from the held one, or of zeros that stand for it, if there is one."""
+        self.materialize_held()
+        if self.row is not None and self._shared.left.is_zero(self.row) and self.gradient() is None:
+            with torch.inference_mode(False):
+                GRAD.__set__(self.weight, torch.zeros_like(self.weight, requires_grad=False))
+
+    def materialize_held(self) -> None:
         """Make the float32 gradient from the held one, if there is one, and add it to what autograd wrote meanwhile."""
         if self.row is None or not self._shared.slots.holds(self.row):
             return

@@ -15,10 +15,10 @@ class Owner(Protocol):
     """What a master parameter asks about its gradient."""
 
     def materialize(self) -> None:
-        """Make the float32 gradient from the held one, if there is one."""
+        """Make the float32 gradient from the held one, or of zeros that stand for it, if there is one."""
 
     def discard_held(self) -> None:
-        """Discard the held gradient, if there is one."""
+        """Discard the held gradient, or the zeros that stand for it, if there is one."""
 
     def wants_gradient(self) -> bool:
         """The `requires_grad` that counts: the last one written, to the master or to its parameter."""
@@ -31,7 +31,7 @@ class Owner(Protocol):
 _OWNERS: dict[int, weakref.ref[Owner]] = {}
 
 HOLDING: set[int] = set()
-"""Ids of those that keep gradients. While there is none, as from a step to the next backward, `.grad` asks no owner."""
+"""Ids of those that keep gradients. While there is none, as from a step to the next backward, nobody is asked."""
 
 GRAD: Any = torch.Tensor.grad
 """The slot behind `.grad`, past any property."""
@@ -114,8 +114,7 @@ class MasterParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         GRAD.__set__(self, value)  # raises for what is no gradient of this parameter
-        key = id(self)
-        if HOLDING and (owner := _owner(key)) is not None:
+        if (owner := _owner(id(self))) is not None:
             owner.discard_held()
 
     @grad.deleter

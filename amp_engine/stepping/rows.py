@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_engine import devices
 from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
 from amp_engine.half_weights import HalfWeights
@@ -30,6 +31,7 @@ from amp_engine.stepping.master import (
     take_state,
     write_back_all,
 )
+from amp_engine.stepping.seen import Left, seen
 from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, Slots, WholeCheck
 from amp_engine.torch_private import disable_dynamo
 
@@ -222,15 +224,16 @@ class Rows:
         self._scanned = [tuple(group["params"]) for group in groups]
         earlier, self._columns = self._columns, columns_of(groups, self.find)
         self._note_joined(earlier)
-        slots = self.slots
+        slots, were = self.slots, [None if m is None else m.row for m in self._columns.masters]
+        left = self.left.rearranged(were)
         if slots.count > 0:
-            slots = slots.rearranged([None if m is None else m.row for m in self._columns.masters])
+            slots = slots.rearranged(were)
         if are_new:
-            self._shared = Shared(tensor_lists.stamps(self._low), tensor_lists.stamps(self._high), slots)
+            self._shared = Shared(tensor_lists.stamps(self._low), tensor_lists.stamps(self._high), slots, left)
         else:
             marks = [master.marked_as() for master in self.masters]
             self._shared = Shared(
-                tensor_lists.joined(p for p, _ in marks), tensor_lists.joined(w for _, w in marks), slots
+                tensor_lists.joined(p for p, _ in marks), tensor_lists.joined(w for _, w in marks), slots, left
             )
         rows = [row for row, master in enumerate(self._columns.masters) if master is not None]
         for place, (master, row) in enumerate(zip(self.masters, rows, strict=True)):
@@ -356,8 +359,30 @@ class Rows:
             self._shared.slots.discard()
         self._shared.slots = slots
 
+    @property
+    def left(self) -> Left:
+        """Which masters had a gradient before a step."""
+        return self._shared.left
+
     def step_rows(self) -> StepRows:
         """What the next step has to do, as of the last scan."""
+        rows = self._step_rows()
+        zero_rows = [row for row in self.left.zero_rows() if rows.slots[row] == Slot.EMPTY]
+        if not zero_rows:
+            return rows
+        weights, sizes = rows.weights, dict[torch.device, int]()
+        for row in zero_rows:
+            sizes[weights[row].device] = max(sizes.get(weights[row].device, 0), weights[row].numel())
+        zeros = {
+            device: torch.zeros(size, device=device) for device, size in sizes.items()
+        }  # which the step reads only
+        gradients, states = list(rows.gradients), bytearray(rows.slots)
+        for row in zero_rows:
+            w, states[row] = weights[row], Slot.OWN
+            gradients[row] = zeros[w.device].as_strided(w.shape, w.stride())
+        return rows._replace(gradients=gradients, slots=bytes(states))
+
+    def _step_rows(self) -> StepRows:
         columns, slots = self.columns, self.slots
         written = tensor_lists.any_gradient(self._high)
         if written:
@@ -418,19 +443,53 @@ class Rows:
         found = ((row, m.total()) for row, m in enumerate(self._columns.masters) if m is not None)
         return {row: total for row, total in found if total is not None}
 
-    def materialize(self) -> None:
-        """Make every held gradient a float32 gradient: 4 bytes an element."""
+    def materialize(self, zeros: bool = False) -> None:
+        """Make every held gradient a float32 gradient: 4 bytes an element; with `zeros` also where one of 0 is left."""
         if self.slots.count > 0:
             for master in self.masters:
-                master.materialize()
+                master.materialize_held()
         self.slots = NO_SLOTS
+        for row in self.left.zero_rows() if zeros else ():
+            if (zeroed := self._columns.masters[row]) is not None:
+                zeroed.materialize()
 
     def discard_parameter_gradients(self) -> None:
         """Discard the gradients of parameters that have a master."""
         tensor_lists.discard_gradients(self._low)
 
+    def spend_gradients(self, keeps_masters: bool = False) -> None:
+        """Discard gradients as after every step, of masters unless they are kept, and notice who zeroes them then."""
+        if self.masters:
+            self.left.spend(self._has_gradients())
+        self.discard_parameter_gradients()
+        if keeps_masters:
+            kept = [m.weight for m in self.masters if m.gradient() is not None]
+            self.left.watch([seen(min(kept, key=Tensor.numel))] if kept else [])
+        else:
+            self.discard_master_gradients()
+            self.show_left()
+
+    def _has_gradients(self) -> bytes:
+        """Of each row not 0 where there is one, held or its own."""
+        columns, slots = self.columns, self.slots
+        held = bytes(slots.states) if slots.count > 0 else bytes(len(columns.weights))
+        if not tensor_lists.any_gradient(self._high):
+            return held
+        return bytes(map(or_, held, tensor_lists.gradients(columns.weight_handle)[1]))
+
+    def show_left(self) -> None:
+        """Have the smallest master and parameter whose gradients a step discarded show one of 0."""
+        if self.masters and not devices.is_capturing(self.masters[0].weight.device):
+            self.left.show(self._smallest_left)
+
+    def _smallest_left(self) -> list[nn.Parameter]:
+        left = [m for m in self.masters if m.row is not None and self.left.states[m.row]]
+        weights = [m.weight for m in left]
+        params = [m.param for m in left if len(list(masters_of(m.param))) == 1]
+        return [min(those, key=Tensor.numel) for those in (weights, params) if those]
+
     def discard_gradients(self) -> None:
-        """Discard the gradients of masters and of their parameters, as after every step."""
+        """Discard the gradients of masters and of their parameters."""
         self.discard_master_gradients()
         self.discard_parameter_gradients()
 
@@ -449,8 +508,11 @@ class Rows:
         optimizer = self._optimizer()
         if optimizer is None or not self.makes_masters:
             return
+        self.left.hear()
         with suppress(AmpStateError):  # a parameter that is there beside its master keeps what it has
             self.scan()
+        if self.left.is_zeroed_in_place:
+            self.left.zero_all()
         self.refresh(adopt_data_writes=True)
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from operator import or_
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from amp_engine.stepping import arithmetic
+from amp_engine.stepping.master_parameter import GRAD, HOLDING
 
 
 class Seen(NamedTuple):
@@ -34,3 +38,125 @@ def seen(param: nn.Parameter) -> Seen:
 
 def _version(grad: Tensor | None) -> int:
     return 0 if grad is None else grad._version
+
+
+_SPENT = 1  # a step discarded the gradient
+_ZERO = 2  # which somebody has zeroed in place since
+_AS_SPENT = bytes([0]) + bytes([_SPENT]) * 255
+_AS_ZERO = bytes([0]) + bytes([_ZERO]) * 255
+
+
+class Left:
+    """The rows whose gradient was discarded by a step, where torch keeps it until somebody zeroes or discards it.
+
+    One that is zeroed in place is a gradient of 0 and is stepped. `zero_grad` zeroes what it finds, so the smallest of
+    these masters shows a gradient of 0, and so does the smallest parameter, from a step to the next backward.
+
+    Args:
+        states: n; of rows.
+    """
+
+    def __init__(self, states: bytes = b"") -> None:
+        self.states = bytearray(states)
+        self.is_zeroed_in_place = False  # whether gradients were when somebody heard last
+        self._sentinels: list[Seen] = []
+        self._chosen_for = b""
+        self._zeros: list[Seen] = []  # the sentinels of `_chosen_for`
+        self._look()
+
+    def __del__(self) -> None:
+        HOLDING.discard(id(self))
+
+    def _look(self) -> None:
+        """Have masters be asked for gradients while some of them are 0."""
+        (HOLDING.add if _ZERO in self.states else HOLDING.discard)(id(self))
+
+    def zero_rows(self) -> list[int]:
+        """Where the gradient is 0, unless there is one."""
+        return [row for row, state in enumerate(self.states) if state == _ZERO] if _ZERO in self.states else []
+
+    def is_zero(self, row: int) -> bool:
+        """Whether the gradient of a row is 0, unless it has one."""
+        return self.states[row] == _ZERO
+
+    def discard(self, row: int) -> None:
+        """Somebody discarded or replaced the gradient of a row."""
+        self.states[row] = 0
+
+    def discard_all(self) -> None:
+        """Somebody discarded all gradients."""
+        self.restore(bytes(len(self.states)))
+
+    def restore(self, states: bytes) -> None:
+        """Have these states, as `states` was."""
+        self.states = bytearray(states)
+        self._look()
+
+    def zero(self, rows: Iterable[int]) -> None:
+        """Somebody zeroed the gradients of `rows` in place."""
+        for row in rows:
+            self.states[row] = _ZERO
+        self._look()
+
+    def zero_all(self, rows: Iterable[int] = ()) -> None:
+        """Somebody zeroed in place all gradients there are, those of `rows` among them."""
+        self.states = bytearray(self.states.translate(_AS_ZERO))
+        self.zero(rows)
+
+    def spend(self, states: bytes) -> None:
+        """A step discards gradients: `states` is not 0 where there was one."""
+        spent, earlier = states.translate(_AS_SPENT), self.states.translate(_AS_SPENT)
+        self.states = bytearray(spent if spent == earlier else map(or_, spent, earlier))
+        self._look()
+
+    def rearranged(self, rows: Sequence[int | None]) -> Left:
+        """The same in other rows: of each the present one, or None."""
+        self.hear()
+        result = Left(bytes(0 if row is None else self.states[row] for row in rows))
+        result.is_zeroed_in_place = self.is_zeroed_in_place
+        return result
+
+    def show(self, choose: Callable[[], Sequence[nn.Parameter]]) -> None:
+        """Put zeros where `choose` says, which is asked when other rows were spent than the last time."""
+        spent = bytes(self.states)
+        if spent != self._chosen_for or not all(map(_fits, self._zeros)):
+            with torch.inference_mode(False):
+                zeros = [(p, torch.zeros_like(p, requires_grad=False)) for p in choose()]
+            self._chosen_for, self._zeros = spent, [Seen(p, zero, _version(zero)) for p, zero in zeros]
+        self.watch(self._zeros)
+
+    def watch(self, sentinels: list[Seen]) -> None:
+        """Have these, which stay, be the gradients that somebody zeroes."""
+        self._sentinels = [Seen(one.param, one.grad, _version(one.grad)) for one in sentinels]
+        for one in self._sentinels:
+            GRAD.__set__(one.param, one.grad)
+
+    def hide(self) -> None:
+        """Show nothing until the next step."""
+        for one in self._sentinels:
+            GRAD.__set__(one.param, None)
+        self._sentinels = []
+
+    def hear(self) -> bool:
+        """Take back what was shown, and heed a `zero_grad` since. False if nothing was shown. May wait if zeroed."""
+        sentinels, self._sentinels = self._sentinels, []
+        if not sentinels:
+            return False
+        is_zeroed = [one.is_zeroed() for one in sentinels]
+        is_gone = any(one.param.grad is None for one in sentinels)
+        for one, zeroed in zip(sentinels, is_zeroed, strict=True):
+            if zeroed or one.is_untouched():
+                GRAD.__set__(one.param, None)
+            else:  # a backward that nobody scaled added to it
+                self._chosen_for = b""
+        self.is_zeroed_in_place = any(is_zeroed) and not is_gone
+        if is_gone:
+            self.discard_all()
+        elif self.is_zeroed_in_place:
+            self.zero_all()
+        return True
+
+
+def _fits(one: Seen) -> bool:
+    zero, p = one.grad, one.param
+    return zero is not None and (zero.device, zero.dtype, zero.shape) == (p.device, p.dtype, p.shape)

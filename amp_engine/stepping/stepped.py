@@ -263,7 +263,7 @@ class SteppedOptimizer:
         self.pending.skipped_by_caller()
         self.backward_seen = False
         self._has_left = True
-        self.rows.discard_gradients()
+        self.rows.spend_gradients()
 
     def forget_backwards(self) -> None:
         """Discard what backwards since the last step left, and what they decided."""
@@ -341,6 +341,8 @@ class SteppedOptimizer:
         """
         if self._left_gradients and not self.backward_seen and self.rows.has_parameter_gradients():
             self._discard_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
+        if not self._left_gradients:
+            self.rows.left.hear()
         self.pending.hear(wait=False)
         if hasattr(self.optimizer, "found_inf"):
             self.refuse_foreign_scaler()
@@ -398,11 +400,8 @@ class SteppedOptimizer:
             else:
                 self._step_unfused(args, kwargs)
             devices.wait_for_readers(streams)
-            if self._is_wrapped:
-                rows.discard_parameter_gradients()
-                self._left_gradients = True
-            else:
-                rows.discard_gradients()
+            rows.spend_gradients(keeps_masters=self._is_wrapped)
+            self._left_gradients = self._is_wrapped
         finally:
             rows.slots.check = None
 
@@ -430,13 +429,15 @@ class SteppedOptimizer:
 
     def _skip(self) -> None:
         """Do nothing but discard what the step would have."""
-        self.rows.discard_gradients()
-        if self._is_wrapped:
-            tensor_lists.discard_gradients(self.rows.columns.plain)  # nothing for a wrapper to go by
+        self.rows.spend_gradients()
+        if self._is_wrapped:  # nothing for a wrapper to go by
+            self.rows.left.hide()
+            tensor_lists.discard_gradients(self.rows.columns.plain)
 
     def _discard_left_gradients(self) -> None:
         """Discard the gradients of the last step that a wrapper was to see."""
         if self._left_gradients:
+            self.rows.left.hear()
             self.rows.discard_master_gradients()
         self._left_gradients = False
 
@@ -485,7 +486,7 @@ class SteppedOptimizer:
     def _step_unfused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The optimizer's own step, on gradients that it finds where it looks for them."""
         optimizer = self.optimizer
-        self.rows.materialize()
+        self.rows.materialize(zeros=True)
         try:
             with foreach_as_by_default(optimizer):
                 unhooked_step(optimizer)(optimizer, *args[1:], **kwargs)

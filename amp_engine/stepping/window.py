@@ -118,6 +118,8 @@ class Window:
     def begin(self) -> None:
         """A backward into this window begins: set aside what it is not to add to, unless that was done."""
         before, self._waiting = self._waiting, None
+        if self._rows.left.hear():
+            before = b"" if before else before  # a step discarded all that masters had
         if before is None:
             return
         if self._is_reentered:
@@ -141,6 +143,7 @@ class Window:
 
     def adopt(self, stand_in: Backward) -> None:
         """Have the gradients that are there be those of this window, scaled."""
+        self._rows.left.hear()
         self._become(State.PREPARED)
         self._rows.materialize()
         self._backward, self._is_claimed = stand_in, False
@@ -180,6 +183,7 @@ class Window:
             master, grad = columns.masters[row], columns.params[row].grad
             if master is not None and was_there and (grad is None or not bool(arithmetic.values(grad).any())):
                 master.weight.grad = None
+                self._rows.left.zero([] if grad is None else [row])
 
     def _stop_waiting(self) -> None:
         """The body ends, and no backward of its loss was seen: what is there by now and was not before has arrived."""
@@ -187,9 +191,11 @@ class Window:
             self.begin()
             return
         params = self._rows.columns.params
+        has_stepped = self._rows.left.hear()
         moved = tensor_lists.moved_since(params, self._waiting)
         self._waiting = None
-        self._heed_zeros(moved)
+        if not has_stepped:
+            self._heed_zeros(moved)
         arrived = [(params[row], params[row].grad) for row, _ in moved]
         for p, _ in arrived:
             p.grad = None
@@ -442,15 +448,22 @@ class Window:
         self._showing = []
         if self._sentinel is None:
             return
-        zeroed = self._sentinel.is_zeroed()
+        zeroed, is_gone = self._sentinel.is_zeroed(), self._sentinel.param.grad is None
         self._sentinel.param.grad = None
         self._sentinel = None
+        had = []
         for master in self._rows.masters:
+            earlier = self._earlier.pop(id(master.weight), None)
+            if master.row is not None and (earlier is not None or master.param.grad is not None):
+                had.append(master.row)
             if zeroed:
                 master.param.grad = None
-                self._earlier.pop(id(master.weight), None)
-            else:
-                master.weight.grad = self._earlier.pop(id(master.weight), master.weight.grad)
+            elif earlier is not None:
+                master.weight.grad = earlier
+        if is_gone:
+            self._rows.left.discard_all()
+        elif zeroed:
+            self._rows.left.zero_all(had)
 
     def _written_params(self) -> Iterator[nn.Parameter]:
         """What a backward accumulates into: the model's own parameters."""

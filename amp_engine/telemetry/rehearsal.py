@@ -72,6 +72,7 @@ def rehearsal(
             )
     optimizers, params = backwards.optimizers, [p for one in backwards.all for p in one.rows.columns.params]
     with (
+        _left_gradients_kept(backwards),
         put_back(models, optimizers, [step_fn], params),
         _undone(backwards, scalers),
         torch.compiler.set_stance("force_eager"),
@@ -81,6 +82,19 @@ def rehearsal(
                 scaler.scale.fill_(scaler.bounded(loss_scale))
         backwards.evidence.before_backward = before_backward
         yield
+
+
+@contextmanager
+def _left_gradients_kept(backwards: ScaledBackwards) -> Iterator[None]:
+    """Afterwards gradients that a step discarded can be zeroed in place as before."""
+    rows = [one.rows for one in backwards.all if one.rows.left.hear()]
+    states = [bytes(one.left.states) for one in rows]
+    try:
+        yield
+    finally:
+        for one, were in zip(rows, states, strict=True):
+            one.left.restore(were)
+            one.show_left()
 
 
 @contextmanager

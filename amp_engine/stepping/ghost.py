@@ -11,7 +11,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ def _kept_by_class(kind: Any) -> tuple[str, ...]:
     )
 
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, types.BuiltinFunctionType)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType)
 
 
 class _Copies:
@@ -198,6 +198,13 @@ class _Copies:
             return generator
         if isinstance(value, Optimizer):
             return self.ghost(value)
+        if isinstance(value, types.BuiltinFunctionType):  # `[].append`, too
+            owner = value.__self__
+            own = self.of(owner) if owner is not None and not isinstance(owner, types.ModuleType) else owner
+            return value if own is owner else getattr(own, value.__name__)
+        if isinstance(value, partial):
+            keywords = {name: self.of(item) for name, item in value.keywords.items()}
+            return type(value)(self.of(value.func), *map(self.of, value.args), **keywords)
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self.of(value.__self__))
         if isinstance(value, weakref.ReferenceType):

@@ -6,6 +6,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -424,6 +425,8 @@ class KeepsOnItself(torch.optim.SGD):
         self.random, self.numpy = random.Random(3), np.random.default_rng(3)
         self.array = np.zeros(2)
         self.ticks = self.meter.add
+        self.log: list[int] = []
+        self.append, self.append_one = self.log.append, partial(self.log.append, 1)
         self.state["global"] = {"norm": torch.zeros(1), "seen": [0]}
         for group in self.param_groups:
             group["history"] = [torch.zeros(1)]
@@ -443,6 +446,8 @@ class KeepsOnItself(torch.optim.SGD):
         self.pair[0].add_(1)
         self.pair[1][0] += 1
         self.ticks()
+        self.append(len(self.log))
+        self.append_one()
         self.slotted.values[0] += 1
         self.module(torch.ones(4, 2))
         self.namespace.count[0] += 1
@@ -456,7 +461,7 @@ class KeepsOnItself(torch.optim.SGD):
         return super().step()
 
     def picture(self) -> dict[str, Any]:
-        keys = ("hidden", "running", "matrix", "tensors", "table", "pair", "drawn", "drawn_of_all")
+        keys = ("hidden", "running", "matrix", "tensors", "table", "pair", "drawn", "drawn_of_all", "log")
         return {
             **{key: frozen(getattr(self, key, None)) for key in keys},
             "recent": frozen(list(self.recent)),

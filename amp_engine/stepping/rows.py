@@ -21,6 +21,7 @@ from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
 from amp_engine.half_weights import HalfWeights
 from amp_engine.kernels import tensor_lists
+from amp_engine.stepping import arithmetic
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
 from amp_engine.stepping.exact import add_maker, discard_exact, discard_maker, exact_value_of
 from amp_engine.stepping.master import (
@@ -238,6 +239,9 @@ class Rows:
         rows = [row for row, master in enumerate(self._columns.masters) if master is not None]
         for place, (master, row) in enumerate(zip(self.masters, rows, strict=True)):
             master.share(self._shared, place, row)
+        if are_new and tensor_lists.any_gradient(self._low):
+            self.left.zero(m.row for m in self.masters if m.row is not None and _is_zero(m.param.grad))
+            self.show_left()
 
     def look_at_types(self) -> None:
         """Note which weights are low-precision, where that counts. A loop over all of them."""
@@ -552,3 +556,7 @@ class Rows:
         optimizer = self._optimizer()
         assert optimizer is not None, "called from a hook of the optimizer or with it in hand"
         return optimizer
+
+
+def _is_zero(grad: Tensor | None) -> bool:
+    return grad is not None and not bool(arithmetic.values(grad).any())

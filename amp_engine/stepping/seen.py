@@ -58,7 +58,7 @@ class Left:
 
     def __init__(self, states: bytes = b"") -> None:
         self.states = bytearray(states)
-        self.is_zeroed_in_place = False  # whether gradients were when somebody heard last
+        self.is_zeroed_in_place = False  # whether the last that was done to them is that
         self._sentinels: list[Seen] = []
         self._chosen_for = b""
         self._zeros: list[Seen] = []  # the sentinels of `_chosen_for`
@@ -149,10 +149,11 @@ class Left:
                 GRAD.__set__(one.param, None)
             else:  # a backward that nobody scaled added to it
                 self._chosen_for = b""
-        self.is_zeroed_in_place = any(is_zeroed) and not is_gone
         if is_gone:
+            self.is_zeroed_in_place = False
             self.discard_all()
-        elif self.is_zeroed_in_place:
+        elif any(is_zeroed):
+            self.is_zeroed_in_place = True
             self.zero_all()
         return True
 

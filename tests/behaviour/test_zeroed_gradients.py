@@ -137,3 +137,79 @@ def test_a_gradient_of_zero_is_made_when_somebody_looks(name: str, how: str, lev
     optimizer.step()
     moved = [not torch.equal(master, was) for master, was in zip(masters, before, strict=True)]
     assert moved == [False, True, True, True, False, False]
+
+
+def step_on(level: str | None, loss: Tensor, optimizers: list[Optimizer], **keywords: Any) -> None:
+    if level is None:
+        loss.backward()
+    else:
+        with amp.scale_loss(loss, optimizers, **keywords) as scaled_loss:
+            scaled_loss.backward()
+    for optimizer in optimizers if not keywords else ():
+        optimizer.step()
+
+
+def close_and_go_on(level: str | None, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
+    return go_on(level, make, again=False)
+
+
+def go_on(level: str | None, make: Callable[[Any], Optimizer], again: bool = True) -> list[Optimizer]:
+    model = Parts()
+    optimizer = make(model.parameters())
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    for index, names in enumerate(("ab", "b", "b", "a", "b")):
+        is_over = index > 1 and not again
+        if index == 2 and level is not None:
+            amp.close()
+            if again:
+                amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+        optimizer.zero_grad(set_to_none=False)
+        step_on(None if is_over else level, model.loss(names, index), [optimizer])
+    return [optimizer]
+
+
+def delay(level: str | None, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
+    model = Parts()
+    optimizer = make(model.parameters())
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    for index, names in enumerate(("ab", "ab", "a")):
+        step_on(level, model.loss(names, index), [optimizer], delay_unscale=True)
+        optimizer.zero_grad(set_to_none=False)
+        step_on(level, model.loss("b", index), [optimizer])
+        optimizer.zero_grad(set_to_none=index == 1)
+    return [optimizer]
+
+
+def freeze(level: str | None, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
+    model = Parts()
+    optimizer = make(model.parameters())
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    for index in range(4):
+        model.a.requires_grad_(index not in (1, 2))
+        optimizer.zero_grad(set_to_none=False)
+        step_on(level, model.loss("ab", index), [optimizer])
+    return [optimizer]
+
+
+def take_turns(level: str | None, make: Callable[[Any], Optimizer]) -> list[Optimizer]:
+    model = Parts()
+    optimizers = [make([*model.a.parameters(), *model.never.parameters()]), make(model.b.parameters())]
+    if level is not None:
+        amp.initialize(model, optimizers, opt_level=level, verbosity=0, loss_scale=64.0)
+    for index, names in enumerate(("ab", "b", "a", "b", "ab", "a")):
+        model.zero_grad(set_to_none=False)
+        step_on(level, model.loss(names, index), optimizers)
+    return optimizers
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("loop", [close_and_go_on, go_on, delay, freeze, take_turns])
+def test_zeroed_gradients_are_stepped_in_loops_of_every_kind(loop: Any, name: str, level: str) -> None:
+    truth, optimizers = loop(None, OPTIMIZERS[name]), loop(level, OPTIMIZERS[name])
+    for expected, optimizer in zip(truth, optimizers, strict=True):
+        of_torch, ours = ([p for group in one.param_groups for p in group["params"]] for one in (expected, optimizer))
+        assert_close([p.detach() for p in ours], [p.detach() for p in of_torch], level)

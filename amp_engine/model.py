@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -174,8 +175,11 @@ class CastModel:
         if output_dtype is not None:
             self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
         if (casts_inputs or output_dtype is not None) and not is_fsdp2(model):
-            self._casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
-            cast_forward(model, self._casts)
+            casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
+            is_part = casts_inputs and self._casts_before == replace(casts, of_part=True)  # of a model like this one
+            if not is_part:
+                self._casts = casts
+                cast_forward(model, casts)
         if casts_functions:
             self._handles += cast_functions_in(model)
         if casts_functions or (casts_inputs and self._casts is not None):
@@ -185,9 +189,9 @@ class CastModel:
     def _cast_parts(self, model: nn.Module, casts: ForwardCasts) -> None:
         for part in dict.fromkeys(parts_of(model)):
             before = casts_of(part)
-            if before is None or before.of_part:
-                cast_forward(part, casts)
+            if before is None or before.of_part or before.inputs is not None:
                 self._parts.append((weakref.ref(part), casts, before))
+                cast_forward(part, casts)
 
     @property
     def model(self) -> nn.Module | None:

@@ -287,6 +287,22 @@ def test_two_models_share_a_part(level: str) -> None:
     assert type(shared) is nn.Linear
 
 
+@pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_model_within_a_model_is_a_part_of_it(level: str, at_once: bool, step: int) -> None:
+    model = Nested().eval()
+    x = torch.randn(2, 4)
+    models: list[nn.Module] = [model.body, model][::step]
+    for some in [models] if at_once else [[model] for model in models]:
+        amp.initialize(some, opt_level=level, verbosity=0)
+    assert {model.body(x).dtype, model.body[1](x).dtype, model(IDS).dtype} == {torch.float32}
+    assert set(model.given) == {model.head.weight.dtype}
+    amp.close()
+    assert type(model.body[0]) is nn.Linear
+    assert model.body(x).dtype is torch.float32
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_forward_that_raises_leaves_the_casts_of_parts(error: type[BaseException]) -> None:
     class Raises(Nested):

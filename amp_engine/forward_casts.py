@@ -216,11 +216,11 @@ part_of_a_graph(_cast_around, compile_what_it_calls=True)  # where the graph bre
 def _change_class(module: nn.Module, change: Callable[[Any], Any]) -> None:
     """Give `module` another class; if torch made its class for a parametrization, another base of that."""
     cls: Any = type(module)
-    if is_parametrized(module):
-        (base,) = cls.__bases__
-        _set_class(module, type(cls)(cls.__name__, (change(base),), dict(vars(cls))))
-    else:
-        _set_class(module, change(cls))
+    is_made = is_parametrized(module) and len(cls.__bases__) == 1
+    before = cls.__bases__[0] if is_made else cls
+    after = change(before)
+    if after is not before:
+        _set_class(module, type(cls)(cls.__name__, (after,), dict(vars(cls))) if is_made else after)
 
 
 def _set_class(model: nn.Module, cls: type) -> None:

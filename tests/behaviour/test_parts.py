@@ -209,6 +209,9 @@ def test_parametrizations_come_and_go_and_their_weights_keep_their_type(level: s
     parametrizations.weight_norm(model.head)
     assert model.head.weight.dtype is half
     assert model.head(x).dtype is torch.float32
+    amp.close()
+    assert type(model.head).__bases__ == (nn.Linear,)
+    assert not hasattr(model.head, "_amp_engine_casts")
 
 
 @pytest.mark.parametrize("level", CAST_LEVELS)

@@ -7,6 +7,8 @@ C++ that is not in torch's public headers stands in csrc/storage.h. `torch._fore
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,7 @@ NAMES = (
     PrivateName("torch._C._len_torch_dispatch_stack", "whether something traces an operator of ours"),
     PrivateName("torch._C._disabled_torch_dispatch_impl", "whether a tensor's class traces one"),
     PrivateName("torch._C._current_graph_task_id", "whether an operation is run by a backward"),
+    PrivateName("torch.autograd.variable.Variable._execution_engine", "to be called when a backward has ended"),
     PrivateName("torch._C._functorch.peek_interpreter_stack", "whether a cast is made inside of vmap, grad or jvp"),
     PrivateName("torch._C.TensorBase", "the slots behind Tensor.data and the operators, past any subclass"),
     PrivateName("torch._C._dynamo.eval_frame", "to have Dynamo trace hooks as parts of a graph, and not alone"),
@@ -131,6 +134,12 @@ def fsdp_param_dtype(module: Any) -> torch.dtype | None:
     """Its `param_dtype`."""
     dtype = fsdp_policy_of(module).param_dtype
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have autograd call `call` when the backward that is run has ended. Nothing where it cannot."""
+    with suppress(RuntimeError):  # a compiled backward
+        torch.autograd.variable.Variable._execution_engine.queue_callback(call)
 
 
 def is_in_backward() -> bool:

@@ -424,6 +424,10 @@ class Rows:
         """Whether a parameter that has a master has a gradient."""
         return tensor_lists.any_gradient(self._low)
 
+    def has_master_gradients(self) -> bool:
+        """Whether a master has a float32 gradient by now."""
+        return tensor_lists.any_gradient(self._high)
+
     def gradient_marks(self) -> GradientMarks:
         """Of the gradients that parameters with masters have."""
         return GradientMarks(self.scans, tensor_lists.gradient_stamps(self._low))

@@ -23,7 +23,7 @@ from amp_engine.stepping.reduction import Reduction
 from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 from amp_engine.stepping.unlisted import Unlisted
-from amp_engine.torch_private import disable_dynamo
+from amp_engine.torch_private import after_backward, disable_dynamo
 
 
 class CopiesOfWeights(Protocol):
@@ -377,9 +377,14 @@ class ScaledBackward(ContextOfLoss):
             self._passed = None
 
     def _begin_windows(self) -> None:
-        for one in self._stepped:
-            one.window.begin()
-        self._backwards.unlisted.begin_backward()
+        windows = [one.window for one in self._stepped] + self._backwards.unlisted.windows
+        have_earlier = [window.begin() for window in windows]
+        if any(have_earlier):
+            after_backward(lambda: after_backward(self._end_windows))  # the last of all: reducers write gradients there
+
+    def _end_windows(self) -> None:
+        for window in [one.window for one in self._stepped] + self._backwards.unlisted.windows:
+            window.end()
 
     def _discard(self, stepped: Sequence[SteppedOptimizer]) -> None:
         self._backwards.unlisted.discard()

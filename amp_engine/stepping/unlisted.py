@@ -110,10 +110,10 @@ class Unlisted:
             self._window = Window(others.rows)
             self._window.open(self._backward, waits=True)
 
-    def begin_backward(self) -> None:
-        """A backward begins."""
-        if self._window is not None:
-            self._window.begin()
+    @property
+    def windows(self) -> list[Window]:
+        """None, or that of the body that is run."""
+        return [] if self._window is None else [self._window]
 
     def exit(self) -> None:
         """The body was left: unscale what has arrived, and have other optimizers look whether it is finite."""

@@ -23,6 +23,7 @@ from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.master import Master
+from amp_engine.stepping.master_parameter import GRAD
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.seen import Seen, seen
 from amp_engine.stepping.slots import NO_SLOTS, Checked, Slots, Unscaled, WholeCheck
@@ -76,6 +77,11 @@ class Window:
         # entry. They stay where they are until then, for `zero_grad()` to reach.
         self._waiting: tensor_lists.GradientStamps | None = None
         self._is_reentered = False  # whether this body goes on with what an earlier one left open
+        # In a body, for a `zero_grad()` after a backward: a gradient of the smallest master, perhaps of ours, and
+        # those of the model's parameters as the backward left them, where it is to be added to earlier ones.
+        self._mark: Seen | None = None
+        self._ended: tensor_lists.GradientStamps | None = None
+        self._smallest: tuple[Columns, nn.Parameter, Tensor] | None = None  # with our gradient
 
     @property
     def is_closed(self) -> bool:
@@ -115,13 +121,31 @@ class Window:
         self._enter(State.OPEN, backward, waits, looks_at_earlier)
         self.claim(backward)
 
-    def begin(self) -> None:
-        """A backward into this window begins: set aside what it is not to add to, unless that was done."""
+    def begin(self) -> bool:
+        """A backward into this window begins: set aside what it is not to add to, unless that was done.
+
+        Returns:
+            Whether what arrives will be added to something, so that `end` is to be called.
+        """
+        if self._waiting is None:
+            self._rows.left.hear()
+            self._heed_zero_grad()
+        else:
+            self._set_out()
+        has_earlier = bool(self._earlier) or self._rows.has_master_gradients()
+        if self._rows.masters:
+            self._mark_smallest()
+        return has_earlier
+
+    def end(self) -> None:
+        """That backward has ended: from now on `zero_grad` is meant for earlier ones, too."""
+        if self.is_in_body and self._waiting is None:
+            self._ended = tensor_lists.gradient_stamps(self._rows.columns.param_handle)
+
+    def _set_out(self) -> None:
         before, self._waiting = self._waiting, None
         if self._rows.left.hear():
-            before = b"" if before else before  # a step discarded all that masters had
-        if before is None:
-            return
+            before = b""  # a step discarded all that masters had
         if self._is_reentered:
             self._take_back()
             self._reentered = [seen(p) for p in self._written_params()]
@@ -165,8 +189,8 @@ class Window:
             elif waits and not columns.asks:
                 self._waiting = tensor_lists.gradient_stamps(columns.param_handle)
                 return
-        if not waits:
-            self.begin()
+        if not waits and self._waiting is not None:
+            self._set_out()
 
     def _set_aside(self) -> None:
         columns = self._rows.columns
@@ -178,17 +202,73 @@ class Window:
 
     def _heed_zeros(self, moved: list[tuple[int, bool]]) -> None:
         """Masters' gradients go where the model's were zeroed in the body: `model.zero_grad()` means both there."""
+        for row in self._zeroed(moved):
+            self._heed_zero_of(row)
+
+    def _heed_zero_of(self, row: int) -> None:
+        param, master = self._rows.columns.params[row], self._rows.columns.masters[row]
+        if master is None:
+            self._earlier.pop(id(param), None)
+        else:
+            master.weight.grad = None
+            self._rows.left.zero([] if param.grad is None else [row])
+
+    def _zeroed(self, moved: list[tuple[int, bool]]) -> list[int]:
+        grads = [(row, self._rows.columns.params[row].grad) for row, was_there in moved if was_there]
+        return [row for row, grad in grads if grad is None or not bool(arithmetic.values(grad).any())]
+
+    def _mark_smallest(self) -> None:
+        """Have a master show a gradient, for zero_grad() to reach, which does not reach the model's own."""
         columns = self._rows.columns
-        for row, was_there in moved:
-            master, grad = columns.masters[row], columns.params[row].grad
-            if master is not None and was_there and (grad is None or not bool(arithmetic.values(grad).any())):
-                master.weight.grad = None
-                self._rows.left.zero([] if grad is None else [row])
+        if self._smallest is None or self._smallest[0] is not columns:
+            weight = min((m.weight for m in self._rows.masters), key=Tensor.numel)
+            self._smallest = columns, weight, torch.full_like(weight, 1e-30)
+        _, weight, own = self._smallest
+        if GRAD.__get__(weight) is None:
+            GRAD.__set__(weight, own)
+        self._mark = seen(weight)
+
+    def _heed_zero_grad(self) -> None:
+        """Discard what a `zero_grad()` since the last backward of this body was to reach."""
+        (mark, ended), self._mark, self._ended = (self._mark, self._ended), None, None
+        is_of_masters = mark is not None and self._unmark(mark)
+        columns = self._rows.columns
+        if ended is None or tensor_lists.have_gradient_stamps(columns.param_handle, ended):
+            return
+        zeroed = self._zeroed(tensor_lists.moved_since(columns.params, ended))
+        # Masters that the optimizer's zero_grad() has reached are 0 or None by themselves.
+        zeroed = [row for row in zeroed if columns.masters[row] is None or not is_of_masters]
+        for row in zeroed:
+            self._heed_zero_of(row)
+        rows = columns.plain_rows if is_of_masters else range(len(columns.params))
+        if zeroed and not any(columns.params[row].grad is not None for row in set(rows).difference(zeroed)):
+            # All of them, so those as well that this body has not reached.
+            is_in_place = any(columns.params[row].grad is not None for row in zeroed)
+            self._earlier = {key: torch.zeros_like(g) for key, g in self._earlier.items()} if is_in_place else {}
+            if not is_of_masters:
+                self._rows.discard_master_gradients()
+
+    def _unmark(self, mark: Seen) -> bool:
+        """Take our gradient from the smallest master. Whether the optimizer's zero_grad() was called before."""
+        weight, is_zeroed = mark.param, mark.is_zeroed()
+        if is_zeroed and GRAD.__get__(weight) is None:
+            self._rows.discard_parameter_gradients()
+            self._rows.left.discard_all()
+        elif is_zeroed:
+            torch._foreach_zero_([m.param.grad for m in self._rows.masters if m.param.grad is not None])
+            self._rows.left.zero_all()
+        if self._smallest is not None and GRAD.__get__(weight) is self._smallest[2]:
+            GRAD.__set__(weight, None)
+            self._smallest = None if is_zeroed else self._smallest
+        return is_zeroed
 
     def _stop_waiting(self) -> None:
         """The body ends, and no backward of its loss was seen: what is there by now and was not before has arrived."""
-        if self._waiting is None or self._is_reentered:
-            self.begin()
+        if self._waiting is None:
+            self._heed_zero_grad()
+            return
+        if self._is_reentered:
+            self._set_out()
             return
         params = self._rows.columns.params
         has_stepped = self._rows.left.hear()

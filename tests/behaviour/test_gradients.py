@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -1111,6 +1112,8 @@ def test_gradients_in_memory_of_others_are_stepped_and_may_be_written_after_the_
     assert_bitwise(outcomes[0], outcomes[1])
 
 
+CAST: dict[str, Any] = {level: {} for level in LEVELS} | {"O5, split": {"master_weights": "split"}}
+
 # --- what happens in the body ----------------------------------------------------------------------
 
 ZEROED = {
@@ -1146,6 +1149,109 @@ def test_zero_grad_in_the_body_is_heeded(level: str, how: str, delay: bool) -> N
         return found
 
     assert_close(run(level), run(None), {"O4": 0.1, "O5": 0.1}.get(level, 0.03))
+
+
+LATE = {how: ZEROED[how] for how in ("optimizer", "optimizer, in place", "model", "model, in place")}
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O5, split"])
+@pytest.mark.parametrize("how", LATE)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, FusedAdam])
+def test_zero_grad_after_a_backward_in_the_body_is_heeded(level: str, how: str, kind: Any) -> None:
+    """z: it; b: a backward; of a body, after some bodies with one."""
+
+    def run(level: str | None, count: int, body: str) -> list[Tensor | None]:
+        model = NORMED_MLP.model()
+        optimizer = kind(model.parameters(), lr=0.0)
+        if level is not None:
+            amp.initialize(model, optimizer, opt_level=level[:2], verbosity=0, loss_scale=64.0, **CAST[level])
+        for index in range(count + 1):
+            loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index)).float()
+            with nullcontext(loss) if level is None else amp.scale_loss(loss, optimizer) as scaled_loss:
+                for action in body if index == count else "b":
+                    if action == "b":
+                        scaled_loss.backward(retain_graph=True)
+                    else:
+                        LATE[how](model, optimizer)
+        params = model.parameters() if level is None else amp.master_params(optimizer)
+        found = [None if p.grad is None else p.grad.clone() for p in params]
+        amp.close()
+        return found
+
+    for count in (0, 1, 2):
+        for body in ("bzb", "bz", "bzbb", "bbzb"):
+            ours, plain = run(level, count, body), run(None, count, body)
+            assert [g is None for g in ours] == [g is None for g in plain]
+            tolerance = {"O4": 0.1, "O5": 0.1}.get(level[:2], 0.03)
+            assert_close([g for g in ours if g is not None], [g for g in plain if g is not None], tolerance)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", LATE)
+@pytest.mark.parametrize("second", ["", "delay_unscale", "a second optimizer", "of parameters that it does not reach"])
+def test_zero_grad_after_a_backward_reaches_what_torch_has_it_reach(level: str, how: str, second: str) -> None:
+    def run(level: str | None) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        parts = [list(model[0].parameters()), list(model[1:].parameters())]
+        groups = parts if second == "a second optimizer" else [[*parts[0], *parts[1]]]
+        optimizers = [torch.optim.SGD(group, lr=0.0) for group in groups]
+        if level is not None:
+            amp.initialize(model, optimizers, opt_level=level, verbosity=0, loss_scale=64.0)
+        for index in range(3):
+            hidden = model[0](torch.full((2, 4), 1.0 + index, dtype=model[0].weight.dtype))
+            short = second == "of parameters that it does not reach" and index == 2
+            loss = (hidden if short else model[2](model[1](hidden))).float().square().sum()
+            delay = second == "delay_unscale" and index == 1
+            scaled = amp.scale_loss(loss, optimizers, delay_unscale=delay) if level else nullcontext(loss)
+            with scaled as scaled_loss:
+                scaled_loss.backward(retain_graph=True)
+                if index == 2:
+                    LATE[how](model, optimizers[-1])
+                    scaled_loss.backward()
+        params = [p for o in optimizers for p in (amp.master_params(o) if level else o.param_groups[0]["params"])]
+        found = [None if p.grad is None else p.grad.clone() for p in params]
+        amp.close()
+        return found
+
+    ours, plain = run(level), run(None)
+    assert_close(
+        [torch.zeros(()) if g is None else g.norm() for g in ours],
+        [torch.zeros(()) if g is None else g.norm() for g in plain],
+        {"O4": 0.1, "O5": 0.1}.get(level, 0.03),
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", LATE)
+def test_zero_grad_in_the_body_of_another_optimizers_loss_is_heeded(level: str, how: str) -> None:
+    """As a generator's loop does with what its loss left in the discriminator."""
+    if level in MASTER_LEVELS:
+        pytest.skip("masters take gradients of losses that list their optimizer")
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale=64.0)
+    x = torch.ones(2, 4)
+    for index in range(3):
+        loss = models[1](models[0](x)).float().sum()
+        with amp.scale_loss(loss, optimizers[0]) as scaled_loss:
+            scaled_loss.backward()
+            if index == 2:
+                LATE[how](models[1], optimizers[1])
+    assert not any(p.grad is not None and p.grad.any() for p in models[1].parameters())
+    assert all(p.grad is not None and p.grad.any() for p in models[0].parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_are_only_computed_in_the_body_leave_earlier_ones(level: str) -> None:
+    model, optimizer = started(level, loss_scale=64.0)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    before = gradients(optimizer)
+    with amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer) as scaled_loss:
+        torch.autograd.grad(scaled_loss, list(model.parameters()), retain_graph=True)
+        torch.autograd.grad(scaled_loss, list(model.parameters()))
+    assert_bitwise(gradients(optimizer), before)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -1240,8 +1346,6 @@ def test_at_a_scale_of_one_the_loss_itself_may_be_run() -> None:
 
 
 # --- gradients of parameters that no listed optimizer steps -----------------------------------------
-
-CAST = {level: {} for level in LEVELS} | {"O5, split": {"master_weights": "split"}}
 
 
 def gathered(level: str | None, when: str, kind: type[torch.optim.Optimizer], overflow: bool = False) -> Tensor:

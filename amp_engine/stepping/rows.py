@@ -226,7 +226,7 @@ class Rows:
         earlier, self._columns = self._columns, columns_of(groups, self.find)
         self._note_joined(earlier)
         slots, were = self.slots, [None if m is None else m.row for m in self._columns.masters]
-        left = self.left.rearranged(were)
+        is_shown, left = self.left.is_shown, self.left.rearranged(were)
         if slots.count > 0:
             slots = slots.rearranged(were)
         if are_new:
@@ -239,6 +239,8 @@ class Rows:
         rows = [row for row, master in enumerate(self._columns.masters) if master is not None]
         for place, (master, row) in enumerate(zip(self.masters, rows, strict=True)):
             master.share(self._shared, place, row)
+        if is_shown:
+            self.show_left()
         if are_new and tensor_lists.any_gradient(self._low):
             self.left.zero(m.row for m in self.masters if m.row is not None and _is_zero(m.param.grad))
             self.show_left()

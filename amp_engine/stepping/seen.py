@@ -50,7 +50,8 @@ class Left:
     """The rows whose gradient was discarded by a step, where torch keeps it until somebody zeroes or discards it.
 
     One that is zeroed in place is a gradient of 0 and is stepped. `zero_grad` zeroes what it finds, so the smallest of
-    these masters shows a gradient of 0, and so does the smallest parameter, from a step to the next backward.
+    these masters shows a tiny gradient, which clipping does not make 0, and the smallest parameter one of 0, from a
+    step to the next backward.
 
     Args:
         states: n; of rows.
@@ -61,7 +62,7 @@ class Left:
         self.is_zeroed_in_place = False  # whether the last that was done to them is that
         self._sentinels: list[Seen] = []
         self._chosen_for = b""
-        self._zeros: list[Seen] = []  # the sentinels of `_chosen_for`
+        self._shown: list[Seen] = []  # the sentinels of `_chosen_for`
         self._look()
 
     def __del__(self) -> None:
@@ -70,6 +71,11 @@ class Left:
     def _look(self) -> None:
         """Have masters be asked for gradients while some of them are 0."""
         (HOLDING.add if _ZERO in self.states else HOLDING.discard)(id(self))
+
+    @property
+    def is_shown(self) -> bool:
+        """True if gradients are there for `zero_grad` to find."""
+        return bool(self._sentinels)
 
     def zero_rows(self) -> list[int]:
         """Where the gradient is 0, unless there is one."""
@@ -117,13 +123,13 @@ class Left:
         return result
 
     def show(self, choose: Callable[[], Sequence[nn.Parameter]]) -> None:
-        """Put zeros where `choose` says, which is asked when other rows were spent than the last time."""
+        """Put tiny gradients where `choose` says, which is asked when other rows were spent than the last time."""
         spent = bytes(self.states)
-        if spent != self._chosen_for or not all(map(_fits, self._zeros)):
+        if spent != self._chosen_for or not all(map(_fits, self._shown)):
             with torch.inference_mode(False):
-                zeros = [(p, torch.zeros_like(p, requires_grad=False)) for p in choose()]
-            self._chosen_for, self._zeros = spent, [Seen(p, zero, _version(zero)) for p, zero in zeros]
-        self.watch(self._zeros)
+                shown = [(p, torch.full_like(p, _tiny(p), requires_grad=False)) for p in choose()]
+            self._chosen_for, self._shown = spent, [Seen(p, grad, _version(grad)) for p, grad in shown]
+        self.watch(self._shown)
 
     def watch(self, sentinels: list[Seen]) -> None:
         """Have these, which stay, be the gradients that somebody zeroes."""
@@ -145,9 +151,9 @@ class Left:
         is_zeroed = [one.is_zeroed() for one in sentinels]
         is_gone = any(one.param.grad is None for one in sentinels)
         for one, zeroed in zip(sentinels, is_zeroed, strict=True):
-            if zeroed or one.is_untouched():
-                GRAD.__set__(one.param, None)
-            else:  # a backward that nobody scaled added to it
+            if zeroed or one.is_untouched() or _is_tiny(one.param):
+                GRAD.__set__(one.param, None)  # else a backward that nobody scaled added to it
+            if _version(one.grad) != one.version:
                 self._chosen_for = b""
         if is_gone:
             self.is_zeroed_in_place = False
@@ -156,6 +162,16 @@ class Left:
             self.is_zeroed_in_place = True
             self.zero_all()
         return True
+
+
+def _tiny(param: Tensor) -> float:
+    # A master's counts for nothing. A backward that nobody scaled may add to a parameter's.
+    return 1e-30 if param.dtype == torch.float32 else 0.0
+
+
+def _is_tiny(param: Tensor) -> bool:
+    grad = param.grad
+    return grad is not None and bool((arithmetic.values(grad).abs() <= _tiny(param)).all())
 
 
 def _fits(one: Seen) -> bool:

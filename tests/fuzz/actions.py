@@ -157,8 +157,9 @@ def in_scale_loss(
             wanted = plain.float() * scale
             world.same(scaled, wanted, "scaled loss")
             for o in optimizers if zero and trouble != "early" else ():
-                world.optimizers[o].zero_grad(zero == "none")
-                ref.zero_grad_in_body(o, zero == "none", o in reentered)
+                set_to_none = zero == "none" or ref.has_spent(o)
+                world.optimizers[o].zero_grad(set_to_none)
+                ref.zero_grad_in_body(o, set_to_none, o in reentered)
             if trouble == "early":
                 raise BodyError
             for loss in (scaled, wanted):
@@ -292,6 +293,7 @@ def iterate(world: World, which: int, seed: int, set_to_none: bool) -> None:
 @action(4, which=MANY, set_to_none=[True, True, False])
 def zero_grad(world: World, which: int, set_to_none: bool) -> None:
     o = which % len(world.optimizers)
+    set_to_none = set_to_none or world.ref.has_spent(o)
     world.optimizers[o].zero_grad(set_to_none)
     world.ref.zero_grad(o, set_to_none)
 
@@ -300,6 +302,7 @@ def zero_grad(world: World, which: int, set_to_none: bool) -> None:
 def model_zero_grad(world: World, which: int, set_to_none: bool) -> None:
     """Reaches the model's own gradients only: at O2 and O5 not the masters'."""
     m = which % len(world.models)
+    set_to_none = set_to_none or any(map(world.ref.has_spent, range(len(world.optimizers))))
     for models in (world.models, world.ref.models):
         models[m].zero_grad(set_to_none)
     for o, window in enumerate(world.ref.windows):
@@ -869,7 +872,7 @@ def layout(world: World, which: int, last: int) -> None:
 def edit_model_gradient(world: World, which: int, how: str) -> None:
     """Of the model's own gradients after `scale_loss`: where there is a master it has no effect."""
     name = pick(world, which)
-    if world.is_open():
+    if world.is_open() or world.ref.params[name].grad is None:
         return
     for params in (world.params, world.ref.params):
         p = params[name]

@@ -225,6 +225,10 @@ class Reference:
         for name in [name for name, home in self.home.items() if home == o]:
             self.params[name].grad = self.masters[name].grad = None
 
+    def has_spent(self, o: int) -> bool:
+        """True if masters' gradients were discarded by a step, which `zero_grad` in place would make 0."""
+        return self.by_master and not self.seen[o]
+
     def zero_grad(self, o: int, set_to_none: bool) -> None:
         self.optimizers[o].zero_grad(set_to_none)
         if (window := self.windows[o]) is not None:  # everything of before and of now

@@ -171,6 +171,7 @@ class StepHook:
             return self._ghost(args, kwargs, fused_step_of(optimizer) is not None)
         self._refuse_in_body()
         stepped.check_first_use()
+        stepped.missing_gradients.warn(optimizer, stepped.rows)
         casts_off = self._casts.off()
         is_own = stepped.rows.makes_masters or stepped.needs_kernels
         if not is_own and casts_off is None and not stepped.is_pending and not is_scaled:

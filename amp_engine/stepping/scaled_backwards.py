@@ -317,7 +317,9 @@ class ScaledBackward(ContextOfLoss):
         self._loss_id = loss_id
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
+        self._hook: RemovableHandle | None = None  # of the scaled loss, for as long as that is there
         self._hooks: list[RemovableHandle] = []
+        self._is_left = False  # whether gradients of the scaled loss come too late to be unscaled
         self._has_begun = False  # whether a backward of the scaled loss has
         self._has_passed_by = False  # whether one of the loss that was passed in has, which nothing scales
         self._is_on_its_way = False  # whether a backward of the scaled loss has not come to that loss
@@ -340,17 +342,22 @@ class ScaledBackward(ContextOfLoss):
             self._backwards.evidence.enter(backward, loss)
             # Autograd calls these before it accumulates anything.
             if scaled_loss.requires_grad:
-                self._hooks.append(scaled_loss.register_hook(self._begin))
+                self._hook = scaled_loss.register_hook(self._begin)
                 if loss.requires_grad and not backward.snapshot.is_identity:
                     self._hooks.append(loss.register_hook(self._pass_by))
             return scaled_loss
         except BaseException:
             self._remove_hooks()
+            if self._hook is not None:
+                self._hook.remove()
             self._discard(entered)
             raise
 
     @disable_dynamo
     def _begin(self, grad: Tensor) -> None:
+        if self._is_left:
+            self._refuse_late()
+            return
         self._look_at_passed()
         self._has_begun = self._is_on_its_way = True
         self._begin_windows()
@@ -406,10 +413,22 @@ class ScaledBackward(ContextOfLoss):
                 "scaled_loss.backward()."
             )
 
+    def _refuse_late(self) -> None:
+        """Raise AmpStateError in a backward after the exit, unless its gradients go where they are unscaled."""
+        if self._backward.snapshot.is_identity and not any(one.rows.makes_masters for one in self._stepped):
+            return
+        if not self._delay_unscale:
+            raise AmpStateError(
+                "backward() was called on the scaled loss after its `with amp.scale_loss(...)` was left, whose exit "
+                "unscales and checks gradients.  Nothing was added to any.  Call scaled_loss.backward() inside of the "
+                "`with`."
+            )
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._remove_hooks()
+        self._is_left = True
         try:
             if kind is None:
                 try:
@@ -420,7 +439,10 @@ class ScaledBackward(ContextOfLoss):
                 self._backwards.unlisted.exit()
             if kind is not None:
                 self._discard(self._stepped)
-            elif self._delay_unscale:
+                return
+            for one in self._stepped:
+                one.missing_gradients.note(self._has_begun)
+            if self._delay_unscale:
                 for one in self._stepped:
                     one.window.leave_open(self._backward)
             else:
@@ -448,6 +470,8 @@ class PassedThrough(ContextOfLoss):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            for one in self._stepped if kind is None else ():
+                one.missing_gradients.note(None)
             if kind is None and self._backwards.on_close is not None:
                 self._backwards.on_close(self._stepped, None)
         finally:

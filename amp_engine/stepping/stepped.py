@@ -98,6 +98,7 @@ class SteppedOptimizer:
         self._has_left = False  # whether the last step, which may have been skipped, left those of the model
         self._written_gradients = strays.WrittenGradients()
         self._written_parameters = strays.WrittenParameters()
+        self.missing_gradients = strays.MissingGradients()
         self._is_clipped = False  # in earlier iterations
         self._clipping = kernels.ListCheck()  # of its own: on a GPU what it has uploaded stays
         self.ranks = Ranks(rows) if ranks is None else ranks

@@ -9,6 +9,7 @@ from typing import NoReturn
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpGradientWarning, AmpStateError
+from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, Plan
 from amp_engine.stepping.master_parameter import copied_masters, is_copied_master
 from amp_engine.stepping.rows import GradientMarks, Rows, StepRows
@@ -73,6 +74,51 @@ def warn_of_copied_masters(optimizer: Optimizer) -> None:
     if copies and all(p.grad is None for p in copies):
         warnings.warn(
             f"{copied_masters(optimizer)}  Its step() changed no model, and found no gradient.",
+            AmpGradientWarning,
+            stacklevel=2,
+        )
+
+
+class MissingGradients:
+    """Tells, in the first steps, of one that has no gradient after a `scale_loss`."""
+
+    def __init__(self) -> None:
+        self._looks = 64
+        self._bodies: set[bool | None] = set()  # since the last step; whether a backward ran, None if nobody knows
+
+    def note(self, has_begun: bool | None) -> None:
+        """At the exit of a `scale_loss`.
+
+        Args:
+            has_begun: whether a backward of the scaled loss has, in its body; None if nobody knows.
+        """
+        if self._looks > 0:
+            self._bodies.add(has_begun)
+
+    def warn(self, optimizer: Optimizer, rows: Rows) -> None:
+        """Before the step."""
+        if not self._bodies:
+            return
+        bodies, self._bodies = self._bodies, set()
+        self._looks -= 1
+        columns = rows.columns
+        if rows.slots.count > 0 or rows.left.zero_rows() or columns.asks:
+            return
+        if tensor_lists.any_gradient(columns.weight_handle):
+            return
+        if not any(p.requires_grad for p in columns.params):
+            return
+        self._looks = 0
+        no_backward = "no backward of the scaled loss ran inside of the `with`: call scaled_loss.backward() in it"
+        zeroed = (
+            "zero_grad() came between the backward and step(): call it after step(), or before the forward; or the "
+            "backward reached none of these parameters"
+        )
+        why = no_backward if bodies == {False} else zeroed
+        why = f"{no_backward}; or {zeroed}" if None in bodies else why
+        warnings.warn(
+            f"{type(optimizer).__name__}.step() finds no gradient after `with amp.scale_loss(loss, optimizer) as "
+            f"scaled_loss`, and changes nothing.  Why: {why}.  This is said once.",
             AmpGradientWarning,
             stacklevel=2,
         )

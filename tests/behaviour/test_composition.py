@@ -385,7 +385,8 @@ def test_gradients_zeroed_between_the_exit_and_the_step_are_not_stepped(level: s
     before = masters(optimizer)
     backward(MLP.loss(model, MLP.batch()), optimizer)
     optimizer.zero_grad(set_to_none=set_to_none)
-    optimizer.step()
+    with pytest.warns(AmpGradientWarning, match="finds no gradient") if set_to_none else contextlib.nullcontext():
+        optimizer.step()
     assert_bitwise(masters(optimizer), before)
 
 
@@ -501,7 +502,8 @@ def test_a_body_without_a_backward_counts_as_clean(level: str) -> None:
     before = masters(optimizer)
     with amp.scale_loss(MLP.loss(model, MLP.batch()), optimizer):
         pass
-    optimizer.step()
+    with pytest.warns(AmpGradientWarning, match="no backward of the scaled loss ran"):
+        optimizer.step()
     assert_bitwise(masters(optimizer), before)
     assert scaler_numbers() == (65536.0, 1)
 
@@ -564,7 +566,8 @@ def test_a_half_parameter_moved_or_written_between_steps_trains_on(level: str, c
     train(MLP, model, optimizer, "c")
     for param in model.parameters():
         change(param)
-    start = [param.detach().float() for param in model.parameters()]
+    # Other memory of the same values is no write.
+    start = masters(optimizer) if change is move else [param.detach().float() for param in model.parameters()]
     optimizer.zero_grad()
     backward(MLP.loss(model, MLP.batch(1)), optimizer)
     gradients = [master.grad.clone() for master in amp.master_params(optimizer)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -1334,7 +1335,9 @@ def test_other_backwards_in_the_body_are_no_error(how: str, level: str) -> None:
         loss = NORMED_MLP.loss(model, NORMED_MLP.batch(index))
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             ALLOWED[how](loss, scaled_loss, model)
-    optimizer.step()
+    leaves_none = how in ("gradients by themselves", "no backward")
+    with pytest.warns(AmpGradientWarning, match="finds no gradient") if leaves_none else nullcontext():
+        optimizer.step()
 
 
 def test_at_a_scale_of_one_the_loss_itself_may_be_run() -> None:
@@ -1594,3 +1597,64 @@ def test_each_of_two_optimizers_of_a_parameter_reads_what_it_was_told(level: str
         param.requires_grad = state[param]
     model.requires_grad_(False)
     assert not any(p.requires_grad for p in [*group_params(first), *group_params(second)])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_body_without_a_backward_is_said_once_by_the_step(level: str) -> None:
+    model, optimizer = started(level)
+    loss = NORMED_MLP.loss(model, NORMED_MLP.batch())
+    with amp.scale_loss(loss, optimizer):
+        pass
+    with pytest.warns(AmpGradientWarning, match=r"step\(\) finds no gradient.*call scaled_loss.backward\(\) in it"):
+        optimizer.step()
+    with amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_are_zeroed_between_the_exit_and_the_step_are_said_once(level: str) -> None:
+    model, optimizer = started(level)
+    backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+    optimizer.zero_grad()
+    with pytest.warns(AmpGradientWarning, match=r"step\(\) finds no gradient.*zero_grad\(\) came between"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_steps_with_gradients_frozen_weights_and_no_loss_are_not_said_to_miss_any(level: str) -> None:
+    model, optimizer = started(level)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, overflow=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        for param in model.parameters():
+            param.requires_grad_(False)
+        inputs, targets = NORMED_MLP.batch()
+        with amp.scale_loss((model(inputs.requires_grad_()).float() - targets).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_a_backward_of_the_scaled_loss_after_the_exit_is_refused_before_it_adds_anything(level: str) -> None:
+    model, optimizer = started(level, loss_scale=128.0)
+    with amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer) as scaled_loss:
+        pass
+    with pytest.raises(AmpStateError, match=r"after its `with amp.scale_loss\(...\)` was left.*inside of the `with`"):
+        scaled_loss.backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_backward_after_an_exit_that_left_gradients_scaled_is_unscaled_with_them(level: str) -> None:
+    model, optimizer = started(level, loss_scale=128.0)
+    with amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer, delay_unscale=True) as scaled_loss:
+        pass
+    scaled_loss.backward()
+    optimizer.step()
+    assert all(param.isfinite().all() and param.abs().max() < 3 for param in model.parameters())

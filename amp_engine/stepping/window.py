@@ -488,15 +488,32 @@ class Window:
         """The body of `scale_loss` raised: put back what was there at its entry.
 
         The window stays open if it was, and this body ran no backward. What half a backward adds to the gradients of
-        an open window cannot be told apart again; then they are discarded.
+        an open window cannot be told apart again; then they are discarded. What somebody edited or zeroed in a body
+        that ran no backward stays so.
         """
         if self._is_reentered and self._waiting is not None:
             self._waiting = None
             self._become(State.LEFT_OPEN)
+        elif self._waiting is not None and (moved := self._edited()) is not None:
+            self._waiting = None
+            has_stepped = self._rows.left.hear()
+            if not has_stepped:
+                self._heed_zeros(moved)
+            self._rows.discard_parameter_gradients()
+            self._become(State.CLOSED)
+            if has_stepped:
+                self._rows.show_left()
         elif self._reentered and all(one.is_untouched() for one in self._reentered):
             self.leave_open()
         elif not self.is_closed:
             self.discard()
+
+    def _edited(self) -> list[tuple[int, bool]] | None:
+        """What moved since the entry, with no backward of the loss; None if gradients came, as by another backward."""
+        assert self._waiting is not None
+        params = self._rows.columns.params
+        moved = tensor_lists.moved_since(params, self._waiting) if self._waiting else []
+        return None if any(not was_there for _, was_there in moved) else moved
 
     def close_as_is(self) -> None:
         """Close the window with gradients as they are, neither unscaled nor checked."""

@@ -1267,6 +1267,39 @@ def test_earlier_gradients_are_put_back_if_the_body_raises_before_and_in_a_backw
         assert_bitwise(gradients(optimizer), before)
 
 
+EDITS = ZEROED | {
+    "halved": lambda model, optimizer: [p.grad.mul_(0.5) for p in amp.master_params(optimizer)],
+    "clipped": lambda model, optimizer: nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 0.01),
+    "one replaced": lambda model, optimizer: setattr(next(amp.master_params(optimizer)), "grad", None),
+}
+
+
+@pytest.mark.parametrize("level", CHECKED)
+@pytest.mark.parametrize("how", EDITS)
+def test_edits_in_a_body_that_raises_before_its_backward_stay(level: str, how: str) -> None:
+    def run(*, in_body: bool) -> list[Tensor | None]:
+        options = CHECKED[level] | {"loss_scale": 64.0, "skip_on_overflow": True}
+        model, optimizer = started(level[:2], **options)
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
+        loss = NORMED_MLP.loss(model, NORMED_MLP.batch(1))
+        if in_body:
+            with pytest.raises(ZeroDivisionError), amp.scale_loss(loss, optimizer):
+                print(EDITS[how](model, optimizer), 1 / 0)
+        elif how.startswith(("model", "one parameter", "half")):
+            # Outside of a body this does not reach the masters.
+            with amp.scale_loss(loss, optimizer):
+                EDITS[how](model, optimizer)
+        else:
+            EDITS[how](model, optimizer)
+        found = [None if p.grad is None else p.grad.clone() for p in amp.master_params(optimizer)]
+        amp.close()
+        return found
+
+    ours, plain = run(in_body=True), run(in_body=False)
+    assert [g is None for g in ours] == [g is None for g in plain]
+    assert_bitwise([g for g in ours if g is not None], [g for g in plain if g is not None])
+
+
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("wrong", [lambda loss: loss, lambda loss: loss / 2 + 1], ids=["itself", "a part of it"])

@@ -156,7 +156,7 @@ def in_scale_loss(
         ) as scaled:
             wanted = plain.float() * scale
             world.same(scaled, wanted, "scaled loss")
-            for o in optimizers if zero and trouble != "early" else ():
+            for o in optimizers if zero else ():
                 set_to_none = zero == "none" or ref.has_spent(o)
                 world.optimizers[o].zero_grad(set_to_none)
                 ref.zero_grad_in_body(o, set_to_none, o in reentered)

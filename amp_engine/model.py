@@ -170,7 +170,7 @@ class CastModel:
                 self._handles += _cast_around_kept(model, dtype)
         if dtype in LOW_PRECISION or saves_float32:
             self._handles += hook_model(model)
-        if dtype in LOW_PRECISION and saves_float32:
+        if saves_float32:
             self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
         if output_dtype is not None:
             self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))

@@ -509,7 +509,7 @@ def write_kept_data(world: World, which: int, seed: int) -> None:
 
 @action(2, which=MANY, seed=SEED, how=["no_grad", "element", "data", "detach"])
 def write_master(world: World, which: int, seed: int, how: str) -> None:
-    """Reaches the model at the next step."""
+    """Reaches the model at its next forward, or at the next step."""
     name = trainable(world, which)
     if name is None or name not in world.ref.masters or name in world.ref.added:
         return
@@ -559,7 +559,7 @@ def drop_gradient(world: World, which: int) -> None:
 def edit_gradient(world: World, which: int, how: str) -> None:
     """What users do to a gradient between backward and step."""
     name = trainable(world, which)
-    if name is None or world.is_open():
+    if name is None or world.is_open() or world.ref.entry(name).grad is None:
         return
     entry = world.entry(name)
     assert entry is not None

@@ -70,6 +70,8 @@ class Reference:
 
     def forward(self, m: int, x: Tensor, *args: Any) -> Tensor:
         cast = self.level in ("O2", "O3", "O5")
+        for o in range(len(self.groups)) if self.by_master else ():
+            self.write_back(o, self.written - self.moved)
         return self.models[m](x.to(self.dtype), *args).float() if cast else self.models[m](x, *args)
 
     @torch.no_grad()

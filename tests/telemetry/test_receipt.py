@@ -327,6 +327,8 @@ def test_memory_is_counted_by_class(level: str) -> None:
         assert memory.pop("buffers") == (2 if level == "O3" else 4) * 2 * 16 + 8
         assert memory.pop("optimizer state") == (width if level == "O3" else 4) * 2 * count + 4 * 5
         assert memory.pop("FP32 masters", 0) == (4 * elements(low) if level in MASTER_LEVELS else 0)
+        smallest = min(p.numel() for p in model.parameters())  # whose gradient of 0 is there for `model.zero_grad()`
+        assert memory.pop("gradients", 0) <= (width * smallest if level in MASTER_LEVELS else 0)
         assert {kind for kind in memory if not kind.startswith("weight copies")} == set()
 
 

@@ -138,8 +138,9 @@ def fsdp_param_dtype(module: Any) -> torch.dtype | None:
 
 def after_backward(call: Callable[[], None]) -> None:
     """Have autograd call `call` when the backward that is run has ended. Nothing where it cannot."""
+    variable: Any = torch.autograd.Variable
     with suppress(RuntimeError):  # a compiled backward
-        torch.autograd.variable.Variable._execution_engine.queue_callback(call)
+        variable._execution_engine.queue_callback(call)
 
 
 def is_in_backward() -> bool:

@@ -221,8 +221,8 @@ class Window:
         """Have a master show a gradient, for zero_grad() to reach, which does not reach the model's own."""
         columns = self._rows.columns
         if self._smallest is None or self._smallest[0] is not columns:
-            weight = min((m.weight for m in self._rows.masters), key=Tensor.numel)
-            self._smallest = columns, weight, torch.full_like(weight, 1e-30)
+            smallest = min((m.weight for m in self._rows.masters), key=Tensor.numel)
+            self._smallest = columns, smallest, torch.full_like(smallest, 1e-30)
         _, weight, own = self._smallest
         if GRAD.__get__(weight) is None:
             GRAD.__set__(weight, own)

@@ -68,6 +68,7 @@ OURS = {
     "adopt_data_writes": False,
     "process_group": None,
     "moment_dtype": None,
+    "casts": "everywhere",
     "policy": None,
 }
 

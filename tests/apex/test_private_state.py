@@ -86,6 +86,7 @@ def test_has_overflow_tells_of_the_last_backward(level: str) -> None:
     backward(NORMED_MLP.loss(model, batch), optimizer, overflow=True)
     assert scaler()._has_overflow is True
     optimizer.step()
+    optimizer.zero_grad()
     backward(NORMED_MLP.loss(model, batch), optimizer)
     assert scaler()._has_overflow is False
 

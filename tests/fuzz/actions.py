@@ -527,7 +527,7 @@ def swap(world: World, which: int, seed: int, save: int) -> None:
     m = which % len(world.models)
     own = [name for name in world.params if name.startswith(f"m{m}.")]
     before = [[params[name].data.clone() for name in own] for params in (world.params, world.ref.params)]
-    if world.ref.fresh or world.ref.adopt:
+    if world.ref.fresh or world.ref.adopt or world.ref.written:  # masters that are to reach the model by this forward
         return
     for params in (world.params, world.ref.params):
         for i, name in enumerate(own):

@@ -327,9 +327,9 @@ class Engine(Saving, Explaining):
         """Clip the gradients of `master_params(optimizer)`, between `scale_loss` and `step`.
 
         After one backward, and with a norm_type of 2 or infinity, nothing is read of masters: their norm was taken on
-        the way, and the factor is applied in the step, or when a master's `.grad` is looked at. Float32 parameters,
-        whose `.grad` is there for anybody to write, are read once more and multiplied at once. Otherwise this is
-        torch.nn.utils.clip_grad_norm_.
+        the way, and the factor is applied in the step, or when a master's `.grad` is looked at. Gradients of
+        float32 parameters, which anybody may write, are multiplied at once, and read once more unless torch tells that
+        nobody wrote them (since 2.13, from the second call on). Otherwise this is torch.nn.utils.clip_grad_norm_.
 
         Args:
             optimizer: need not have been initialized.

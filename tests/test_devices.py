@@ -135,9 +135,13 @@ def test_a_step_on_another_stream_is_waited_for_before_gradients_go(monkeypatch,
     with amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
     held = []
+    wait = devices.wait_for_readers
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: step)
-    monkeypatch.setattr(devices, "is_capturing", lambda device: bool(held.append(model.weight.grad is not None)))
+    monkeypatch.setattr(devices, "is_capturing", lambda device: False)
+    monkeypatch.setattr(
+        devices, "wait_for_readers", lambda owners: (held.append(model.weight.grad is not None), wait(owners))
+    )
     optimizer.step()
     assert backward.waits_for == [step]
-    assert held[-1]
+    assert held == [True]
     assert model.weight.grad is None

@@ -332,6 +332,7 @@ EDITS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*finds no gradient")
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_of_gradients_counts_as_in_torch(edit: Edit, level: str) -> None:
@@ -353,6 +354,7 @@ def test_an_edit_of_gradients_counts_as_in_torch(edit: Edit, level: str) -> None
     assert_bitwise(masters(optimizer), masters(bare))
 
 
+@pytest.mark.filterwarnings("ignore:.*finds no gradient")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("edit", [drop_all, lambda optimizer: drop_one(optimizer)], ids=["all", "one"])
 def test_a_gradient_that_was_dropped_leaves_weight_and_state_alone(edit: Edit, name: str) -> None:

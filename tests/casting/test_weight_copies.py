@@ -592,6 +592,7 @@ def test_a_write_through_a_view_between_forward_and_backward_is_seen_after_the_n
         assert_fresh(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*finds no gradient")  # as the model has other parameters
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_loaded_state_dict_is_seen(assign: bool, level: str) -> None:
     model, optimizer = initialized(level)

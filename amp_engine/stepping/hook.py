@@ -117,6 +117,7 @@ class StepHook:
         stepped = self._stepped
         stepped.check_first_use()
         self._backwards.close_windows_into(stepped)
+        stepped.hide_left()
         optimizer = stepped.optimizer
         if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._step_hook.id:
             self._step_hook.remove()

@@ -129,7 +129,7 @@ class Left:
             with torch.inference_mode(False):
                 shown = [(p, torch.full_like(p, _tiny(p), requires_grad=False)) for p in choose()]
             self._chosen_for, self._shown = spent, [Seen(p, grad, _version(grad)) for p, grad in shown]
-        self.watch(self._shown)
+        self.watch([one for one in self._shown if GRAD.__get__(one.param) is None])
 
     def watch(self, sentinels: list[Seen]) -> None:
         """Have these, which stay, be the gradients that somebody zeroes."""

@@ -342,13 +342,17 @@ class SteppedOptimizer:
         """
         if self._left_gradients and not self.backward_seen and self.rows.has_parameter_gradients():
             self._discard_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
-        if not self._left_gradients:
-            self.rows.left.hear()
+        self.hide_left()
         self.pending.hear(wait=False)
         if hasattr(self.optimizer, "found_inf"):
             self.refuse_foreign_scaler()
         if self.backward_seen:
             self._written_gradients.warn(self.optimizer, self.rows)
+
+    def hide_left(self) -> None:
+        """Take back, from hooks and the step, the gradients that were shown for `zero_grad` to find."""
+        if not self._left_gradients:
+            self.rows.left.hear()
 
     def refuse_foreign_scaler(self) -> None:
         """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""

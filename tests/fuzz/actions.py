@@ -159,8 +159,9 @@ def in_scale_loss(
             for o in optimizers if zero else ():
                 set_to_none = zero == "none" or ref.has_spent(o)
                 world.optimizers[o].zero_grad(set_to_none)
-                ref.zero_grad_in_body(o, set_to_none, o in reentered)
+                ref.zero_grad_in_body(o, set_to_none, o in reentered, heed=trouble != "early")
             if trouble == "early":
+                marks = {o: ref.marks(o) for o in reentered}
                 raise BodyError
             for loss in (scaled, wanted):
                 if trouble == "twice":
@@ -254,7 +255,7 @@ def hold(world: World, which: int, seed: int) -> None:
     """A forward whose backward comes later, perhaps after steps."""
     o = which % len(world.optimizers)
     m = world.owned(o)[0]
-    if world.level in ("O1", "O4") and world.start["models"][m] == "mlp":
+    if world.level in ("O1", "O4") and world.half is None and world.start["models"][m] == "mlp":
         world.held.append((o, *world.losses(m, seed)))
 
 
@@ -467,7 +468,10 @@ def write_param(world: World, which: int, seed: int, how: str) -> None:
             entry = models[int(m)].state_dict()[own]
             entry.copy_(values(entry, seed))
         return
-    write(world.params[name], values(world.params[name], seed), how)
+    value = values(world.params[name], seed)
+    if how == "data replaced" and name in world.ref.masters and bool((value == world.params[name]).any()):
+        return  # in new memory only what differs is a write
+    write(world.params[name], value, how)
     # The reference's tensors are strangers to amp, which would follow what a collective does with them.
     plain = world.ref.params[name]
     write(plain, values(plain, seed), "no_grad" if how in COLLECTIVES else how)

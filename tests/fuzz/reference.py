@@ -70,8 +70,10 @@ class Reference:
 
     def forward(self, m: int, x: Tensor, *args: Any) -> Tensor:
         cast = self.level in ("O2", "O3", "O5")
-        for o in range(len(self.groups)) if self.by_master else ():
-            self.write_back(o, self.written - self.moved)
+        with torch.no_grad():  # also of those that have left their group since
+            for name in [name for name in self.written - self.moved if name in self.masters]:
+                self.params[name].copy_(self.masters[name])
+                self.written.discard(name)
         return self.models[m](x.to(self.dtype), *args).float() if cast else self.models[m](x, *args)
 
     @torch.no_grad()
@@ -237,12 +239,13 @@ class Reference:
             window.zero(self.names(o), self.params, set_to_none)
             window.zeroed = True
 
-    def zero_grad_in_body(self, o: int, set_to_none: bool, is_reentered: bool) -> None:
-        """Before a backward begins: what earlier ones left goes."""
+    def zero_grad_in_body(self, o: int, set_to_none: bool, is_reentered: bool, heed: bool) -> None:
+        """Before a backward begins: what earlier ones left goes; of an open window when it is looked at next."""
         window = self.windows[o]
         if is_reentered:
             self.zero_grad(o, set_to_none)
-            self.heed_zero_grad(o)
+            if heed:
+                self.heed_zero_grad(o)
         elif window is not None:
             window.earlier = {} if set_to_none else {n: torch.zeros_like(g) for n, g in window.earlier.items()}
         else:

@@ -237,7 +237,7 @@ class Reference:
         self.optimizers[o].zero_grad(set_to_none)
         if (window := self.windows[o]) is not None:  # everything of before and of now
             window.zero(self.names(o), self.params, set_to_none)
-            window.zeroed = True
+            window.zeroed, window.in_place = True, not set_to_none
 
     def zero_grad_in_body(self, o: int, set_to_none: bool, is_reentered: bool, heed: bool) -> None:
         """Before a backward begins: what earlier ones left goes; of an open window when it is looked at next."""
@@ -255,4 +255,6 @@ class Reference:
         if (window := self.windows[o]) is not None and window.zeroed:
             window.zeroed = False
             for name in [name for name in self.names(o) if name in self.masters]:
+                if window.in_place and self.params[name].grad is not None:
+                    window.earlier[name] = torch.zeros_like(self.masters[name])
                 self.params[name].grad = self.masters[name].grad = None

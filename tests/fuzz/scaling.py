@@ -42,6 +42,7 @@ class Window:
     writes: int  # what the scaler had seen when it opened
     earlier: dict[str, Tensor] = field(default_factory=dict)
     zeroed: bool = False  # through the masters, whose parameters still show their gradients
+    in_place: bool = False  # and then their gradient is 0
 
     def zero(self, names: list[str], params: Any, set_to_none: bool) -> None:
         """Earlier gradients, too. What is untouched in the window shows its own."""

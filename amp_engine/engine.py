@@ -315,7 +315,7 @@ class Engine(Saving, Explaining):
         return params
 
     def _look_at_gathered(self, optimizer: Optimizer | LARC) -> SteppedOptimizer | None:
-        """What stands for `optimizer` here, after a look at what its parameters gathered before they were in it."""
+        """The SteppedOptimizer of `optimizer`, after a look at gradients that are older than their place in it."""
         stepped = self._initialized.get(inner_of(optimizer))
         if stepped is not None:
             self.backwards.look_at_gathered(stepped)

@@ -36,7 +36,7 @@ _inside = threading.local()  # `.forward`: True while this thread runs a forward
 
 @dataclass(frozen=True)
 class ForwardCasts:
-    """What a forward casts.
+    """The casts of one forward.
 
     Attributes:
         inputs, outputs: the types to which it casts floating inputs and outputs; None leaves them alone.

@@ -174,14 +174,14 @@ def _viewed(node: ast.expr) -> ast.expr:
 
 
 def _owners(node: ast.expr) -> Iterator[str]:
-    """What an attribute is of: `model.a[0]`, `model.a` and `model` for `model.a[0].b`."""
+    """The owners of an attribute: `model.a[0]`, `model.a` and `model` for `model.a[0].b`."""
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
         yield ast.unparse(node)
 
 
 def _is_cast(node: ast.expr) -> bool:
-    """Whether an operand is given another type where it stands."""
+    """True if an operand is given another type where it stands."""
     return any(
         isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and child.func.attr in _CASTS
         for child in ast.walk(node)

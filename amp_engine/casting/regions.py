@@ -58,7 +58,7 @@ def _region(dtype: torch.dtype, cache_enabled: bool) -> AbstractContextManager[A
 
 
 class _Region:
-    """What torch.autocast does to its state, in a quarter of the time."""
+    """Does to autocast's state as torch.autocast does, in a quarter of the time."""
 
     def __init__(self, dtype: torch.dtype, cache_enabled: bool) -> None:
         self._inside = False, dtype, cache_enabled

@@ -197,7 +197,7 @@ class TensorLists(Protocol):
         ...
 
     def gradient_stamps(self, params: Sequence[Tensor], /) -> GradientStamps:
-        """What tells that a gradient was replaced or written since, while it is alive."""
+        """Stamps of gradients: equal as long as nobody wrote or replaced them, while they are alive."""
         ...
 
     def have_gradient_stamps(self, params: Sequence[Tensor], before: GradientStamps, /) -> bool:

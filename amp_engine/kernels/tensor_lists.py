@@ -71,7 +71,7 @@ def put_stamps(stamps: Stamps, place: int, of_one: Stamps) -> Stamps:
 
 
 def have_other_memory(tensor: Tensor, before: Stamps) -> bool:
-    """Whether a tensor differs from its stamp by its address alone: `tensor.data = x`."""
+    """True if a tensor differs from its stamp by its address alone: `tensor.data = x`."""
     now = stamps([tensor])
     if isinstance(now, list) and isinstance(before, list):
         return now != before and [stamp[1:] for stamp in now] == [stamp[1:] for stamp in before]

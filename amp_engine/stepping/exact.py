@@ -58,11 +58,11 @@ class Exact:
         raise NotImplementedError
 
     def counts(self) -> bool:
-        """Whether `value` is what the parameter was rounded from, where it still is that."""
+        """True if the parameter was rounded from `value`, where it was not written since."""
         return self.in_sync()
 
     def value(self) -> Tensor:
-        """What the model computes with, if it counts, before it was rounded: float32, new memory. No host sync.
+        """The value before rounding, if it counts for the model: float32, new memory. No host sync.
 
         Where the parameter is not this value rounded somebody wrote it through `.data`, and it counts.
         """

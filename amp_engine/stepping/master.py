@@ -133,7 +133,7 @@ class Master(Exact):
         return tensor_lists.have_stamps([self.param], tensor_lists.stamps_of(self._shared.params, self._place))
 
     def counts(self) -> bool:
-        """Whether the master is what the parameter was rounded from, where it still is that.
+        """True if the parameter was rounded from the master, where it was not written since.
 
         So it is after `param.data = x`, but among ranks, some of which may get other values by that.
         """

@@ -74,7 +74,7 @@ def is_copied_master(param: Any) -> bool:
 
 
 def copied_masters(optimizer: Any) -> str:
-    """What is said of an optimizer that steps copies of masters."""
+    """Says that an optimizer steps copies of masters."""
     name = type(optimizer).__name__
     return (
         f"This {name} is a copy, made while amp looked after its origin: it steps copies of FP32 masters, and no model "

@@ -54,7 +54,7 @@ def follow_masters_in_eager(module: nn.Module, args: Any) -> None:
 
 @disable_dynamo
 def follow_masters(module: nn.Module, args: Any) -> None:
-    """The same, and it breaks a graph: for optimizers that are known to write masters outside of their step."""
+    """As `follow_masters_in_eager`, and breaks a graph: for optimizers that write masters outside of their step."""
     follow_masters_in_eager(module, args)
 
 
@@ -427,7 +427,7 @@ class Rows:
         return tensor_lists.any_gradient(self._low)
 
     def has_master_gradients(self) -> bool:
-        """Whether a master has a float32 gradient by now."""
+        """True if a master has a float32 gradient by now."""
         return tensor_lists.any_gradient(self._high)
 
     def gradient_marks(self) -> GradientMarks:

@@ -82,15 +82,15 @@ class Left:
         return [row for row, state in enumerate(self.states) if state == _ZERO] if _ZERO in self.states else []
 
     def is_zero(self, row: int) -> bool:
-        """Whether the gradient of a row is 0, unless it has one."""
+        """True if the gradient of a row is 0, unless it has one."""
         return self.states[row] == _ZERO
 
     def discard(self, row: int) -> None:
-        """Somebody discarded or replaced the gradient of a row."""
+        """Forget the gradient of a row, which was discarded or replaced."""
         self.states[row] = 0
 
     def discard_all(self) -> None:
-        """Somebody discarded all gradients."""
+        """Forget all gradients, which were discarded."""
         self.restore(bytes(len(self.states)))
 
     def restore(self, states: bytes) -> None:
@@ -99,13 +99,13 @@ class Left:
         self._look()
 
     def zero(self, rows: Iterable[int]) -> None:
-        """Somebody zeroed the gradients of `rows` in place."""
+        """Note that the gradients of `rows` were zeroed in place."""
         for row in rows:
             self.states[row] = _ZERO
         self._look()
 
     def zero_all(self, rows: Iterable[int] = ()) -> None:
-        """Somebody zeroed in place all gradients there are, those of `rows` among them."""
+        """Note that all gradients, those of `rows` among them, were zeroed in place."""
         self.states = bytearray(self.states.translate(_AS_ZERO))
         self.zero(rows)
 
@@ -116,7 +116,7 @@ class Left:
         self._look()
 
     def rearranged(self, rows: Sequence[int | None]) -> Left:
-        """The same in other rows: of each the present one, or None."""
+        """These states in other rows: `rows` has the present place of each, or None."""
         self.hear()
         result = Left(bytes(0 if row is None else self.states[row] for row in rows))
         result.is_zeroed_in_place = self.is_zeroed_in_place

@@ -192,7 +192,7 @@ class SteppedOptimizer:
         self._unchecked = self.rows.columns.plain
 
     def has_gathered(self, is_stepping: bool = False) -> bool:
-        """Whether there is a gradient that no check of this optimizer saw. Looks for new parameters.
+        """True if there is a gradient that no check of this optimizer saw. Looks for new parameters.
 
         Args:
             is_stepping: whether it is stepped next: what a skipped step left counts then, for nobody zeroed it.

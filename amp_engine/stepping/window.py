@@ -509,7 +509,7 @@ class Window:
             self.discard()
 
     def _edited(self) -> list[tuple[int, bool]] | None:
-        """What moved since the entry, with no backward of the loss; None if gradients came, as by another backward."""
+        """The rows that moved since the entry, without a backward; None if gradients came where none was."""
         assert self._waiting is not None
         params = self._rows.columns.params
         moved = tensor_lists.moved_since(params, self._waiting) if self._waiting else []

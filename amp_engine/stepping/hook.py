@@ -111,17 +111,21 @@ class StepHook:
 
     def before_hooks(self) -> None:
         """Have the user's hooks (clipping, logging) go first and see gradients where the step will find them."""
-        if self._is_stepping:
-            return
-        self._refuse_in_body()
-        stepped = self._stepped
-        stepped.check_first_use()
-        self._backwards.close_windows_into(stepped)
-        stepped.hide_left()
-        optimizer = stepped.optimizer
-        if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._step_hook.id:
+        optimizer = self._stepped.optimizer
+        own, everyones = optimizer._optimizer_step_pre_hooks, _HANDLES[0].hooks_dict_ref()
+        if self._is_stepping or (len(own) == 1 and everyones is not None and len(everyones) == 1):
+            return  # there are none
+        self._prepare()
+        if next(reversed(own)) != self._step_hook.id:
             self._step_hook.remove()
             self._step_hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def _prepare(self) -> None:
+        """Unscale what is scaled still. Raises AmpStateError where no step can be."""
+        self._refuse_in_body()
+        self._stepped.check_first_use()
+        self._backwards.close_windows_into(self._stepped)
+        self._stepped.hide_left()
 
     def _refuse_in_body(self) -> None:
         """Raise AmpStateError in the body of a `scale_loss` that lists the optimizer."""
@@ -166,12 +170,10 @@ class StepHook:
             return None
         self._random = None
         stepped, is_scaled = self._stepped, self._scaling.is_active
+        self._prepare()
         if self._backwards.evidence.is_rehearsal:
-            self._backwards.close_windows_into(stepped)  # for whoever looks at gradients
             stepped.forget_backwards()
             return self._ghost(args, kwargs, fused_step_of(optimizer) is not None)
-        self._refuse_in_body()
-        stepped.check_first_use()
         stepped.missing_gradients.warn(optimizer, stepped.rows)
         casts_off = self._casts.off()
         is_own = stepped.rows.makes_masters or stepped.needs_kernels
@@ -186,7 +188,6 @@ class StepHook:
                 f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "
                 "and backward with amp.scale_loss yourself, then call step() without arguments."
             )
-        self._backwards.close_windows_into(stepped)
         stepped.look_at_gradients()
         # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
         fused = fused_step_of(optimizer)

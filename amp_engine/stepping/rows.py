@@ -251,9 +251,8 @@ class Rows:
             self._halves.look_at(self._columns.plain)
 
     def judge_half(self) -> None:
-        """Raise AmpStateError if a low-precision weight would be stepped where the level's are FP32."""
+        """Raise AmpStateError if a low-precision weight would be stepped where the level's are FP32. After a scan."""
         if self._halves is not None and not self.makes_masters:
-            self.scan()
             self._halves.judge(self._live_optimizer())
 
     def _note_joined(self, earlier: Columns) -> None:
@@ -471,12 +470,12 @@ class Rows:
         """Discard gradients as after every step, of masters unless they are kept, and notice who zeroes them then."""
         if self.masters:
             self.left.spend(self._has_gradients())
-        self.discard_parameter_gradients()
         if keeps_masters:
+            self.discard_parameter_gradients()
             kept = [m.weight for m in self.masters if m.gradient() is not None]
-            self.left.watch([seen(min(kept, key=Tensor.numel))] if kept else [])
+            self.left.watch(seen(min(kept, key=Tensor.numel)) if kept else None)
         else:
-            self.discard_master_gradients()
+            self.discard_gradients()
             self.show_left()
 
     def _has_gradients(self) -> bytes:

@@ -338,7 +338,7 @@ class ScaledBackward(ContextOfLoss):
             for one in self._stepped:
                 one.enter_backward(backward, scaled_loss.requires_grad, self._backwards.unlisted.scale)
                 entered.append(one)
-            self._backwards.unlisted.enter(backward, self._stepped, self._backwards.all)
+            self._backwards.unlisted.enter(backward, self._backwards.all)
             self._backwards.evidence.enter(backward, loss)
             # Autograd calls these before it accumulates anything.
             if scaled_loss.requires_grad:

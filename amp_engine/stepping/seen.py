@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -112,7 +111,7 @@ class Left:
     def spend(self, states: bytes) -> None:
         """A step discards gradients: `states` is not 0 where there was one."""
         spent, earlier = states.translate(_AS_SPENT), self.states.translate(_AS_SPENT)
-        self.states = bytearray(spent if spent == earlier else map(or_, spent, earlier))
+        self.states = bytearray(spent if spent == earlier else _either(spent, earlier))
         self._look()
 
     def rearranged(self, rows: Sequence[int | None]) -> Left:
@@ -124,18 +123,30 @@ class Left:
 
     def show(self, choose: Callable[[], Sequence[nn.Parameter]]) -> None:
         """Put tiny gradients where `choose` says, which is asked when other rows were spent than the last time."""
-        spent = bytes(self.states)
-        if spent != self._chosen_for or not all(map(_fits, self._shown)):
-            with torch.inference_mode(False):
-                shown = [(p, torch.full_like(p, _tiny(p), requires_grad=False)) for p in choose()]
-            self._chosen_for, self._shown = spent, [Seen(p, grad, _version(grad)) for p, grad in shown]
-        self.watch([one for one in self._shown if GRAD.__get__(one.param) is None])
+        if self.states != self._chosen_for:
+            self._choose(choose)
+        try:
+            self._show()
+        except RuntimeError:  # of another shape, type or device: somebody replaced the memory of a parameter
+            self.hide()
+            self._choose(choose)
+            self._show()
 
-    def watch(self, sentinels: list[Seen]) -> None:
-        """Have these, which stay, be the gradients that somebody zeroes."""
-        self._sentinels = [Seen(one.param, one.grad, _version(one.grad)) for one in sentinels]
-        for one in self._sentinels:
-            GRAD.__set__(one.param, one.grad)
+    def _choose(self, choose: Callable[[], Sequence[nn.Parameter]]) -> None:
+        with torch.inference_mode(False):
+            shown = [(p, torch.full_like(p, _tiny(p), requires_grad=False)) for p in choose()]
+        self._chosen_for, self._shown = bytes(self.states), [Seen(p, grad, _version(grad)) for p, grad in shown]
+
+    def _show(self) -> None:
+        self._sentinels = []
+        for one in self._shown:
+            if GRAD.__get__(one.param) is None:
+                GRAD.__set__(one.param, one.grad)
+                self._sentinels.append(one)
+
+    def watch(self, sentinel: Seen | None) -> None:
+        """Have this one, which stays, be the gradient that somebody zeroes."""
+        self._sentinels = [] if sentinel is None else [sentinel]
 
     def hide(self) -> None:
         """Show nothing until the next step."""
@@ -148,8 +159,8 @@ class Left:
         sentinels, self._sentinels = self._sentinels, []
         if not sentinels:
             return False
+        is_gone = any(GRAD.__get__(one.param) is None for one in sentinels)
         is_zeroed = [one.is_zeroed() for one in sentinels]
-        is_gone = any(one.param.grad is None for one in sentinels)
         for one, zeroed in zip(sentinels, is_zeroed, strict=True):
             if zeroed or one.is_untouched() or _is_tiny(one.param):
                 GRAD.__set__(one.param, None)  # else a backward that nobody scaled added to it
@@ -174,6 +185,6 @@ def _is_tiny(param: Tensor) -> bool:
     return grad is not None and bool((arithmetic.values(grad).abs() <= _tiny(param)).all())
 
 
-def _fits(one: Seen) -> bool:
-    zero, p = one.grad, one.param
-    return zero is not None and (zero.device, zero.dtype, zero.shape) == (p.device, p.dtype, p.shape)
+def _either(a: bytes, b: bytes) -> bytes:
+    """The bits of both, in bytes."""
+    return (int.from_bytes(a, "little") | int.from_bytes(b, "little")).to_bytes(len(a), "little")

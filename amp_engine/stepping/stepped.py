@@ -372,8 +372,7 @@ class SteppedOptimizer:
         Waits for the device if the host has to decide and does not know yet.
         """
         rows = self.rows
-        if rows.makes_masters:
-            rows.scan()
+        rows.scan()
         rows.judge_half()
         rows.follow()
         self._written_parameters.warn(self.optimizer, rows)
@@ -423,8 +422,10 @@ class SteppedOptimizer:
 
     def _refuse_half_a_capture(self) -> None:
         """Raise AmpStateError outside of the CUDA graph that has the backward: a replay tells the host of none."""
+        if not (self.backward_seen and self._is_captured):
+            return
         weights = self.rows.columns.weights
-        if self.backward_seen and self._is_captured and weights and not devices.is_capturing(weights[0].device):
+        if weights and not devices.is_capturing(weights[0].device):
             raise AmpStateError(
                 f"The backward is in a CUDA graph, and {type(self.optimizer).__name__}.step() is not: no replay tells "
                 "the host of its gradients, which steps would miss, or take where they are not finite.  Nothing was "

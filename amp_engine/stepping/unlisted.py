@@ -9,7 +9,7 @@ optimizer of `initialize` will make a master of stays scaled, as all low-precisi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -97,9 +97,9 @@ class Unlisted:
         self._found.clear()
         self._alive.clear()
 
-    def enter(self, backward: Backward, stepped: Sequence[SteppedOptimizer], everyone: list[SteppedOptimizer]) -> None:
+    def enter(self, backward: Backward, everyone: list[SteppedOptimizer]) -> None:
         """A body is entered, and its windows are open. Nothing is done where there are no such parameters."""
-        others = self._of(stepped, everyone)
+        others = self._of(everyone)
         if others is None:
             return
         self._others, self._backward = others, Backward(backward.scaler, backward.loss_id, backward.snapshot)
@@ -155,10 +155,10 @@ class Unlisted:
             if p.grad is not None:
                 p.grad.mul_(moved(factor, p.grad.device))
 
-    def _of(self, stepped: Sequence[SteppedOptimizer], everyone: list[SteppedOptimizer]) -> _Others | None:
-        owners = [one for one in everyone if one in stepped or not one.window.is_closed]
+    def _of(self, everyone: list[SteppedOptimizer]) -> _Others | None:
+        owners = [one for one in everyone if not one.window.is_closed]  # those of this body among them
         # Nothing that keeps an optimizer or its parameters alive.
-        key = (*map(id, owners), -1, *((id(one), one.rows.scans) for one in everyone))
+        key = (*map(id, owners), -1, *map(id, everyone), *[one.rows.scans for one in everyone])
         found = self._found.get(key)
         if found is None:
             if len(self._found) > 64:

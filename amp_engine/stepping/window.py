@@ -232,8 +232,10 @@ class Window:
         """Discard what a `zero_grad()` since the last backward of this body was to reach."""
         (mark, ended), self._mark, self._ended = (self._mark, self._ended), None, None
         is_of_masters = mark is not None and self._unmark(mark)
+        if ended is None:
+            return
         columns = self._rows.columns
-        if ended is None or tensor_lists.have_gradient_stamps(columns.param_handle, ended):
+        if tensor_lists.have_gradient_stamps(columns.param_handle, ended):
             return
         zeroed = self._zeroed(tensor_lists.moved_since(columns.params, ended))
         # Masters that the optimizer's zero_grad() has reached are 0 or None by themselves.

@@ -146,7 +146,7 @@ def in_scale_loss(
     world.same(ours, plain, "loss")
     through = ref.passes_through(optimizers, loss_id)
     reentered = [o for o in optimizers if ref.windows[o] is not None]
-    scale = 1.0 if through else ref.enter(optimizers, loss_id)
+    scale = 1.0 if through else ref.enter(optimizers, loss_id, heed=trouble != "early")
     marks = {o: ref.marks(o) for o in reentered}
     factor = {"inf": float("inf"), "nan": float("nan")}.get(trouble, 1.0)
     stepped = [world.optimizers[o] for o in optimizers]
@@ -242,7 +242,7 @@ def nested(world: World, which: int, seed: int, loss_id: int, delay: int, troubl
 @action(1, which=MANY, seed=SEED)
 def backward_outside(world: World, which: int, seed: int) -> None:
     """A backward without `scale_loss`: it never reaches masters; what has none takes it as in torch."""
-    if world.is_open():
+    if world.is_open() or world.ref.added:  # what a parameter has gathered that joins has tests of its own
         return
     ours, plain = world.losses(which % len(world.models), seed)
     for loss in (ours, plain):
@@ -325,9 +325,8 @@ def clip(world: World, which: int, kind: str, max_norm: float, again: int) -> No
     theirs = list(amp.master_params(world.optimizers[o])) if kind == "torch" else []
     if any(p.grad.is_neg() for p in (*params, *theirs) if p.grad is not None):
         return  # torch's clip_grad_norm_ raises
-    if kind != "torch":  # ours looks for parameters first
-        ref.scan(o)
-        params = [ref.entry(name) for name in ref.names(o)]
+    ref.scan(o)  # both look for parameters first
+    params = [ref.entry(name) for name in ref.names(o)]
     order = float("inf") if kind == "amp inf" else 2.0
     if kind == "torch":
         norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
@@ -765,6 +764,8 @@ def load(world: World, which: int, what: str) -> None:
     if what in ("all", "model"):
         for model, state in zip(world.models, ours["models"], strict=True):
             model.load_state_dict(state)
+        for o in range(len(world.optimizers)):
+            ref.scan(o)
         lifecycle.load(ref, exact, buffers)
     if what in ("all", "optimizer") and groups == ref.groups:
         for o, (optimizer, state) in enumerate(zip(world.optimizers, ours["optimizers"], strict=True)):

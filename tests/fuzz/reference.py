@@ -149,15 +149,20 @@ class Reference:
         works = scaler.dynamic or scaler.scale != 1.0 or self.by_master or self.skips
         return not works and all(self.windows[o] is None for o in optimizers)
 
-    def enter(self, optimizers: list[int], loss_id: int) -> float:
-        """Set earlier gradients aside. Returns the scale of the loss: it has one, and windows of others close."""
+    def enter(self, optimizers: list[int], loss_id: int, heed: bool = True) -> float:
+        """Set earlier gradients aside. Returns the scale of the loss: it has one, and windows of others close.
+
+        Args:
+            heed: a backward follows, so that what `zero_grad` was to reach goes.
+        """
         left = [(o, window.writes) for o in optimizers if (window := self.windows[o])]
         for o in [o for o, writes in left if writes != left[0][1]]:
             self.exit([o], loss_id)
         for o in optimizers:
             self.scan(o)
             self.refresh(o)
-            self.heed_zero_grad(o)
+            if heed:
+                self.heed_zero_grad(o)
         scaler = self.scalers[loss_id]
         scale, writes = next(
             ((w.scale, w.writes) for o in optimizers if (w := self.windows[o])), (scaler.scale, scaler.writes)
@@ -237,7 +242,8 @@ class Reference:
         self.optimizers[o].zero_grad(set_to_none)
         if (window := self.windows[o]) is not None:  # everything of before and of now
             window.zero(self.names(o), self.params, set_to_none)
-            window.zeroed, window.in_place = True, not set_to_none
+            window.in_place = not set_to_none and (window.in_place or not window.zeroed)
+            window.zeroed = True
 
     def zero_grad_in_body(self, o: int, set_to_none: bool, is_reentered: bool, heed: bool) -> None:
         """Before a backward begins: what earlier ones left goes; of an open window when it is looked at next."""

@@ -185,6 +185,6 @@ def _is_tiny(param: Tensor) -> bool:
     return grad is not None and bool((arithmetic.values(grad).abs() <= _tiny(param)).all())
 
 
-def _either(a: bytes, b: bytes) -> bytes:
+def _either(a: bytes | bytearray, b: bytes | bytearray) -> bytes:
     """The bits of both, in bytes."""
     return (int.from_bytes(a, "little") | int.from_bytes(b, "little")).to_bytes(len(a), "little")

@@ -376,8 +376,11 @@ def _match_state_to_parameters(optimizer: Optimizer) -> None:
         if key != "step"
     )
     if differs:
-        groups = optimizer.param_groups
+        groups, listed = optimizer.param_groups, set(map(id, master_params(optimizer)))
+        # What left the groups has no number by which `state_dict` could name it.
+        left = {p: optimizer.state.pop(p) for p in [*optimizer.state] if isinstance(p, Tensor) and id(p) not in listed}
         optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.state.update(left)
         optimizer.param_groups = groups  # equal to what was loaded, and the objects that others may hold
 
 

@@ -304,6 +304,25 @@ def test_state_that_is_older_than_initialize_is_stepped_on(level: str, dtype: to
     assert all(loss == loss for loss in losses)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_group_that_was_removed_is_no_obstacle_to_initialize_and_close(level: str, dtype: torch.dtype) -> None:
+    keywords = {"master_weights": True} if level in FUNCTION_LEVELS else {}
+    model = Normed(dtype)
+    optimizer = OPTIMIZERS["SGD"]([{"params": list(part.parameters())} for part in model.children()])
+    model(torch.ones(2, 8)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.param_groups.pop()  # its state stays
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **keywords)
+    train(MLP, model, optimizer, "cc")
+    optimizer.param_groups.pop()
+    train(MLP, model, optimizer, "cc")
+    amp.close()
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    (group,) = optimizer.param_groups
+    assert [optimizer.state[p]["momentum_buffer"].dtype for p in group["params"]] == [dtype] * 2
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_only_pure_half_is_told_that_eps_is_0(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     keywords = {"master_weights": True} if level in FUNCTION_LEVELS else {}

@@ -178,10 +178,12 @@ class StepHook:
         casts_off = self._casts.off()
         is_own = stepped.rows.makes_masters or stepped.needs_kernels
         if not is_own and casts_off is None and not stepped.is_pending and not is_scaled:
+            stepped.rows.judge_half()
             stepped.pending.taken_unseen()
             return None  # nothing to add to torch's own step
         if _closure(args, kwargs) is not None:
             if not is_own and not is_scaled:
+                stepped.rows.judge_half()
                 stepped.pending.taken_unseen()
                 return None  # O4: the closure's forward wants its casts
             raise AmpStateError(

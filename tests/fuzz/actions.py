@@ -160,8 +160,8 @@ def in_scale_loss(
                 set_to_none = zero == "none" or ref.has_spent(o)
                 world.optimizers[o].zero_grad(set_to_none)
                 ref.zero_grad_in_body(o, set_to_none, o in reentered, heed=trouble != "early")
+            marks = {o: ref.marks(o) for o in reentered}
             if trouble == "early":
-                marks = {o: ref.marks(o) for o in reentered}
                 raise BodyError
             for loss in (scaled, wanted):
                 if trouble == "twice":
@@ -764,8 +764,10 @@ def load(world: World, which: int, what: str) -> None:
     if what in ("all", "model"):
         for model, state in zip(world.models, ours["models"], strict=True):
             model.load_state_dict(state)
-        for o in range(len(world.optimizers)):
-            ref.scan(o)
+        low = [name for name, p in ref.params.items() if p.dtype != torch.float32]
+        if ref.by_master and any(name not in ref.masters for name in low):  # ours looks for parameters where one is new
+            for o in range(len(world.optimizers)):
+                ref.scan(o)
         lifecycle.load(ref, exact, buffers)
     if what in ("all", "optimizer") and groups == ref.groups:
         for o, (optimizer, state) in enumerate(zip(world.optimizers, ours["optimizers"], strict=True)):
@@ -880,6 +882,8 @@ def edit_model_gradient(world: World, which: int, how: str) -> None:
     name = pick(world, which)
     if world.is_open() or world.ref.params[name].grad is None:
         return
+    if how == "zero" and any(map(world.ref.has_spent, range(len(world.optimizers)))):
+        return  # after a step that is meant for masters, too
     for params in (world.params, world.ref.params):
         p = params[name]
         if p.grad is None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from amp_engine import amp
 from amp_engine.optimizers import FusedAdam, FusedSGD
+from amp_engine.stepping.seen import Left
 from tests.support import MASTER_LEVELS, assert_bitwise
 
 
@@ -213,3 +214,17 @@ def test_zeroed_gradients_are_stepped_in_loops_of_every_kind(loop: Any, name: st
     for expected, optimizer in zip(truth, optimizers, strict=True):
         of_torch, ours = ([p for group in one.param_groups for p in group["params"]] for one in (expected, optimizer))
         assert_close([p.detach() for p in ours], [p.detach() for p in of_torch], level)
+
+
+@pytest.mark.parametrize("memory", [torch.zeros(3, dtype=torch.half), torch.zeros(2, dtype=torch.bfloat16)])
+def test_a_parameter_whose_memory_was_replaced_shows_a_gradient_that_fits(memory: Tensor) -> None:
+    param = nn.Parameter(torch.zeros(2, dtype=torch.half))
+    left = Left(b"\1")
+    for data in (param.data, memory):
+        param.data = data
+        left.show(lambda: [param])
+        assert param.grad is not None
+        assert (param.grad.shape, param.grad.dtype) == (data.shape, data.dtype)
+        assert left.hear()
+        assert param.grad is None
+        left.spend(b"\1")

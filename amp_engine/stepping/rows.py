@@ -242,7 +242,7 @@ class Rows:
         if is_shown:
             self.show_left()
         if are_new and tensor_lists.any_gradient(self._low):
-            self.left.zero(m.row for m in self.masters if m.row is not None and _is_zero(m.param.grad))
+            self.left.zero(m.row for m in self.masters if m.row is not None and is_zero(m.param.grad))
             self.show_left()
 
     def look_at_types(self) -> None:
@@ -563,5 +563,6 @@ class Rows:
         return optimizer
 
 
-def _is_zero(grad: Tensor | None) -> bool:
+def is_zero(grad: Tensor | None) -> bool:
+    """True if there is a gradient and each of its elements is zero. Waits for it."""
     return grad is not None and not bool(arithmetic.values(grad).any())

@@ -74,6 +74,7 @@ class ScaledBackwards:
 
     def add(self, stepped: SteppedOptimizer) -> None:
         """Add an optimizer, whose hooks hold what stands for it."""
+        stepped.check_gathered = self.unlisted.check_gathered
         self._stepped[stepped.optimizer] = weakref.ref(stepped)
 
     def pop(self, optimizer: Optimizer) -> SteppedOptimizer | None:
@@ -413,6 +414,14 @@ class ScaledBackward(ContextOfLoss):
                 "scaled_loss.backward()."
             )
 
+    def _warn_of_unscaled(self) -> None:
+        """Warn if gradients came, and no backward of the scaled loss did, nor of the loss that was passed in."""
+        if self._has_begun or self._has_passed_by or self._hook is None or self._backward.snapshot.is_identity:
+            return
+        for one in self._stepped:
+            if one.window.has_arrived_unseen():
+                one.missing_gradients.warn_of_unscaled(one.optimizer)
+
     def _refuse_late(self) -> None:
         """Raise AmpStateError in a backward after the exit, unless its gradients go where they are unscaled."""
         if self._backward.snapshot.is_identity and not any(one.rows.makes_masters for one in self._stepped):
@@ -436,6 +445,7 @@ class ScaledBackward(ContextOfLoss):
                 except AmpStateError:
                     self._discard(self._stepped)
                     raise
+                self._warn_of_unscaled()
                 self._backwards.unlisted.exit()
             if kind is not None:
                 self._discard(self._stepped)

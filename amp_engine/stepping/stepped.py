@@ -88,6 +88,8 @@ class SteppedOptimizer:
         self.before_first_use: Callable[[], None] | None = None
         # Called where masters turn out to be written outside of steps.
         self.follow_masters: Callable[[], None] = lambda: None
+        # Told what joined with a gradient, where others are scaled; raises AmpStateError.
+        self.check_gathered: Callable[[Optimizer, Sequence[nn.Parameter]], None] = lambda optimizer, joined: None
         self.adopts_next = False  # whether the next backward looks for writes through `param.data`
         self.needs_kernels = False  # whether what it steps, or keeps, is nothing that its class can step
         self._scaling = scaling
@@ -146,6 +148,7 @@ class SteppedOptimizer:
             )
         self.ranks.enter(not self.backward_seen, self.window.is_left_open)
         self._begin()
+        self._check_gathered(backward.snapshot)
         self.join_open_window(scale)
         if self.rows.joined:
             self._take_gathered(backward.scaler, scale)
@@ -160,6 +163,7 @@ class SteppedOptimizer:
         if not self.window.is_left_open:
             return
         self.rows.scan()
+        self._check_gathered(self.window.backward.snapshot)
         joined, self.rows.joined = self.rows.joined, []
         own = self.window.backward.snapshot
         for p in joined:
@@ -168,6 +172,10 @@ class SteppedOptimizer:
                 continue
             factor = own.scale if earlier is None else own.scale * earlier.inv_scale
             p.grad = arithmetic.times(grad, moved(factor, grad.device), grad.dtype)
+
+    def _check_gathered(self, snapshot: ScaleSnapshot) -> None:
+        if self.rows.joined and not snapshot.is_identity:
+            self.check_gathered(self.optimizer, [p for p in self.rows.joined if p.grad is not None])
 
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""

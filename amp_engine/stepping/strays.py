@@ -80,9 +80,10 @@ def warn_of_copied_masters(optimizer: Optimizer) -> None:
 
 
 class MissingGradients:
-    """Tells, in the first steps, of one that has no gradient after a `scale_loss`."""
+    """Tells, in the first steps, of an optimizer without gradients after a `scale_loss`; once, of unscaled ones."""
 
     def __init__(self) -> None:
+        self._is_unscaled_said = False
         self._looks = 64
         self._bodies: set[bool | None] = set()  # since the last step; whether a backward ran, None if nobody knows
 
@@ -94,6 +95,21 @@ class MissingGradients:
         """
         if self._looks > 0:
             self._bodies.add(has_begun)
+
+    def warn_of_unscaled(self, optimizer: Optimizer) -> None:
+        """At the exit of a `scale_loss` in whose body gradients came, and no backward of the scaled loss."""
+        if self._is_unscaled_said:
+            return
+        self._is_unscaled_said = True
+        warnings.warn(
+            f"Gradients of {type(optimizer).__name__} came in the body of `with amp.scale_loss(loss, optimizer) as "
+            "scaled_loss`, and no backward of scaled_loss ran there.  The exit divides them by the loss scale, which "
+            "nothing has multiplied them by unless you did.  Write scaled_loss.backward() in place of a backward of "
+            "another loss or of parts of this one, such as l1.backward(); l2.backward() where loss is l1 + l2.  This "
+            "is said once.",
+            AmpGradientWarning,
+            stacklevel=2,
+        )
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
         """Before the step."""

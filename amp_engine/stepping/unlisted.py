@@ -14,13 +14,15 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim import Optimizer
 
 from amp_engine.devices import moved
 from amp_engine.dtypes import is_low_precision
+from amp_engine.errors import AmpStateError
 from amp_engine.kernels import tensor_lists
 from amp_engine.scale_snapshot import ScaleSnapshot
 from amp_engine.stepping.backward import Backward
-from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.rows import Rows, is_zero
 from amp_engine.stepping.stepped import SteppedOptimizer
 from amp_engine.stepping.window import Window
 
@@ -53,13 +55,16 @@ class Unlisted:
     """Those of one engine.
 
     Args:
-        models: gives the initialized ones. What any other module has registered since the first of them counts, too.
+        models: gives the initialized ones. What any other module has registered since the first of them counts, too,
+            and what has been in an optimizer.
     """
 
     def __init__(self, models: Callable[[], Iterable[nn.Module]]) -> None:
         self.scale: ScaleSnapshot | None = None  # of what has gathered in low precision
         self._models = models
+        self._has_scaled = False  # whether a body was entered whose scale is not known to be 1
         self._late: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._once: dict[int, weakref.ref[nn.Parameter]] = {}  # by id, what optimizers have stepped
         self._stop: weakref.finalize[..., Unlisted] | None = None  # noticing
         self._found: dict[tuple[Any, ...], _Others] = {}
         self._alive: list[weakref.ref[Any]] = []
@@ -87,7 +92,8 @@ class Unlisted:
         """Everything was taken back."""
         self.forget()
         self._late.clear()
-        self.scale = None
+        self._once.clear()
+        self.scale, self._has_scaled = None, False
         if self._stop is not None:
             self._stop()
         self._stop = None
@@ -99,6 +105,8 @@ class Unlisted:
 
     def enter(self, backward: Backward, everyone: list[SteppedOptimizer]) -> None:
         """A body is entered, and its windows are open. Nothing is done where there are no such parameters."""
+        if not backward.snapshot.is_identity:
+            self._has_scaled = True
         others = self._of(everyone)
         if others is None:
             return
@@ -109,6 +117,24 @@ class Unlisted:
         if tensor_lists.any_gradient(others.plain_handle):
             self._window = Window(others.rows)
             self._window.open(self._backward, waits=True)
+
+    def check_gathered(self, optimizer: Optimizer, joined: Iterable[nn.Parameter]) -> None:
+        """Raise AmpStateError for a parameter that joined with a gradient which no exit can have unscaled.
+
+        Its module was made before `initialize` and not passed to it, so nothing tells whether a scaled backward left
+        the gradient, or at which scales.  Waits for the gradient.
+        """
+        if not self._has_scaled:
+            return
+        known = {id(p) for m in self._modules() for p in m._parameters.values()} | {id(p) for p in self._left()}
+        for p in joined:
+            if id(p) not in known and not is_zero(p.grad):
+                raise AmpStateError(
+                    f"A parameter of shape {tuple(p.shape)} joined {type(optimizer).__name__} with a gradient.  Its "
+                    "module was made before amp.initialize and not passed to it, so amp cannot tell whether that "
+                    "gradient is multiplied by the loss scale.  Nothing was stepped.  Set its `.grad` to None, or pass "
+                    "all modules that are trained to amp.initialize([model, head], ...)."
+                )
 
     @property
     def windows(self) -> list[Window]:
@@ -166,17 +192,27 @@ class Unlisted:
             self._found[key] = found = self._look(owners, everyone)
         return found if found.low or found.nobody.param_groups[0]["params"] else None
 
+    def _modules(self) -> list[nn.Module]:
+        found = {id(m): m for model in self._models() for m in model.modules()} | {id(m): m for m in self._late}
+        return list(found.values())
+
+    def _left(self) -> list[nn.Parameter]:
+        """What optimizers step, or have stepped."""
+        return [p for ref in self._once.values() if (p := ref()) is not None]
+
     def _look(self, owners: list[SteppedOptimizer], everyone: list[SteppedOptimizer]) -> _Others:
-        modules = {id(m): m for model in self._models() for m in model.modules()} | {id(m): m for m in self._late}
-        self._alive += [weakref.ref(m, self.forget) for m in modules.values()]
+        modules = self._modules()
+        self._alive += [weakref.ref(m, self.forget) for m in modules]
         self._alive += [weakref.ref(one.optimizer, self.forget) for one in everyone]
         makes_masters = any(one.rows.makes_masters for one in everyone)
         # A master's parameter belongs to its optimizer: gradients reach it by no other way than `scale_loss`.
         owned = {id(p) for one in owners for p in one.rows.columns.params}
         owned |= {id(m.param) for one in everyone for m in one.rows.masters}
-        of_modules = (p for m in modules.values() for p in m._parameters.values() if p is not None)
+        of_modules = (p for m in modules for p in m._parameters.values() if p is not None)
         of_others = (p for one in everyone if one not in owners for p in one.rows.columns.plain)
-        params = {id(p): p for ps in (of_modules, of_others) for p in ps if p.is_floating_point()}
+        once = [*self._left(), *(p for one in everyone for p in one.rows.columns.params)]
+        self._once = {id(p): weakref.ref(p) for p in once}
+        params = {id(p): p for ps in (of_modules, of_others, once) for p in ps if p.is_floating_point()}
         free = [p for key, p in params.items() if key not in owned]
         low = [p for p in free if makes_masters and is_low_precision(p)]
         plain = [p for p in free if not (makes_masters and is_low_precision(p))]

@@ -161,6 +161,17 @@ class Window:
             return not all(one.is_untouched() for one in self._reentered)
         return self._waiting is None and tensor_lists.any_gradient(self._rows.columns.param_handle)
 
+    def has_arrived_unseen(self) -> bool:
+        """True if gradients came or were written in a body in which no backward of its loss began. Waits for them."""
+        if self._is_reentered:
+            return False  # what is there is of an earlier body, too
+        columns = self._rows.columns
+        if self._waiting is None:
+            return tensor_lists.any_gradient(columns.param_handle)
+        moved = tensor_lists.moved_since(columns.params, self._waiting) if self._waiting else []
+        zeroed = set(self._zeroed(moved))
+        return any(row not in zeroed and columns.params[row].grad is not None for row, _ in moved)
+
     def prepare(self, stand_in: Backward, looks_at_earlier: bool = False) -> None:
         """Entry of somebody's own `scale_loss`, who will `claim` what comes. Raises AmpStateError inside of a body."""
         self._enter(State.PREPARED, stand_in, looks_at_earlier=looks_at_earlier)

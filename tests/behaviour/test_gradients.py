@@ -1341,6 +1341,42 @@ def test_a_backward_of_the_loss_itself_beside_the_scaled_one_is_refused(order: s
     assert_bitwise(gradients(optimizer), before)
 
 
+PARTS = {
+    "parts": lambda first, second: [first.backward(), second.backward()],
+    "one part": lambda first, second: second.backward(),
+    "another loss": lambda first, second: (first * 3).backward(),
+    "accumulated": lambda first, second: torch.autograd.backward([first, second]),
+}
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delay_unscale"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("index", [0, 1], ids=["first", "accumulating"])
+@pytest.mark.parametrize("how", PARTS)
+def test_backwards_of_parts_of_the_loss_are_said_by_name(how: str, index: int, level: str, delay: bool) -> None:
+    model, optimizer = started(level, loss_scale=64.0)
+    for earlier in range(index):
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(earlier)), optimizer)
+    first, second = (NORMED_MLP.loss(model, NORMED_MLP.batch(i)) for i in (2, 3))
+    with pytest.warns(AmpGradientWarning, match=r"no backward of scaled_loss ran there.*l1\.backward"):  # noqa: SIM117
+        with amp.scale_loss(first + second, optimizer, delay_unscale=delay):
+            PARTS[how](first, second)
+    with warnings.catch_warnings():  # it is said once
+        warnings.simplefilter("error")
+        first, second = (NORMED_MLP.loss(model, NORMED_MLP.batch(i)) for i in (2, 3))
+        with amp.scale_loss(first + second, optimizer):
+            PARTS[how](first, second)
+
+
+def test_backwards_of_parts_at_a_scale_of_1_are_right_and_nothing_is_said() -> None:
+    model, optimizer = started("O5")
+    loss = NORMED_MLP.loss(model, NORMED_MLP.batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with amp.scale_loss(loss + 0, optimizer):
+            (loss * 2).backward()
+
+
 ALLOWED = {
     "accumulation": lambda loss, scaled, model: (scaled / 4).backward(),
     "a constant": lambda loss, scaled, model: (scaled + loss.detach()).backward(),
@@ -1357,6 +1393,11 @@ ALLOWED = {
     "no backward": lambda loss, scaled, model: None,
     "inputs": lambda loss, scaled, model: scaled.backward(inputs=[model[0].weight]),
     "in another way": lambda loss, scaled, model: torch.autograd.backward([scaled.sum()]),
+    "divided in place": lambda loss, scaled, model: scaled.div_(2).backward(),
+    "put there by hand": lambda loss, scaled, model: [
+        setattr(p, "grad", grad)
+        for p, grad in zip(model.parameters(), torch.autograd.grad(scaled, list(model.parameters())), strict=True)
+    ],
 }
 
 
@@ -1433,6 +1474,65 @@ def test_what_a_parameter_gathers_before_it_is_stepped_is_the_unscaled_sum(level
         pytest.skip("masters take gradients of losses that list their optimizer, and the step warns of others")
     moved, truth = gathered(level, when, kind), gathered(None, when, kind)
     torch.testing.assert_close(moved, truth, rtol=0.05, atol=0.05 * float(truth.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("then", ["step", "scale_loss", "clip"])
+def test_a_gradient_that_no_exit_saw_is_refused_where_its_parameter_joins(level: str, then: str) -> None:
+    torch.manual_seed(0)
+    base, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(base.parameters(), lr=1.0)
+    amp.initialize(base, optimizer, opt_level=level[:2], verbosity=0, loss_scale=64.0, **CAST[level])
+    with amp.scale_loss(head(base(torch.ones(3, 4)).float()).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in (*base.parameters(), *head.parameters())]
+    optimizer.add_param_group({"params": list(head.parameters())})
+    actions = {
+        "step": optimizer.step,
+        "clip": lambda: amp.clip_grad_norm_(optimizer, 1.0),
+        "scale_loss": amp.scale_loss(head(base(torch.ones(3, 4)).float()).sum(), optimizer).__enter__,
+    }
+    with pytest.raises(AmpStateError, match=r"made before amp\.initialize and not passed to it.*`\.grad` to None"):
+        actions[then]()
+    assert_bitwise([p.detach() for p in (*base.parameters(), *head.parameters())], before)
+    optimizer.zero_grad()
+    head.zero_grad(set_to_none=False)  # a zero is the same at every scale
+    with amp.scale_loss(head(base(torch.ones(3, 4)).float()).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert not torch.equal(head.weight, before[2])
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_group_that_is_taken_out_and_put_back_steps_the_unscaled_sum(level: str) -> None:
+    def moved(level: str | None) -> Tensor:
+        torch.manual_seed(0)
+        base, head = nn.Linear(4, 4), nn.Linear(4, 2)
+        optimizer = torch.optim.SGD([{"params": base.parameters()}, {"params": head.parameters()}], lr=0.1)
+        if level is not None:
+            amp.initialize(base, optimizer, opt_level=level[:2], verbosity=0, loss_scale=64.0, **CAST[level])
+        before = head.weight.detach().clone()
+        group = {}
+        for index in range(4):
+            loss = head(base(torch.ones(3, 4)).float()).float().square().mean()
+            if level is None:
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            if index == 2:
+                optimizer.add_param_group({"params": group["params"]})
+            optimizer.step()
+            if index == 0:
+                group = optimizer.param_groups.pop()
+            base.zero_grad()
+            optimizer.zero_grad()
+        return head.weight.detach() - before
+
+    truth = moved(None)
+    torch.testing.assert_close(moved(level), truth, rtol=0.05, atol=0.05 * float(truth.abs().max()))
 
 
 def joined(level: str | None, then: str) -> list[Tensor]:

@@ -130,6 +130,7 @@ class Rows:
         self.masters: list[Master] = []  # in the order of the groups
         self.scans = 0  # that found something new
         self.joined: list[nn.Parameter] = []  # parameters that came with a gradient, until it is looked at
+        self._departed: dict[int, weakref.ref[nn.Parameter]] = {}  # by id
         self._optimizer = weakref.ref(optimizer)
         self._wrappers: list[weakref.ref[Optimizer]] = []
         self._by_weight: dict[int, Master] = {}  # by id of the master weight
@@ -206,7 +207,7 @@ class Rows:
         if not self.makes_masters:
             earlier = self._columns
             self._columns, self._scanned = columns_of(groups, self.find), [tuple(group["params"]) for group in groups]
-            self._note_joined(earlier)
+            self._note_moves(earlier)
             self.look_at_types()
             return
         self._replace(groups, exact or {})
@@ -224,7 +225,7 @@ class Rows:
         self._high = tensor_lists.params([m.weight for m in self.masters])
         self._scanned = [tuple(group["params"]) for group in groups]
         earlier, self._columns = self._columns, columns_of(groups, self.find)
-        self._note_joined(earlier)
+        self._note_moves(earlier)
         slots, were = self.slots, [None if m is None else m.row for m in self._columns.masters]
         is_shown, left = self.left.is_shown, self.left.rearranged(were)
         if slots.count > 0:
@@ -255,10 +256,20 @@ class Rows:
         if self._halves is not None and not self.makes_masters:
             self._halves.judge(self._live_optimizer())
 
-    def _note_joined(self, earlier: Columns) -> None:
+    def _note_moves(self, earlier: Columns) -> None:
+        """Of parameters: which joined with a gradient, and which left."""
+        now = set(map(id, self._columns.params))
+        # No references to all: `torch.utils.swap_tensors` takes no parameter that has any.
+        self._departed = {key: ref for key, ref in self._departed.items() if ref() is not None}
+        self._departed |= {id(p): weakref.ref(p) for p in earlier.params if id(p) not in now}
         if earlier is not NO_COLUMNS and tensor_lists.any_gradient(self._columns.param_handle):
             known = set(map(id, earlier.params))
             self.joined += [p for p in self._columns.params if id(p) not in known and p.grad is not None]
+
+    @property
+    def departed(self) -> list[nn.Parameter]:
+        """Parameters that have left the groups, whether they came back or not."""
+        return [p for ref in self._departed.values() if (p := ref()) is not None]
 
     def master_of(self, param: nn.Parameter) -> Master | None:
         """The master of a parameter, or None."""

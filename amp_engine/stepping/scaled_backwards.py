@@ -74,8 +74,11 @@ class ScaledBackwards:
 
     def add(self, stepped: SteppedOptimizer) -> None:
         """Add an optimizer, whose hooks hold what stands for it."""
-        stepped.check_gathered = self.unlisted.check_gathered
+        stepped.check_gathered = self._check_gathered
         self._stepped[stepped.optimizer] = weakref.ref(stepped)
+
+    def _check_gathered(self, optimizer: Optimizer, joined: Sequence[nn.Parameter]) -> None:
+        self.unlisted.check_gathered(optimizer, joined, self.all)
 
     def pop(self, optimizer: Optimizer) -> SteppedOptimizer | None:
         """Remove it."""

@@ -64,7 +64,6 @@ class Unlisted:
         self._models = models
         self._has_scaled = False  # whether a body was entered whose scale is not known to be 1
         self._late: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._once: dict[int, weakref.ref[nn.Parameter]] = {}  # by id, what optimizers have stepped
         self._stop: weakref.finalize[..., Unlisted] | None = None  # noticing
         self._found: dict[tuple[Any, ...], _Others] = {}
         self._alive: list[weakref.ref[Any]] = []
@@ -92,7 +91,6 @@ class Unlisted:
         """Everything was taken back."""
         self.forget()
         self._late.clear()
-        self._once.clear()
         self.scale, self._has_scaled = None, False
         if self._stop is not None:
             self._stop()
@@ -118,7 +116,9 @@ class Unlisted:
             self._window = Window(others.rows)
             self._window.open(self._backward, waits=True)
 
-    def check_gathered(self, optimizer: Optimizer, joined: Iterable[nn.Parameter]) -> None:
+    def check_gathered(
+        self, optimizer: Optimizer, joined: Iterable[nn.Parameter], everyone: list[SteppedOptimizer]
+    ) -> None:
         """Raise AmpStateError for a parameter that joined with a gradient which no exit can have unscaled.
 
         Its module was made before `initialize` and not passed to it, so nothing tells whether a scaled backward left
@@ -126,7 +126,8 @@ class Unlisted:
         """
         if not self._has_scaled:
             return
-        known = {id(p) for m in self._modules() for p in m._parameters.values()} | {id(p) for p in self._left()}
+        known = {id(p) for m in self._modules() for p in m._parameters.values()}
+        known |= {id(p) for one in everyone for p in one.rows.departed}
         for p in joined:
             if id(p) not in known and not is_zero(p.grad):
                 raise AmpStateError(
@@ -196,10 +197,6 @@ class Unlisted:
         found = {id(m): m for model in self._models() for m in model.modules()} | {id(m): m for m in self._late}
         return list(found.values())
 
-    def _left(self) -> list[nn.Parameter]:
-        """What optimizers step, or have stepped."""
-        return [p for ref in self._once.values() if (p := ref()) is not None]
-
     def _look(self, owners: list[SteppedOptimizer], everyone: list[SteppedOptimizer]) -> _Others:
         modules = self._modules()
         self._alive += [weakref.ref(m, self.forget) for m in modules]
@@ -210,9 +207,8 @@ class Unlisted:
         owned |= {id(m.param) for one in everyone for m in one.rows.masters}
         of_modules = (p for m in modules for p in m._parameters.values() if p is not None)
         of_others = (p for one in everyone if one not in owners for p in one.rows.columns.plain)
-        once = [*self._left(), *(p for one in everyone for p in one.rows.columns.params)]
-        self._once = {id(p): weakref.ref(p) for p in once}
-        params = {id(p): p for ps in (of_modules, of_others, once) for p in ps if p.is_floating_point()}
+        departed = [p for one in everyone for p in one.rows.departed]
+        params = {id(p): p for ps in (of_modules, of_others, departed) for p in ps if p.is_floating_point()}
         free = [p for key, p in params.items() if key not in owned]
         low = [p for p in free if makes_masters and is_low_precision(p)]
         plain = [p for p in free if not (makes_masters and is_low_precision(p))]

@@ -263,6 +263,13 @@ def check_optimizers(
                     f"its own, so FP32 masters would never reach them.  Pass the {type(inner).__name__} to "
                     "amp.initialize and wrap it afterwards, or do without the wrapper."
                 )
+        place = parameters_elsewhere(optimizer, optimizer) if has_masters else None
+        if place is not None:
+            raise AmpStateError(
+                f"{type(optimizer).__name__} keeps parameters in its .{place}, beside its groups, where FP32 masters "
+                "would never replace them: its step would move nothing.  Have it take them from param_groups in each "
+                "step, or choose opt_level='O1' or 'O4', where the parameters themselves are stepped."
+            )
 
 
 def check_narrow(

@@ -11,6 +11,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -117,7 +118,7 @@ def _kept_by_class(kind: Any) -> tuple[str, ...]:
     )
 
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type)
 
 
 class _Copies:
@@ -198,6 +199,8 @@ class _Copies:
             return generator
         if isinstance(value, Optimizer):
             return self.ghost(value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
         if isinstance(value, types.BuiltinFunctionType):  # `[].append`, too
             owner = value.__self__
             own = self.of(owner) if owner is not None and not isinstance(owner, types.ModuleType) else owner
@@ -206,7 +209,7 @@ class _Copies:
             keywords = {name: self.of(item) for name, item in value.keywords.items()}
             return type(value)(self.of(value.func), *map(self.of, value.args), **keywords)
         if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.of(value.__self__))
+            return types.MethodType(self.of(value.__func__), self.of(value.__self__))
         if isinstance(value, weakref.ReferenceType):
             made = self._made.get(id(value()))
             return value if made is None else weakref.ref(made)
@@ -243,6 +246,28 @@ class _Copies:
             if hasattr(value, name):
                 object.__setattr__(double, name, self.of(getattr(value, name)))
         return double
+
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
+        """One with variables, defaults and attributes of its own; itself where it has none."""
+        if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__ or vars(value)):
+            return value
+        cells = tuple(map(self._own_cell, value.__closure__ or ()))
+        double = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
+        self._remember(value, double)
+        for old, new in zip(value.__closure__ or (), cells, strict=True):
+            with suppress(ValueError):  # it has no value yet
+                new.cell_contents = self.of(old.cell_contents)
+        double.__defaults__ = None if value.__defaults__ is None else tuple(map(self.of, value.__defaults__))
+        double.__kwdefaults__ = self.of(value.__kwdefaults__)
+        for name, item in vars(value).items():
+            vars(double)[name] = self.of(item)
+        return double
+
+    def _own_cell(self, cell: types.CellType) -> types.CellType:
+        """The cell of copies, which functions that share a variable share."""
+        if id(cell) not in self._made:
+            self._remember(cell, types.CellType())
+        return self._made[id(cell)]
 
     def _items(self, values: Iterable[Any]) -> Iterator[Any]:
         """Copies of `values`; of nothing but parameters, which the class keeps beside its groups, what ghosts have."""

@@ -404,6 +404,20 @@ class Slotted:
         self.values = [torch.zeros(3)]
 
 
+def counting() -> tuple[Callable[[], Any], Callable[[], None]]:
+    """What was counted, and what counts: in a variable, in a default and on itself."""
+    number = 0
+
+    def counter(_total: list[int] = []) -> None:  # noqa: B006
+        nonlocal number
+        number += 1
+        _total.append(number)
+        counter.calls += 1  # type: ignore[attr-defined]
+
+    counter.calls = 0  # type: ignore[attr-defined]
+    return lambda: (number, counter.__defaults__), counter
+
+
 class KeepsOnItself(torch.optim.SGD):
     """Keeps, draws and counts in every place that a class has for it, with parameters or without."""
 
@@ -427,6 +441,7 @@ class KeepsOnItself(torch.optim.SGD):
         self.ticks = self.meter.add
         self.log: list[int] = []
         self.append, self.append_one = self.log.append, partial(self.log.append, 1)
+        self.counted, self.counter = counting()
         self.state["global"] = {"norm": torch.zeros(1), "seen": [0]}
         for group in self.param_groups:
             group["history"] = [torch.zeros(1)]
@@ -448,6 +463,7 @@ class KeepsOnItself(torch.optim.SGD):
         self.ticks()
         self.append(len(self.log))
         self.append_one()
+        self.counter()
         self.slotted.values[0] += 1
         self.module(torch.ones(4, 2))
         self.namespace.count[0] += 1
@@ -470,6 +486,7 @@ class KeepsOnItself(torch.optim.SGD):
             "module": frozen(self.module.state_dict()),
             "namespace": frozen(vars(self.namespace)),
             "array": self.array.tolist(),
+            "counted": (self.counted(), self.counter.calls),  # type: ignore[attr-defined]
             "class": list(self.of_the_class),
             "state": frozen(self.state["global"]),
             "groups": [frozen(group["history"]) for group in self.param_groups],
@@ -675,6 +692,67 @@ def test_a_wrapper_whose_groups_are_not_the_ones_it_steps_is_refused_by_name(
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     assert [param.dtype for param in model.parameters()] == dtypes
     assert not optimizer._optimizer_step_pre_hooks
+
+
+class StepsElsewhere(Optimizer):
+    """Steps parameters that it keeps in a place of its own."""
+
+    def __init__(self, model: nn.Module, place: str) -> None:
+        params = list(model.parameters())
+        super().__init__(params, {"lr": 0.1})
+        self.kept: Any = {
+            "list": params,
+            "nested": {"all": [tuple(params)]},
+            "model": model,
+            "namespace": SimpleNamespace(params=params),
+            "function": lambda: params,
+            "groups": self.param_groups,
+        }[place]
+        self.place = place
+
+    def params(self) -> list[Any]:
+        match self.place:
+            case "nested":
+                return list(self.kept["all"][0])
+            case "model":
+                return list(self.kept.parameters())
+            case "namespace":
+                return list(self.kept.params)
+            case "function":
+                return list(self.kept())
+            case "groups":
+                return list(self.kept[0]["params"])
+            case _:
+                return list(self.kept)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.params():
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("place", ["list", "nested", "model", "namespace", "function"])
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_an_optimizer_that_steps_parameters_beside_its_groups_is_refused_with_masters(level: str, place: str) -> None:
+    model = MLP.model()
+    optimizer = StepsElsewhere(model, place)
+    before = frozen(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"StepsElsewhere keeps parameters in its \.kept"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert_bitwise(frozen(model.state_dict()), before)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_an_optimizer_that_steps_its_groups_under_another_name_is_taken(level: str) -> None:
+    model = MLP.model()
+    optimizer = StepsElsewhere(model, "groups")
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = frozen(model.state_dict())
+    train(MLP, model, optimizer, "c")
+    after = model.state_dict()
+    assert all(not torch.equal(after[name], value) for name, value in before.items())
 
 
 class Sharpness(Optimizer):

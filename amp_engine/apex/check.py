@@ -165,7 +165,7 @@ def check_file(path: Path) -> Iterator[Finding]:
             yield from _check_lines(path, source.decode())
         else:
             yield from _check_cells(path, [("", source)])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:  # the parser's stack, too
         yield Finding(str(path), "0", "", "not read", f"{type(error).__name__}: {error}")
 
 
@@ -253,7 +253,7 @@ def _check_cells(path: Path, cells: list[tuple[str, bytes]]) -> Iterator[Finding
             yield Finding(str(path), f"{prefix}{number}", "", "not read", f"{why}.{hint}")
             continue
         ast.increment_lineno(tree, len(lines))
-        lines += [f"{prefix}{number}" for number in range(1, source.count(b"\n") + 3)]
+        lines += [f"{prefix}{number}" for number in range(1, len(source.splitlines()) + 3)]
         body += tree.body
     uses = Uses(ast.Module(body, []))
     for number, name, verdict, text in sorted(uses.found):

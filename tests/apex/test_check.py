@@ -550,6 +550,17 @@ def test_a_file_that_cannot_be_read_is_said_to_be_and_the_others_are_read(tmp_pa
     assert check.main([str(tmp_path)]) == 1
 
 
+def test_a_program_beyond_the_stack_of_the_parser_is_said_to_be_not_read(tmp_path):
+    (tmp_path / "deep.py").write_text("import apex\nx = " + "-" * 20_000 + "1\n")
+    (tmp_path / "other.py").write_text("from apex import amp\n")
+    assert sorted(f.verdict for f in findings(tmp_path)) == ["not read", "served"]
+
+
+def test_lines_may_end_as_on_old_macs(tmp_path):
+    (tmp_path / "train.py").write_bytes(b"import torch\r\r\rx = 1\rfrom apex import amp\r")
+    assert [(f.line, f.verdict) for f in findings(tmp_path)] == [("5", "served")]
+
+
 def test_a_file_in_another_encoding_that_says_so_is_read(tmp_path):
     (tmp_path / "a.py").write_bytes("# -*- coding: latin-1 -*-\n# é\nimport apex\n".encode("latin-1"))
     (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfimport apex\r\n")

@@ -7,7 +7,7 @@ import functools
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
@@ -23,7 +23,7 @@ from amp_engine.torch_private import lazy_clone
 
 _LIMIT = 20_000  # objects that are looked at, and
 _ITEMS = 1_000  # of one container: a data set may be a list
-_LEAVES = (str, bytes, int, float, complex, type(None), type, Tensor, torch.dtype, torch.device)
+_LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device)
 # Their functions refer to nothing of a user's.
 _OPAQUE = {*sys.stdlib_module_names, "torch", "numpy", "amp_engine"}
 
@@ -41,6 +41,8 @@ def reachable(roots: Iterable[object]) -> list[object]:
 
 
 def _parts(one: object) -> Iterator[object]:
+    if isinstance(one, Tensor):
+        return
     if isinstance(one, dict):
         yield from islice(tuple(one.values()), _ITEMS)
     elif isinstance(one, (list, tuple, set, frozenset, deque)):
@@ -131,8 +133,8 @@ def put_back(
     """Afterwards everything that a batch changes is as it was, bit for bit, in the same memory, also if it raises.
 
     Of the models: gradients, buffers, modes. Of the optimizers: what their groups say. Of everything that these and
-    the roots refer to: generators, schedulers, GradScalers, other modules, such as averages, with their parameters, and
-    other optimizers with their state. Gradients are None at first.
+    the roots refer to: generators, schedulers, GradScalers, other modules, such as averages, with their parameters,
+    other optimizers with their state, and other tensors that dictionaries and lists hold. Gradients are None at first.
 
     Args:
         models: that are run; nobody steps their parameters meanwhile.
@@ -163,6 +165,12 @@ def put_back(
         for param in others.values():
             if not is_lazy(param):
                 stack.callback(_restore, param, _copied(param))
+        looked_after = [*own.values(), *others.values(), *(b for m in modules.values() for b in m._buffers.values())]
+        for optimizer in (one for one in (*optimizers, *found) if isinstance(one, Optimizer)):
+            looked_after += [p for group in optimizer.param_groups for p in group["params"]]
+            states = [values for values in optimizer.state.values() if isinstance(values, dict)]
+            looked_after += [value for values in states for value in values.values()]
+        _keep_tensors(stack, found, {id(one) for one in looked_after})
         for p in (*own.values(), *others.values()):
             # With the values of those that are views: the next backward writes DistributedDataParallel's buckets.
             values = None if p.grad is None or p.grad._base is None else p.grad.clone()
@@ -171,24 +179,53 @@ def put_back(
         yield
 
 
+def _keep_tensors(stack: ExitStack, found: Iterable[object], known: set[int]) -> None:
+    """Put back tensors that are none of `known`, as those of an average, and where dictionaries and lists hold them."""
+    for one in found:
+        if isinstance(one, (dict, list)) and type(one) in (dict, OrderedDict, defaultdict, list):
+            items = one.items() if isinstance(one, dict) else enumerate(one)
+            held = {key: value for key, value in islice(items, _ITEMS) if isinstance(value, Tensor)}
+            if held:
+                stack.callback(_hold_again, one, held)
+        elif isinstance(one, Tensor) and id(one) not in known and not is_lazy(one):
+            if (copied := _copied_for_nothing(one)) is not None:
+                stack.callback(_restore, one, copied)
+            if one.is_leaf and one.requires_grad:
+                stack.callback(_restore_gradient, one, one.grad, None if one.grad is None else one.grad.clone())
+
+
+def _hold_again(holder: Any, held: Mapping[Any, Tensor]) -> None:
+    for key, value in held.items():
+        if isinstance(holder, dict) or key < len(holder):
+            holder[key] = value
+
+
 @torch.no_grad()
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy; of plain tensors one that takes no memory until somebody writes."""
-    if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_inference():
-        with suppress(RuntimeError):  # memory that is shared with other processes, say
+    copied = _copied_for_nothing(tensor)
+    return tensor.detach().clone() if copied is None else copied
+
+
+@torch.no_grad()
+def _copied_for_nothing(tensor: Tensor) -> Tensor | None:
+    """A copy that takes no memory until somebody writes; None where there is none."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if is_plain and not (tensor.is_inference() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):
+        with suppress(RuntimeError):  # memory that is shared with other processes, or of an array
             return lazy_clone(tensor.detach())
-    return tensor.detach().clone()
+    return None
 
 
 @torch.no_grad()
 def _restore(tensor: Tensor, value: Tensor) -> None:
-    is_plain = type(value) is Tensor and value.is_contiguous() and tensor.is_contiguous() and not value.is_meta
-    if not (is_plain and tensor.dtype is value.dtype and torch.equal(_bits(tensor), _bits(value))):
+    if tensor.shape != value.shape or tensor.dtype != value.dtype:
+        tensor.data = value
+    elif type(value) is not Tensor or value.is_meta or not torch.equal(_bits(tensor), _bits(value)):
         tensor.copy_(value)  # which takes the memory after all
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 @torch.no_grad()

@@ -194,6 +194,9 @@ class Loop:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
         self.other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self.other_optimizer = torch.optim.Adam(self.other.parameters(), lr=0.1)
+        self.shadow = {name: torch.zeros(2, 3) for name in ("replaced", "written", "by data")}
+        self.bank, self.running = [torch.zeros(3, 2).t(), torch.zeros(2)], torch.zeros(())
+        self.inputs = torch.ones(2, 4, requires_grad=True)
 
     def step(self) -> None:
         """One iteration."""
@@ -207,8 +210,14 @@ class Loop:
         self.average.update_parameters(self.model)
         self.own_average.update_parameters(nn.Linear(3, 3))
         self.other_optimizer.zero_grad()
+        self.shadow["replaced"] = self.shadow["replaced"] * 0.5 + 1
+        self.shadow["written"].mul_(0.5).add_(1)
+        self.shadow["by data"].data = self.shadow["by data"] + 1
+        self.bank[0][1] += 1
+        self.bank[1] = torch.ones(2)
+        self.running += 1
         with torch.enable_grad():
-            self.other(torch.ones(2, 4, requires_grad=True)).float().square().sum().backward()
+            self.other(self.inputs).float().square().sum().backward()
         self.other_optimizer.step()
         self.optimizer.param_groups[0]["momentum"] = 0.1
         if not torch.backends.flags_frozen():  # as torch's own tests leave them, whose operators others here run
@@ -222,6 +231,7 @@ class Loop:
                 [one.state_dict() for one in (self.optimizer, self.other_optimizer, self.scheduler)],
                 [[p.grad for p in one.parameters()] for one in (self.model, self.other)],
                 dict(self.engine.state_dict()),
+                [self.shadow, self.bank, self.running, self.inputs.grad],
                 [module.training for module in self.model.modules()],
                 torch.backends.cudnn.benchmark,
             ]
@@ -254,6 +264,17 @@ def test_a_teacher_that_is_only_run_keeps_its_memory() -> None:
         address, version = teacher.weight.data_ptr(), teacher.weight._version
         engine.find_overflow(lambda: (model(torch.ones(2, 4)) - teacher(torch.ones(2, 4))).float().square().mean())
         assert (teacher.weight.data_ptr(), teacher.weight._version) == (address, version)
+
+
+def test_tensors_that_no_batch_writes_keep_their_version_in_graphs_that_wait() -> None:
+    inputs = torch.ones(4, 2).t()
+    with Engine() as engine:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level="O0", verbosity=0)
+        loss = (inputs * torch.ones(2, 4, requires_grad=True)).sum()
+        engine.find_overflow(lambda: model(inputs).square().mean())
+        loss.backward()
 
 
 def test_each_level_is_compared_with_the_same_numbers_of_a_generator_of_the_users() -> None:

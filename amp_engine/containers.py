@@ -7,6 +7,7 @@ import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,10 +37,10 @@ def cast_tensors(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | N
 def map_tensors(value: Any, fn: Callable[[Any], Any]) -> Any:
     """`value` with `fn` applied to every tensor in it, and to objects with a `to` method.
 
-    Walked: lists, tuples, named tuples, deques, mappings and dataclass instances. A container comes back in its own
-    type and the one handed in is not changed; one in which `fn` gave back what it took comes back itself, and so does
-    one that cannot be built anew. Strings, numbers, sets, numpy arrays, generators, modules and everything else are
-    returned as they are.
+    Walked: lists, tuples, named tuples, deques, mappings, simple namespaces, and instances of dataclasses and of
+    classes of attrs. A container comes back in its own type and the one handed in is not changed; one in which `fn`
+    gave back what it took comes back itself, and so does one that cannot be built anew. Strings, numbers, sets, numpy
+    arrays, generators, modules and everything else are returned as they are.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -51,8 +52,9 @@ def map_tensors(value: Any, fn: Callable[[Any], Any]) -> Any:
     # through item assignment.
     if isinstance(value, Mapping) and not hasattr(value, "to"):
         return _map_mapping(value, fn)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to"):
-        return _map_dataclass(value, fn)
+    names = _field_names(value)
+    if names is not None and not hasattr(value, "to"):
+        return _map_fields(value, names, fn)
     if callable(getattr(value, "to", None)) and not isinstance(value, type):
         return fn(value)
     return value
@@ -129,18 +131,32 @@ def _copied_mapping(value: Any) -> Any:
     return rebuilt
 
 
-def _map_dataclass(value: Any, fn: Callable[[Any], Any]) -> Any:
+def _field_names(value: Any) -> list[str] | None:
+    """The fields of an object that has a fixed set of them."""
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value))
+    if isinstance(value, type):
+        return None
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    fields = getattr(type(value), "__attrs_attrs__", None)
+    return None if fields is None else [field.name for field in fields]
+
+
+def _map_fields(value: Any, names: list[str], fn: Callable[[Any], Any]) -> Any:
     changed = {}
-    for field in dataclasses.fields(value):
-        if hasattr(value, field.name):
-            old = getattr(value, field.name)
+    for name in names:
+        if hasattr(value, name):
+            old = getattr(value, name)
             new = map_tensors(old, fn)
             if new is not old:
-                changed[field.name] = new
+                changed[name] = new
     if not changed:
         return value
     # Not dataclasses.replace: it would run __post_init__ again and lose init=False state.
-    rebuilt = copy.copy(value)
-    for name, new in changed.items():
-        object.__setattr__(rebuilt, name, new)
-    return rebuilt
+    with suppress(Exception):  # of a class that refuses copies
+        rebuilt = copy.copy(value)
+        for name, new in changed.items():
+            object.__setattr__(rebuilt, name, new)
+        return rebuilt
+    return value

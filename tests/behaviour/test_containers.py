@@ -422,3 +422,58 @@ def test_what_cannot_be_built_anew_passes_as_it_is(name: str, level: str) -> Non
     given = UNKNOWN[name]()
     assert model(given) is given
     assert model.arrived is given
+
+
+class OfAttrs:
+    """As `@attrs.frozen` makes classes, which keeps their fields in `__attrs_attrs__`."""
+
+    __slots__ = ("index", "position")
+    __attrs_attrs__ = (types.SimpleNamespace(name="position"), types.SimpleNamespace(name="index"))
+
+    def __init__(self, position: Tensor, index: int = 1) -> None:
+        object.__setattr__(self, "position", position)
+        object.__setattr__(self, "index", index)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("frozen")
+
+    def __getstate__(self) -> tuple[Any, int]:
+        return self.position, self.index
+
+    def __setstate__(self, state: tuple[Any, int]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+
+class Uncopied(OfAttrs):
+    __slots__ = ()
+
+    def __copy__(self) -> Any:
+        raise TypeError("no copies")
+
+
+class GivesPosition(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, given: Any) -> Any:
+        return self.kind(position=self.layer(given.position), index=given.index)
+
+
+@pytest.mark.parametrize("kind", [types.SimpleNamespace, OfAttrs])
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_namespaces_and_classes_of_attrs_are_cast_and_those_handed_in_stay(level: str, kind: Any) -> None:
+    model = amp.initialize(GivesPosition(kind), opt_level=level, verbosity=0)
+    given = kind(position=torch.ones(4, 3), index=3)
+    position = given.position
+    result = model(given)
+    assert type(result) is kind
+    assert (result.position.dtype, result.index) == (torch.float32, 3)
+    assert given.position is position
+
+
+def test_an_object_that_refuses_copies_comes_back_as_it_is() -> None:
+    model = amp.initialize(GivesPosition(lambda **fields: Uncopied(**fields)), opt_level="O2", verbosity=0)
+    result = model(types.SimpleNamespace(position=torch.ones(4, 3), index=3))
+    assert (type(result), result.position.dtype) == (Uncopied, torch.float16)

@@ -94,7 +94,7 @@ class SteppedOptimizer:
         self.needs_kernels = False  # whether what it steps, or keeps, is nothing that its class can step
         self._scaling = scaling
         self._is_wrapped = False
-        self._is_captured = False  # whether the last backward is in a CUDA graph
+        self._is_captured = False  # whether a backward of these gradients is in a CUDA graph
         self._with_masters: tuple[Columns, Tensor] | None = None
         self._unchecked: Sequence[nn.Parameter] = ()  # whose gradients another loss left
         self._has_left = False  # whether the last step, which may have been skipped, left those of the model
@@ -152,7 +152,14 @@ class SteppedOptimizer:
         self.join_open_window(scale)
         if self.rows.joined:
             self._take_gathered(backward.scaler, scale)
+        if self._is_captured:
+            self._is_captured = self._has_gradients()
         self.window.open(backward, waits, not self.backward_seen or bool(self._unchecked))
+
+    def _has_gradients(self) -> bool:
+        """True if a next backward is added to what earlier ones left."""
+        is_held = self.rows.slots.count > 0 or self.window.is_left_open
+        return is_held or tensor_lists.any_gradient(self.rows.columns.weight_handle)
 
     def join_open_window(self, scale: ScaleSnapshot | None) -> None:
         """Have what parameters gathered before they came be scaled as the rest of a window that was left open is.
@@ -183,7 +190,7 @@ class SteppedOptimizer:
         if self._is_clipped and (found := self.rows.slots.check) is not None and found.unscaled is not None:
             found.unscaled.watch()
         self._unchecked, self._has_left = (), False
-        self._is_captured = devices.is_capturing(backward.snapshot.scale.device)
+        self._is_captured |= devices.is_capturing(backward.snapshot.scale.device)
         self.ranks.close()
         self.backward_seen = True
         self._written_gradients.note(self.rows)
@@ -394,7 +401,7 @@ class SteppedOptimizer:
         self._refuse_half_a_capture()
         if planned is None or self._is_wrapped:
             self._refuse_capture()
-        backward_seen, self.backward_seen = self.backward_seen, False
+        backward_seen, self.backward_seen, self._is_captured = self.backward_seen, False, False
         streams = rows.slots.streams
         # A wrapper goes on after this step by what it finds, so the host decides.
         decision = self.pending.decide(on_device=planned is not None and not self._is_wrapped)

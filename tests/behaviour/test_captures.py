@@ -95,7 +95,11 @@ def test_a_step_outside_of_the_graph_that_has_the_backward_is_refused(
     before = frozen([group_params(optimizer), optimizer.state_dict()])
     with pytest.raises(AmpStateError, match="Capture step\\(\\) in the same graph"):
         optimizer.step()
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)  # adds to gradients that the capture never computed
+    with pytest.raises(AmpStateError, match="Capture step\\(\\) in the same graph"):
+        optimizer.step()
     torch.testing.assert_close(frozen([group_params(optimizer), optimizer.state_dict()]), before, rtol=0, atol=0)
+    optimizer.zero_grad()
     backward(MLP.loss(model, MLP.batch(1)), optimizer)
     optimizer.step()
 

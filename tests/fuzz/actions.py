@@ -521,6 +521,8 @@ def write_master(world: World, which: int, seed: int, how: str) -> None:
     assert entry is not None
     for tensor in (entry, world.ref.masters[name]):
         write(tensor, values(tensor, seed), how)
+    if name in world.ref.relaid:  # its memory says that the parameter was written, too
+        world.ref.moved.add(name)
     if name not in world.ref.moved:
         world.ref.written.add(name)
 
@@ -873,7 +875,9 @@ def layout(world: World, which: int, last: int) -> None:
     for models in (world.models, world.ref.models):
         models[m].to(memory_format=torch.channels_last if last else torch.contiguous_format)
     changed = {name for name, p in world.ref.params.items() if p.stride() != before[name]}
-    world.ref.moved.update(changed & world.ref.written & set(world.ref.masters))  # else masters stay as they are
+    changed &= set(world.ref.masters)
+    world.ref.moved.update(changed & world.ref.written)  # else masters stay as they are
+    world.ref.relaid.update(changed - world.ref.written)
 
 
 @action(1, which=MANY, how=["zero", "none", "halve"])

@@ -20,6 +20,7 @@ def load(ref: Reference, exact: dict[str, Tensor], buffers: list[list[Tensor]]) 
             buffer.copy_(value)
     ref.moved.clear()
     ref.written.clear()
+    ref.relaid.clear()
 
 
 def resume(ref: Reference) -> None:

@@ -50,6 +50,8 @@ class Reference:
         self.added: set[str] = set()  # to a group, since masters were looked for
         self.regrouped: set[int] = set()  # optimizers whose groups lost something since
         self.written: set[str] = set()  # and masters that the user wrote since they were rounded last
+        self.relaid: set[str] = set()  # parameters with other memory since their masters looked last
+        self.spent: set[str] = set()  # parameters whose masters' gradients a step discarded, and no zero_grad since
         self.hooks: list[list[Any]] = [[] for _ in groups]  # of the user's, before steps
         self.fresh: set[int] = set(range(len(groups)))  # optimizers whose masters have not looked yet
         self.clipped: set[int] = set()  # optimizers whose gradients, and what follows, are right but for rounding
@@ -107,6 +109,7 @@ class Reference:
             self.masters[name].copy_(self.params[name])
             self.moved.discard(name)
             self.written.discard(name)
+        self.relaid.difference_update(self.names(o))
 
     def settle(self, o: int) -> None:
         """What will be stepped or saved, also by what the user wrote unseen, if that was asked for."""
@@ -232,14 +235,22 @@ class Reference:
             self.optimizers[o].step()
             self.write_back(o)
         for name in [name for name, home in self.home.items() if home == o]:
+            if self.masters[name].grad is not None:
+                self.spent.add(name)
             self.params[name].grad = self.masters[name].grad = None
 
     def has_spent(self, o: int) -> bool:
         """True if masters' gradients were discarded by a step, which `zero_grad` in place would make 0."""
-        return self.by_master and not self.seen[o]
+        return self.by_master and (not self.seen[o] or not all(map(self._has_gradient, self.spent & {*self.names(o)})))
+
+    def _has_gradient(self, name: str) -> bool:
+        earlier = any(name in window.earlier for window in self.windows if window is not None)
+        return earlier or self.entry(name).grad is not None or self.params[name].grad is not None
 
     def zero_grad(self, o: int, set_to_none: bool) -> None:
         self.optimizers[o].zero_grad(set_to_none)
+        if set_to_none:
+            self.spent.difference_update(self.names(o))
         if (window := self.windows[o]) is not None:  # everything of before and of now
             window.zero(self.names(o), self.params, set_to_none)
             window.in_place = not set_to_none and (window.in_place or not window.zeroed)

@@ -43,12 +43,14 @@ class ForwardCasts:
         functions: whether functions are cast inside, where nothing else is said.
         of_part: only if it is called from outside of every forward that casts, and inputs only where a parameter has
             their type: not those of a batch norm in FP32.
+        of_typed: only as long as a parameter has the type of the inputs: a copy that was converted since casts nothing.
     """
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
     functions: bool = False
     of_part: bool = False
+    of_typed: bool = False
 
 
 def cast_forward(module: nn.Module, casts: ForwardCasts) -> None:
@@ -189,8 +191,10 @@ def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Mo
         is_in_region = casts.functions and inputs is None and not is_outside()
         if is_in_region or not is_called_from_outside():
             return forward(module, *args, **kwargs)
-        if inputs is not None and all(param.dtype is not inputs for param in module.parameters()):
+        if not _has_parameter_of(module, inputs):
             inputs = None
+    elif casts.of_typed and not _has_parameter_of(module, inputs):
+        inputs = outputs = None
     if inputs is not None:
         given = args, kwargs
         args, kwargs = cast_tensors(args, inputs), cast_tensors(kwargs, inputs)
@@ -208,6 +212,10 @@ def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Mo
     finally:
         _inside.forward = before
     return output if outputs is None else cast_tensors(output, outputs)
+
+
+def _has_parameter_of(module: nn.Module, dtype: torch.dtype | None) -> bool:
+    return any(param.dtype is dtype for param in module.parameters())
 
 
 part_of_a_graph(_cast_around, compile_what_it_calls=True)  # where the graph breaks inside of the `try`

@@ -61,7 +61,7 @@ class CastInputs(_CastHook):
     def __deepcopy__(self, memo: dict[int, Any]) -> CastInputs:
         if self.dtype in LOW_PRECISION:
             warn_of_low_precision_average(self.dtype)
-        return CastInputs(self.dtype)
+        return type(self)(self.dtype)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast arguments."""
@@ -178,8 +178,9 @@ class CastModel:
             casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
             is_part = casts_inputs and self._casts_before == replace(casts, of_part=True)  # of a model like this one
             if not is_part:
-                self._casts = casts
-                cast_forward(model, casts)
+                of_typed = casts_inputs and any(param.dtype is dtype for param in model.parameters())
+                self._casts = replace(casts, of_typed=of_typed)
+                cast_forward(model, self._casts)
         if casts_functions:
             self._handles += cast_functions_in(model)
         if casts_functions or (casts_inputs and self._casts is not None):

@@ -239,3 +239,21 @@ def test_an_optimizer_of_copied_masters_that_have_gradients_says_nothing() -> No
     for param in copies:
         param.grad = torch.ones_like(param)
     momentum_sgd(copies).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("duplicate", COPIES)
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_copy_that_is_converted_computes_in_its_own_type(level: str, duplicate: str, dtype: torch.dtype) -> None:
+    model, _ = started(level)
+    twin = COPIES[duplicate](model).to(dtype).eval()
+    inputs = NORMED_MLP.batch()[0]
+    expected = model.eval()(inputs)
+    assert expected.dtype is torch.float32
+
+    outputs = twin(inputs.to(dtype))
+    assert outputs.dtype is dtype
+    assert torch.equal(outputs, twin.forward(inputs.to(dtype)))
+    torch.testing.assert_close(outputs.float(), expected, rtol=0.05, atol=0.05)
+    first = next(part for part in twin.modules() if isinstance(part, nn.Linear))
+    assert first(inputs.to(dtype)).isfinite().all()

@@ -43,7 +43,7 @@ class ForwardCasts:
         functions: whether functions are cast inside, where nothing else is said.
         of_part: only if it is called from outside of every forward that casts, and inputs only where a parameter has
             their type: not those of a batch norm in FP32.
-        of_typed: only as long as a parameter has the type of the inputs: a copy that was converted since casts nothing.
+        of_typed: unless it has parameters and none is of the inputs' type: a copy that was converted casts nothing.
     """
 
     inputs: torch.dtype | None
@@ -193,7 +193,7 @@ def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Mo
             return forward(module, *args, **kwargs)
         if not _has_parameter_of(module, inputs):
             inputs = None
-    elif casts.of_typed and not _has_parameter_of(module, inputs):
+    elif casts.of_typed and _is_converted(module, inputs):
         inputs = outputs = None
     if inputs is not None:
         given = args, kwargs
@@ -216,6 +216,16 @@ def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Mo
 
 def _has_parameter_of(module: nn.Module, dtype: torch.dtype | None) -> bool:
     return any(param.dtype is dtype for param in module.parameters())
+
+
+def _is_converted(module: nn.Module, dtype: torch.dtype | None) -> bool:
+    """True if there are parameters, as in no replica of DataParallel, and all have other types than `dtype`."""
+    has_some = False
+    for param in module.parameters():
+        if param.dtype is dtype:
+            return False
+        has_some = True
+    return has_some
 
 
 part_of_a_graph(_cast_around, compile_what_it_calls=True)  # where the graph breaks inside of the `try`

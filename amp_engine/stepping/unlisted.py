@@ -121,8 +121,8 @@ class Unlisted:
     ) -> None:
         """Raise AmpStateError for a parameter that joined with a gradient which no exit can have unscaled.
 
-        Its module was made before `initialize` and not passed to it, so nothing tells whether a scaled backward left
-        the gradient, or at which scales.  Waits for the gradient.
+        It is in no module that was passed to `initialize` or made since, so nothing tells whether a scaled backward
+        left the gradient, or at which scales.  Waits for the gradient.
         """
         if not self._has_scaled:
             return
@@ -131,8 +131,8 @@ class Unlisted:
         for p in joined:
             if id(p) not in known and not is_zero(p.grad):
                 raise AmpStateError(
-                    f"A parameter of shape {tuple(p.shape)} joined {type(optimizer).__name__} with a gradient.  Its "
-                    "module was made before amp.initialize and not passed to it, so amp cannot tell whether that "
+                    f"A parameter of shape {tuple(p.shape)} joined {type(optimizer).__name__} with a gradient.  It is "
+                    "in no module that was passed to amp.initialize or made since, so amp cannot tell whether that "
                     "gradient is multiplied by the loss scale.  Nothing was stepped.  Set its `.grad` to None, or pass "
                     "all modules that are trained to amp.initialize([model, head], ...)."
                 )

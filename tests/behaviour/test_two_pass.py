@@ -1340,16 +1340,20 @@ def test_an_optimizer_that_the_kernels_do_not_know_waits_for_the_flag() -> None:
     assert_bitwise(optimizer_values(optimizer), before)
 
 
-def float64_group(optimizer: Optimizer) -> None:
-    extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    extra.grad = torch.ones_like(extra)
-    optimizer.add_param_group({"params": [extra]})
+def float64_group(optimizer: Optimizer) -> nn.Module:
+    return joined(optimizer, torch.ones(3, dtype=torch.float64))
 
 
-def group_with_gaps(optimizer: Optimizer) -> None:
-    extra = nn.Parameter(torch.ones(3, 4)[:, ::2])
-    extra.grad = torch.ones_like(extra)
-    optimizer.add_param_group({"params": [extra]})
+def group_with_gaps(optimizer: Optimizer) -> nn.Module:
+    return joined(optimizer, torch.ones(3, 4)[:, ::2])
+
+
+def joined(optimizer: Optimizer, value: Tensor) -> nn.Module:
+    """A module that was made since `initialize`, whose parameter comes with a gradient."""
+    module = nn.ParameterList([value])
+    module[0].grad = torch.ones_like(module[0])
+    optimizer.add_param_group({"params": list(module)})
+    return module
 
 
 @pytest.mark.usefixtures("arrival")
@@ -1358,15 +1362,16 @@ def group_with_gaps(optimizer: Optimizer) -> None:
 @pytest.mark.parametrize("regroup", [float64_group, group_with_gaps])
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 def test_a_step_that_the_kernels_cannot_take_any_more_heeds_the_flag(
-    name: str, regroup: Callable[[Optimizer], None], outcome: str, level: str
+    name: str, regroup: Callable[[Optimizer], nn.Module], outcome: str, level: str
 ) -> None:
     model, optimizer = started(getattr(torch.optim, name), level)
     train(NORMED_MLP, model, optimizer, "c")
     optimizer.zero_grad()
     backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer, overflow=outcome == "o")
-    regroup(optimizer)
+    joined_module = regroup(optimizer)  # which lives until the step
     before = masters(optimizer)
     optimizer.step()
+    del joined_module
     assert was_skipped(optimizer) == (outcome == "o")
     assert all(master.isfinite().all() for master in masters(optimizer))
     changed = [not torch.equal(now, was) for now, was in zip(masters(optimizer), before, strict=True)]

@@ -191,10 +191,10 @@ def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Mo
         is_in_region = casts.functions and inputs is None and not is_outside()
         if is_in_region or not is_called_from_outside():
             return forward(module, *args, **kwargs)
-        if not _has_parameter_of(module, inputs):
+        if not has_parameter_of(module, inputs):
             inputs = None
-    elif casts.of_typed and _is_converted(module, inputs):
-        inputs = outputs = None
+    elif casts.of_typed and not has_parameter_of(module, inputs) and any(True for _ in module.parameters()):
+        inputs = outputs = None  # a replica of DataParallel has no parameters, and is cast
     if inputs is not None:
         given = args, kwargs
         args, kwargs = cast_tensors(args, inputs), cast_tensors(kwargs, inputs)
@@ -214,18 +214,9 @@ def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Mo
     return output if outputs is None else cast_tensors(output, outputs)
 
 
-def _has_parameter_of(module: nn.Module, dtype: torch.dtype | None) -> bool:
+def has_parameter_of(module: nn.Module, dtype: torch.dtype | None) -> bool:
+    """True if a parameter of the module or of its parts has this type."""
     return any(param.dtype is dtype for param in module.parameters())
-
-
-def _is_converted(module: nn.Module, dtype: torch.dtype | None) -> bool:
-    """True if there are parameters, as in no replica of DataParallel, and all have other types than `dtype`."""
-    has_some = False
-    for param in module.parameters():
-        if param.dtype is dtype:
-            return False
-        has_some = True
-    return has_some
 
 
 part_of_a_graph(_cast_around, compile_what_it_calls=True)  # where the graph breaks inside of the `try`

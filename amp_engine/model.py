@@ -24,6 +24,7 @@ from amp_engine.forward_casts import (
     ForwardCasts,
     cast_forward,
     casts_of,
+    has_parameter_of,
     is_called_from_outside,
     is_cast_at_forward,
     parts_of,
@@ -178,8 +179,7 @@ class CastModel:
             casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
             is_part = casts_inputs and self._casts_before == replace(casts, of_part=True)  # of a model like this one
             if not is_part:
-                of_typed = casts_inputs and any(param.dtype is dtype for param in model.parameters())
-                self._casts = replace(casts, of_typed=of_typed)
+                self._casts = replace(casts, of_typed=casts_inputs and has_parameter_of(model, dtype))
                 cast_forward(model, self._casts)
         if casts_functions:
             self._handles += cast_functions_in(model)

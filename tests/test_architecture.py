@@ -18,7 +18,7 @@ MODULES = {
 # Each line may import from the lines above it, never from its own line or from below.
 LAYERS = [
     ["torch_private", "errors", "messages"],
-    ["copying", "distributed", "random_state", "tables", "kernels._native", "casting.locks"],
+    ["copying", "distributed", "random_state", "reachable", "tables", "kernels._native", "casting.locks"],
     ["devices", "checkpoint_file"],
     ["kernels.layout", "kernels.backend", "kernels.library", "kernels.halves"],
     ["dtypes", "dynamo", "stepping", "compat", "telemetry"],

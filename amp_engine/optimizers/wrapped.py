@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections import deque
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine.optimizers.larc import LARC
+from amp_engine.reachable import held, reachable
 
 # Where torch.optim.Optimizer keeps the hooks that are used here. A class that never calls its __init__ lacks some, and
 # its `step` is not `hooked`: torch calls none of them.
@@ -74,65 +72,29 @@ def has_groups_of(optimizer: Optimizer, inner: Optimizer) -> bool:
 def parameters_elsewhere(wrapper: Optimizer, inner: Optimizer) -> str | None:
     """The attribute in which `wrapper` keeps parameters of `inner` beside groups and state, where no master comes.
 
-    What it has in common with `inner` is no such place; where both are one, nor is what no method of its class but
-    `__init__` names. Looked at are containers, modules, plain objects and what functions refer to.
+    What it has in common with `inner` is no such place, nor are optimizers. Where both are one, what only `__init__`
+    names is none.
     """
+    own = {id(value) for value in (vars(inner) if wrapper is not inner else {}).values()}
+    own |= {id(one) for both in (wrapper, inner) for one in (both.param_groups, both.state)}
+    own |= {id(group["params"]) for both in (wrapper, inner) for group in both.param_groups}
+
+    def parts(one: object) -> Iterable[object]:
+        return () if id(one) in own or isinstance(one, Optimizer) else held(one)
+
     named = _names_used(type(wrapper)) if wrapper is inner else vars(wrapper).keys()
     params = {id(p) for group in inner.param_groups for p in group["params"]}
-    lists = [group["params"] for one in (wrapper, inner) for group in one.param_groups]
-    known = {id(one) for one in (wrapper, inner, wrapper.param_groups, inner.param_groups, wrapper.state, inner.state)}
-    known.update(map(id, lists))
-    if wrapper is not inner:
-        known.update(id(value) for value in vars(inner).values())
     for name, value in vars(wrapper).items():
-        if name in named and any(id(leaf) in params for leaf in _leaves(value, known)):
+        if name in named and id(value) not in own and any(id(one) in params for one in reachable([value], parts)):
             return name
     return None
 
 
 def _names_used(kind: type) -> set[str]:
-    """The attributes that methods of a class, beside those of torch and `__init__`, name."""
+    """The attributes that methods of a class name, other than `__init__` and those of torch."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing")]
     methods = (value for base in bases for name, value in vars(base).items() if name != "__init__")
     codes = [inspect.unwrap(one).__code__ for one in methods if isinstance(one, types.FunctionType)]
     for code in codes:  # which grows
         codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return {name for code in codes for name in code.co_names}
-
-
-def _leaves(value: Any, known: set[int]) -> Iterator[Any]:
-    """What `value` refers to and is none of `known`, to which it is added."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, (Tensor, str, bytes, int, float, type, types.ModuleType)):
-            yield one
-        elif id(one) not in known:
-            known.add(id(one))
-            left.extend(_parts(one))
-
-
-def _parts(one: Any) -> Iterable[Any]:
-    if isinstance(one, nn.Module):
-        return one.parameters()
-    if isinstance(one, dict):
-        return [*one, *one.values()]
-    if isinstance(one, (list, tuple, set, frozenset, deque)):
-        return one
-    if isinstance(one, types.FunctionType):
-        return [cell.cell_contents for cell in one.__closure__ or () if not _is_empty(cell)]
-    if isinstance(one, types.MethodType):
-        return (one.__self__, one.__func__)
-    if isinstance(one, partial):
-        return (one.func, one.args, one.keywords)
-    if type(one).__module__.startswith("amp_engine."):
-        return ()
-    return list(getattr(one, "__dict__", {}).values())
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False

@@ -264,7 +264,7 @@ class _Copies:
         return double
 
     def _own_cell(self, cell: types.CellType) -> types.CellType:
-        """The cell of copies, which functions that share a variable share."""
+        """A new cell, the same one for all functions that share the variable."""
         if id(cell) not in self._made:
             self._remember(cell, types.CellType())
         return self._made[id(cell)]

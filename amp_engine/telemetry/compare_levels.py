@@ -19,10 +19,11 @@ from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.model import is_cast
 from amp_engine.policy_file import RunPolicy
+from amp_engine.reachable import reachable
 from amp_engine.scale_rule import DEFAULT_MIN_LOSS_SCALE
 from amp_engine.telemetry.batch_recording import Comparing, Follower, Recording, unscaled
 from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
-from amp_engine.telemetry.put_back import Randomness, put_back, reachable
+from amp_engine.telemetry.put_back import Randomness, put_back
 from amp_engine.telemetry.rehearsal import check_shapes
 from amp_engine.telemetry.relative_error import Distance, distance, stored
 

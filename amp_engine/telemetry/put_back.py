@@ -6,8 +6,7 @@ import copy
 import functools
 import random
 import sys
-import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
@@ -19,69 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from amp_engine.reachable import ITEMS, reachable
 from amp_engine.torch_private import lazy_clone
-
-_LIMIT = 20_000  # objects that are looked at, and
-_ITEMS = 1_000  # of one container: a data set may be a list
-_LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device)
-# Their functions refer to nothing of a user's.
-_OPAQUE = {*sys.stdlib_module_names, "torch", "numpy", "amp_engine"}
-
-
-def reachable(roots: Iterable[object]) -> list[object]:
-    """Roots and what they refer to: attributes, items, and the variables of functions, the nearest first."""
-    found: dict[int, object] = {}
-    left = deque(roots)
-    while left and len(found) < _LIMIT:
-        one = left.popleft()
-        if not isinstance(one, _LEAVES) and id(one) not in found:
-            found[id(one)] = one
-            left.extend(_parts(one))
-    return list(found.values())
-
-
-def _parts(one: object) -> Iterator[object]:
-    if isinstance(one, Tensor):
-        return
-    if isinstance(one, dict):
-        yield from islice(tuple(one.values()), _ITEMS)
-    elif isinstance(one, (list, tuple, set, frozenset, deque)):
-        yield from islice(tuple(one), _ITEMS)
-    elif isinstance(one, types.FunctionType):
-        yield from _variables(one)
-    elif isinstance(one, types.MethodType):
-        yield from (one.__self__, one.__func__)
-    elif isinstance(one, functools.partial):
-        yield from (one.func, one.args, one.keywords)
-    elif not isinstance(one, types.ModuleType):
-        kind = type(one)
-        if not kind.__module__.startswith("amp_engine") or isinstance(one, nn.Module):
-            yield getattr(one, "__dict__", None)
-        for base in kind.__mro__:
-            if not _is_opaque(base.__module__):
-                yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))
-
-
-def _variables(function: types.FunctionType) -> Iterator[object]:
-    """Those of its closure, its defaults, and the global ones that it names."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # it has no value yet
-            yield cell.cell_contents
-    yield from (function.__defaults__, function.__kwdefaults__)
-    if _is_opaque(function.__module__):
-        return
-    codes = [function.__code__]
-    for code in codes:
-        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-        for name in code.co_names:
-            value = function.__globals__.get(name)
-            if isinstance(value, types.ModuleType) and not _is_opaque(value.__name__):
-                yield from (vars(value).get(attribute) for attribute in code.co_names)
-            yield value
-
-
-def _is_opaque(module: object) -> bool:
-    return not isinstance(module, str) or module.partition(".")[0] in _OPAQUE
 
 
 class Randomness:
@@ -184,7 +122,7 @@ def _keep_tensors(stack: ExitStack, found: Iterable[object], known: set[int]) ->
     for one in found:
         if isinstance(one, (dict, list)) and type(one) in (dict, OrderedDict, defaultdict, list):
             items = one.items() if isinstance(one, dict) else enumerate(one)
-            held = {key: value for key, value in islice(items, _ITEMS) if isinstance(value, Tensor)}
+            held = {key: value for key, value in islice(items, ITEMS) if isinstance(value, Tensor)}
             if held:
                 stack.callback(_hold_again, one, held)
         elif isinstance(one, Tensor) and id(one) not in known and not is_lazy(one):

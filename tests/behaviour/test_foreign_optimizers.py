@@ -755,6 +755,32 @@ def test_an_optimizer_that_steps_its_groups_under_another_name_is_taken(level: s
     assert all(not torch.equal(after[name], value) for name, value in before.items())
 
 
+class Around(Optimizer):
+    """Steps its groups by an optimizer that it holds, whose state is its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.inner = torch.optim.Adam(self.param_groups, lr=0.05)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_an_optimizer_around_one_that_has_stepped_before_is_taken(level: str) -> None:
+    model = MLP.model()
+    optimizer = Around(model.parameters())
+    MLP.loss(model, MLP.batch()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = frozen(model.state_dict())
+    train(MLP, model, optimizer, "c")
+    after = model.state_dict()
+    assert all(not torch.equal(after[name], value) for name, value in before.items())
+
+
 class Sharpness(Optimizer):
     """Steps by an optimizer that it holds, in a call of its own, as SAM does."""
 

@@ -64,9 +64,10 @@ from amp_engine.errors import AmpStateError as AmpStateError
 from amp_engine.errors import AmpTypeError as AmpTypeError
 from amp_engine.errors import AmpValueError as AmpValueError
 from amp_engine.errors import AmpWarning as AmpWarning
-from amp_engine.policy import Policy as Policy
-from amp_engine.policy_file import RunPolicy as RunPolicy
-from amp_engine.scale_rule import DynamicLossScale as DynamicLossScale
+from amp_engine.levels.policy import Policy as Policy
+from amp_engine.levels.policy_file import RunPolicy as RunPolicy
+from amp_engine.levels.scale_rule import DynamicLossScale as DynamicLossScale
+from amp_engine.saving import old_pickles as _old_pickles  # noqa: F401
 
 __version__ = "0.1.0"
 

@@ -18,35 +18,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from amp_engine import arguments, casting, initialized, named
-from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
+from amp_engine import casting
+from amp_engine.apex_private.handle import Handle, NoOpHandle
+from amp_engine.apex_private.state import AmpState
 from amp_engine.casting import Explanation, Registration, deferred
 from amp_engine.casting import original as original
-from amp_engine.compat.handle import Handle, NoOpHandle
-from amp_engine.compat.state import AmpState
+from amp_engine.diagnosis.find_overflow import OverflowSource
+from amp_engine.diagnosis.post_mortem import OverflowReport
 from amp_engine.engine import Engine
-from amp_engine.fsdp import fsdp_policy as fsdp_policy
-from amp_engine.named import export_state_dict as export_state_dict
-from amp_engine.named import load_optimizer_state_dict as load_optimizer_state_dict
-from amp_engine.named import named_masters as named_masters
-from amp_engine.named import optimizer_state_dict as optimizer_state_dict
+from amp_engine.initialization import arguments, initialized
+from amp_engine.levels.fsdp import fsdp_policy as fsdp_policy
+from amp_engine.levels.policy_file import RunPolicy as RunPolicy
+from amp_engine.levels.scale_rule import DynamicLossScale as DynamicLossScale
 from amp_engine.optimizers import LARC
-from amp_engine.policy_file import RunPolicy as RunPolicy
-from amp_engine.scale_rule import DynamicLossScale as DynamicLossScale
-from amp_engine.scaler import LossScaler
-from amp_engine.scaler_state import ScalerFormat
-from amp_engine.scaler_state import convert_state_dict as convert_state_dict
-from amp_engine.stepping.double_backward import Gradients
+from amp_engine.saving import by_name
+from amp_engine.saving.averages import AveragedModel, AvgFn, MultiAvgFn
+from amp_engine.saving.by_name import export_state_dict as export_state_dict
+from amp_engine.saving.by_name import load_optimizer_state_dict as load_optimizer_state_dict
+from amp_engine.saving.by_name import named_masters as named_masters
+from amp_engine.saving.by_name import optimizer_state_dict as optimizer_state_dict
+from amp_engine.saving.scaler_state import ScalerFormat
+from amp_engine.saving.scaler_state import convert_state_dict as convert_state_dict
+from amp_engine.scaling.by_hand import Gradients
+from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.last_step import LastStep
 from amp_engine.telemetry import gradient_histogram as _histograms
 from amp_engine.telemetry import receipt as _receipts
 from amp_engine.telemetry import scalars as _scalars
 from amp_engine.telemetry.compare_levels import compare_levels as compare_levels
-from amp_engine.telemetry.find_overflow import OverflowSource
 from amp_engine.telemetry.fp32_modules import find_fp32_modules as find_fp32_modules
 from amp_engine.telemetry.gradient_histogram import GradientHistogram
 from amp_engine.telemetry.gradient_watch import GradientWatch
-from amp_engine.telemetry.post_mortem import OverflowReport
 from amp_engine.telemetry.receipt import Receipt
 from amp_engine.telemetry.step_times import StepTimes
 
@@ -174,7 +176,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     _amp_state.engine.load_state_dict(state_dict)
 
 
-def training_state(model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]) -> named.TrainingState:
+def training_state(model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]) -> by_name.TrainingState:
     return _amp_state.engine.training_state(model, optimizer)
 
 

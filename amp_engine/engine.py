@@ -13,28 +13,30 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from amp_engine import arguments, casting, kept_by_policy, levels, report
-from amp_engine.arguments import InitializeOptions, Models, Optimizers
-from amp_engine.averages import AveragedModel, AvgFn, MultiAvgFn
+from amp_engine import casting
 from amp_engine.casting import EngineCasts, patcher
-from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.explaining import Explaining
-from amp_engine.initialized import Initialized, master_params
+from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.initialization import arguments, keep_by_name
+from amp_engine.initialization.arguments import InitializeOptions, Models, Optimizers
+from amp_engine.initialization.initialized import Initialized, master_params
+from amp_engine.initialization.request import checked
+from amp_engine.levels import levels, report
+from amp_engine.levels.policy import Policy
+from amp_engine.levels.policy_file import RunPolicy, takes_policy
+from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE, DynamicLossScale
 from amp_engine.optimizers import LARC, inner_of
-from amp_engine.policy import Policy
-from amp_engine.policy_file import RunPolicy, takes_policy
-from amp_engine.request import checked
-from amp_engine.saving import Saving
-from amp_engine.scale_rule import DEFAULT_MAX_LOSS_SCALE, DynamicLossScale
-from amp_engine.scaler import LossScaler
-from amp_engine.stepping import double_backward
+from amp_engine.page import markup
+from amp_engine.saving.averages import AveragedModel, AvgFn, MultiAvgFn
+from amp_engine.saving.of_engine import Saving
+from amp_engine.scaling import by_hand
+from amp_engine.scaling.by_hand import Gradients
+from amp_engine.scaling.losses import Scaling
+from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.clipping import clip_grad_norm_
-from amp_engine.stepping.double_backward import Gradients
 from amp_engine.stepping.scaled_backwards import Disabled, ScaledBackwards
-from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
-from amp_engine.telemetry import markup
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -207,7 +209,7 @@ class Engine(Saving, Explaining):
             }
             assert policy is None or isinstance(policy, RunPolicy)  # it says nothing else any more
             names = () if policy is None else tuple(policy.keep_float)
-            kept = undo.enter_context(kept_by_policy.kept(models, names, opt_level))
+            kept = undo.enter_context(keep_by_name.kept(models, names, opt_level))
             given["patch_torch_functions"] = patch_torch_functions
             request = checked(
                 models,
@@ -301,12 +303,12 @@ class Engine(Saving, Explaining):
         """As the function `amp.scale`."""
         policy = self._initialized_policy("scale")
         arguments.check_loss(loss, "scale", "torch.autograd.grad")
-        return double_backward.scaled(self._scaling, loss, loss_id) if policy.enabled else loss
+        return by_hand.scaled(self._scaling, loss, loss_id) if policy.enabled else loss
 
     def unscale(self, gradients: Gradients, loss_id: int = 0) -> Gradients:
         """As the function `amp.unscale`."""
         policy = self._initialized_policy("unscale")
-        return double_backward.unscaled(self._scaling, gradients, loss_id) if policy.enabled else gradients
+        return by_hand.unscaled(self._scaling, gradients, loss_id) if policy.enabled else gradients
 
     def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
         """The parameters that `optimizer` steps, as the function `amp.master_params`."""

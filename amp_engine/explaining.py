@@ -10,18 +10,18 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from amp_engine import report
 from amp_engine.casting import EngineCasts, Explanation
+from amp_engine.diagnosis.find_overflow import OverflowSource, find_overflow
+from amp_engine.diagnosis.overflow_watch import OverflowWatch
+from amp_engine.diagnosis.post_mortem import OverflowReport
 from amp_engine.errors import AmpStateError, AmpTypeError
-from amp_engine.initialized import Initialized
+from amp_engine.initialization.initialized import Initialized
+from amp_engine.levels import report
+from amp_engine.levels.policy import Policy
 from amp_engine.optimizers import LARC
-from amp_engine.policy import Policy
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.last_step import LastStep
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
-from amp_engine.telemetry.find_overflow import OverflowSource, find_overflow
-from amp_engine.telemetry.overflow_watch import OverflowWatch
-from amp_engine.telemetry.post_mortem import OverflowReport
 
 
 class Explaining:

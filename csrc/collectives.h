@@ -1,4 +1,4 @@
-// Hears of what collectives of torch.distributed write. amp_engine/collectives.py says what for, and has the same in
+// Hears of what collectives of torch.distributed write. amp_engine/initialization/collectives.py says what for, and has the same in
 // Python, where turning process groups into Python objects and back takes 100 us a call.
 #pragma once
 

@@ -109,7 +109,7 @@ def pristine_torch() -> Iterator[None]:
     random.seed(0)
     computes = dict.fromkeys(("amx_bf16", "amx_fp16", "bf16", "asimdhp"), True)
     with pytest.MonkeyPatch.context() as patch:  # no test is told that this CPU emulates a type, unless it asks
-        patch.setattr("amp_engine.dtypes.cpu_flags", lambda: computes)
+        patch.setattr("amp_engine.ground.dtypes.cpu_flags", lambda: computes)
         yield
     forget_copied_masters()
     amp.close()

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_engine import amp, checkpoint_file
+from amp_engine import amp
+from amp_engine.saving import checkpoint_file
 from tests.models import NORMED_MLP
 from tests.support import started, train
 

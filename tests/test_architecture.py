@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parent.parent / "amp_engine"
 MODULES = {
     "amp_engine." + ".".join(p.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): p
@@ -15,89 +13,12 @@ MODULES = {
     if p != PACKAGE / "__init__.py"
 }
 
-# Each line may import from the lines above it, never from its own line or from below.
-LAYERS = [
-    ["torch_private", "errors", "messages"],
-    ["copying", "distributed", "random_state", "reachable", "tables", "kernels._native", "casting.locks"],
-    ["devices", "checkpoint_file"],
-    ["kernels.layout", "kernels.backend", "kernels.library", "kernels.halves"],
-    ["dtypes", "dynamo", "stepping", "compat", "telemetry"],
-    ["telemetry.history", "telemetry.magnitudes", "telemetry.markup", "telemetry.software", "telemetry.records"],
-    ["telemetry.delta_debugging", "telemetry.put_back"],
-    ["telemetry.wording", "telemetry.comparison"],
-    ["containers", "scale_rule", "scale_snapshot"],
-    ["policy"],
-    ["kernels.refusals", "kernels.formulas", "levels"],
-    ["fsdp", "policy_file"],
-    ["kernels.reference_lists", "kernels.reference_tensor_lists", "kernels.native"],
-    ["kernels.reference_steps"],
-    ["kernels.reference"],
-    ["kernels.choice"],
-    ["kernels.tensor_lists", "kernels.list_check", "kernels.table", "kernels.ops"],
-    ["kernels.steps"],
-    ["kernels"],
-    ["optimizers.rules"],
-    ["optimizers.state_form"],
-    ["optimizers.step_table"],
-    ["optimizers.fused_step"],
-    ["optimizers.base"],
-    ["optimizers.fused_adagrad", "optimizers.fused_adam", "optimizers.fused_lamb"],
-    ["optimizers.fused_novograd", "optimizers.fused_sgd", "optimizers.larc"],
-    ["optimizers.fused_mixed_precision_lamb", "optimizers.wrapped"],
-    ["optimizers"],
-    ["stepping.master_parameter", "stepping.arithmetic", "stepping.reduction", "stepping.exact"],
-    ["stepping.own_step", "stepping.slots", "stepping.seen"],
-    ["stepping.ghost", "stepping.forward_order"],
-    ["auto_scale"],
-    ["report", "scaler", "arguments", "half_weights", "stepping.master"],
-    ["stepping.columns", "stepping.scaling", "stepping.backward"],
-    ["stepping.double_backward", "stepping.evidence", "stepping.last_step", "telemetry.post_mortem"],
-    ["stepping.rows"],
-    ["stepping.split_rows"],
-    ["casting.lists", "casting.cache", "casting.regions"],
-    ["casting.calls", "casting.registration", "casting.patches", "forward_casts"],
-    ["casting.wrappers", "casting.weight_watch"],
-    ["casting.recurrent", "casting.in_force"],
-    ["casting.patched"],
-    ["casting.compiled"],
-    ["casting.patcher"],
-    ["casting.keep_float", "casting.overrides", "casting.original"],
-    ["casting.function_casts"],
-    ["casting.explain"],
-    ["casting.engine_casts"],
-    ["casting"],
-    ["checkpoint", "scaler_state", "collectives", "stepping.strays", "stepping.pending", "stepping.shards"],
-    ["model", "stepping.window", "stepping.ranks"],
-    ["stepping.stepped"],
-    ["stepping.unlisted"],
-    ["stepping.scaled_backwards", "stepping.clipping", "compat.face", "replaced"],
-    ["stepping.hook"],
-    ["telemetry.module_names", "telemetry.rehearsal", "telemetry.closed_gradients"],
-    ["telemetry.relative_error", "kept_by_policy"],
-    ["telemetry.batch_recording"],
-    ["averages", "telemetry.overflow_watch", "telemetry.find_overflow", "compat.views", "compat.handle"],
-    ["request"],
-    ["initialized", "named"],
-    ["saving", "explaining"],
-    ["engine"],
-    ["compat.settings", "telemetry.kept", "telemetry.plots"],
-    ["telemetry.shapes", "telemetry.memory", "telemetry.stepped_by", "telemetry.step_times", "telemetry.scalars"],
-    ["telemetry.histogram_picture", "telemetry.gradient_watch", "telemetry.compare_levels"],
-    ["telemetry.gradient_histogram", "telemetry.receipt_html", "telemetry.receipt_text"],
-    ["telemetry.receipt", "telemetry.fp32_modules", "compat.state"],
-    ["amp"],
-    ["telemetry.callbacks"],
-    ["advice.records", "advice.words", "advice.child.sitecustomize"],
-    ["advice.fitting", "advice.figures"],
-    ["advice.recommendation", "advice.trial"],
-    ["advice.text"],
-    ["advice.advice"],
-    ["advice.running"],
-    ["advice"],
-    ["advice.command"],
-    ["__main__"],
+# Each room, a folder or a file of the package, may import from itself and from the rooms before it.
+ROOMS = [
+    *("errors", "ground", "page", "kernels", "levels", "scaling", "optimizers", "casting", "stepping", "diagnosis"),
+    *("initialization", "saving", "explaining", "engine", "telemetry", "apex_private", "amp", "advice", "__main__"),
 ]
-RANK = {f"amp_engine.{name}": i for i, layer in enumerate(LAYERS) for name in layer}
+SPEAKS_TO_AMP = "amp_engine.telemetry.callbacks"  # for users to import, as `amp`; nothing of ours does
 
 RUNS_SCRIPTS = {"amp_engine.advice.running"}  # as apex's house does; the only one that stands on that
 APEX = {name for name in MODULES if name.split(".")[1] == "apex"}  # has apex's own house; it stands on all of the above
@@ -133,19 +54,32 @@ def imports_of(name):
     return imports.found - {"amp_engine"}
 
 
-def test_every_module_has_its_layer():
-    assert set(MODULES) - APEX == set(RANK)
+def room_of(name):
+    return name.split(".")[1]
 
 
-@pytest.mark.parametrize("name", RANK)
-def test_imports_point_down(name):
-    found = {other for other in imports_of(name) if other not in APEX or name not in RUNS_SCRIPTS}
-    assert {other for other in found if other in APEX or RANK[other] >= RANK[name]} == set()
+def test_every_module_is_in_a_room():
+    assert {room_of(name) for name in set(MODULES) - APEX} == set(ROOMS)
 
 
-def test_what_answers_as_apex_imports_in_no_circle():
+def test_imports_point_down_from_room_to_room():
+    offenders = [
+        f"{name} imports {other}"
+        for name in set(MODULES) - APEX - {SPEAKS_TO_AMP}
+        for other in imports_of(name)
+        if other not in APEX and ROOMS.index(room_of(other)) > ROOMS.index(room_of(name))
+    ]
+    assert offenders == []
+    assert not [name for name in set(MODULES) - APEX - RUNS_SCRIPTS if imports_of(name) & APEX]
+    assert not [name for name in MODULES if SPEAKS_TO_AMP in imports_of(name)]
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graphlib.TopologicalSorter({name: imports_of(name) - {name} for name in MODULES}).prepare()
+
+
+def test_what_answers_as_apex_does_not_stand_on_the_command_that_advises():
     assert not [name for name in APEX if any(other.startswith("amp_engine.advice") for other in imports_of(name))]
-    graphlib.TopologicalSorter({name: imports_of(name) & APEX for name in APEX}).prepare()
 
 
 def test_what_child_processes_load_first_imports_nothing_of_ours():
@@ -157,48 +91,10 @@ def test_what_child_processes_load_first_imports_nothing_of_ours():
         assert {root.split(".")[0] for root in roots} <= set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("name", ["scaler", "stepping.master", "casting"])
-def test_scaler_masters_and_casting_do_not_know_each_other(name):
-    others = {"scaler", "stepping.master", "casting"} - {name}
-    for module, path in MODULES.items():
-        if module.removeprefix("amp_engine.").startswith(name):
-            imports = Imports()
-            imports.visit(tree(path))
-            assert not {i for i in imports.found for o in others if i.startswith(f"amp_engine.{o}")}
-
-
-def test_a_file_is_read_in_one_go():
-    longer = {name: len(path.read_text().splitlines()) for name, path in MODULES.items() if name not in APEX}
-    assert {name: lines for name, lines in longer.items() if lines > 600} == {}
-
-
-def attributes_of(cls):
-    """What methods of a class assign to `self`."""
-    targets = [
-        target
-        for node in ast.walk(cls)
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign))
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
-    flat = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    return {t.attr for t in flat if isinstance(t, ast.Attribute) and getattr(t.value, "id", None) == "self"}
-
-
-def public_methods_of(cls):
-    return {n.name for n in cls.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
-
-
-def test_a_class_can_be_held_in_mind():
-    classes = {
-        f"{name}.{cls.name}": cls
-        for name, path in MODULES.items()
-        if name not in APEX
-        for cls in ast.walk(tree(path))
-        if isinstance(cls, ast.ClassDef)
-    }
-    # Optimizers keep what their class in torch has as attributes; these are the classes of ours.
-    assert {name: len(found) for name, cls in classes.items() if len(found := attributes_of(cls)) > 24} == {}
-    assert {name: len(found) for name, cls in classes.items() if len(found := public_methods_of(cls)) > 32} == {}
+def test_casting_and_stepping_do_not_know_each_other():
+    for one, other in (("casting", "stepping"), ("stepping", "casting"), ("casting", "scaling")):
+        modules = [name for name in MODULES if room_of(name) == one]
+        assert not [name for name in modules if other in map(room_of, imports_of(name))]
 
 
 def foreign_assignments(path):
@@ -297,7 +193,7 @@ def test_importing_patches_nothing():
         from torch.optim import optimizer
         assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
         assert sys.meta_path == finders
-        assert not {m for m in sys.modules if m.startswith(("amp_engine.apex", "apex", "amp_C", "torch._dynamo"))}
+        assert not {m for m in sys.modules if m.startswith(("amp_engine.apex.", "apex", "amp_C", "torch._dynamo"))}
     """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=PACKAGE.parent)
 

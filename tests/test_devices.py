@@ -6,9 +6,10 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from amp_engine import amp, devices
-from amp_engine.devices import HostNumbers, moved, number_on
+from amp_engine import amp
 from amp_engine.errors import AmpStateError
+from amp_engine.ground import devices
+from amp_engine.ground.devices import HostNumbers, moved, number_on
 from amp_engine.stepping import window
 
 

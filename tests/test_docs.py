@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from amp_engine import amp, messages
+from amp_engine import amp
 from amp_engine.apex import finder
+from amp_engine.ground import messages
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -2,6 +2,7 @@
 
 import gc
 import operator
+import pickle
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -554,3 +555,22 @@ def test_the_module_lists_public_names_only():
     functions = {name for name in amp_engine.__all__ if name.islower() and name != "amp"}
     assert set(dir(amp)) == {*functions, "DynamicLossScale", "LossScaler", "RunPolicy"}
     assert all(callable(getattr(amp, name)) for name in dir(amp))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("averages", "AveragedModel"),
+        ("checkpoint", "save_float32"),
+        ("forward_casts", "new_instance"),
+        ("model", "CastModelInputs"),
+        ("policy", "Policy"),
+        ("policy_file", "RunPolicy"),
+        ("scale_rule", "DynamicLossScale"),
+        ("scaler", "LossScaler"),
+        ("stepping.rows", "follow_masters_in_eager"),
+    ],
+)
+def test_pickles_of_earlier_versions_find_their_classes(module, name):
+    found = pickle.loads(f"camp_engine.{module}\n{name}\n.".encode())
+    assert (found.__name__, found.__module__.startswith("amp_engine.")) == (name, True)

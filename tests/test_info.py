@@ -12,8 +12,8 @@ import torch
 
 import amp_engine
 from amp_engine import __main__ as command
-from amp_engine import dtypes
-from amp_engine.dtypes import cpu_flags
+from amp_engine.ground import dtypes
+from amp_engine.ground.dtypes import cpu_flags
 from amp_engine.kernels import _native
 
 ROOT = Path(__file__).parent.parent

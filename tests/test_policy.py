@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from amp_engine import AmpTypeError, AmpValueError, Policy
-from amp_engine.levels import BRIEFS, DISABLED, LEVELS, level
-from amp_engine.policy import parse_loss_scale
+from amp_engine.levels.levels import BRIEFS, DISABLED, LEVELS, level
+from amp_engine.levels.policy import parse_loss_scale
 
 OFF_DEFAULT = Policy(True, "O4", torch.bfloat16, True, False, True, 0.1, torch.float16)
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed.fsdp  # imported by who shards, and not by torch
 from torch import nn
 
-from amp_engine.torch_private import NAMES, SEEN_IN, PrivateName
+from amp_engine.ground.torch_private import NAMES, SEEN_IN, PrivateName
 
 PACKAGE = Path(__file__).parent.parent / "amp_engine"
-LISTED = PACKAGE / "torch_private.py"
+LISTED = PACKAGE / "ground" / "torch_private.py"
 OWNERS = {
     torch.Tensor: torch.zeros(1),
     torch.UntypedStorage: torch.zeros(1).untyped_storage(),

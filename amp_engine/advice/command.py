@@ -9,7 +9,7 @@ from pathlib import Path
 
 from amp_engine.advice.running import advise
 from amp_engine.errors import AmpError
-from amp_engine.levels import LEVELS
+from amp_engine.levels.levels import LEVELS
 
 NAME = "python -m amp_engine advise"
 

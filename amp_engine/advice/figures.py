@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from amp_engine.advice.records import Trial
-from amp_engine.scale_rule import DynamicLossScale
+from amp_engine.levels.scale_rule import DynamicLossScale
 
 MOST_DIFFERENCE = 0.02
 """Up to this a level's losses agree with O0's, however small the noise is."""

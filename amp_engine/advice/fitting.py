@@ -7,8 +7,8 @@ from typing import Any
 
 from amp_engine.advice.records import BASE, Dropped
 from amp_engine.errors import AmpError
-from amp_engine.levels import LEVELS
-from amp_engine.policy_file import RunPolicy, completed
+from amp_engine.levels.levels import LEVELS
+from amp_engine.levels.policy_file import RunPolicy, completed
 
 _OF_ANOTHER_LEVEL = ("cast_model_type", "patch_torch_functions", "master_weights")
 _PROPERTIES = (*_OF_ANOTHER_LEVEL, "keep_batchnorm_fp32", "loss_scale", "cast_model_outputs", "moment_dtype")

@@ -19,7 +19,7 @@ from amp_engine.advice.advice import Advice
 from amp_engine.advice.records import BASE, Task, Trial
 from amp_engine.apex import finder
 from amp_engine.errors import AmpStateError, AmpValueError
-from amp_engine.levels import LEVELS
+from amp_engine.levels.levels import LEVELS
 
 VARIABLE = "AMP_ENGINE_TRIAL"
 GRACE = 20.0

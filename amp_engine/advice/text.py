@@ -11,7 +11,7 @@ from amp_engine.advice import words
 from amp_engine.advice.figures import MOST_DIFFERENCE, NOISES, Comparison, Figures
 from amp_engine.advice.recommendation import LEAST_GAIN, why_not
 from amp_engine.advice.records import BASE, Dropped, Trial
-from amp_engine.tables import table
+from amp_engine.page.tables import table
 from amp_engine.telemetry.wording import plural
 
 if TYPE_CHECKING:

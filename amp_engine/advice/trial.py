@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine import amp
 from amp_engine.advice.fitting import fitted
 from amp_engine.advice.records import Dropped, Task, Trial
-from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.engine import Engine
-from amp_engine.policy import Policy
+from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.levels.policy import Policy
 from amp_engine.stepping.pending import Pending
 from amp_engine.telemetry import memory
 from amp_engine.telemetry.kept import dtype_name

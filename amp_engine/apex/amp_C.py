@@ -32,7 +32,7 @@ from amp_engine.apex import float64_steps
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels.formulas import Adagrad, Adam
 from amp_engine.kernels.refusals import check_apart, check_lists
-from amp_engine.policy import LOWEST_SCALE
+from amp_engine.levels.policy import LOWEST_SCALE
 
 TensorList = Sequence[Tensor]
 TensorLists = Sequence[TensorList]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from amp_engine.errors import AmpValueError
-from amp_engine.torch_private import flatten_dense_tensors, unflatten_dense_tensors
+from amp_engine.ground.torch_private import flatten_dense_tensors, unflatten_dense_tensors
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -20,9 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_engine import devices
+from amp_engine.ground import devices
+from amp_engine.ground.torch_private import (
+    current_dispatch_mode,
+    functorch_level,
+    is_copy_on_write,
+    lazy_clone,
+    storage_users,
+)
 from amp_engine.kernels.backend import CompiledCasts, CompiledWeightCache
-from amp_engine.torch_private import current_dispatch_mode, functorch_level, is_copy_on_write, lazy_clone, storage_users
 
 
 @dataclass(frozen=True)

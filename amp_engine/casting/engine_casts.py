@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_engine import report
 from amp_engine.casting import patcher
 from amp_engine.casting.cache import WeightCache
 from amp_engine.casting.explain import Explanation
@@ -20,9 +19,10 @@ from amp_engine.casting.overrides import from_environment
 from amp_engine.casting.patches import check_patchable
 from amp_engine.casting.regions import cast_region
 from amp_engine.casting.registration import Registration
-from amp_engine.dtypes import LOW_PRECISION
 from amp_engine.errors import AmpValueError
-from amp_engine.policy import Policy
+from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.levels import report
+from amp_engine.levels.policy import Policy
 
 
 class EngineCasts:

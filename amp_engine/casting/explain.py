@@ -12,8 +12,8 @@ import torch
 from amp_engine.casting import locks, patcher
 from amp_engine.casting.calls import Call
 from amp_engine.errors import AmpStateError
-from amp_engine.tables import table
-from amp_engine.telemetry import markup
+from amp_engine.page import markup
+from amp_engine.page.tables import table
 
 _USE = "Type:\n\n    with amp.explain() as explanation:\n        ...  # one iteration\n    print(explanation)"
 

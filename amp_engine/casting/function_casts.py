@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from amp_engine import messages
 from amp_engine.casting import in_force, locks, patcher
 from amp_engine.casting.cache import WeightCache, weight_cache
 from amp_engine.casting.calls import Call
 from amp_engine.casting.regions import casts_here, float_region
 from amp_engine.casting.registration import Registration
+from amp_engine.ground import messages
 from amp_engine.kernels.choice import CASTS
 
 HAS_NATIVE = CASTS is not None

@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting import in_force
 from amp_engine.casting.compiled import discard_compiled
+from amp_engine.casting.forward_casts import is_cast_at_forward
 from amp_engine.casting.regions import cast_region, float_region, is_outside
-from amp_engine.containers import cast_tensors
-from amp_engine.dtypes import LOW_PRECISION
-from amp_engine.dynamo import part_of_a_graph
 from amp_engine.errors import AmpTypeError
-from amp_engine.forward_casts import is_cast_at_forward
+from amp_engine.ground.containers import cast_tensors
+from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.dynamo import part_of_a_graph
 
 M = TypeVar("M", bound=nn.Module)
 

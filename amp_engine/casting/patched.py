@@ -14,8 +14,8 @@ import torch
 from amp_engine.casting import wrappers
 from amp_engine.casting.in_force import current
 from amp_engine.casting.lists import PROMOTED_BY_TORCH
+from amp_engine.ground.torch_private import find_jit_builtin, register_jit_builtin
 from amp_engine.kernels.choice import CASTS
-from amp_engine.torch_private import find_jit_builtin, register_jit_builtin
 
 
 class PatchedBuiltin:

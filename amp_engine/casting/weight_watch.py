@@ -12,7 +12,7 @@ from torch.optim import optimizer as optimizers
 
 from amp_engine.casting.cache import WeightCache, tensors_hold_their_objects
 from amp_engine.casting.patches import Patches
-from amp_engine.torch_private import TensorBase
+from amp_engine.ground.torch_private import TensorBase
 
 
 class _StepHooks(MutableMapping[Any, Any]):

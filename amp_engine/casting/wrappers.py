@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.casting.calls import Call, Casts
-from amp_engine.dtypes import LOW_PRECISION
-from amp_engine.torch_private import TensorBase, fake_mode
+from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.torch_private import TensorBase, fake_mode
 
 F = TypeVar("F", bound=Callable[..., Any])
 

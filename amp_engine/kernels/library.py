@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_engine.torch_private import disabled_torch_dispatch, dispatch_modes
+from amp_engine.ground.torch_private import disabled_torch_dispatch, dispatch_modes
 
 _LIBRARY = torch.library.Library("amp_engine", "DEF")  # its operators live as long as it does
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_engine.ground.torch_private import data_address, lazy_clone
 from amp_engine.kernels.backend import Gradients, GradientStamps, Stamps, TensorList
 from amp_engine.kernels.layout import NONE, OWN, SHARED, access_of, devices_of
-from amp_engine.torch_private import data_address, lazy_clone
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -106,7 +106,7 @@ def discard_gradients(tensors: Sequence[Tensor]) -> None:
 def watch_collectives(
     writing: Sequence[str], reading: Sequence[str], listener: Callable[[list[Tensor], bool], None]
 ) -> bool:
-    """Not here: `collectives.py` registers kernels in Python, where there is a dispatcher to go on with."""
+    """Not here: `initialization/collectives.py` registers kernels in Python, which a dispatcher can go on from."""
     return False
 
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine import kernels
-from amp_engine.dtypes import followed
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.ground.dtypes import followed
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, Plan, fused_step_of
 from amp_engine.optimizers.rules import Rule

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import devices, kernels
-from amp_engine.devices import moved
-from amp_engine.distributed import is_sharded
+from amp_engine import kernels
 from amp_engine.errors import AmpStateError, AmpValueError
+from amp_engine.ground import devices
+from amp_engine.ground.devices import moved
+from amp_engine.ground.distributed import is_sharded
 from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.refusals import check_apart
 from amp_engine.optimizers.rules import TORCH_RULES, Rule, rule_of

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.ground.dtypes import is_low_precision
 
 
 class LARC:

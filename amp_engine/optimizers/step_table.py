@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from amp_engine import kernels
-from amp_engine.devices import moved
-from amp_engine.distributed import local_of
+from amp_engine.ground.devices import moved
+from amp_engine.ground.distributed import local_of
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.rules import Rule
 from amp_engine.optimizers.state_form import NORM

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from amp_engine.ground.reachable import held, reachable
 from amp_engine.optimizers.larc import LARC
-from amp_engine.reachable import held, reachable
 
 # Where torch.optim.Optimizer keeps the hooks that are used here. A class that never calls its __init__ lacks some, and
 # its `step` is not `hooked`: torch calls none of them.

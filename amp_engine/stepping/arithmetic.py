@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import kernels
-from amp_engine.distributed import is_sharded, local_of
 from amp_engine.errors import AmpValueError
+from amp_engine.ground.distributed import is_sharded, local_of
 from amp_engine.kernels import tensor_lists
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_engine.devices import HostNumbers, moved, number_on
-from amp_engine.distributed import has_ranks
-from amp_engine.scale_snapshot import ScaleSnapshot
-from amp_engine.scaler import LossScaler
+from amp_engine.ground.devices import HostNumbers, moved, number_on
+from amp_engine.ground.distributed import has_ranks
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.forward_order import Order, Origin
 from amp_engine.stepping.reduction import Reduction
 from amp_engine.stepping.slots import Checked

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_engine import devices
 from amp_engine.errors import AmpStateError
+from amp_engine.ground import devices
 from amp_engine.kernels import is_lazy
 from amp_engine.stepping.reduction import norm_over
 from amp_engine.stepping.stepped import SteppedOptimizer

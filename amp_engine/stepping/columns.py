@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from amp_engine.distributed import is_sharded
+from amp_engine.ground.distributed import is_sharded
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.master import Master
 

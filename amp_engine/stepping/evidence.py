@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from amp_engine.devices import HostNumbers, is_capturing
-from amp_engine.distributed import local_of
+from amp_engine.ground.devices import HostNumbers, is_capturing
+from amp_engine.ground.distributed import local_of
+from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward, is_number
 from amp_engine.stepping.forward_order import Order, Origin, forward_order, origin_of_nonfinite
-from amp_engine.stepping.scaling import Scaling
 
 
 class Evidence:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError
-from amp_engine.random_state import random_state, set_random_state
+from amp_engine.ground.random_state import random_state, set_random_state
 from amp_engine.stepping.own_step import unhooked_step
 
 

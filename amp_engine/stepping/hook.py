@@ -14,17 +14,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.errors import AmpStateError
+from amp_engine.ground.random_state import RandomState, random_state, set_random_state
+from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
-from amp_engine.random_state import RandomState, random_state, set_random_state
+from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.ghost import Ghosts, discard_ghost
 from amp_engine.stepping.master_parameter import has_copied_masters
 from amp_engine.stepping.own_step import unhooked_step
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
-from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer, WeightCopies
 from amp_engine.stepping.strays import warn_of_copied_masters
-from amp_engine.torch_private import disable_dynamo
 
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amp_engine.devices import HostNumbers, moved
+from amp_engine.ground.devices import HostNumbers, moved
 from amp_engine.stepping.backward import NO_LOSS, Backward
 
 

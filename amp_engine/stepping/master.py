@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import kernels
-from amp_engine.distributed import has_ranks
-from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpValueError
+from amp_engine.ground.distributed import has_ranks
+from amp_engine.ground.dtypes import followed, is_low_precision
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.exact import Exact, exact_of, exact_value, keep_exact, places_moved
 from amp_engine.stepping.master_parameter import GRAD, REQUIRES_GRAD, MasterParameter, own

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from amp_engine.torch_private import TensorBase
+from amp_engine.ground.torch_private import TensorBase
 
 
 class Owner(Protocol):

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_engine.distributed import groups_of_shards, has_ranks, wrappers_around
 from amp_engine.errors import AmpStateError
+from amp_engine.ground.distributed import groups_of_shards, has_ranks, wrappers_around
+from amp_engine.ground.torch_private import joins_uneven_inputs
 from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.rows import Rows
-from amp_engine.torch_private import joins_uneven_inputs
 
 
 class Ranks:

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import devices
-from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
-from amp_engine.half_weights import HalfWeights
+from amp_engine.ground import devices
+from amp_engine.ground.dtypes import is_low_precision
+from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
 from amp_engine.stepping.exact import add_maker, discard_exact, discard_maker, exact_value_of
+from amp_engine.stepping.half_weights import HalfWeights
 from amp_engine.stepping.master import (
     Master,
     Shared,
@@ -34,7 +35,6 @@ from amp_engine.stepping.master import (
 )
 from amp_engine.stepping.seen import Left, seen
 from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, Slots, WholeCheck
-from amp_engine.torch_private import disable_dynamo
 
 # Those that make masters,
 _WITH_MASTERS: weakref.WeakSet[Rows] = weakref.WeakSet()

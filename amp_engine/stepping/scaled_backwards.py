@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_engine.devices import moved
-from amp_engine.distributed import has_ranks
 from amp_engine.errors import AmpStateError
+from amp_engine.ground.devices import moved
+from amp_engine.ground.distributed import has_ranks
+from amp_engine.ground.torch_private import after_backward, disable_dynamo
 from amp_engine.kernels import tensor_lists
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.losses import Scaling
+from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.evidence import Evidence
 from amp_engine.stepping.reduction import Reduction
-from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 from amp_engine.stepping.unlisted import Unlisted
-from amp_engine.torch_private import after_backward, disable_dynamo
 
 
 class CopiesOfWeights(Protocol):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from amp_engine.distributed import is_sharded, local_of
+from amp_engine.ground.distributed import is_sharded, local_of
 from amp_engine.optimizers.fused_step import FusedStep, Plan
 
 # DTensor -> what `to_local` gave, which makes a view anew in each call.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import kernels
-from amp_engine.devices import moved
+from amp_engine.ground.devices import moved
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.master_parameter import HOLDING
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import kernels
-from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpStateError
+from amp_engine.ground.dtypes import followed, is_low_precision
 from amp_engine.kernels import halves, tensor_lists
 from amp_engine.stepping.exact import Exact, add_maker, discard_exact, discard_maker, exact_of, keep_exact, places_moved
 from amp_engine.stepping.rows import Rows, StepRows

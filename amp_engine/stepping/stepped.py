@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine import devices, kernels
-from amp_engine.devices import moved
-from amp_engine.dtypes import is_low_precision
+from amp_engine import kernels
 from amp_engine.errors import AmpStateError
+from amp_engine.ground import devices
+from amp_engine.ground.devices import moved
+from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import FusedStep, Plan, release_fused_step
-from amp_engine.scale_snapshot import ScaleSnapshot
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.losses import Scaling
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping import arithmetic, shards, strays
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns
@@ -27,7 +29,6 @@ from amp_engine.stepping.pending import Pending, Skip
 from amp_engine.stepping.ranks import Ranks
 from amp_engine.stepping.reduction import agree
 from amp_engine.stepping.rows import Rows
-from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.slots import Slot, clip_factor
 from amp_engine.stepping.window import Window
 

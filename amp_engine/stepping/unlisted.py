@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
-from amp_engine.devices import moved
-from amp_engine.dtypes import is_low_precision
 from amp_engine.errors import AmpStateError
+from amp_engine.ground.devices import moved
+from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
-from amp_engine.scale_snapshot import ScaleSnapshot
+from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows, is_zero
 from amp_engine.stepping.stepped import SteppedOptimizer

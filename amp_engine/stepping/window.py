@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import kernels
-from amp_engine.devices import current_streams, moved
-from amp_engine.distributed import is_sharded, local_gradient
 from amp_engine.errors import AmpStateError
+from amp_engine.ground.devices import current_streams, moved
+from amp_engine.ground.distributed import is_sharded, local_gradient
 from amp_engine.kernels import tensor_lists
-from amp_engine.scale_snapshot import ScaleSnapshot
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns

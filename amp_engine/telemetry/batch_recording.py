@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_engine.distributed import is_sharded
-from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.diagnosis.module_names import ModuleNames, names_of, tensors_in
+from amp_engine.diagnosis.relative_error import distance, growth
 from amp_engine.errors import AmpValueError
+from amp_engine.ground.distributed import is_sharded
+from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.torch_private import DispatchMode, is_in_backward, written_arguments
 from amp_engine.telemetry.comparison import ComparedModule, ComparedOperation
-from amp_engine.telemetry.module_names import ModuleNames, names_of, tensors_in
-from amp_engine.telemetry.relative_error import distance, growth
-from amp_engine.torch_private import DispatchMode, is_in_backward, written_arguments
 
 # They move or convert numbers: what casts are made of, and what torch does around them in one type and not in another.
 _MOVES = {"_to_copy", "to", "copy_", "copy", "clone", "contiguous", "lift_fresh", "detach", "set_", "resize_"}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from amp_engine.distributed import local_of
+from amp_engine.ground.distributed import local_of
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.stepped import SteppedOptimizer

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_engine import levels
 from amp_engine.casting import in_force
-from amp_engine.distributed import is_any_sharded, without_wrapper
+from amp_engine.diagnosis.put_back import Randomness, put_back
+from amp_engine.diagnosis.rehearsal import check_shapes
+from amp_engine.diagnosis.relative_error import Distance, distance, stored
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError
-from amp_engine.model import is_cast
-from amp_engine.policy_file import RunPolicy
-from amp_engine.reachable import reachable
-from amp_engine.scale_rule import DEFAULT_MIN_LOSS_SCALE
+from amp_engine.ground.distributed import is_any_sharded, without_wrapper
+from amp_engine.ground.reachable import reachable
+from amp_engine.initialization.cast_model import is_cast
+from amp_engine.levels import levels
+from amp_engine.levels.policy_file import RunPolicy
+from amp_engine.levels.scale_rule import DEFAULT_MIN_LOSS_SCALE
 from amp_engine.telemetry.batch_recording import Comparing, Follower, Recording, unscaled
 from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
-from amp_engine.telemetry.put_back import Randomness, put_back
-from amp_engine.telemetry.rehearsal import check_shapes
-from amp_engine.telemetry.relative_error import Distance, distance, stored
 
 StepFn = Callable[[Any], Any]
 

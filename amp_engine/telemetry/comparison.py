@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from amp_engine.tables import table
-from amp_engine.telemetry import markup
+from amp_engine.page import markup
+from amp_engine.page.tables import table
 
 SHOWN = 10
 """How many operations, and how many modules, a table has."""

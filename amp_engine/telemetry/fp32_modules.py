@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from amp_engine.errors import AmpTypeError, AmpValueError
-from amp_engine.policy_file import RunPolicy
-from amp_engine.telemetry import markup
+from amp_engine.levels.policy_file import RunPolicy
+from amp_engine.page import markup
 from amp_engine.telemetry.compare_levels import StepFn, Trials, as_policy
 from amp_engine.telemetry.comparison import ComparedModule, LevelComparison
 from amp_engine.telemetry.delta_debugging import reduced

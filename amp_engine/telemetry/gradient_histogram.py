@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from amp_engine.distributed import local_of
+from amp_engine.diagnosis.module_names import ModuleNames
+from amp_engine.diagnosis.rehearsal import check_callable, check_shapes, rehearsal
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.ground.distributed import local_of
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.stepped import SteppedOptimizer
@@ -22,8 +24,6 @@ from amp_engine.telemetry import histogram_picture
 from amp_engine.telemetry.closed_gradients import closed_gradients
 from amp_engine.telemetry.kept import dtype_name
 from amp_engine.telemetry.magnitudes import Limits, MagnitudeCounter, Magnitudes
-from amp_engine.telemetry.module_names import ModuleNames
-from amp_engine.telemetry.rehearsal import check_callable, check_shapes, rehearsal
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amp_engine.devices import HostNumbers, is_capturing
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.ground.devices import HostNumbers, is_capturing
 from amp_engine.kernels import tensor_lists
+from amp_engine.page import markup
+from amp_engine.page.tables import table
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.stepped import SteppedOptimizer
-from amp_engine.tables import table
-from amp_engine.telemetry import markup
 from amp_engine.telemetry.closed_gradients import ClosedGradient, closed_gradients
 from amp_engine.telemetry.wording import number, percent, scale
 

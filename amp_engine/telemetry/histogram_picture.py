@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from amp_engine.telemetry import markup, plots
+from amp_engine.page import markup
+from amp_engine.telemetry import plots
 from amp_engine.telemetry.magnitudes import Limits, Magnitudes
 from amp_engine.telemetry.wording import number, percent, scale
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from amp_engine.distributed import local_of
+from amp_engine.ground.distributed import local_of
 
 # A float32 is 2^(field - 127) * 1.mantissa; its field is 0 for 0 and for what is below 2^-126, and 255 for inf and NaN.
 _FIELDS = 256

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.casting.cache import WeightCache
-from amp_engine.distributed import local_of
+from amp_engine.ground.distributed import local_of
 from amp_engine.optimizers.fused_step import fused_step_so_far
 from amp_engine.stepping.master_parameter import MasterParameter
 from amp_engine.stepping.split_rows import SplitRows

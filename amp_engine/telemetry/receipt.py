@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_engine import levels
 from amp_engine.casting import Explanation, FunctionCasts
 from amp_engine.casting.lists import NAMESPACES
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.policy import Policy
-from amp_engine.scale_rule import DEFAULT_MAX_LOSS_SCALE
+from amp_engine.levels import levels
+from amp_engine.levels.policy import Policy
+from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE
 from amp_engine.telemetry import kept, memory, receipt_html, receipt_text, shapes, stepped_by
 from amp_engine.telemetry.gradient_histogram import GradientHistogram
 from amp_engine.telemetry.records import (

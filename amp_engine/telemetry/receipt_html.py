@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from amp_engine.telemetry import histogram_picture, markup, plots, wording
-from amp_engine.telemetry.markup import paragraph, table
+from amp_engine.page import markup
+from amp_engine.page.markup import paragraph, table
+from amp_engine.telemetry import histogram_picture, plots, wording
 from amp_engine.telemetry.memory import KINDS
 from amp_engine.telemetry.shapes import RULE
 from amp_engine.telemetry.wording import number, plural, size

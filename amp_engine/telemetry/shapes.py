@@ -16,8 +16,8 @@ from torch import nn
 
 from amp_engine.casting import FunctionCasts
 from amp_engine.casting.keep_float import kept_modules
-from amp_engine.distributed import fsdp2_param_dtypes
-from amp_engine.dtypes import LOW_PRECISION
+from amp_engine.ground.distributed import fsdp2_param_dtypes
+from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.telemetry.kept import measured
 from amp_engine.telemetry.records import Shape
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 import amp_engine
-from amp_engine.dtypes import LOW_PRECISION, cpu_lacks
+from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks
 from amp_engine.kernels import _native
 
 

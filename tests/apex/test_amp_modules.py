@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import amp_engine
-from amp_engine import Policy, amp, containers
+from amp_engine import Policy, amp
 from amp_engine import apex as apex_package
 from amp_engine.apex import amp as apex_amp
 from amp_engine.errors import AmpStateError
-from amp_engine.levels import LEVELS
+from amp_engine.ground import containers
+from amp_engine.levels.levels import LEVELS
 from tests.models import MLP
 from tests.support import backward
 
@@ -166,7 +167,7 @@ def test_two_sets_of_properties_have_nothing_in_common_with_each_other_or_the_en
     amp.initialize(MLP.model(), opt_level="O2", verbosity=0)
     one, other = frontend.Properties(), frontend.opt_levels["O3"](frontend.Properties())
     assert (one.opt_level, other.opt_level, amp._amp_state.opt_properties.opt_level) == (None, "O3", "O2")
-    assert Policy() == amp_engine.levels.DISABLED
+    assert Policy() == amp_engine.levels.levels.DISABLED
 
 
 # --- containers ------------------------------------------------------------------------------------

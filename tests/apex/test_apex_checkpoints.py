@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from amp_engine import amp
 from amp_engine.apex.amp import scaler as apex_scaler
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.scaler import LossScaler
 from tests.models import NORMED_MLP
 from tests.support import (
     DYNAMIC_LEVELS,

@@ -32,7 +32,7 @@ from amp_engine.apex.fp16_utils import (
     tofp16,
 )
 from amp_engine.errors import AmpError, AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.scaler import LossScaler as EngineScaler
+from amp_engine.scaling.scaler import LossScaler as EngineScaler
 
 HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 OVERFLOW = "Gradient overflow.  Skipping step, reducing loss scale to {}\n"

@@ -13,7 +13,7 @@ from torch import nn
 
 import amp_engine
 from amp_engine import amp
-from amp_engine.arguments import InitializeOptions
+from amp_engine.initialization.arguments import InitializeOptions
 from tests.models import CNN, MLP, NORMED_MLP, TASKS
 from tests.support import (
     CAST_LEVELS,

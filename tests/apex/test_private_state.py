@@ -18,7 +18,7 @@ from amp_engine import amp
 from amp_engine.apex.amp._amp_state import _amp_state
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.optimizers import LARC
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.scaler import LossScaler
 from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.support import (

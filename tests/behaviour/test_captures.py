@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from amp_engine import amp, devices, kernels
+from amp_engine import amp, kernels
 from amp_engine.errors import AmpStateError
+from amp_engine.ground import devices
 from amp_engine.optimizers import FusedSGD
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.scaler import LossScaler
 from tests.models import MLP
 from tests.support import backward, frozen, group_params, started, train
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from amp_engine import AmpFileError, AmpStateError, AmpTypeError, AmpValueError, amp, checkpoint_file
+from amp_engine import AmpFileError, AmpStateError, AmpTypeError, AmpValueError, amp
+from amp_engine.saving import checkpoint_file
 from tests.interrupted import Nursery, adamw, damaged, flipped
 from tests.models import NORMED_MLP
 from tests.support import LEVELS, assert_bitwise, frozen, left_alone, optimizer_values, scaler_numbers, started, train

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from amp_engine import amp
-from amp_engine.model import without_casts
+from amp_engine.initialization.cast_model import without_casts
 from tests.support import CAST_LEVELS, assert_bitwise, backward
 
 HALF_LEVELS = ("O2", "O3", "O5")

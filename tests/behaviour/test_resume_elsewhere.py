@@ -20,7 +20,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from amp_engine import AmpIndexError, AmpStateError, AmpTypeError, AmpValueError, amp
-from amp_engine.scaler_state import SCHEMA_VERSION
+from amp_engine.saving.scaler_state import SCHEMA_VERSION
 from tests.models import NORMED_MLP
 from tests.support import (
     DYNAMIC_LEVELS,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from amp_engine import AmpStateError, AmpTypeError, AmpValueError, DynamicLossScale, Engine, Policy
-from amp_engine.auto_scale import FIRST_SCALE, LARGEST
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.remembered import FIRST_SCALE, LARGEST
+from amp_engine.scaling.scaler import LossScaler
 from tests.models import NORMED_MLP
 from tests.ranks import on_ranks
 from tests.support import DYNAMIC_LEVELS, LEVELS, assert_bitwise, backward, started, train

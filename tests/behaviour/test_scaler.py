@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from amp_engine import AmpIndexError, AmpStateError, amp
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.scaler import LossScaler
 from tests.models import MLP
 from tests.oracle import Scale, scale_rule
 from tests.support import assert_bitwise, backward, masters, scaler_numbers, train

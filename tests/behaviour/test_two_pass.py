@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from amp_engine import Engine, amp, kernels
-from amp_engine.devices import HostNumbers
+from amp_engine.ground.devices import HostNumbers
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from amp_engine.optimizers.fused_step import FusedStep
 from tests import support

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_engine import AmpStateError, Engine, amp
-from amp_engine.initialized import Initialized
+from amp_engine.initialization.initialized import Initialized
 from tests.conftest import patched_names
 from tests.models import LSTM, MLP, NORMED_MLP, TRANSFORMER
 from tests.support import (

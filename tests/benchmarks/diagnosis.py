@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import Engine
-from amp_engine.devices import HostNumbers
+from amp_engine.ground.devices import HostNumbers
+from amp_engine.scaling.history import ScaleHistory
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.evidence import Evidence
-from amp_engine.telemetry.history import ScaleHistory
 from tests.benchmarks.processes import Block, interleaved
 from tests.benchmarks.timing import Judged, judged, write
 from tests.benchmarks.train import LEARNING_RATE, Step, checked

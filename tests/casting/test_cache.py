@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
-from amp_engine import Engine, devices
+from amp_engine import Engine
 from amp_engine.casting import FunctionCasts
 from amp_engine.casting.cache import WeightCache
 from amp_engine.casting.calls import Call
+from amp_engine.ground import devices
 
 X = torch.tensor([[1.0, 2.0]])
 

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, Dataset
 
-from amp_engine import Engine, amp, report
+from amp_engine import Engine, amp
 from amp_engine.casting import FunctionCasts, in_force, locks, patcher, patches
 from amp_engine.casting.engine_casts import EngineCasts
+from amp_engine.levels import report
 from tests.conftest import patched_names
 from tests.models import MLP
 from tests.support import backward, train

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.window import Window

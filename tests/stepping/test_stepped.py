@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from amp_engine.optimizers.fused_step import fused_step_of
-from amp_engine.scaler import LossScaler
+from amp_engine.scaling.losses import Scaling
+from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.rows import Rows
-from amp_engine.stepping.scaling import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_engine import AmpStateError, AmpTypeError, AmpValueError, Engine, RunPolicy, amp
+from amp_engine.diagnosis.relative_error import distance, growth
 from amp_engine.telemetry.batch_recording import Follower
 from amp_engine.telemetry.comparison import ComparedOperation, LevelComparison
-from amp_engine.telemetry.relative_error import distance, growth
 from tests.support import HALF, LEVELS, assert_bitwise
 from tests.telemetry.lossy import LOSE, Batch, Block, Model
 

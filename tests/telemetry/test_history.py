@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from amp_engine import AmpGradientWarning, Engine
-from amp_engine.devices import HostNumbers
-from amp_engine.telemetry.history import KEPT_LOSSES, LIMIT, Point, ScaleHistory, Track
+from amp_engine.ground.devices import HostNumbers
+from amp_engine.scaling.history import KEPT_LOSSES, LIMIT, Point, ScaleHistory, Track
 from tests.models import MLP
 from tests.support import DYNAMIC_LEVELS, started, train
 

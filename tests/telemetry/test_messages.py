@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 import amp_engine
-from amp_engine import AmpGradientWarning, AmpRuntimeWarning, AmpWarning, Engine, amp, messages
+from amp_engine import AmpGradientWarning, AmpRuntimeWarning, AmpWarning, Engine, amp
 from amp_engine.apex.fp16_utils import FP16_Optimizer
+from amp_engine.ground import messages
 from amp_engine.kernels import _native
-from amp_engine.report import Reporter
+from amp_engine.levels.report import Reporter
 from tests.models import MLP
 from tests.support import train
 
@@ -84,7 +85,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
-    return lambda *flags: monkeypatch.setattr("amp_engine.dtypes.cpu_flags", lambda: dict.fromkeys(flags, True))
+    return lambda *flags: monkeypatch.setattr("amp_engine.ground.dtypes.cpu_flags", lambda: dict.fromkeys(flags, True))
 
 
 # --- notes of initialize --------------------------------------------------------------------------
@@ -339,7 +340,7 @@ handler = logging.StreamHandler(sys.stderr)
 handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
 logger.addHandler(handler)
 logger.setLevel(logging.WARNING)
-from amp_engine.report import Reporter
+from amp_engine.levels.report import Reporter
 assert logger.handlers == [handler] and logger.level == logging.WARNING and logger.propagate
 Reporter().say("said")
 Reporter().say("Warning:  said")
@@ -370,7 +371,7 @@ def test_only_what_nobody_set_is_set(level: int, has_handler: bool, propagate: b
 IN_A_PROGRAM = """
 import logging, logging.config, os, sys
 logging.basicConfig(level=logging.DEBUG, format="root %(message)s", stream=sys.stdout)
-from amp_engine.report import Reporter
+from amp_engine.levels.report import Reporter
 logging.basicConfig(level=logging.DEBUG, format="root %(message)s", stream=sys.stdout, force=True)
 say = Reporter().say
 print("1"); say("2"); print("3"); sys.stdout.flush()

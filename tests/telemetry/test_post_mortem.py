@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine import Engine
-from amp_engine.telemetry.post_mortem import OverflowRecord, has_exploded
+from amp_engine.diagnosis.post_mortem import OverflowRecord, has_exploded
 from tests.ranks import on_ranks
 from tests.telemetry.plants import LAYERS, Model, Planted, batch
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine import AmpStateError, Engine
-from amp_engine.averages import AveragedModel
+from amp_engine.saving.averages import AveragedModel
 from amp_engine.telemetry.compare_levels import compare_levels
 from amp_engine.telemetry.gradient_histogram import gradient_histogram
 from amp_engine.telemetry.step_times import StepTimes

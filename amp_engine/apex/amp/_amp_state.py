@@ -2,9 +2,9 @@
 
 from amp_engine.amp import _amp_state as _amp_state
 from amp_engine.amp import master_params as master_params
-from amp_engine.compat.state import AmpState as AmpState
+from amp_engine.apex_private.state import AmpState as AmpState
 from amp_engine.errors import AmpStateError
-from amp_engine.report import complain
+from amp_engine.levels.report import complain
 
 
 def warn_or_err(msg: str) -> None:

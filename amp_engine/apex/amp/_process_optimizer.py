@@ -1,5 +1,5 @@
 """`apex.amp._process_optimizer`."""
 
-from amp_engine.compat.face import Stash as AmpOptimizerState
+from amp_engine.initialization.apex_face import Stash as AmpOptimizerState
 
 __all__ = ["AmpOptimizerState"]

@@ -14,8 +14,8 @@ from amp_engine.amp import register_promote_function as register_promote_functio
 from amp_engine.amp import scale_loss as scale_loss
 from amp_engine.amp import state_dict as state_dict
 from amp_engine.apex.amp._amp_state import _amp_state as _amp_state
-from amp_engine.compat.handle import Handle as AmpHandle
-from amp_engine.compat.handle import NoOpHandle as NoOpHandle
+from amp_engine.apex_private.handle import Handle as AmpHandle
+from amp_engine.apex_private.handle import NoOpHandle as NoOpHandle
 
 __all__ = [
     "AmpHandle",

@@ -5,9 +5,9 @@ import dataclasses
 from amp_engine.amp import initialize as initialize
 from amp_engine.amp import load_state_dict as load_state_dict
 from amp_engine.amp import state_dict as state_dict
-from amp_engine.compat.views import Properties as Properties
-from amp_engine.levels import BRIEFS, LEVELS
-from amp_engine.policy import Policy
+from amp_engine.apex_private.views import Properties as Properties
+from amp_engine.levels.levels import BRIEFS, LEVELS
+from amp_engine.levels.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)

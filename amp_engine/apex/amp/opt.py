@@ -1,3 +1,3 @@
 """`apex.amp.opt`."""
 
-from amp_engine.compat.handle import OptimWrapper as OptimWrapper
+from amp_engine.apex_private.handle import OptimWrapper as OptimWrapper

@@ -1,3 +1,3 @@
 """`apex.amp.scaler`."""
 
-from amp_engine.scaler import LossScaler as LossScaler
+from amp_engine.scaling.scaler import LossScaler as LossScaler

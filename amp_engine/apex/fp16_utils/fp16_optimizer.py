@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from amp_engine import kernels
 from amp_engine.apex.fp16_utils.fp16util import clip_grad_norm
-from amp_engine.devices import HostNumbers, moved
-from amp_engine.dtypes import followed, is_low_precision
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.ground.devices import HostNumbers, moved
+from amp_engine.ground.dtypes import followed, is_low_precision
 from amp_engine.kernels import tensor_lists
-from amp_engine.report import Reporter
-from amp_engine.scaler import LossScaler
+from amp_engine.levels.report import Reporter
+from amp_engine.scaling.scaler import LossScaler
 
 _SERIALIZE = "FP16_Optimizer cannot be pickled or copied.  Save its state_dict() and load that with load_state_dict()."
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from amp_engine.apex.apex_C import flatten, unflatten
 from amp_engine.errors import AmpStateError
-from amp_engine.torch_private import BatchNormBase
+from amp_engine.ground.torch_private import BatchNormBase
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 

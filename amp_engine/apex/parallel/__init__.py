@@ -14,7 +14,7 @@ from amp_engine.apex.parallel.distributed import check_process_group
 from amp_engine.apex.parallel.LARC import LARC as LARC
 from amp_engine.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm as SyncBatchNorm
 from amp_engine.errors import AmpValueError
-from amp_engine.torch_private import BatchNormBase
+from amp_engine.ground.torch_private import BatchNormBase
 
 __all__ = [
     "LARC",

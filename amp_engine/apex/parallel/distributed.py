@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from amp_engine.apex import apex_C
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError, AmpWarning
+from amp_engine.ground.torch_private import leaves_of
 from amp_engine.stepping.exact import written_through_data
-from amp_engine.torch_private import leaves_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_engine.errors import AmpValueError
-from amp_engine.torch_private import BatchNormBase
+from amp_engine.ground.torch_private import BatchNormBase
 
 
 class SyncBatchNorm(BatchNormBase):

@@ -1,0 +1,1 @@
+"""Views of an engine under apex's private names, and its older interface."""

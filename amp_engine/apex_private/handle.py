@@ -1,0 +1,199 @@
+"""apex's older interface: `handle = amp.init()`, `optimizer = handle.wrap_optimizer(optimizer)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine.casting import FunctionCasts
+from amp_engine.errors import AmpIndexError, AmpStateError
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.stepping.hook import CLOSURE_REFUSED
+from amp_engine.stepping.stepped import SteppedOptimizer
+
+if TYPE_CHECKING:
+    from amp_engine.engine import Engine
+
+
+class Handle:
+    """`_amp_state.handle`, and what `amp.init()` returns: the function casts of the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def is_active(self) -> bool:
+        """Whether functions are cast now."""
+        return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.is_active
+
+    @property
+    def _is_active(self) -> bool:
+        return self.is_active()
+
+    @_is_active.setter
+    def _is_active(self, value: bool) -> None:
+        if self._engine.function_casts.casts is not None:
+            self._engine.function_casts.casts.switch(bool(value))
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether casts of weights are kept within an iteration."""
+        return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.enable_caching
+
+    @property
+    def cache(self) -> Any:
+        """The cache of cast weights."""
+        return None if self._engine.function_casts.casts is None else self._engine.function_casts.casts.cache
+
+    @property
+    def verbose(self) -> bool:
+        """Whether each cast is printed."""
+        return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.verbose
+
+    def remove_cache(self, param: nn.Parameter) -> None:
+        """Discard the cast of one weight."""
+        if self._engine.function_casts.casts is not None:
+            self._engine.function_casts.casts.cache.discard(param)
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """`optimizer` with `scale_loss`, and a dynamic scaler for each of `num_loss` losses.
+
+        Raises AmpStateError or AmpTypeError for an optimizer that `amp.initialize` would not take.
+        """
+        return OptimWrapper(optimizer, self._engine, num_loss)
+
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+        """Raises AmpStateError, as in apex: it never knew which scaler to use."""
+        raise AmpStateError(
+            "The old Amp API is no longer supported.  Please move to the new API, model, optimizer = "
+            "amp.initialize(model, optimizer) and `with amp.scale_loss(loss, optimizer) as scaled_loss`; or call "
+            "optimizer = handle.wrap_optimizer(optimizer) and `with optimizer.scale_loss(loss) as scaled_loss`."
+        )
+
+    def _clear_cache(self) -> None:
+        if self._engine.function_casts.casts is not None:
+            self._engine.function_casts.casts.cache.clear()
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return self._engine.disable_casts()
+
+    def _deactivate(self) -> None:
+        if self._engine.function_casts.casts is not None:
+            self._engine.function_casts.casts.remove()
+
+
+class NoOpHandle:
+    """What `amp.init(enabled=False)` returns."""
+
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        """Never."""
+        return False
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """`optimizer` with a `scale_loss` that scales nothing."""
+        return OptimWrapper(optimizer, None, num_loss)
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Yield `loss` itself."""
+        del optimizer
+        yield loss
+
+    @contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        yield
+
+    def _clear_cache(self) -> None:
+        pass
+
+    def _deactivate(self) -> None:
+        pass
+
+
+class OptimWrapper:
+    """An optimizer with `scale_loss`. Everything else is the optimizer's own.
+
+        optimizer = handle.wrap_optimizer(optimizer, num_loss=2)
+        with optimizer.scale_loss(loss_a) as scaled_loss:
+            scaled_loss.backward()
+        with optimizer.scale_loss(loss_b) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    Args:
+        optimizer: of FP32 parameters; `amp.close()` gives it back.
+        engine: whose function casts are on; None scales nothing.
+        num_loss: how many losses there are between two steps; the n-th has the n-th scaler.
+    """
+
+    _optimizer: Optimizer
+
+    def __init__(self, optimizer: Optimizer, engine: Engine | None, num_loss: int = 1) -> None:
+        self._optimizer = optimizer
+        self._engine = engine
+        self._scalers = [LossScaler("dynamic") for _ in range(num_loss)]
+        self._losses = 0  # since the last step
+        self._stepped: SteppedOptimizer | None = None
+        if engine is not None:
+            reporter = engine.reporter
+
+            def say_skipped(is_first: bool) -> None:
+                if reporter.says(is_first):
+                    reporter.say("Gradient overflow, skipping update")
+
+            self._stepped = engine.look_after(optimizer, say_skipped)
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Yield `loss.float() * scale`; on exit unscale, add to what earlier losses left, and adjust the scale.
+
+        Yields the loss itself while no function is cast. If the body raises, gradients are put back as they were at
+        the entry. Raises AmpIndexError if there were `num_loss` losses since the last step. No host sync.
+        """
+        engine, casts, stepped = self._engine, self._active_casts(), self._stepped
+        if engine is None or casts is None or stepped is None:
+            yield loss
+            return
+        index = self._losses
+        if index >= len(self._scalers):
+            raise AmpIndexError(
+                f"scale_loss() was entered for loss number {index + 1} since the last step, but there are "
+                f"{len(self._scalers)}.  Call handle.wrap_optimizer(optimizer, num_loss={index + 1})."
+            )
+        scaler = self._scalers[index]
+        with engine.backwards.of(loss, [stepped], scaler, index) as scaled_loss:
+            yield scaled_loss
+        self._losses += 1
+
+    def step(self, closure: Any = None) -> Any:
+        """The optimizer's step, with casts off; nothing if one of the losses overflowed, which prints a line.
+
+        Raises NotImplementedError for a closure where losses are scaled.
+        """
+        if closure is None:
+            self._losses = 0
+            return self._optimizer.step()
+        if self._active_casts() is None:
+            return self._optimizer.step(closure)
+        raise NotImplementedError(
+            f"{CLOSURE_REFUSED}  Run the closure's forward and backward with optimizer.scale_loss yourself, then call "
+            "step() without arguments."
+        )
+
+    def _active_casts(self) -> FunctionCasts | None:
+        casts = None if self._engine is None else self._engine.function_casts.casts
+        return casts if casts is not None and casts.is_active else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)

@@ -1,0 +1,76 @@
+"""apex's state object, `_amp_state`, as scripts read and write it: views of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amp_engine.apex_private import settings
+from amp_engine.apex_private.handle import Handle
+from amp_engine.apex_private.views import Properties
+from amp_engine.engine import Engine
+from amp_engine.errors import AmpStateError
+
+
+class AmpState:
+    """An engine, under the names that scripts know of apex's state object.
+
+    `opt_properties`, `loss_scalers`, `min_loss_scale` and `max_loss_scale` exist once `initialize` was called,
+    `handle` while functions are cast. All are the engine's own: what is written counts from then on.
+    """
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+
+    @property
+    def allow_incoming_model_not_fp32(self) -> bool:
+        """True if `initialize` lets half weights without masters through where a level's weights are FP32."""
+        return self.engine.allow_incoming_model_not_fp32
+
+    @allow_incoming_model_not_fp32.setter
+    def allow_incoming_model_not_fp32(self, value: bool) -> None:
+        self.engine.allow_incoming_model_not_fp32 = value
+
+    @property
+    def hard_override(self) -> bool:
+        """Whether complaints about properties that do not fit the level are printed, not raised."""
+        return self.engine.hard_override
+
+    @hard_override.setter
+    def hard_override(self, value: bool) -> None:
+        self.engine.hard_override = value
+
+    @property
+    def verbosity(self) -> int:
+        """0 silent, 1 messages, 2 every cast."""
+        return self.engine.reporter.verbosity
+
+    @verbosity.setter
+    def verbosity(self, value: int) -> None:
+        self.engine.reporter.verbosity = value
+
+    def __getattr__(self, name: str) -> Any:
+        engine: Engine | None = self.__dict__.get("engine")
+        if engine is not None and engine.policy is not None:
+            if name == "opt_properties":
+                return Properties(settings.EnginePolicy(engine))
+            if engine.policy.enabled and name in ("min_loss_scale", "max_loss_scale"):
+                return getattr(engine, name)
+            if engine.policy.enabled and name == "loss_scalers":
+                return engine.scalers
+        if engine is not None and engine.function_casts.casts is not None and name == "handle":
+            return Handle(engine)
+        raise AttributeError(f"'AmpState' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("opt_properties", "handle"):
+            raise AmpStateError(
+                f"_amp_state.{name} shows what amp.initialize decided.  Write to its attributes instead."
+            )
+        if name == "loss_scalers":
+            settings.replace_scalers(self.engine, value)
+        elif name == "min_loss_scale":
+            settings.bound_scales(self.engine, value, self.engine.max_loss_scale)
+        elif name == "max_loss_scale":
+            settings.bound_scales(self.engine, self.engine.min_loss_scale, value)
+        else:
+            super().__setattr__(name, value)

@@ -1,0 +1,236 @@
+"""Casts at `forward`: a model and its parts get subclasses of their classes that cast, as FSDP2 swaps classes.
+
+Torch's call of a module, a direct `module.forward(x)` and every user's hook see the types outside of the casts. The
+subclass has the name, module and signature of the module's own class. What to cast is an attribute of the module, so
+that copies, replicas and pickles take it along, and other instances of the subclass are left alone.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from amp_engine.casting.regions import cast_region, is_outside
+from amp_engine.ground.containers import cast_tensors
+from amp_engine.ground.distributed import is_fsdp2
+from amp_engine.ground.dynamo import part_of_a_graph
+from amp_engine.ground.torch_private import is_in_backward
+
+_CASTS = "_amp_engine_casts"
+_OWN_CLASS = "_amp_engine_own_class"
+
+_inside = threading.local()  # `.forward`: True while this thread runs a forward that casts
+
+
+@dataclass(frozen=True)
+class ForwardCasts:
+    """The casts of one forward.
+
+    Attributes:
+        inputs, outputs: the types to which it casts floating inputs and outputs; None leaves them alone.
+        functions: whether functions are cast inside, where nothing else is said.
+        of_part: only if it is called from outside of every forward that casts, and inputs only where a parameter has
+            their type: not those of a batch norm in FP32.
+        of_typed: unless it has parameters and none is of the inputs' type: a copy that was converted casts nothing.
+    """
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
+    functions: bool = False
+    of_part: bool = False
+    of_typed: bool = False
+
+
+def cast_forward(module: nn.Module, casts: ForwardCasts) -> None:
+    """Have the forward of `module` cast from now on, by `casts` alone.
+
+    Nothing is changed where a class cannot be swapped: that of a scripted module, or with slots of its own.
+    """
+    _inside.forward = is_inside()  # there from now on, which Dynamo guards
+    with suppress(TypeError):
+        if not isinstance(module, _CastsAtForward) and type(module).forward is not nn.Module.forward:
+            _change_class(module, _casting)
+        vars(module)[_CASTS] = casts
+
+
+def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in `module` that have parameters and can cast, and lists of modules.
+
+    Not those that compute a parametrized weight, whoever reads it.
+    """
+    for part in module.children():
+        if isinstance(part, (torch.jit.ScriptModule, ParametrizationList)):
+            continue
+        has_own_forward = is_fsdp2(part) or isinstance(part, torch.fx.GraphModule) or "forward" in vars(part)
+        is_list = type(part).forward is nn.Module.forward
+        if not has_own_forward and (is_list or next(part.parameters(), None) is not None):
+            yield part
+        yield from parts_of(part)
+
+
+def cast_joining(part: nn.Module, module: nn.Module) -> None:
+    """Have what joins `module` cast as the parts that are in it."""
+    casts = casts_of(module)
+    if casts is not None and (casts.inputs is not None or casts.functions):
+        for one in parts_of(nn.ModuleList([part])):
+            if casts_of(one) is None:
+                cast_forward(one, replace(casts, of_part=True))
+
+
+def casts_of(model: nn.Module) -> ForwardCasts | None:
+    """The casts that `cast_forward` gave to `model`, or to what it is a copy of."""
+    return vars(model).get(_CASTS)
+
+
+def restore_class(model: nn.Module) -> None:
+    """Give `model` its own class back. Where another was made of the subclass since, that goes on without casts."""
+    vars(model).pop(_CASTS, None)
+    _change_class(model, lambda cls: vars(cls).get(_OWN_CLASS, cls))
+
+
+def is_cast_at_forward(model: nn.Module) -> bool:
+    """True if a call of `model` reaches the forward that casts; one assigned to the instance does not."""
+    # A class of its own could have been given to it since.
+    return isinstance(model, _CastsAtForward) and casts_of(model) is not None and "forward" not in vars(model)
+
+
+def is_inside() -> bool:
+    """True if this thread runs a forward that casts."""
+    return getattr(_inside, "forward", False)
+
+
+def is_called_from_outside() -> bool:
+    """True if neither a forward that casts nor a model whose hooks cast in its place is running in this thread."""
+    return not is_inside() and (torch.compiler.is_compiling() or not _is_called_by_cast_model())
+
+
+def _is_called_by_cast_model() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            module = frame.f_locals.get("self")
+            casts = casts_of(module) if isinstance(module, nn.Module) else None
+            if casts is not None and not casts.of_part:
+                return True
+        frame = frame.f_back
+    return False
+
+
+_CALL: CodeType = nn.Module.__call__.__code__
+_NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
+
+
+class _CastsAtForward:
+    """Comes before the own class of a model."""
+
+    _amp_engine_casts = None  # torch.jit.script reads annotations
+
+    def __init_subclass__(cls) -> None:
+        """Say nothing to what a user's class would note of its subclasses."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if not isinstance(reduced, tuple) or reduced[0] is not _NEW_OBJECT or reduced[1][:1] != (type(self),):
+            return reduced
+        own = vars(type(self)).get(_OWN_CLASS)
+        return reduced if own is None else (new_instance, (own, *reduced[1][1:]), *reduced[2:])
+
+
+def new_instance(own: type[nn.Module], *args: Any) -> nn.Module:
+    """An empty instance of the subclass of `own`, for pickle."""
+    instance: nn.Module = own.__new__(own, *args)
+    _set_class(instance, _casting(own))
+    return instance
+
+
+def _casting(own: type[nn.Module]) -> Any:
+    """The subclass of `own` that casts; the same one as long as somebody has it."""
+    for known in type.__subclasses__(own):
+        if vars(known).get(_OWN_CLASS) is own:
+            return known
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        casts: ForwardCasts | None = self._amp_engine_casts
+        if casts is None or (casts.of_part and getattr(_inside, "forward", False)):
+            return own.forward(self, *args, **kwargs)
+        return _cast_around(own.forward, casts, self, args, kwargs)
+
+    function: Any = forward
+    function.__code__ = function.__code__.replace()  # Dynamo counts what it has compiled of a code
+
+    with suppress(TypeError, ValueError):
+        function.__signature__ = inspect.signature(own.forward)  # getfullargspec asks it
+    names = {
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+        "forward": forward,
+        _OWN_CLASS: own,
+    }
+    metaclass: Any = type(own)
+    return metaclass(own.__name__, (_CastsAtForward, own), names)
+
+
+def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call `forward` of `module` with casts."""
+    inputs, outputs = casts.inputs, casts.outputs
+    if casts.of_part:
+        is_in_region = casts.functions and inputs is None and not is_outside()
+        if is_in_region or not is_called_from_outside():
+            return forward(module, *args, **kwargs)
+        if not has_parameter_of(module, inputs):
+            inputs = None
+    elif casts.of_typed and not has_parameter_of(module, inputs) and any(True for _ in module.parameters()):
+        inputs = outputs = None  # a replica of DataParallel has no parameters, and is cast
+    if inputs is not None:
+        given = args, kwargs
+        args, kwargs = cast_tensors(args, inputs), cast_tensors(kwargs, inputs)
+        if casts.of_part and not torch.compiler.is_compiling() and is_in_backward():
+            # An activation checkpoint recomputes: outside of the model only if there is something to cast.
+            outputs = None if args is given[0] and kwargs is given[1] else outputs
+    before = is_inside()
+    _inside.forward = True
+    try:
+        if casts.functions and is_outside():
+            with cast_region():
+                output = forward(module, *args, **kwargs)
+        else:
+            output = forward(module, *args, **kwargs)
+    finally:
+        _inside.forward = before
+    return output if outputs is None else cast_tensors(output, outputs)
+
+
+def has_parameter_of(module: nn.Module, dtype: torch.dtype | None) -> bool:
+    """True if a parameter of the module or of its parts has this type."""
+    return any(param.dtype is dtype for param in module.parameters())
+
+
+part_of_a_graph(_cast_around, compile_what_it_calls=True)  # where the graph breaks inside of the `try`
+
+
+def _change_class(module: nn.Module, change: Callable[[Any], Any]) -> None:
+    """Give `module` another class; if torch made its class for a parametrization, another base of that."""
+    cls: Any = type(module)
+    is_made = is_parametrized(module) and len(cls.__bases__) == 1
+    before = cls.__bases__[0] if is_made else cls
+    after = change(before)
+    if after is not before:
+        _set_class(module, type(cls)(cls.__name__, (after,), dict(vars(cls))) if is_made else after)
+
+
+def _set_class(model: nn.Module, cls: type) -> None:
+    object.__setattr__(model, "__class__", cls)  # not by a `__setattr__` of the user's

@@ -1,0 +1,1 @@
+"""Overflows: noted as they come, explained afterwards, and looked for in one batch."""

@@ -1,0 +1,203 @@
+"""What is said and noted of overflows: each skip, one diagnosis of many in a row, one word of static scales."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from amp_engine.diagnosis.post_mortem import (
+    OverflowRecord,
+    OverflowReport,
+    Place,
+    diagnosis,
+    growth_of,
+    likely_cause,
+)
+from amp_engine.ground.distributed import local_of
+from amp_engine.levels.report import Reporter, flushed_message, overflow_message, static_overflow_message
+from amp_engine.scaling.losses import Scaling
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.forward_order import Origin
+from amp_engine.stepping.pending import SKIPS_BEFORE_DIAGNOSIS
+
+KEPT_RECORDS = 1000
+
+
+class OverflowWatch:
+    """Turns overflows into records and messages.
+
+    Args:
+        reporter: says them.
+        places: asked, when there is something to say, where each parameter is, by id.
+        params: asked for the parameters that are trained.
+        scaling: where it is noted which static scales were reported, and what earlier losses were.
+    """
+
+    def __init__(
+        self,
+        reporter: Reporter,
+        places: Callable[[], dict[int, Place]],
+        params: Callable[[], Sequence[Tensor]],
+        scaling: Scaling,
+    ) -> None:
+        self._reporter = reporter
+        self._places = places
+        self._params = params
+        self._scaling = scaling
+        self._records: deque[OverflowRecord] = deque(maxlen=KEPT_RECORDS)
+        self._count = 0
+
+    def report(self) -> OverflowReport:
+        """The records so far. No host sync."""
+        return OverflowReport(list(self._records), self._count - len(self._records))
+
+    def begin(self) -> None:
+        """Nothing is left of those models whose overflows are noted."""
+        self._records.clear()
+        self._count = 0
+
+    def skipped(self, skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
+        """A step was skipped because of `backwards`, which are not empty."""
+        for loss_id, b in {b.loss_id: b for b in backwards}.items():
+            scale = b.adjusted_scale() if b.scaler.dynamic else b.scaler.loss_scale()
+            is_told_here = self._reporter.says(b.is_first)
+            if is_told_here:
+                is_lowered = b.scaler.auto is None or scale < b.loss_scale()
+                text = overflow_message(loss_id, scale, b.scaler.dynamic, is_lowered)
+                self._reporter.say(text, amp_loss_id=loss_id, amp_loss_scale=scale)
+            is_diagnosed = skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS and b is backwards[-1]
+            record = self._record(b, skipped=True, looks_at_weights=is_diagnosed)
+            is_said = is_told_here or _is_of_this_rank(record, b)
+            self._note(record, is_said)
+            if is_diagnosed and is_said:
+                text = diagnosis(record, skips_in_a_row, b.scaler.loss_scale())
+                self._reporter.say(
+                    text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale, amp_cause=record.cause
+                )
+
+    def stepped_on(self, backward: Backward) -> None:
+        """A static scaler overflowed, or one left gradients of 0 at a scale too low, and the step was taken."""
+        if backward.has_flushed():
+            loss_id, scale = backward.loss_id, backward.loss_scale()
+            text = flushed_message(loss_id, scale, backward.adjusted_scale())
+            if self._reporter.says(backward.is_first):
+                self._reporter.say(text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale)
+            return
+        if backward.loss_id not in self._scaling.reported:
+            self._scaling.reported.add(backward.loss_id)
+            loss_id, scale = backward.loss_id, backward.scaler.loss_scale()
+            text = static_overflow_message(loss_id, scale)
+            self._reporter.say(text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale)
+            self._note(self._record(backward, skipped=False))
+
+    def unchecked_loss(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
+        """A loss that is not finite, and whose gradients nobody checks."""
+        places = self._places()
+        earlier = self._scaling.history.losses_before(loss_id, backward)
+        weights = self._bad_weights(places)
+        cause = likely_cause(
+            loss,
+            earlier,
+            has_gradient=False,
+            has_bad_weights=bool(weights),
+            came_from_outside=origin is not None and origin.operation is None and not origin.is_parameter,
+        )
+        operation, near = _origin(origin, places)
+        self._note(
+            OverflowRecord(
+                backward,
+                loss_id,
+                1.0,
+                loss,
+                cause,
+                operation=operation,
+                near=near,
+                weights=weights,
+                skipped=False,
+                growth=growth_of(loss, earlier),
+                is_exact=origin is None or origin.is_exact,
+            )
+        )
+
+    def _note(self, record: OverflowRecord, is_said: bool = True) -> None:
+        self._records.append(record)
+        self._count += 1
+        if is_said:
+            self._reporter.say(
+                str(record),
+                level=logging.INFO if record.skipped else logging.WARNING,  # which nothing stopped
+                amp_loss_id=record.loss_id,
+                amp_loss_scale=record.loss_scale,
+                amp_cause=record.cause,
+            )
+
+    def _record(self, backward: Backward, skipped: bool, looks_at_weights: bool = False) -> OverflowRecord:
+        """What is known of `backward`. Waits for the device."""
+        places = self._places()
+        loss = backward.loss_value()
+        nonfinite = backward.nonfinite()
+        first = backward.first_nonfinite()
+        is_finite = loss is None or math.isfinite(loss)
+        weights = () if is_finite and not looks_at_weights else self._bad_weights(places)
+        origin = backward.origin
+        if not is_finite and origin is None:
+            self._scaling.expects_nonfinite = True
+        earlier = self._scaling.history.losses_before(backward.loss_id, backward.number)
+        operation, near = _origin(origin, places)
+        place = None if first is None else _place(first[0], places)
+        return OverflowRecord(
+            backward=backward.number,
+            loss_id=backward.loss_id,
+            loss_scale=backward.loss_scale(),
+            loss=loss,
+            cause=likely_cause(
+                loss,
+                earlier,
+                has_gradient=first is not None,
+                has_bad_weights=bool(weights),
+                came_from_outside=origin is not None and origin.operation is None and not origin.is_parameter,
+            ),
+            parameter=None if place is None else place.parameter,
+            module=None if place is None else place.module,
+            module_type=None if place is None else place.module_type,
+            kind=None if first is None else "nan" if first[1] else "inf",
+            elements=backward.elements,
+            numel=0 if first is None else first[0].numel(),
+            operation=operation,
+            near=near,
+            nonfinite=tuple(_place(param, places).parameter for param, _ in nonfinite),
+            checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
+            weights=weights,
+            skipped=skipped,
+            growth=growth_of(loss, earlier),
+            is_exact=origin is None or origin.is_exact,
+        )
+
+    def _bad_weights(self, places: dict[int, Place]) -> tuple[str, ...]:
+        """Names of the parameters that are not finite. Waits for the device, and reads all of them."""
+        return tuple(
+            _place(param, places).parameter for param in self._params() if not local_of(param.detach()).isfinite().all()
+        )
+
+
+def _is_of_this_rank(record: OverflowRecord, backward: Backward) -> bool:
+    """Whether this rank knows what the first one of those that agreed does not. Waits for the device."""
+    if record.cause == "elsewhere":
+        return False
+    return not record.loss_is_finite or not backward.is_the_same_on_all_ranks()
+
+
+def _place(param: Tensor, places: dict[int, Place]) -> Place:
+    return places.get(id(param), Place(f"a parameter of shape {tuple(param.shape)}"))
+
+
+def _origin(origin: Origin | None, places: dict[int, Place]) -> tuple[str | None, str | None]:
+    """The operation, and the parameter at it or before it, by name."""
+    if origin is None:
+        return None, None
+    near = None if origin.parameter is None else places.get(origin.parameter)
+    return origin.operation or origin.took, None if near is None else near.parameter

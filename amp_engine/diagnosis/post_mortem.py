@@ -1,0 +1,294 @@
+"""What is known of an overflow afterwards: records, the likely cause, and the lines that are said of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from amp_engine.page.tables import table
+
+Cause = Literal["data", "forward", "backward", "divergence", "weights", "elsewhere"]
+
+# A loss explodes that is more than this above the median of the losses before it. Batches of one task differ by less,
+# and a learning rate that is too high passes it within a few steps. Chosen by us; there is no source.
+EXPLOSION = 10.0
+RISES = 3
+"""So many times in a row, with none much lower in between, the loss has to double at least."""
+
+
+class Place(NamedTuple):
+    """Where a parameter is: its name, and the path and class of its module, "" and None where no model has it."""
+
+    parameter: str
+    module: str = ""
+    module_type: str | None = None
+
+
+@dataclass(frozen=True)
+class OverflowRecord:
+    """One backward whose gradients, or whose loss, were not finite.
+
+    Attributes:
+        backward: its number among the scaled backwards of the engine, from 1.
+        loss_id: whose scaler.
+        loss_scale: that the loss was multiplied by.
+        loss: before scaling; the sum if there are several; None if the engine was never given it.
+        cause: "data": a value that is not finite came into the graph from outside; "forward": an operation of the
+            forward made it, or the graph does not tell; "backward": the loss was finite and a gradient was not;
+            "divergence": losses have risen from step to step until they exploded; "weights": a parameter is not finite;
+            "elsewhere": on another rank, or in an earlier backward of the step.
+        parameter: name of the first parameter whose gradient was not finite, as the backward goes from the loss to the
+            input; None without any.
+        module: name of the module that it is of, "encoder.0"; "" if that is the model itself.
+        module_type: class of that module.
+        kind: "inf" or "nan": what is in that gradient; None without any.
+        elements: how many of its elements were not finite; None where the host heard of it too late, as on GPUs.
+        numel: how many elements it has.
+        operation: what gave the first value that is not finite in the forward, or took it from outside, by autograd's
+            name ("softmax"); None where the forward is not the cause, or its graph did not tell.
+        is_exact: whether all that `operation` was given is known to have been finite. If not, one before it may have
+            made the value: not everything is kept for the backward.
+        near: name of the parameter that the operation used, or else of the last one used before it.
+        nonfinite: names of all parameters whose gradients were not finite, in the order of the optimizer.
+        checked: how many gradients were looked at.
+        weights: names of the parameters that are not finite themselves; looked for if the loss is not finite. A float16
+            copy is inf where its FP32 master is beyond 65,520, which no gradient shows.
+        skipped: whether the step was skipped.
+        growth: the loss over the median of the losses before; None without both.
+    """
+
+    backward: int
+    loss_id: int
+    loss_scale: float
+    loss: float | None
+    cause: Cause
+    parameter: str | None = None
+    module: str | None = None
+    module_type: str | None = None
+    kind: Literal["inf", "nan"] | None = None
+    elements: int | None = None
+    numel: int = 0
+    operation: str | None = None
+    near: str | None = None
+    nonfinite: tuple[str, ...] = ()
+    checked: int = 0
+    weights: tuple[str, ...] = ()
+    skipped: bool = True
+    growth: float | None = None
+    is_exact: bool = True
+
+    @property
+    def loss_is_finite(self) -> bool:
+        """Whether the loss, before scaling, was; true if it is not known."""
+        return self.loss is None or math.isfinite(self.loss)
+
+    def __str__(self) -> str:
+        return f"Amp post-mortem:  {self.cause}.  {_what_happened(self)}"
+
+
+class OverflowReport(Sequence[OverflowRecord]):
+    """The overflows that the host has heard of, oldest first; `str()` is a table of them.
+
+    Args:
+        records: the newest, not more than the engine keeps.
+        dropped: how many older ones there were.
+    """
+
+    def __init__(self, records: Sequence[OverflowRecord], dropped: int = 0) -> None:
+        self._records = tuple(records)
+        self.dropped = dropped
+
+    def __getitem__(self, index: int) -> OverflowRecord:  # type: ignore[override]
+        return self._records[index]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        if not self._records:
+            return "No backward has overflowed, as far as the host has heard."
+        head = ("cause", "first in", "kind", "operation", "step", "backward", "loss_id", "scale", "loss", "elements")
+        rows = [
+            (
+                r.cause,
+                _where(r) or "-",
+                r.kind or "-",
+                r.operation or "-",
+                "skipped" if r.skipped else "taken",
+                str(r.backward),
+                str(r.loss_id),
+                f"{r.loss_scale:g}",
+                _number(r.loss),
+                "-" if r.elements is None else f"{r.elements} of {r.numel}",
+            )
+            for r in self._records
+        ]
+        older = f"\n{self.dropped} older ones are not kept." if self.dropped else ""
+        return table([head, *rows], words=5) + older
+
+
+def _where(record: OverflowRecord) -> str | None:
+    """The parameter nearest to where it began. Gradients of a loss that is not finite tell nothing of that."""
+    if record.cause == "weights" and record.weights:
+        return record.weights[0]
+    return record.near or (record.parameter if record.loss_is_finite else None)
+
+
+def likely_cause(
+    loss: float | None,
+    earlier: Sequence[float],
+    *,
+    has_gradient: bool,
+    has_bad_weights: bool,
+    came_from_outside: bool,
+) -> Cause:
+    """Why gradients are not finite.
+
+    Args:
+        loss: before scaling, if it is known.
+        earlier: losses of the clean backwards before, oldest first, finite.
+        has_gradient: whether a gradient of this process is not finite.
+        has_bad_weights: whether a parameter is not.
+        came_from_outside: whether the forward was given a value that is not.
+    """
+    is_finite = loss is None or math.isfinite(loss)
+    if not is_finite and came_from_outside and not has_bad_weights:
+        return "data"
+    if has_exploded(loss, earlier):
+        return "divergence"
+    if has_bad_weights:
+        return "weights"
+    if not is_finite:
+        return "forward"
+    return "backward" if has_gradient else "elsewhere"
+
+
+def growth_of(loss: float | None, earlier: Sequence[float]) -> float | None:
+    """`loss`, or the last one before it if it is not finite, over the median of those before; None without any."""
+    past = [abs(one) for one in earlier]
+    if loss is None or not math.isfinite(loss):
+        loss = past.pop() if past else None
+    if loss is None or not past:
+        return None
+    median = sorted(past)[(len(past) - 1) // 2]
+    return abs(loss) / max(median, 1e-30)
+
+
+def has_exploded(loss: float | None, earlier: Sequence[float]) -> bool:
+    """Whether losses rise step after step, as where training diverges.
+
+    Not in one bad batch after many good ones, nor where a trained model is fed batches that are all far worse: that is
+    one rise. A loss that is not finite is higher than any other.
+    """
+    growth = growth_of(loss, earlier)
+    if growth is None or growth <= EXPLOSION:
+        return False
+    losses = [abs(one) for one in earlier]
+    if loss is not None:
+        losses.append(abs(loss) if math.isfinite(loss) else math.inf)
+    level = max(sorted(losses[:-1])[(len(losses) - 2) // 4], 1e-30)  # the median of few is on its way up already
+    last = list(itertools.takewhile(lambda one: one > 2 * level, reversed(losses)))
+    rises = 0
+    for one in reversed(last):
+        if one >= 2 * level:
+            level, rises = one, rises + 1
+    return rises >= RISES
+
+
+def _what_happened(record: OverflowRecord) -> str:
+    """The sentences after the cause."""
+    gradient = ""
+    if record.parameter is not None:
+        count = "" if record.elements is None else f" in {record.elements} of {record.numel} elements"
+        of = f" ({record.module_type})" if record.module_type else ""
+        gradient = (
+            f"The gradient of {record.parameter}{of} is the first that is not finite, as the backward goes: "
+            f"{record.kind}{count}."
+        )
+    numbers = f"The loss is {_number(record.loss)}, scaled by {record.loss_scale:g}."
+    if record.growth is not None and record.growth > EXPLOSION and record.cause in ("forward", "backward"):
+        numbers += (
+            f"  Losses have grown {record.growth:.3g}-fold at once: this batch is unlike those before, or training "
+            "begins to diverge."
+        )
+    near = f", at or after {record.near}," if record.near else ""
+    if record.cause == "data":
+        return (
+            f"{numbers}  {record.operation}{near} was given a value that is not finite from outside of the graph: look "
+            "at the batch."
+        )
+    if record.cause == "forward" and record.operation is not None and not record.is_exact:
+        return (
+            f"{numbers}  {record.operation}{near} or an operation before it, of which nothing was kept, gave the first "
+            "value that is not finite: amp.find_overflow(step_fn) tells which."
+        )
+    if record.cause == "forward" and record.operation is not None:
+        return f"{numbers}  {record.operation}{near} gave the first value that is not finite."
+    if record.cause == "forward":
+        return f"{numbers}  Its graph does not tell where that comes from: amp.find_overflow(step_fn) does."
+    if record.cause == "divergence":
+        since = (
+            "" if record.growth is None else f"  Losses have grown {record.growth:.3g}-fold: lower the learning rate."
+        )
+        return f"{numbers}{since}  {gradient}".rstrip()
+    if record.cause == "weights":
+        return f"{numbers}  Parameters are not finite: {some(record.weights)}."
+    if record.cause == "elsewhere":
+        return (
+            f"{numbers}  Each gradient of this process is finite: look at the other ranks, at earlier backwards of the "
+            "step, and whether zero_grad() is called after steps that were skipped."
+        )
+    return f"{gradient}  {numbers}"
+
+
+def diagnosis(record: OverflowRecord, skips: int, loss_scale: float) -> str:
+    """What is said once of many skips in a row.
+
+    Args:
+        record: of the last of them.
+        skips: how many.
+        loss_scale: what the scale is now.
+    """
+    if record.weights:
+        advice = (
+            f"Weights are not finite, so no scale can help: {some(record.weights)}.  A float16 one is inf from "
+            "65520 on.  Go back to a checkpoint with a lower learning rate, keep the module in FP32 "
+            "(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
+        )
+    elif not record.loss_is_finite:
+        where = "" if record.operation is None else f"  First in {record.operation}, at or after {record.near}."
+        advice = (
+            f"The loss itself is not finite, so no scale can help.{where}  Look at the forward pass: the learning "
+            "rate, the input, a logarithm or a division, or an overflow of float16 (bfloat16 has none: 'O4', 'O5')."
+        )
+    elif record.parameter is not None:
+        advice = (
+            f"The loss is finite, so the backward pass overflows: first, as it goes from the loss to the input, in "
+            f"the gradient of {record.parameter} ({record.kind}).  Keep its module and the one behind it in FP32 "
+            "(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
+        )
+    else:
+        advice = (
+            "The loss is finite, and so is each gradient of this backward: those that it was added to are not.  Call "
+            "zero_grad() after a step that was skipped, too."
+        )
+    return (
+        f"Amp diagnosis:  {skips} steps in a row were skipped; loss scaler {record.loss_id} is at {loss_scale}.  Loss "
+        f"finite: {'yes' if record.loss_is_finite else 'no'} ({_number(record.loss)}).  Non-finite gradients: "
+        f"{len(record.nonfinite)} of {record.checked} ({some(record.nonfinite) or 'none'}).  {advice}"
+    )
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of the names, for a line."""
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _number(loss: float | None) -> str:
+    return "not known" if loss is None else f"{loss:.6g}"

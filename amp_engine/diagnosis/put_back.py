@@ -1,0 +1,225 @@
+"""What a batch that is only looked at may change, and how it is put back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from amp_engine.ground.reachable import ITEMS, reachable
+from amp_engine.ground.torch_private import lazy_clone
+
+
+class Randomness:
+    """The state of generators: torch's, Python's, NumPy's where that is loaded, and those that roots refer to.
+
+    Args:
+        found: what they refer to.
+    """
+
+    def __init__(self, found: Iterable[object]) -> None:
+        self._put_back: list[Callable[[], Any]] = []
+        self._keep(torch.set_rng_state, torch.get_rng_state())
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            device: Any = torch.get_device_module(accelerator)
+            if getattr(device, "is_initialized", lambda: True)():
+                if hasattr(device, "get_rng_state_all"):
+                    self._keep(device.set_rng_state_all, device.get_rng_state_all())
+                elif hasattr(device, "get_rng_state"):
+                    self._keep(device.set_rng_state, device.get_rng_state())
+        self._keep(random.setstate, random.getstate())
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            self._keep(numpy.random.set_state, numpy.random.get_state())
+        for one in found:
+            if isinstance(one, torch.Generator):
+                self._keep(one.set_state, one.get_state())
+            elif isinstance(one, random.Random):
+                self._keep(one.setstate, one.getstate())
+            elif numpy is not None and isinstance(one, numpy.random.RandomState):
+                self._keep(one.set_state, one.get_state())
+            elif numpy is not None and isinstance(one, numpy.random.Generator):
+                bits = one.bit_generator
+                self._keep(functools.partial(setattr, bits, "state"), bits.state)
+
+    def _keep(self, setter: Callable[[Any], Any], state: Any) -> None:
+        self._put_back.append(functools.partial(setter, state))
+
+    def restore(self) -> None:
+        """Have all of them go on from there."""
+        for put_back in self._put_back:
+            put_back()
+
+
+@contextmanager
+def put_back(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], roots: Iterable[object], params: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Afterwards everything that a batch changes is as it was, bit for bit, in the same memory, also if it raises.
+
+    Of the models: gradients, buffers, modes. Of the optimizers: what their groups say. Of everything that these and
+    the roots refer to: generators, schedulers, GradScalers, other modules, such as averages, with their parameters,
+    other optimizers with their state, and other tensors that dictionaries and lists hold. Gradients are None at first.
+
+    Args:
+        models: that are run; nobody steps their parameters meanwhile.
+        optimizers: whose steps do nothing meanwhile.
+        roots: a step function, say.
+        params: more that get gradients.
+    """
+    found = reachable([*roots, *models, *optimizers])
+    modules = {id(m): m for one in (*models, *found) if isinstance(one, nn.Module) for m in one.modules()}
+    own = {id(p): p for one in models for p in one.parameters()} | {id(p): p for p in params}
+    others = {id(p): p for m in modules.values() for p in m._parameters.values() if p is not None and id(p) not in own}
+    with ExitStack() as stack:
+        stack.callback(Randomness(found).restore)
+        cudnn = torch.backends.cudnn
+        flags = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+        stack.callback(_set_cudnn, *flags)
+        for scheduler in found:
+            if isinstance(scheduler, (LRScheduler, torch.amp.GradScaler)):
+                stack.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
+        for optimizer in {id(one): one for one in (*optimizers, *found) if isinstance(one, Optimizer)}.values():
+            is_stepped = all(optimizer is not one for one in optimizers)
+            stack.callback(_restore_optimizer, optimizer, *_of_optimizer(optimizer, is_stepped))
+        for module in modules.values():
+            # By name too: a forward may put another tensor in the place of a buffer.
+            stack.callback(_restore_module, module, dict(module._buffers), module.training)
+        for buffer in (b for m in modules.values() for b in m._buffers.values() if b is not None):
+            stack.callback(_write, buffer, buffer.clone())
+        for param in others.values():
+            if not is_lazy(param):
+                stack.callback(_restore, param, _copied(param))
+        looked_after = [*own.values(), *others.values(), *(b for m in modules.values() for b in m._buffers.values())]
+        for optimizer in (one for one in (*optimizers, *found) if isinstance(one, Optimizer)):
+            looked_after += [p for group in optimizer.param_groups for p in group["params"]]
+            states = [values for values in optimizer.state.values() if isinstance(values, dict)]
+            looked_after += [value for values in states for value in values.values()]
+        _keep_tensors(stack, found, {id(one) for one in looked_after})
+        for p in (*own.values(), *others.values()):
+            # With the values of those that are views: the next backward writes DistributedDataParallel's buckets.
+            values = None if p.grad is None or p.grad._base is None else p.grad.clone()
+            stack.callback(_restore_gradient, p, p.grad, values)
+            p.grad = None
+        yield
+
+
+def _keep_tensors(stack: ExitStack, found: Iterable[object], known: set[int]) -> None:
+    """Put back tensors that are none of `known`, as those of an average, and where dictionaries and lists hold them."""
+    for one in found:
+        if isinstance(one, (dict, list)) and type(one) in (dict, OrderedDict, defaultdict, list):
+            items = one.items() if isinstance(one, dict) else enumerate(one)
+            held = {key: value for key, value in islice(items, ITEMS) if isinstance(value, Tensor)}
+            if held:
+                stack.callback(_hold_again, one, held)
+        elif isinstance(one, Tensor) and id(one) not in known and not is_lazy(one):
+            if (copied := _copied_for_nothing(one)) is not None:
+                stack.callback(_restore, one, copied)
+            if one.is_leaf and one.requires_grad:
+                stack.callback(_restore_gradient, one, one.grad, None if one.grad is None else one.grad.clone())
+
+
+def _hold_again(holder: Any, held: Mapping[Any, Tensor]) -> None:
+    for key, value in held.items():
+        if isinstance(holder, dict) or key < len(holder):
+            holder[key] = value
+
+
+@torch.no_grad()
+def _copied(tensor: Tensor) -> Tensor:
+    copied = _copied_for_nothing(tensor)
+    return tensor.detach().clone() if copied is None else copied
+
+
+@torch.no_grad()
+def _copied_for_nothing(tensor: Tensor) -> Tensor | None:
+    """A copy that takes no memory until somebody writes; None where there is none."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if is_plain and not (tensor.is_inference() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):
+        with suppress(RuntimeError):  # memory that is shared with other processes, or of an array
+            return lazy_clone(tensor.detach())
+    return None
+
+
+@torch.no_grad()
+def _restore(tensor: Tensor, value: Tensor) -> None:
+    if tensor.shape != value.shape or tensor.dtype != value.dtype:
+        tensor.data = value
+    elif type(value) is not Tensor or value.is_meta or not torch.equal(_bits(tensor), _bits(value)):
+        tensor.copy_(value)  # which takes the memory after all
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+@torch.no_grad()
+def _write(buffer: Tensor, value: Tensor) -> None:
+    buffer.copy_(value)
+
+
+def _restore_module(module: nn.Module, buffers: Mapping[str, Tensor | None], mode: bool) -> None:
+    module._buffers.clear()
+    module._buffers.update(buffers)
+    module.training = mode
+
+
+def _restore_gradient(param: Tensor, grad: Tensor | None, values: Tensor | None) -> None:
+    param.grad = grad
+    if grad is not None and values is not None:
+        _write(grad, values)
+
+
+def _of_optimizer(optimizer: Optimizer, is_stepped: bool) -> tuple[list[dict[str, Any]], dict[Any, Any] | None]:
+    """What groups say besides their parameters, and the state of one that is stepped."""
+    groups = [
+        {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+    if not is_stepped:
+        return groups, None
+    state = {}
+    for param, values in optimizer.state.items():
+        if isinstance(values, dict):
+            state[param] = {k: (v, _copied(v) if isinstance(v, Tensor) else None) for k, v in values.items()}
+    return groups, state
+
+
+def _restore_optimizer(optimizer: Optimizer, groups: Sequence[dict[str, Any]], state: dict[Any, Any] | None) -> None:
+    for group, before in zip(optimizer.param_groups, groups, strict=False):
+        for name, value in before.items():
+            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                _write(group[name], value)
+            else:
+                group[name] = value
+    if state is None:
+        return
+    for param in [param for param in optimizer.state if param not in state]:
+        del optimizer.state[param]
+    for param, values in state.items():
+        present = optimizer.state[param]
+        present.clear()
+        for name, (value, copied) in values.items():
+            if copied is not None:
+                _restore(value, copied)
+            present[name] = value
+
+
+def _set_cudnn(enabled: bool, benchmark: bool, deterministic: bool) -> None:
+    cudnn = torch.backends.cudnn
+    before = enabled, benchmark, deterministic
+    if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != before:  # torch may have been told to let nobody write
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before

@@ -1,0 +1,121 @@
+"""One batch once more, to be looked at: afterwards everything is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from amp_engine.diagnosis.put_back import put_back
+from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.stepping.scaled_backwards import ScaledBackwards
+
+
+def check_callable(step_fn: Any, call: str) -> None:
+    """Raise AmpTypeError unless `step_fn`, as it was passed to `call`, can be called."""
+    if not callable(step_fn):
+        raise AmpTypeError(
+            f"{call} takes a function that runs one batch, not a {type(step_fn).__name__}.  Type for example "
+            f"amp.{call}(lambda: loss_fn(model(x), y))."
+        )
+
+
+def check_shapes(models: Sequence[nn.Module], call: str) -> None:
+    """Raise AmpStateError for lazy modules that were not run yet; `call` is what the user called."""
+    for model in models:
+        for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
+            for name, one in named:
+                if is_lazy(one):
+                    raise AmpStateError(
+                        f"{kind} {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
+                        f"through the model, then call amp.{call}."
+                    )
+
+
+@contextmanager
+def rehearsal(
+    call: str,
+    step_fn: Callable[[], Any],
+    models: Sequence[nn.Module],
+    backwards: ScaledBackwards,
+    scalers: Sequence[LossScaler],
+    before_backward: Callable[[Tensor, Tensor | float], None],
+    loss_scale: float | None = None,
+) -> Iterator[None]:
+    """What is run inside takes no step and leaves no trace: what `put_back` says, and loss scales.
+
+    What torch.compile compiled is run without it.
+
+    Args:
+        call: the name of the public function, for errors.
+        step_fn: what is run. What it refers to is put back, too.
+        models: that are run.
+        backwards: of the engine.
+        scalers: all of its scalers.
+        before_backward: told each loss and its scale at the entry of its `scale_loss`.
+        loss_scale: what dynamic scalers are set to meanwhile, within their bounds; None leaves them.
+
+    Raises AmpStateError, with nothing changed, inside of a `scale_loss` and while gradients wait for a step. Waits for
+    the device.
+    """
+    backwards.refuse_inside(call)
+    for one in backwards.all:
+        if one.is_pending or one.backward_seen:
+            raise AmpStateError(
+                f"{call}() was called while gradients of a scaled backward wait for "
+                f"{type(one.optimizer).__name__}.step(), which it would discard.  Call it after the step."
+            )
+    optimizers, params = backwards.optimizers, [p for one in backwards.all for p in one.rows.columns.params]
+    with (
+        _left_gradients_kept(backwards),
+        put_back(models, optimizers, [step_fn], params),
+        _undone(backwards, scalers),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        for scaler in scalers:
+            if loss_scale is not None and scaler.dynamic:
+                scaler.scale.fill_(scaler.bounded(loss_scale))
+        backwards.evidence.before_backward = before_backward
+        yield
+
+
+@contextmanager
+def _left_gradients_kept(backwards: ScaledBackwards) -> Iterator[None]:
+    """Afterwards gradients that a step discarded can be zeroed in place as before."""
+    rows = [one.rows for one in backwards.all if one.rows.left.hear()]
+    states = [bytes(one.left.states) for one in rows]
+    try:
+        yield
+    finally:
+        for one, were in zip(rows, states, strict=True):
+            one.left.restore(were)
+            one.show_left()
+
+
+@contextmanager
+def _undone(backwards: ScaledBackwards, scalers: Sequence[LossScaler]) -> Iterator[None]:
+    """Afterwards loss scales, and who looks at backwards, are as they were, and no backward waits for a step."""
+    for scaler in scalers:
+        scaler.settle()
+    scales = [(s, s.scale.clone(), s.unskipped.clone(), s.found_inf.clone(), s.memory()) for s in scalers]
+    watched, timed = backwards.on_close, backwards.around  # not of this batch
+    try:
+        backwards.on_close = backwards.around = None
+        yield
+    finally:
+        backwards.on_close, backwards.around = watched, timed
+        backwards.evidence.before_backward = None
+        for one in backwards.all:
+            one.forget_backwards()
+        for scaler, scale, unskipped, found_inf, memory in scales:
+            scaler.settle()
+            scaler.clear_overflow_state()
+            scaler.scale.copy_(scale)
+            scaler.unskipped.copy_(unskipped)
+            scaler.found_inf.copy_(found_inf)
+            scaler.remember(memory)

@@ -1,0 +1,1 @@
+"""From the arguments of `initialize` to cast models and stepped optimizers."""

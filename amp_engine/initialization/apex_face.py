@@ -1,0 +1,192 @@
+"""What `initialize` adds to an optimizer: apex's private names, which scripts read, write and call."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from amp_engine.errors import AmpStateError
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.stepping.master import Master
+from amp_engine.stepping.stepped import SteppedOptimizer
+
+STASH = "_amp_stash"
+
+METHODS = (
+    "_amp_lazy_init",
+    "_lazy_init_maybe_master_weights",
+    "_master_params_to_model_params",
+    "_post_amp_backward",
+    "_prepare_amp_backward",
+)
+
+
+def is_on(optimizer: Any) -> bool:
+    """Whether an engine, or apex, looks after this optimizer."""
+    return hasattr(optimizer, STASH)
+
+
+def check_names_are_free(optimizer: Any) -> None:
+    """Raise AmpStateError for an optimizer that has methods of these names already."""
+    for name in METHODS:
+        if hasattr(optimizer, name):
+            raise AmpStateError(
+                f"Incoming optimizer already has {name} defined.  amp.initialize adds an attribute of this name; "
+                f"rename the one of {type(optimizer).__name__}."
+            )
+
+
+def put_on(optimizer: Any, stepped: SteppedOptimizer) -> None:
+    """Add the names to an optimizer, or to a wrapper of one, that `stepped` stands for."""
+    stash = vars(stepped.optimizer).get(STASH) or Stash(stepped)  # a wrapper has that of what is inside of it
+    vars(optimizer).update({STASH: stash, **{name: getattr(stash, name) for name in METHODS}})
+    RefusesGradScaler.put_on(optimizer, stepped)
+
+
+def take_off(optimizer: Any) -> None:
+    """Undo `put_on`."""
+    for name in (STASH, *METHODS):
+        vars(optimizer).pop(name, None)
+    RefusesGradScaler.take_off(optimizer)
+
+
+class RefusesGradScaler:
+    """What torch.amp.GradScaler asks an optimizer before its step: here it is false, or an error.
+
+    By itself GradScaler would find no gradients, and say that no inf checks were recorded. Copies are plain False.
+    """
+
+    name = "_step_supports_amp_scaling"
+
+    def __init__(self, stepped: SteppedOptimizer, before: dict[str, Any]) -> None:
+        self._stepped = stepped
+        self._before = before
+
+    @classmethod
+    def put_on(cls, optimizer: Any, stepped: SteppedOptimizer) -> None:
+        """Have GradScaler ask, unless `optimizer` has no masters, or GradScaler's scale is its own business."""
+        found = vars(optimizer).get(cls.name)
+        if not stepped.rows.makes_masters or isinstance(found, cls) or getattr(optimizer, cls.name, False):
+            return
+        before = {cls.name: found} if cls.name in vars(optimizer) else {}
+        vars(optimizer)[cls.name] = cls(stepped, before)
+
+    @classmethod
+    def take_off(cls, optimizer: Any) -> None:
+        """Put back what was there."""
+        found = vars(optimizer).get(cls.name)
+        if isinstance(found, cls):
+            del vars(optimizer)[cls.name]
+            vars(optimizer).update(found._before)
+
+    def __bool__(self) -> bool:
+        self._stepped.refuse_foreign_scaler()
+        return False
+
+    def __reduce__(self) -> Any:
+        return bool, ()
+
+
+class Stash:
+    """`optimizer._amp_stash`: by its presence "this optimizer was initialized"; flags, and lists of parameters.
+
+    Its methods with apex's names are attributes of the optimizer, too.
+    """
+
+    def __init__(self, stepped: SteppedOptimizer) -> None:
+        self._stepped = stepped
+
+    def _amp_lazy_init(self) -> None:
+        """Give parameters that are new masters, and masters what the model's parameters were loaded with."""
+        self._stepped.look_for_parameters()
+
+    _lazy_init_maybe_master_weights = _amp_lazy_init
+
+    def _prepare_amp_backward(self) -> None:
+        """What `scale_loss` does at its entry: set earlier gradients aside."""
+        self._stepped.prepare_backward()
+
+    def _post_amp_backward(self, scaler: LossScaler) -> None:
+        """What `scale_loss` does at its exit: unscale, look for overflows, and add what was set aside.
+
+        An overflow is remembered in `scaler` for its `update_scale()`. Whether the step is skipped is up to the caller.
+        """
+        self._stepped.post_backward(scaler)
+
+    def _master_params_to_model_params(self) -> None:
+        """Round the masters into the model's parameters, as every step does."""
+        self._stepped.rows.write_back()
+
+    @property
+    def lazy_init_called(self) -> bool:
+        """Whether masters follow the model's parameters. False has the next backward look closer.
+
+        Then writes through `param.data`, which nothing else tells of, are taken over into masters, once.
+        """
+        return not self._stepped.adopts_next
+
+    @lazy_init_called.setter
+    def lazy_init_called(self, value: bool) -> None:
+        self._stepped.adopts_next = not value
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be skipped. Waits for the device if that decided.
+
+        True is for those who replace `step` by a skip of their own, and False for that skip.
+        """
+        return self._stepped.pending.skips_next
+
+    @already_patched.setter
+    def already_patched(self, value: bool) -> None:
+        if value:
+            self._stepped.pending.caller_skips = True
+        elif self._stepped.pending.caller_skips:
+            self._stepped.skipped_by_caller()
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether gradients were left scaled, as by `delay_unscale`, for the next backward to add to."""
+        return self._stepped.window.is_left_open
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        self._stepped.set_left_open(value)
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """Per group: the model's low-precision parameters that have masters."""
+        return [[m.param for m in group] for group in self._mastered()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
+        """Per group: their masters, in the same order."""
+        return [[m.weight for m in group] for group in self._mastered()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[nn.Parameter]]:
+        """Per group: what the optimizer steps without a master."""
+        find = self._stepped.rows.find
+        return [[p for p in group["params"] if find(p) is None] for group in self._stepped.optimizer.param_groups]
+
+    @property
+    def all_fp16_params(self) -> list[nn.Parameter]:
+        """`fp16_groups` in one list."""
+        return list(chain.from_iterable(self.fp16_groups))
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
+        """`fp32_from_fp16_groups` in one list."""
+        return list(chain.from_iterable(self.fp32_from_fp16_groups))
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
+        """`fp32_from_fp32_groups` in one list."""
+        return list(chain.from_iterable(self.fp32_from_fp32_groups))
+
+    def _mastered(self) -> list[list[Master]]:
+        find = self._stepped.rows.find
+        found = [[find(p) for p in group["params"]] for group in self._stepped.optimizer.param_groups]
+        return [[m for m in group if m is not None] for group in found]

@@ -1,0 +1,429 @@
+"""Judge the objects handed to `initialize`, before anything is changed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.ground.distributed import (
+    fsdp1_around,
+    fsdp1_in,
+    fsdp2_param_dtypes,
+    has_fsdp2,
+    is_in_zero,
+    is_sharded,
+    is_zero,
+    wrappers_around,
+)
+from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks
+from amp_engine.levels.fsdp import check_units, is_cast_by_fsdp2
+from amp_engine.levels.policy import Policy
+from amp_engine.levels.policy_file import RunPolicy
+from amp_engine.levels.scale_rule import DynamicLossScale
+from amp_engine.optimizers import LARC
+from amp_engine.optimizers.base import FusedOptimizer
+from amp_engine.optimizers.rules import rule_of
+from amp_engine.optimizers.wrapped import (
+    has_groups_of,
+    inner_of,
+    inner_optimizers,
+    parameters_elsewhere,
+    shares_groups,
+    takes_hooks,
+)
+from amp_engine.stepping.master_parameter import copied_masters, is_copied_master
+
+# What `initialize` takes, and gives back: the same objects.
+Models = TypeVar("Models", bound=nn.Module | list[Any])
+Optimizers = TypeVar("Optimizers", bound=Optimizer | LARC | list[Any])
+
+
+class InitializeOptions(TypedDict, total=False):
+    """What `initialize` takes after `opt_level`, for type checkers; its docstring says what each means."""
+
+    cast_model_type: torch.dtype | str | bool | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | str | None
+    master_weights: bool | Literal["split"] | None
+    loss_scale: float | str | DynamicLossScale | None
+    cast_model_outputs: torch.dtype | str | None
+    num_losses: int
+    verbosity: int
+    min_loss_scale: float | None
+    max_loss_scale: float
+    skip_on_overflow: bool
+    allow_banned: bool
+    adopt_data_writes: bool
+    process_group: ProcessGroup | None
+    moment_dtype: torch.dtype | str | None
+    casts: Literal["everywhere", "model"]
+    policy: str | os.PathLike[str] | RunPolicy | None
+
+
+def as_list(optimizers: Any) -> list[Any]:
+    """What `scale_loss` was given, one optimizer or several, as a list."""
+    if isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable):
+        return [optimizers]
+    return list(optimizers)
+
+
+def as_models(models: Any) -> list[nn.Module]:
+    """`models` as a list of modules. Raises AmpTypeError for anything but one module or a list of them."""
+    listed = [models] if isinstance(models, nn.Module) else models
+    if not isinstance(listed, list) or not all(isinstance(m, nn.Module) for m in listed):
+        raise AmpTypeError(
+            "models must be either a single model or a list of models.  "
+            f"It was {_described(models)}.  Call amp.initialize(model, optimizer) or amp.initialize([a, b], ...)."
+        )
+    return listed
+
+
+def as_optimizers(optimizers: Any) -> list[Optimizer | LARC]:
+    """`optimizers` as a list. Raises AmpTypeError for anything but None, one optimizer or a list of them."""
+    if optimizers is None:
+        return []
+    listed = [optimizers] if isinstance(optimizers, (Optimizer, LARC)) else optimizers
+    items = listed if isinstance(listed, list) else [listed]
+    for item in items:
+        if any(base.__name__ == "FP16_Optimizer" for base in type(item).__mro__):
+            raise AmpStateError(
+                f"An incoming optimizer is an instance of {type(item)}. The optimizer(s) passed to amp.initialize() "
+                "must be bare \ninstances of either ordinary Pytorch optimizers, or Apex fused \noptimizers.\n"
+            )
+    if not isinstance(listed, list) or not all(isinstance(o, (Optimizer, LARC)) for o in listed):
+        raise AmpTypeError(
+            "optimizers must be either a single optimizer or a list of optimizers.  "
+            f"It was {_described(optimizers)}.  Pass torch.optim.Optimizer objects, several of them as a list "
+            "([a, b], not a tuple); a wrapper around an optimizer is made after amp.initialize."
+        )
+    return listed
+
+
+def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, gives_float32: bool = True) -> None:
+    """Raise AmpStateError for a model that cannot be cast as `policy` says.
+
+    Args:
+        is_scaled: whether each rank would decide on overflows alone, if it has shards.
+        gives_float32: whether outputs of models that are cast are to be FP32.
+    """
+    for model in models:
+        casts_before_wrapping = isinstance(model, DistributedDataParallel) and policy.cast_model_type in LOW_PRECISION
+        if casts_before_wrapping or isinstance(model, nn.DataParallel):
+            wrapper = type(model).__name__
+            raise AmpStateError(
+                f"Incoming model is an instance of {type(model)}. Parallel wrappers should only be applied to the "
+                "model(s) AFTER \nthe model(s) have been returned from amp.initialize.  "
+                f"{_initialize_call(policy)} first, then {wrapper}(model)."
+            )
+        _check_shards(model, policy, is_scaled)
+        if not policy.cast_model_type:
+            continue
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise AmpStateError(
+                    f"{f'Module {name} of {type(model).__name__}' if name else 'The model'} was compiled by "
+                    f"torch.jit.script or torch.jit.trace, and takes no hooks by which {policy.opt_level} casts it and "
+                    "saves it in FP32.  Put the module that it was made from in its place, call amp.initialize, and "
+                    "then torch.jit.trace(model, example_inputs)."
+                )
+        if is_cast_by_fsdp2(model, policy):
+            check_units(model, policy, gives_float32)
+            continue
+        for name, param in model.named_parameters():
+            if is_lazy(param):
+                raise AmpStateError(
+                    f"Parameter {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
+                    "through the model, then call amp.initialize."
+                )
+            if is_sharded(param) and param.dtype is not policy.cast_model_type:
+                half_first = f"call model.to({policy.cast_model_type}) before fully_shard, or "
+                raise AmpStateError(
+                    f"Parameter {name} of {type(model).__name__} is a {type(param).__name__}, which "
+                    f"{policy.opt_level} cannot cast: {half_first if has_fsdp2(model) else ''}choose opt_level='O4' or "
+                    "'O1'."
+                )
+
+
+def _check_shards(model: nn.Module, policy: Policy, is_scaled: bool) -> None:
+    """Raise AmpStateError for what FSDP has made of `model` and `policy` cannot train."""
+    casts = policy.cast_model_type in LOW_PRECISION
+    wrapper = fsdp1_in(model) or fsdp1_around(model) if casts or is_scaled else None
+    if wrapper is not None:
+        why = "cannot cast them" if casts else "would have each rank decide on an overflow of its own"
+        raise AmpStateError(
+            f"{type(wrapper).__name__} has made shards of the parameters of this model: {policy.opt_level} {why}.  "
+            "Choose opt_level='O4', or 'O1' with process_group=torch.distributed.group.WORLD, or 'O0' and the "
+            "wrapper's own MixedPrecision."
+        )
+    function_dtype = policy.patch_torch_functions_type
+    if policy.patch_torch_functions and function_dtype is not None:
+        for dtype in fsdp2_param_dtypes(model) & set(LOW_PRECISION) - {function_dtype}:
+            level = "O4" if dtype is torch.bfloat16 else "O1"
+            raise AmpStateError(
+                f"{type(model).__name__} was sharded with MixedPrecisionPolicy(param_dtype={dtype}), and "
+                f"{policy.opt_level} casts functions to {function_dtype}: weights would be rounded twice.  Choose "
+                f"opt_level={level!r}, or call fully_shard(model) without param_dtype."
+            )
+
+
+def check_unwrapped(params: Sequence[nn.Parameter], policy: Policy) -> None:
+    """Raise AmpStateError if a DistributedDataParallel reduces one of `params`, which a cast gives another type."""
+    for wrapper in wrappers_around(params) if params else ():
+        name = type(wrapper).__name__
+        raise AmpStateError(
+            f"{name} was made around this {type(wrapper.module).__name__} before amp.initialize, whose cast at "
+            f"{policy.opt_level} takes away the hooks by which it reduces gradients: each rank would train alone.  "
+            f"{_initialize_call(policy)} first, then {name}(model)."
+        )
+
+
+def _initialize_call(policy: Policy) -> str:
+    return f"Call model, optimizer = amp.initialize(model, optimizer, opt_level={policy.opt_level!r})"
+
+
+_MEANT = dict.fromkeys(("level", "dtype", "precision"), "opt_level")
+
+
+def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise AmpTypeError for a keyword that `function` has not, with the one that is meant."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            near = [_MEANT[name]] if name in _MEANT else get_close_matches(name, names, 1)
+            meant = f"Write {near[0]}=... in its place." if near else f"It has {', '.join(names)}."
+            raise AmpTypeError(f"{function}() got an unexpected keyword argument {name!r}.  {meant}")
+
+
+def check_process_group(group: Any) -> None:
+    """Raise AmpTypeError or AmpValueError for what is no group of torch.distributed that this rank is in."""
+    if group is None or (isinstance(group, ProcessGroup) and torch.distributed.get_rank(group) >= 0):
+        return
+    # What new_group() gives to a rank that is not in it is no ProcessGroup.
+    what = "a group that this rank is not in" if group == _NOT_A_MEMBER else _described(group)
+    error = AmpValueError if group == _NOT_A_MEMBER else AmpTypeError
+    raise error(
+        f"process_group is {what}.  Pass a group of torch.distributed with this rank, for example "
+        "torch.distributed.group.WORLD after init_process_group, or leave it out."
+    )
+
+
+def check_optimizers(
+    optimizers: Sequence[Optimizer], is_scaled: bool, has_masters: bool = False, agree: bool = False
+) -> None:
+    """Raise AmpStateError for an optimizer that cannot be looked after.
+
+    Args:
+        is_scaled: whether an overflow may skip a step.
+        has_masters: whether FP32 masters are made.
+        agree: whether the user said by which ranks an overflow is agreed on.
+    """
+    for optimizer in optimizers:
+        if not takes_hooks(optimizer):
+            raise AmpStateError(
+                f"{type(optimizer).__name__} is a torch.optim.Optimizer by name only: it takes no step hooks.  Pass "
+                "the optimizer inside of it to amp.initialize, and make the wrapper afterwards."
+            )
+        if any(is_copied_master(p) for group in optimizer.param_groups for p in group["params"]):
+            raise AmpStateError(copied_masters(optimizer))
+        if (is_scaled or has_masters) and _requires_closure(optimizer):
+            raise AmpStateError(
+                f"{type(optimizer).__name__}.step(closure) runs backwards of its own, which {_HOW[is_scaled]}.  Choose "
+                "opt_level='O4' (bfloat16, without loss scaling) or 'O0', or an optimizer whose step() needs none."
+            )
+        sharded = any(is_sharded(p) for g in optimizer.param_groups for p in g["params"])
+        if sharded and isinstance(optimizer, FusedOptimizer):
+            raise AmpStateError(
+                f"{type(optimizer).__name__} cannot step DTensors, as fully_shard and tensor parallelism make them.  "
+                "Use an optimizer of torch.optim, such as torch.optim.AdamW."
+            )
+        if is_zero(optimizer) or (((is_scaled and not agree) or has_masters) and is_in_zero(optimizer)):
+            raise AmpStateError(
+                "Each rank steps other parameters by the .optim of a ZeroRedundancyOptimizer: it would decide on an "
+                "overflow of its own, and others would never get what FP32 masters give the model.  Call "
+                "amp.initialize(model, optimizer.optim, opt_level='O4'), or 'O0', or 'O1' with "
+                "process_group=torch.distributed.group.WORLD, and amp.scale_loss(loss, optimizer.optim), and go on "
+                "stepping the wrapper; do without it at O2 and O5."
+            )
+        for name, inner in inner_optimizers(optimizer).items():
+            is_listed = "[" in name  # one of several, each of which steps a part
+            if not (has_groups_of if is_listed else shares_groups)(optimizer, inner) and (has_masters or not is_listed):
+                raise AmpStateError(
+                    f"{type(optimizer).__name__} steps the groups of its .{name} ({type(inner).__name__}), not "
+                    f"its own, so FP32 masters would never reach them.  Pass the {type(inner).__name__} to "
+                    "amp.initialize and wrap it afterwards, or do without the wrapper."
+                )
+        place = parameters_elsewhere(optimizer, optimizer) if has_masters else None
+        if place is not None:
+            raise AmpStateError(
+                f"{type(optimizer).__name__} keeps parameters in its .{place}, beside its groups, where FP32 masters "
+                "would never replace them: its step would move nothing.  Have it take them from param_groups in each "
+                "step, or choose opt_level='O1' or 'O4', where the parameters themselves are stepped."
+            )
+
+
+def check_narrow(
+    optimizers: Sequence[Optimizer], wrappers: Iterable[Any], policy: Policy, moments: torch.dtype
+) -> None:
+    """Raise AmpStateError or AmpValueError for what the kernels cannot step with split masters or narrow moments."""
+    if moments not in (torch.float32, torch.bfloat16):
+        raise AmpValueError(
+            f"moment_dtype={moments}, but moments are kept in torch.float32 or torch.bfloat16; float16 holds no second "
+            "moments below 6e-8.  Use one of the two."
+        )
+    is_split, is_narrow = policy.master_weights == "split", moments is not torch.float32
+    asked = 'master_weights="split"' if is_split else f"moment_dtype={moments}"
+    for optimizer in optimizers if is_split or is_narrow else ():
+        name, rule = type(optimizer).__name__, rule_of(optimizer)
+        if rule is None or not all(rule.supports(group) for group in optimizer.param_groups):
+            raise AmpStateError(
+                f"{asked} was given with a {name}, which the kernels cannot step as it is set.  Use torch.optim's "
+                "AdamW, Adam (without amsgrad) or SGD, or a fused optimizer of this package."
+            )
+        if is_narrow and rule.formula != "adam":
+            raise AmpStateError(f"{asked} was given with a {name}, but only Adam and AdamW keep narrow moments.")
+        is_half = policy.cast_model_type in LOW_PRECISION and not policy.master_weights
+        if is_narrow and is_half and not isinstance(optimizer, FusedOptimizer):
+            raise AmpStateError(
+                f"{asked} was given with a {name} at {policy.opt_level}, which has half weights without masters.  Use "
+                "amp_engine.optimizers.FusedAdam, or opt_level='O2' or 'O5'."
+            )
+        if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+            raise AmpStateError(
+                f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "
+                "fully_shard divides masters and moments among ranks."
+            )
+    for wrapper in wrappers if is_split else ():
+        refuse_around_split(wrapper)
+
+
+def refuse_around_split(wrapper: Any) -> None:
+    """Raise AmpStateError for a wrapper that reads the weights in the groups, where bfloat16 halves are."""
+    if not isinstance(wrapper, LARC):
+        raise AmpStateError(
+            f'A {type(wrapper).__name__} is around an optimizer with master_weights="split", and would go on from '
+            "parameters rounded to bfloat16.  Use master_weights=True with it."
+        )
+
+
+_ZERO_IN_FLOAT16 = 2.0**-25  # half of the smallest number, and rounded to even
+_HOW = {
+    True: "would come after the decision to skip a step that overflowed",
+    False: "would never reach the FP32 masters that it steps",
+}
+
+
+def _requires_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without a closure, as that of LBFGS."""
+    try:
+        parameters = inspect.signature(optimizer.step).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return False
+    return any("closure" in p.name and p.default is p.empty and p.kind not in _COLLECTING for p in parameters)
+
+
+_NOT_A_MEMBER = getattr(torch.distributed, "GroupMember", None) and torch.distributed.GroupMember.NON_GROUP_MEMBER
+_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_wrappers(optimizers: Sequence[Any]) -> None:
+    """Raise AmpStateError for an optimizer around an optimizer that cannot be looked after."""
+    for wrapper in optimizers:
+        inner = inner_of(wrapper)
+        if isinstance(wrapper, LARC) and any(is_sharded(p) for g in inner.param_groups for p in g["params"]):
+            raise AmpStateError(
+                f"LARC goes by the norm of each parameter, of which a rank has a shard.  Pass the "
+                f"{type(inner).__name__} inside of it."
+            )
+        if inner is wrapper or isinstance(wrapper, LARC):
+            continue
+        place = parameters_elsewhere(wrapper, inner)
+        if place is not None:
+            raise AmpStateError(
+                f"{type(wrapper).__name__} keeps parameters in its .{place}, beside its groups, where FP32 masters "
+                f"would never replace them.  Pass the {type(inner).__name__} inside of it to amp.initialize, and make "
+                "the wrapper afterwards."
+            )
+
+
+def check_loss(loss: Any, function: str, use: str) -> None:
+    """Raise AmpTypeError unless `loss` is a tensor, which `function` scales for `use`."""
+    if not isinstance(loss, Tensor):
+        raise AmpTypeError(
+            f"{function}() takes the loss as a tensor, not a {type(loss).__name__}.  Pass what {use} would be "
+            "called on."
+        )
+
+
+def check_has_groups(optimizer: Any, function: str, others: str) -> None:
+    """Raise AmpTypeError for what is no optimizer, as parameters, which `function` knows from the optimizer."""
+    if not hasattr(optimizer, "param_groups"):
+        raise AmpTypeError(
+            f"{function}() takes the optimizer, not a {type(optimizer).__name__}.  Call amp.{function}(optimizer"
+            f"{others}), which finds the gradients that it steps; those of model.parameters() are not, where there are "
+            "FP32 masters."
+        )
+
+
+def check_num_losses(num_losses: Any) -> int:
+    """`num_losses` as a positive int. Raises AmpValueError for anything else."""
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise AmpValueError(
+            f"num_losses={num_losses!r} is not a positive whole number.  Use num_losses=1, or as many as there are "
+            "losses with a loss_id of their own."
+        )
+    return num_losses
+
+
+def check_cudnn() -> None:
+    """Raise AmpStateError if somebody switched cuDNN off, as apex did; it is on by default, also without CUDA."""
+    if not torch.backends.cudnn.enabled:
+        raise AmpStateError(
+            "Amp requires torch.backends.cudnn.enabled = True.  Set torch.backends.cudnn.enabled = True before "
+            "amp.initialize."
+        )
+
+
+def emulated_on_cpu(models: Sequence[nn.Module], policy: Policy) -> torch.dtype | None:
+    """The type in which `policy` has products or convolutions of `models` run on this CPU, if it emulates that."""
+    dtype = policy.cast_model_type or (policy.patch_torch_functions and policy.patch_torch_functions_type)
+    if not isinstance(dtype, torch.dtype) or cpu_lacks(dtype) is None:
+        return None
+    weights = (parameter for model in models for parameter in model.parameters() if parameter.dim() > 1)
+    return dtype if any(weight.device.type == "cpu" and weight.is_floating_point() for weight in weights) else None
+
+
+def zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> tuple[str, float] | None:
+    """(class, eps) of the first optimizer that adds an `eps` to float16 numbers in which it is 0; None if none does."""
+    if policy.master_weights:
+        return None
+    for optimizer in optimizers:
+        if isinstance(optimizer, FusedOptimizer):
+            continue  # computes in FP32
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if (
+                isinstance(eps, float)
+                and 0 < eps <= _ZERO_IN_FLOAT16
+                and not group.get("fused")  # torch's fused kernels compute in FP32
+                and any(p.dtype is torch.float16 and p.requires_grad for p in group["params"])
+            ):
+                return type(optimizer).__name__, eps
+    return None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(type(v).__name__ for v in value)
+        return f"a {type(value).__name__} of ({inside})"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,382 @@
+"""O0, O2, O3, O5: cast a model's parameters and buffers, keep its norms, cast what goes in and comes out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from amp_engine.casting.forward_casts import (
+    ForwardCasts,
+    cast_forward,
+    casts_of,
+    has_parameter_of,
+    is_called_from_outside,
+    is_cast_at_forward,
+    parts_of,
+    restore_class,
+)
+from amp_engine.casting.keep_float import cast_functions_in, is_kept, kept_modules
+from amp_engine.errors import AmpStateError
+from amp_engine.ground.containers import cast_tensors
+from amp_engine.ground.distributed import fsdp2_param_dtypes, is_any_sharded, is_fsdp2, is_sharded
+from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.dynamo import part_of_a_graph
+from amp_engine.ground.torch_private import BatchNormBase
+from amp_engine.initialization.half_averages import warn_of_low_precision_average
+from amp_engine.initialization.state_dict import fill_masters, hook_children, hook_model, keep_incoming, save_float32
+from amp_engine.stepping.master import follow_own_masters
+from amp_engine.stepping.rows import follow_masters, follow_masters_in_eager
+
+
+class _CastHook:
+    """What `torch.jit.script` cannot compile: a hook must have the types of one `forward`."""
+
+    @property
+    def __globals__(self) -> Any:
+        """Asked for by `torch.jit.script` alone. Raises AmpStateError."""
+        raise AmpStateError(
+            "torch.jit.script cannot compile the hooks by which amp.initialize casts what goes into a model and what "
+            "comes out.  Call torch.jit.trace(model, example_inputs), which records the casts, or amp.close() before "
+            "torch.jit.script(model), which gives the model its own types back."
+        )
+
+
+class CastInputs(_CastHook):
+    """Forward pre-hook: every floating tensor among the arguments becomes `dtype`. Picklable.
+
+    A copy of a model copies its hooks, which is how a moving average in low precision is noticed.
+    """
+
+    __name__ = "cast_inputs"  # torch.jit asks hooks for one
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastInputs:
+        if self.dtype in LOW_PRECISION:
+            warn_of_low_precision_average(self.dtype)
+        return type(self)(self.dtype)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast arguments."""
+        return cast_tensors(args, self.dtype), cast_tensors(kwargs, self.dtype)
+
+
+class CastOutputs(_CastHook):
+    """Forward hook: every floating tensor in the result becomes `dtype`. Picklable."""
+
+    __name__ = "cast_outputs"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Cast the result."""
+        return cast_tensors(output, self.dtype)
+
+
+class CastModelInputs(CastInputs):
+    """Cast the inputs of a model whose forward was assigned to the instance, and so does not cast."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast arguments."""
+        return (args, kwargs) if is_cast_at_forward(module) else super().__call__(module, args, kwargs)
+
+
+class CastModelOutputs(CastOutputs):
+    """Cast the outputs of a model whose forward was assigned to the instance, and so does not cast."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Cast the result."""
+        return output if is_cast_at_forward(module) else super().__call__(module, args, output)
+
+
+class CastKeptOutputs(CastOutputs):
+    """Cast the outputs of a kept module to the model's type, but for who calls it from outside."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Cast the result."""
+        casts = casts_of(module)
+        if casts is not None and casts.of_part and is_called_from_outside():
+            return output
+        return super().__call__(module, args, output)
+
+
+for _hook in (CastInputs, CastOutputs, CastModelInputs, CastModelOutputs, CastKeptOutputs):
+    part_of_a_graph(_hook.__call__)
+
+
+class CastModel:
+    """What was done to one model, and the way back.
+
+    The casts are part of `forward`, so all hooks see the types outside; those of a part act where it is called from
+    outside. Where the instance has a `forward` of its own, the model's last forward pre-hook and its first forward hook
+    cast in its place.
+
+    Args:
+        model: changed in place; its parameters stay the same objects.
+        dtype: of parameters, floating buffers and inputs; None leaves all three alone.
+        keep_batchnorm_fp32: affine batch norms (BatchNormNd, SyncBatchNorm) are float32, not `dtype`. What was passed
+            to `keep_float` is float32 in any case.
+        output_dtype: of floating outputs; None leaves them alone.
+        saves_float32: whether `state_dict` has FP32 values, and loading them is exact, also without a cast to half.
+        casts_functions: whether functions are cast inside of its forward and those of its parts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None,
+        keep_batchnorm_fp32: bool,
+        output_dtype: torch.dtype | None,
+        saves_float32: bool = False,
+        casts_functions: bool = False,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
+        self._handles: list[RemovableHandle] = []
+        self._follows_masters = False
+        self._casts: ForwardCasts | None = None
+        self._casts_before = casts_of(model)
+        self._parts: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
+        try:
+            self._cast(model, dtype, keep_batchnorm_fp32, output_dtype, saves_float32, casts_functions)
+        except BaseException:
+            self.remove_hooks()
+            raise
+
+    def _cast(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        keep_batchnorm_fp32: bool,
+        output_dtype: torch.dtype | None,
+        saves_float32: bool,
+        casts_functions: bool,
+    ) -> None:
+        casts_inputs = False
+        if dtype is not None:
+            cast_model(model, dtype, keep_batchnorm_fp32)
+            if not is_kept(model) and not fsdp2_param_dtypes(model):  # whose policy casts inputs before this hook does
+                casts_inputs = True
+                self._handles.append(model.register_forward_pre_hook(CastModelInputs(dtype), with_kwargs=True))
+                self._handles += _cast_around_kept(model, dtype)
+        if dtype in LOW_PRECISION or saves_float32:
+            self._handles += hook_model(model)
+        if saves_float32:
+            self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
+        if output_dtype is not None:
+            self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
+        if (casts_inputs or output_dtype is not None) and not is_fsdp2(model):
+            casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
+            is_part = casts_inputs and self._casts_before == replace(casts, of_part=True)  # of a model like this one
+            if not is_part:
+                self._casts = replace(casts, of_typed=casts_inputs and has_parameter_of(model, dtype))
+                cast_forward(model, self._casts)
+        if casts_functions:
+            self._handles += cast_functions_in(model)
+        if casts_functions or (casts_inputs and self._casts is not None):
+            casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions, of_part=True)
+            self._cast_parts(model, casts)
+
+    def _cast_parts(self, model: nn.Module, casts: ForwardCasts) -> None:
+        for part in dict.fromkeys(parts_of(model)):
+            before = casts_of(part)
+            if before is None or before.of_part or before.inputs is not None:
+                self._parts.append((weakref.ref(part), casts, before))
+                cast_forward(part, casts)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, unless it was garbage collected."""
+        return self._model()
+
+    def follow_masters(self) -> None:
+        """Round masters that somebody wrote before each forward, a compiled one too, until `undo`.
+
+        Before those of its modules as well, since a script may call one of them.
+        """
+        model = self.model
+        if model is None or self._follows_masters:
+            return
+        self._follows_masters = True
+        for module in model.modules():
+            if module is not model and any(p is not None for p in module._parameters.values()):
+                self._handles.append(module.register_forward_pre_hook(follow_own_masters, prepend=True))
+        self._handles.append(model.register_forward_pre_hook(follow_masters, prepend=True))
+
+    def take_over(self, earlier: CastModel) -> None:
+        """Stand for `earlier`, done to the same model, as well: discard its hooks, keep its way back."""
+        self._casts_before = earlier._casts_before
+        earlier.remove_hooks()
+        self._dtypes = {**self._dtypes, **earlier._dtypes}
+
+    def undo(self) -> None:
+        """Remove the hooks and give each tensor that is still there the type it came with."""
+        self.remove_hooks()
+        if self.model is not None:
+            _remove(self.model, lambda hook: any(hook is ours for ours in _HOOK_FUNCTIONS))  # of parts that joined
+        if self.model is not None and not is_any_sharded(self.model):  # since: its types are the wrapper's business
+            tensors = [(t, self._dtypes[n]) for n, t in _tensors(self.model) if n in self._dtypes]
+            _cast_each(self.model, tensors)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks and leave the types."""
+        while self._handles:
+            self._handles.pop().remove()
+        model = self.model
+        if model is not None and self._casts is not None and casts_of(model) is self._casts:
+            restore_class(model)
+            if self._casts_before is not None:
+                cast_forward(model, self._casts_before)
+        while self._parts:
+            ref, casts, before = self._parts.pop()
+            part = ref()
+            if part is not None and casts_of(part) is casts:
+                restore_class(part)
+                if before is not None:
+                    cast_forward(part, before)
+
+
+def without_casts(model: nn.Module) -> bool:
+    """Remove from a copy of a cast model or part the casts that came with it. Returns whether inputs were cast."""
+    casts = casts_of(model)
+    removed = _remove(
+        model, lambda hook: isinstance(hook, (CastInputs, CastOutputs)) or any(hook is ours for ours in _HOOK_FUNCTIONS)
+    )
+    return (casts is not None and casts.inputs is not None) or any(isinstance(hook, CastInputs) for hook in removed)
+
+
+def _remove(model: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
+    """Remove such hooks from all modules of `model`, and return them."""
+    removed = []
+    for module in model.modules():
+        restore_class(module)
+        for name, extras in _HOOKS.items():
+            hooks = getattr(module, name)
+            for key, hook in list(hooks.items()):
+                hook = getattr(hook, "hook", hook)  # torch wraps some
+                if is_ours(hook):
+                    removed.append(hook)
+                    handle = RemovableHandle(hooks, extra_dict=[getattr(module, extra) for extra in extras])
+                    handle.id = key
+                    handle.remove()
+    return removed
+
+
+def is_cast(model: nn.Module) -> bool:
+    """Whether a level has cast `model`, or a part of it, and its casts are still there."""
+    if any(casts_of(module) is not None for module in model.modules()):
+        return True
+    hooks = (h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
+    return any(isinstance(hook, (CastInputs, CastOutputs)) for hook in hooks)
+
+
+# Where the hooks of a module are, and what torch notes about them elsewhere.
+_HOOKS: dict[str, list[str]] = {
+    "_forward_pre_hooks": ["_forward_pre_hooks_with_kwargs"],
+    "_forward_hooks": ["_forward_hooks_with_kwargs", "_forward_hooks_always_called"],
+    "_state_dict_pre_hooks": [],
+    "_state_dict_hooks": [],
+    "_load_state_dict_pre_hooks": [],
+    "_load_state_dict_post_hooks": [],
+}
+_HOOK_FUNCTIONS = (
+    follow_masters,
+    follow_masters_in_eager,
+    follow_own_masters,
+    hook_children,
+    save_float32,
+    keep_incoming,
+    fill_masters,
+)
+
+
+def remember(models: Sequence[nn.Module]) -> Callable[[], None]:
+    """Hold the memory of every parameter, gradient and buffer; the returned call puts it back, bit for bit."""
+    params = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for m in models for p in m.parameters()]
+    modules = [module for m in models for module in m.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+
+    def put_back() -> None:
+        for param, data, grad, grad_data in params:
+            param.grad = None  # a gradient and its parameter change type one after the other
+            param.data = data
+            if grad is not None and grad_data is not None:
+                grad.data = grad_data
+                param.grad = grad
+        for live, before in buffers:
+            for name, buffer in before.items():
+                live[name] = buffer
+
+    return put_back
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
+    """Cast floating parameters, their gradients and floating buffers in place.
+
+    With `keep_batchnorm_fp32`, affine batch norms become (usually: stay) float32. Norms without
+    parameters and layer, group and instance norms are cast, as apex did. Kept modules become float32, too.
+    """
+    _cast_each(model, cast_targets(model, dtype, keep_batchnorm_fp32))
+
+
+def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> list[tuple[Tensor, torch.dtype]]:
+    """Each tensor that `cast_model` casts, and to which type."""
+    kept = {
+        id(tensor)
+        for module in model.modules()
+        if keep_batchnorm_fp32 and isinstance(module, BatchNormBase) and module.affine
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    } | {id(tensor) for module, _ in kept_modules(model) for tensor in [*module.parameters(), *module.buffers()]}
+    return [(t, torch.float32 if id(t) in kept else dtype) for _, t in _tensors(model)]
+
+
+def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
+    """Have modules that stay float32 take any type, and the outermost of them give `dtype`."""
+    handles = []
+    for module, is_outermost in kept_modules(model):
+        handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
+        if is_outermost:
+            handles.append(module.register_forward_hook(CastKeptOutputs(dtype), prepend=True))
+    return handles
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every name of every floating parameter and buffer."""
+    for name, tensor in chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+def _cast_each(model: nn.Module, targets: Sequence[tuple[Tensor, torch.dtype]]) -> None:
+    # The list keeps the tensors alive, so that no id is given out twice while it is looked up.
+    by_id = {id(tensor): dtype for tensor, dtype in targets}
+    of_grads = [(t.grad, dtype) for t, dtype in targets if t.is_leaf and t.grad is not None]
+    by_id |= {id(grad): dtype for grad, dtype in of_grads}
+    if any(is_sharded(t) for t, _ in targets) and all(t.dtype is by_id[id(t)] for t, _ in [*targets, *of_grads]):
+        return  # torch would swap each DTensor for itself, which it cannot while a graph has it
+    made: dict[int, Tensor] = {}
+
+    def cast(tensor: Tensor) -> Tensor:
+        if id(tensor) not in by_id:
+            return tensor
+        if isinstance(tensor, nn.Parameter):
+            return tensor.to(by_id[id(tensor)])
+        return made.setdefault(id(tensor), tensor.to(by_id[id(tensor)]))  # a buffer of several names stays one
+
+    # What Module.to does, with a type per tensor: parameters stay the same objects.
+    model._apply(cast)
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants its weights in one chunk again

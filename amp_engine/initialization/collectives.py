@@ -1,0 +1,116 @@
+"""Have masters follow what a collective of torch.distributed writes into parameters.
+
+c10d's operators write their first argument and move no version, as no operator does whose schema does not say that it
+writes. While an engine is at work, a kernel of ours does, under the dispatch key that is there for it: of the
+parameters that were written, on every rank alike, so that masters of all ranks take the same values.
+
+The same kernel asks for the memory of what it is given before it passes it on. Backends do that in threads of their
+own, and torch takes care of no two threads that ask at once for memory that is copied on write, as that of a weight
+with a copy in half may be (casting/cache.py): "refcount >= 0 INTERNAL ASSERT FAILED".
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_engine.ground.torch_private import after_ad_inplace_or_view, is_copy_on_write
+from amp_engine.kernels import tensor_lists
+from amp_engine.stepping.exact import written_memory
+from amp_engine.stepping.rows import announce_broadcast
+
+# Each writes its first argument: a tensor, a list of them, or a list of lists.
+WRITING = (
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allgather_",
+    "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+    "allreduce_",
+    "allreduce_coalesced_",
+    "alltoall_",
+    "alltoall_base_",
+    "broadcast_",
+    "gather_",
+    "recv_",
+    "recv_any_source_",
+    "reduce_",
+    "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_",
+    "scatter_",
+)
+# And this one reads it.
+READING = ("send",)
+
+
+class Watch:
+    """Versions are moved for as long as one lives."""
+
+
+_WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+# Registered once and left, since torch frees a kernel that another thread may be in. Without a watch they do nothing.
+_REGISTERED: list[object] = []
+_REGISTERING = threading.Lock()
+
+
+def watch() -> Watch:
+    """Have collectives move versions until what is returned is discarded."""
+    with _REGISTERING:
+        if not _REGISTERED and torch.distributed.is_available():
+            writing, reading = ([n for n in names if hasattr(torch.ops.c10d, n)] for names in (WRITING, READING))
+            _REGISTERED.append(
+                tensor_lists.watch_collectives(writing, reading, _written) or _register(writing, reading)
+            )
+    result = Watch()
+    _WATCHES.add(result)
+    return result
+
+
+def _register(writing: Sequence[str], reading: Sequence[str]) -> torch.library.Library:
+    library = torch.library.Library("c10d", "IMPL")
+    for name in (*writing, *reading):
+        kernel = _kernel(getattr(torch.ops.c10d, name).default, name in writing, name == "broadcast_")
+        library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+    return library
+
+
+def _kernel(operator: Any, writes: bool, is_broadcast: bool) -> Callable[..., Any]:
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for tensor in _tensors([*args, *kwargs.values()]):
+            if tensor.layout is torch.strided and is_copy_on_write(tensor):
+                tensor.data_ptr()
+        result = operator.redispatch(keyset & after_ad_inplace_or_view, *args, **kwargs)
+        if writes:
+            _written(_tensors(args[0]), is_broadcast)
+        return result
+
+    return kernel
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _written(tensors: Iterable[Tensor], is_broadcast: bool) -> None:
+    """Move the versions of parameters that have memory where `tensors` have it."""
+    for tensor in tensors if _WATCHES else ():
+        if isinstance(tensor, nn.Parameter):
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        # Not subclasses: a fake tensor of a compiler has no memory, a distributed one not its own.
+        elif type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_floating_point():
+            params = written_memory(tensor)
+            if params:
+                torch.autograd.graph.increment_version(params)
+            elif is_broadcast:
+                announce_broadcast(tensor.numel())

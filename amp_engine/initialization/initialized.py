@@ -1,0 +1,397 @@
+"""The models and optimizers that an engine looks after: added all together or not at all."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from amp_engine.diagnosis.overflow_watch import OverflowWatch
+from amp_engine.diagnosis.post_mortem import Place
+from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
+from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, is_sharded, wrappers_around
+from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.initialization import apex_face
+from amp_engine.initialization.arguments import check_has_groups, check_optimizers, refuse_around_split
+from amp_engine.initialization.cast_model import CastModel, remember
+from amp_engine.initialization.collectives import Watch, watch
+from amp_engine.initialization.keep_by_name import give_back
+from amp_engine.initialization.request import Request
+from amp_engine.initialization.sharded_since import refuse_replaced
+from amp_engine.levels.fsdp import is_cast_by_fsdp2
+from amp_engine.levels.report import Reporter
+from amp_engine.optimizers import LARC, inner_of
+from amp_engine.optimizers.fused_step import fused_step_of
+from amp_engine.scaling.losses import Scaling
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.exact import exact_value
+from amp_engine.stepping.hook import Casts, StepHook, remove_unused
+from amp_engine.stepping.pending import Pending
+from amp_engine.stepping.ranks import Ranks
+from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.scaled_backwards import ScaledBackwards
+from amp_engine.stepping.split_rows import SplitRows
+from amp_engine.stepping.stepped import SteppedOptimizer
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """For what makes thousands of objects that stay: the collections of garbage that it sets off took half its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Initialized:
+    """Cast models and stepped optimizers, held weakly: a model or optimizer that is discarded is gone.
+
+    Args:
+        backwards: is told of each optimizer.
+        scaling: what losses are scaled by.
+        casts: that a step is not to meet.
+        reporter: says what was skipped.
+    """
+
+    def __init__(self, backwards: ScaledBackwards, scaling: Scaling, casts: Casts, reporter: Reporter) -> None:
+        self._cast_models: list[CastModel] = []
+        # Stepped after a cast, or by masters: what steps them when it is undone wants state of the parameters' type.
+        self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._backwards, self._scaling, self._casts = backwards, scaling, casts
+        self.overflows = OverflowWatch(reporter, self.parameter_places, self._stepped_params, scaling)
+        backwards.models = lambda: self.models
+        backwards.evidence.on_unchecked_loss = self.overflows.unchecked_loss
+        self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
+        self._wrappers = weakref.WeakKeyDictionary()
+        # Modules that a policy file had kept in FP32, until `release`.
+        self.kept_by_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._collectives: Watch | None = None  # of torch.distributed, while there are models or optimizers
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Every initialized optimizer."""
+        return self._backwards.optimizers
+
+    @property
+    def stepped(self) -> list[SteppedOptimizer]:
+        """What stands for the optimizers."""
+        return self._backwards.all
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Every initialized model, in the order of their arrival."""
+        return [m.model for m in self._cast_models if m.model is not None]
+
+    def has_module(self, module: nn.Module) -> bool:
+        """Whether `module` is one of the models, or inside of one."""
+        return any(module is part for model in self.models for part in model.modules())
+
+    def get(self, optimizer: Optimizer) -> SteppedOptimizer | None:
+        """What stands for `optimizer` here, or None."""
+        return self._backwards.get(optimizer)
+
+    @_without_collections()
+    def add(self, request: Request, adopt_data_writes: bool) -> None:
+        """Cast models, give optimizers masters and hooks. If anything raises, nothing has changed.
+
+        For that the memory from before the cast is held until the last optimizer is added.
+        """
+        models, optimizers, policy, output_dtype = (
+            request.models,
+            request.optimizers,
+            request.policy,
+            request.output_dtype,
+        )
+        # Values from before the cast, without a copy: casting gives a parameter other memory. Not p.detach(), which
+        # would share the parameter's version: a step of the master would count as a write to the parameter.
+        exact = {
+            id(p): p.data if (value_f32 := exact_value(p)) is None else value_f32
+            for optimizer in optimizers
+            for p in master_params(optimizer)
+            if p.is_floating_point()
+        }
+        dtype = policy.cast_model_type or None
+        casts_functions = bool(policy.patch_torch_functions) and not request.casts_everywhere
+        if (dtype is not None or casts_functions) and output_dtype is None:
+            output_dtype = torch.float32
+        put_back = remember(models)
+        cast_models: list[CastModel] = []
+        try:
+            for model in models:
+                by_fsdp2 = is_cast_by_fsdp2(model, policy)
+                cast_models.append(
+                    CastModel(
+                        model,
+                        dtype=None if by_fsdp2 else dtype,
+                        keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
+                        output_dtype=request.output_dtype if by_fsdp2 else output_dtype,
+                        saves_float32=bool(policy.master_weights),
+                        casts_functions=casts_functions,
+                    )
+                )
+            for optimizer in optimizers:
+                self._take_in(optimizer, request, exact, adopt_data_writes)
+        except BaseException:
+            with ExitStack() as undo:  # each of them, whatever another one raises
+                undo.callback(put_back)
+                for cast_model in cast_models:
+                    undo.callback(cast_model.remove_hooks)
+                for optimizer in optimizers:
+                    undo.callback(self._let_go, optimizer)
+            raise
+        # A model that was initialized before keeps the types it first came with as its way back.
+        for cast_model in cast_models:
+            for earlier in [m for m in self._cast_models if m.model is cast_model.model]:
+                cast_model.take_over(earlier)
+                self._cast_models.remove(earlier)
+        self._cast_models += cast_models
+        for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
+            with suppress(ValueError):  # as another thread did so
+                self._cast_models.remove(gone)
+        for optimizer in optimizers:
+            if (stepped := self.get(optimizer)) is not None:
+                refuse_replaced(models, stepped, self._scaling)
+        self._collectives = self._collectives or watch()
+        self._backwards.unlisted.begin()
+        self._follow_masters()
+        for wrapper, optimizer in request.wrappers.items():
+            self.look_after_wrapper(wrapper, optimizer)
+
+    def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any] = ()) -> None:
+        """Raise AmpStateError for an initialized optimizer, and where names that are added are taken."""
+        seen = {id(optimizer) for optimizer in self.optimizers}
+        for optimizer in optimizers:
+            if id(optimizer) in seen or apex_face.is_on(optimizer):
+                raise AmpStateError(
+                    "A given optimizer should only be passed through amp.initialize once.  "
+                    f"This {type(optimizer).__name__} was; call amp.close() first to start over."
+                )
+            seen.add(id(optimizer))
+            apex_face.check_names_are_free(optimizer)
+        for wrapper in wrappers:
+            if isinstance(wrapper, Optimizer):
+                apex_face.check_names_are_free(wrapper)
+
+    def stepped_by(self, optimizer: Any) -> SteppedOptimizer:
+        """What stands for `optimizer`, or for the one inside of it. Raises AmpTypeError for one that was not passed."""
+        stepping = inner_of(optimizer)
+        stepped = self.get(stepping) if isinstance(stepping, Optimizer) else None
+        if stepped is None:
+            raise AmpTypeError(
+                f"This {type(optimizer).__name__} was not passed to amp.initialize.  Call model, optimizer = "
+                "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
+            )
+        if optimizer is not stepping:  # also a wrapper that was made after `initialize`
+            self.look_after_wrapper(optimizer, stepping)
+        return stepped
+
+    def look_after(
+        self,
+        optimizer: Optimizer,
+        rows: Rows,
+        on_skip: Callable[[int, Sequence[Backward]], None] | None = None,
+        ranks: Ranks | None = None,
+    ) -> SteppedOptimizer:
+        """Add an optimizer with what it steps, until `release`.
+
+        Args:
+            on_skip: told of each step that was skipped; without it messages say so.
+            ranks: who decides on a skip together; None: those of a DistributedDataParallel.
+        """
+        pending = Pending(on_skip or self.overflows.skipped, self.overflows.stepped_on)
+        stepped = SteppedOptimizer(optimizer, rows, self._scaling, pending, ranks)
+        stepped.follow_masters = self._follow_masters
+        StepHook(stepped, self._backwards, self._scaling, self._casts)  # which the optimizer holds
+        self._backwards.add(stepped)
+        apex_face.put_on(optimizer, stepped)
+        return stepped
+
+    def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
+        """As `Engine.look_after`."""
+        if not isinstance(optimizer, Optimizer):
+            raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
+        self.refuse_known([optimizer])
+        check_optimizers([optimizer], is_scaled=True)
+
+        def on_skips(skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
+            on_skip(all(backward.is_first for backward in backwards))
+
+        return self.look_after(optimizer, Rows(optimizer, False), on_skips)
+
+    def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
+        """Add a wrapper of an initialized optimizer, until `release`.
+
+        Gradients that `delay_unscale` left scaled are unscaled before LARC's step looks at them.
+        """
+        if wrapper in self._wrappers:
+            return
+        stepped = self._backwards.get(inner)
+        assert stepped is not None, "it was asked for before"
+        if isinstance(wrapper, LARC):
+            self._wrappers[wrapper] = wrapper.register_step_pre_hook(
+                lambda _: self._backwards.close_windows_into(stepped)
+            )
+        else:
+            if stepped.rows.splits:
+                refuse_around_split(wrapper)
+            self._wrappers[wrapper] = None
+            for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                # torch's zero_grad() has the class's step look into these, which not every such class has. They stay.
+                vars(wrapper).setdefault(hooks, OrderedDict())
+            stepped.wrapped_by(wrapper)
+            self._follow_masters()
+        apex_face.put_on(wrapper, stepped)
+
+    def release(self) -> None:
+        """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""
+        for wrapper, handle in self._wrappers.items():
+            if handle is not None:
+                handle.remove()
+            apex_face.take_off(wrapper)
+        self._wrappers.clear()
+        self._collectives = None
+        self._backwards.unlisted.end()
+        optimizers = self.optimizers
+        params = [(param, param.dtype) for model in self.models for param in model.parameters()]
+        # FP32 in between, also if they are half again by then.
+        mastered = {id(p) for one in self.stepped if one.rows.writes_parameters for p in one.rows.columns.params}
+        for optimizer in optimizers:
+            self._let_go(optimizer)
+        remove_unused()
+        for cast_model in reversed(self._cast_models):
+            cast_model.undo()
+        self._cast_models.clear()
+        give_back([*self.kept_by_policy])
+        self.kept_by_policy.clear()
+        for optimizer in optimizers:
+            if optimizer in self._state_follows_cast:
+                _match_state_to_parameters(optimizer)
+        self._state_follows_cast.clear()
+        _warn_of_lost_hooks(
+            [p for p, dtype in params if p.dtype != dtype or (dtype in LOW_PRECISION and id(p) in mastered)]
+        )
+
+    def parameter_places(self) -> dict[int, Place]:
+        """Id of each parameter -> where it is.
+
+        With the model's position where there are several models; without what torch.compile adds to names.
+        """
+        models = self.models
+        places: dict[int, Place] = {}
+        for i, model in enumerate(models):
+            of = "" if len(models) == 1 else f"models[{i}]"
+            for path, module in model.named_modules():
+                parts = [part for part in (of, *path.split(".")) if part not in ("", "_orig_mod")]
+                for name, param in module.named_parameters(recurse=False):
+                    place = Place(".".join([*parts, name]), ".".join(parts), type(module).__name__)
+                    places.setdefault(id(param), place)
+        return places
+
+    def _stepped_params(self) -> list[Tensor]:
+        """The models' parameters that are stepped, each once."""
+        return list({id(p): p for one in self.stepped for p in one.rows.columns.params}.values())
+
+    def _take_in(
+        self,
+        optimizer: Optimizer,
+        request: Request,
+        exact: Mapping[int, Tensor],
+        adopt_data_writes: bool,
+    ) -> None:
+        policy = request.policy
+        # Shards are FP32, and masters themselves.
+        in_shards = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+        is_split = policy.master_weights == "split"
+        makes_masters = bool(policy.master_weights) and not in_shards
+        halves = request.half_weights[request.optimizers.index(optimizer)]
+        rows = (
+            SplitRows(optimizer, exact)
+            if is_split
+            else Rows(optimizer, makes_masters, exact, adopt_data_writes, halves)
+        )
+        try:
+            has_masters = rows.makes_masters or rows.splits
+            if (has_masters or policy.cast_model_type) and not in_shards:
+                self._state_follows_cast.add(optimizer)
+                if not has_masters:
+                    _match_state_to_parameters(optimizer)
+            in_flat_shards = any(fsdp1_in(model) or fsdp1_around(model) for model in request.models)
+            ranks = Ranks(rows, request.process_group, is_in_zero(optimizer), in_flat_shards)
+            stepped = self.look_after(optimizer, rows, ranks=ranks)
+            if is_split or request.moment_dtype is not torch.float32:
+                fused = fused_step_of(optimizer)
+                assert fused is not None, "checked with the request"
+                fused.require(request.moment_dtype)
+                stepped.needs_kernels = True
+        except BaseException:
+            rows.release()
+            raise
+
+    def _follow_masters(self) -> None:
+        """Have models follow masters that are written outside of a step of theirs, if there are any."""
+        if any(one.rows.makes_masters and one.rows.written_outside for one in self.stepped):
+            for cast_model in self._cast_models:
+                cast_model.follow_masters()
+
+    def _let_go(self, optimizer: Optimizer) -> None:
+        stepped = self._backwards.pop(optimizer)
+        if stepped is not None:
+            stepped.release()
+            apex_face.take_off(optimizer)
+
+
+def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
+    """Each parameter in the groups of `optimizer`: its masters where it has them.
+
+    Between `scale_loss` and `step` their `.grad` is unscaled, so this is what to clip. The optimizer need not
+    have been initialized. No host sync.
+
+    Raises AmpTypeError, when it is called, for what is no optimizer.
+    """
+    check_has_groups(optimizer, "master_params", "")
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _match_state_to_parameters(optimizer: Optimizer) -> None:
+    """State that is older than a cast takes the parameters' new type, as torch's kernels ask.
+
+    Through the optimizer's own `load_state_dict`: one that keeps FP32 state for half parameters says so there.
+    """
+    differs = any(
+        isinstance(value, Tensor) and value.is_floating_point() and value.dtype != p.dtype
+        for p in master_params(optimizer)
+        for key, value in optimizer.state.get(p, {}).items()
+        if key != "step"
+    )
+    if differs:
+        groups, listed = optimizer.param_groups, set(map(id, master_params(optimizer)))
+        # What left the groups has no number by which `state_dict` could name it.
+        left = {p: optimizer.state.pop(p) for p in [*optimizer.state] if isinstance(p, Tensor) and id(p) not in listed}
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.state.update(left)
+        optimizer.param_groups = groups  # equal to what was loaded, and the objects that others may hold
+
+
+def _warn_of_lost_hooks(changed: Sequence[nn.Parameter]) -> None:
+    """Say that a DistributedDataParallel reduces parameters no more whose type has changed."""
+    for wrapper in wrappers_around(changed) if changed else ():
+        name = type(wrapper).__name__
+        warnings.warn(
+            f"close() gave parameters of this {type(wrapper.module).__name__} their own types again, by which the "
+            f"{name} around it loses the hooks that reduce their gradients: each rank would train alone from now on.  "
+            f"Call {name}(model) anew before you train on.  To evaluate, save or load, nothing is to be done.",
+            AmpRuntimeWarning,
+            stacklevel=5,
+        )

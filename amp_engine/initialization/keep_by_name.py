@@ -1,0 +1,124 @@
+"""The modules that a policy names: found in the models, kept in FP32, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_engine.casting.keep_float import is_kept, keep_float
+from amp_engine.errors import AmpStateError, AmpValueError
+from amp_engine.ground.distributed import has_fsdp2, is_sharded
+from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.initialization import arguments
+from amp_engine.levels import levels
+
+_COMPILED = "_orig_mod"  # what torch.compile names the model inside of it
+
+
+@contextmanager
+def kept(models: Any, names: Sequence[str], opt_level: str) -> Iterator[list[nn.Module]]:
+    """Keep modules in FP32; given back if the body raises.
+
+    Args:
+        models: of `initialize`.
+        names: as `RunPolicy.keep_float`.
+        opt_level: the models are about to be initialized at.
+
+    Yields:
+        Those that were not kept before. Raises AmpValueError for a name that there is not, AmpStateError for a part of
+        a model that cannot be kept, with nothing changed.
+    """
+    fresh: list[nn.Module] = []
+    found = modules_named(arguments.as_models(models), names) if names else []
+    if levels.level(opt_level).cast_model_type in LOW_PRECISION:
+        for name, (model, module) in zip(names, found, strict=True):
+            if has_fsdp2(model) or any(map(is_sharded, module.parameters())):
+                raise AmpStateError(
+                    f"The policy keeps {name!r} in FP32, and fully_shard or tensor parallelism has made shards of it, "
+                    f"which {opt_level} does not cast.  Leave the name out of the policy, and call "
+                    f"fully_shard(module, mp_policy=amp.fsdp_policy('O0')) on that module before fully_shard of what "
+                    "is around it."
+                )
+    try:
+        for _, module in found:
+            if not is_kept(module):
+                keep_float(module)
+                fresh.append(module)
+        yield fresh
+    except BaseException:
+        give_back(fresh)
+        raise
+
+
+def give_back(modules: Sequence[nn.Module]) -> None:
+    """Keep them no more."""
+    for module in modules:
+        keep_float(module, False)
+
+
+def modules_named(models: Sequence[nn.Module], names: Sequence[str]) -> list[tuple[nn.Module, nn.Module]]:
+    """For each name the model and the module.
+
+    Args:
+        models: of several, names begin with `models[0]`.
+        names: as `named_modules` gives them, or without what torch.compile and DistributedDataParallel add to them; or
+            with that, of models that are not in them now.
+
+    Raises AmpValueError for a name that there is not, with those that are near.
+    """
+    exact: dict[str, tuple[nn.Module, nn.Module]] = {}
+    bare: dict[str, tuple[nn.Module, nn.Module]] = {}
+    for i, model in enumerate(models):
+        of = f"models[{i}]" if len(models) > 1 else ""
+        for path, module in model.named_modules(remove_duplicate=False):
+            exact[_joined(of, path)] = model, module
+        for path, module in _without_wrappers(model):
+            bare.setdefault(_joined(of, path), (model, module))
+    found = []
+    for name in names:
+        one = exact.get(name) or bare.get(name) or bare.get(_stripped(name))
+        if one is None:
+            near = get_close_matches(name, [path for path in bare if path], 3)
+            there = [path for path in bare if path][:3]
+            near_text = f"Near are {', '.join(near)}" if near else f"There are for example {', '.join(there)}"
+            several = f" in the {len(models)} models" if len(models) > 1 else f" in this {_class_of(models)}"
+            raise AmpValueError(
+                f"The policy keeps {name!r} in FP32, and no module has that name{several}.  {near_text}; "
+                "model.named_modules() has all of them."
+            )
+        found.append(one)
+    return found
+
+
+def _without_wrappers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """As `named_modules`, without the parts that torch.compile and DistributedDataParallel add; the inside wins."""
+    inside = module.module if isinstance(module, DistributedDataParallel) else getattr(module, _COMPILED, None)
+    if isinstance(inside, nn.Module):
+        yield from _without_wrappers(inside, path)
+        return
+    yield path, module
+    for name, child in module._modules.items():  # shared ones under each name
+        if child is not None:
+            yield from _without_wrappers(child, _joined(path, name))
+
+
+def _stripped(name: str) -> str:
+    """Without what a wrapper had added when the name was written."""
+    parts = [part for part in name.split(".") if part != _COMPILED]
+    at = 1 if parts and parts[0].startswith("models[") else 0
+    if parts[at : at + 1] == ["module"]:
+        del parts[at]
+    return ".".join(parts)
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _class_of(models: Sequence[nn.Module]) -> str:
+    return type(models[0]).__name__ if models else "empty list of models"

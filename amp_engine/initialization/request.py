@@ -1,0 +1,148 @@
+"""What `initialize` was asked for, checked before anything is changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from amp_engine.ground.distributed import without_wrapper
+from amp_engine.ground.dtypes import parse_dtype
+from amp_engine.initialization import arguments
+from amp_engine.initialization.cast_model import cast_targets
+from amp_engine.levels import levels, report
+from amp_engine.levels.fsdp import is_cast_by_fsdp2
+from amp_engine.levels.policy import Policy, check_casts, require
+from amp_engine.optimizers import inner_of
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.stepping.half_weights import HalfWeights, half_weights
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of `initialize` that can be done.
+
+    Attributes:
+        models: as a list, without DistributedDataParallel.
+        optimizers: what is stepped, inside of their wrappers.
+        wrappers: each wrapper among what was passed, with the optimizer inside.
+        defaults: what the level decides by itself.
+        policy: with what was overridden.
+        output_dtype: of floating model outputs; None: not said.
+        process_group: whose ranks agree on overflows; None: not said.
+        moment_dtype: that Adam's moments are kept in.
+        min_loss_scale, max_loss_scale: the bounds of dynamic scales.
+        casts_everywhere: whether functions are cast in the whole process, or in forwards of the models.
+        half_weights: what looks after the low-precision weights of each optimizer, or None where they are welcome.
+    """
+
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+    wrappers: dict[Any, Optimizer]
+    defaults: Policy
+    policy: Policy
+    output_dtype: torch.dtype | None
+    process_group: ProcessGroup | None
+    moment_dtype: torch.dtype
+    min_loss_scale: float | None
+    max_loss_scale: float
+    casts_everywhere: bool
+    half_weights: list[HalfWeights | None]
+
+
+def checked(
+    models: Any,
+    optimizers: Any,
+    opt_level: str,
+    given: Mapping[str, Any],
+    skip_on_overflow: bool,
+    hard_override: bool,
+    process_group: Any = None,
+    allow_half: bool = False,
+) -> Request:
+    """The arguments of `initialize` in their own types.
+
+    Args:
+        given: overrides of the level's properties, None leaves one as it is; and `cast_model_outputs`, `moment_dtype`,
+            `min_loss_scale`, `max_loss_scale`, `casts` of `initialize`.
+        process_group: of `initialize`.
+        hard_override: say what does not fit the level, as `_amp_state.hard_override` asks, in place of raising it.
+        allow_half: `_amp_state.allow_incoming_model_not_fp32`.
+
+    Raises AmpStateError, AmpTypeError or AmpValueError. Changes nothing.
+    """
+    arguments.check_cudnn()
+    check_casts(given["casts"])
+    defaults = levels.level(opt_level)
+    policy = defaults.override(**{name: given[name] for name in _OF_LEVEL})
+    if hard_override:
+        for complaint in policy.complaints():
+            report.complain(complaint, rank0=True)
+    else:
+        require(policy)
+    outputs, moments = given["cast_model_outputs"], given["moment_dtype"]
+    output_dtype = None if outputs is None else parse_dtype(outputs, "cast_model_outputs", True)
+    model_list = arguments.as_models(models)
+    passed = arguments.as_optimizers(optimizers)
+    is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
+    arguments.check_process_group(process_group)
+    agree = process_group is not None
+    gives_float32 = output_dtype in (None, torch.float32)
+    arguments.check_models(model_list, policy, is_scaled and not agree, gives_float32)
+    model_list = [without_wrapper(model) for model in model_list]
+    changed = _changed_by_a_cast(model_list, policy)
+    arguments.check_unwrapped(changed, policy)
+    stepping = [inner_of(optimizer) for optimizer in passed]
+    arguments.check_optimizers(stepping, is_scaled, bool(policy.master_weights), agree)
+    arguments.check_wrappers(passed)
+    wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
+    moments = torch.float32 if moments is None else parse_dtype(moments, "moment_dtype")
+    arguments.check_narrow(stepping, wrappers, policy, moments)
+    bounds = given["min_loss_scale"], given["max_loss_scale"]
+    are_cast = {id(param) for param in changed}
+    names = partial(_names, [weakref.ref(model) for model in model_list])
+    halves = [half_weights(one, policy, allow_half or hard_override, names, are_cast) for one in stepping]
+    LossScaler(policy.loss_scale, min_loss_scale=bounds[0], max_loss_scale=bounds[1])  # raises what the real ones would
+    return Request(
+        model_list,
+        stepping,
+        wrappers,
+        defaults,
+        policy,
+        output_dtype,
+        process_group,
+        moments,
+        *bounds,
+        casts_everywhere=given["casts"] == "everywhere",
+        half_weights=halves,
+    )
+
+
+_OF_LEVEL = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+
+
+def _names(refs: list[weakref.ref[nn.Module]]) -> dict[int, str]:
+    """Id of each parameter -> its name, with its model's position where there are several."""
+    models = ((f"models[{i}]." if len(refs) > 1 else "", ref()) for i, ref in enumerate(refs))
+    return {id(p): of + name for of, model in models if model is not None for name, p in model.named_parameters()}
+
+
+def _changed_by_a_cast(models: list[nn.Module], policy: Policy) -> list[nn.Parameter]:
+    """The parameters that get another type."""
+    if not policy.cast_model_type:
+        return []
+    cast = (model for model in models if not is_cast_by_fsdp2(model, policy))
+    targets = (cast_targets(model, policy.cast_model_type, bool(policy.keep_batchnorm_fp32)) for model in cast)
+    return [
+        tensor
+        for of_one in targets
+        for tensor, dtype in of_one
+        if isinstance(tensor, nn.Parameter) and tensor.dtype is not dtype
+    ]

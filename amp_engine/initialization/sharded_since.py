@@ -1,0 +1,68 @@
+"""Parameters that sharding has replaced after `initialize`: nobody would step the new ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+
+from amp_engine.errors import AmpStateError
+from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, has_ranks, is_any_sharded
+from amp_engine.scaling.losses import Scaling
+from amp_engine.stepping.stepped import SteppedOptimizer
+
+
+def refuse_replaced(models: Sequence[nn.Module], stepped: SteppedOptimizer, scaling: Scaling) -> None:
+    """Have the first use of `stepped` raise AmpStateError if `models` were sharded after this call, and not before."""
+    if not any(is_any_sharded(model) for model in models):
+        stepped.before_first_use = _Replaced(models, stepped, scaling)
+
+
+class _Replaced:
+    """What models had for parameters."""
+
+    def __init__(self, models: Sequence[nn.Module], stepped: SteppedOptimizer, scaling: Scaling) -> None:
+        # Not the parameters: torch swaps none that has a weak reference.
+        self._models = [weakref.ref(model) for model in models]
+        self._ids = [{id(param) for param in model.parameters()} for model in models]
+        self._stepped = weakref.ref(stepped)
+        self._scaling = scaling
+
+    def __call__(self) -> None:
+        stepped = self._stepped()
+        if stepped is None or not has_ranks():
+            return
+        params = stepped.rows.columns.params
+        # Each rank decides on its own shards, unless it was said with whom.
+        needs_whole = (
+            stepped.rows.makes_masters
+            or stepped.rows.splits
+            or (self._scaling.is_active and not stepped.ranks.are_said)
+        )
+        for ref, ids in zip(self._models, self._ids, strict=True):
+            model = ref()
+            ours = {id(param) for param in params} & ids
+            if model is None or not ours:
+                continue
+            wrapper = fsdp1_around(model) or fsdp1_in(model)
+            is_gone = not ours <= {id(param) for param in model.parameters()}
+            if wrapper is not None and (is_gone or needs_whole):
+                what = "has replaced" if is_gone else "has made shards of"
+                name = type(wrapper).__name__
+                raise AmpStateError(_text(stepped, model, f"{name} {what}", f"{name}(model)", is_gone))
+            if is_gone and wrapper is None and is_any_sharded(model):
+                raise AmpStateError(_text(stepped, model, "DTensors have replaced", "fully_shard(model)", True))
+
+
+def _text(stepped: SteppedOptimizer, model: nn.Module, what: str, call: str, is_gone: bool) -> str:
+    optimizer = type(stepped.optimizer).__name__
+    why = (
+        f"{optimizer} steps the old ones, so they would never train"
+        if is_gone
+        else "each rank would decide on an overflow of its own"
+    )
+    return (
+        f"{what} parameters of this {type(model).__name__} since amp.initialize: {why}.  Call {call}, or what else "
+        f"shards it, first, then make the {optimizer}, then call amp.initialize(model, optimizer, opt_level='O4')."
+    )

@@ -1,0 +1,166 @@
+"""What is saved of a model: exact FP32 weights, through `model.state_dict()`.
+
+The model hooks sit on every module, hold nothing, and are plain functions: a model pickles and deepcopies
+with them, and a copy, whose parameters have no masters, saves its own values. A module that joins later gets
+them when it joins, or else when the one around it is saved or loaded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from amp_engine.casting.forward_casts import cast_joining
+from amp_engine.errors import AmpStateError
+from amp_engine.ground.distributed import is_sharded
+from amp_engine.ground.dtypes import is_low_precision
+from amp_engine.stepping.exact import exact_of, exact_value, make_for_joined
+
+# State dictionary -> memory of a tensor in it -> its first name there.
+_FIRST_NAMES: Any = WeakIdKeyDictionary()
+
+
+def hook_model(model: nn.Module) -> list[RemovableHandle]:
+    """Make `model` and each of its modules save and load float32 weights, also those that join it.
+
+    Returns the way back, but for those that joined.
+    """
+    handles = [handle for module in model.modules() for handle in _hook(module)]
+    joining = register_module_module_registration_hook(hook_joining)
+    weakref.finalize(model, joining.remove).atexit = False
+    return [*handles, joining]
+
+
+def _hook(module: nn.Module) -> list[RemovableHandle]:
+    return [
+        module.register_state_dict_pre_hook(hook_children),
+        module.register_state_dict_post_hook(save_float32),
+        module.register_load_state_dict_pre_hook(keep_incoming),
+        module.register_load_state_dict_post_hook(fill_masters),
+    ]
+
+
+def hook_joining(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Module registration hook of all modules: what joins one that has our hooks gets them, and casts as parts do."""
+    if isinstance(child, nn.Module) and _is_hooked(module):
+        cast_joining(child, module)
+        for one in child.modules():
+            _hook_if_new(one)
+
+
+def hook_children(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """State-dict pre-hook: those get them that were put into `module._modules`, as `ModuleList.insert` does."""
+    for child in module._modules.values():
+        if child is not None:
+            _hook_if_new(child)
+
+
+def _hook_if_new(module: nn.Module) -> None:
+    if not _is_hooked(module) and not isinstance(module, torch.jit.ScriptModule):
+        _hook(module)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return any(hook is save_float32 for hook in module._state_dict_hooks.values())
+
+
+def save_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    """State-dict post-hook: low-precision entries become float32 copies, exact where a master is; of tied ones one.
+
+    With `keep_vars=True` the entries are the parameters themselves, and stay.
+    """
+    del local_metadata
+    for name, tensor in _own_tensors(module):
+        saved = state_dict.get(prefix + name)
+        if not isinstance(saved, Tensor) or saved is tensor or not is_low_precision(saved):
+            continue
+        value_f32 = exact_value(tensor) if isinstance(tensor, nn.Parameter) else None
+        state_dict[prefix + name] = _one_if_tied(
+            state_dict, prefix + name, tensor, saved.float() if value_f32 is None else value_f32
+        )
+
+
+def _one_if_tied(state_dict: dict[str, Any], name: str, tensor: Tensor, value_f32: Tensor) -> Tensor:
+    """Give the entry of an earlier name for the same memory if their values are equal, else `value_f32`."""
+    try:
+        names: dict[Hashable, str] = _FIRST_NAMES.setdefault(state_dict, {})
+    except TypeError:  # a plain dict has no weak references; torch makes another
+        return value_f32
+    earlier = state_dict.get(names.setdefault(memory_of(tensor), name))
+    is_one = (
+        earlier is not tensor
+        and isinstance(earlier, Tensor)
+        and (earlier.dtype, earlier.shape, earlier.device) == (value_f32.dtype, value_f32.shape, value_f32.device)
+        and (earlier.is_meta or _same_values(earlier, value_f32))
+    )
+    return earlier if is_one else value_f32  # type: ignore[return-value]
+
+
+def keep_incoming(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *torch_reports: Any,
+) -> None:
+    """Load pre-hook: note what arrives for parameters with masters, before torch rounds it into them.
+
+    Raises AmpStateError for `load_state_dict(..., assign=True)`.
+    """
+    del torch_reports
+    hook_children(module, prefix, False)
+    params = module._parameters.values()
+    if any(p is not None and is_low_precision(p) and next(exact_of(p), None) is None for p in params):
+        make_for_joined()
+    for name, param in module._parameters.items():
+        if param is None:
+            continue
+        for keeper in exact_of(param):
+            if local_metadata.get("assign_to_params_buffers"):
+                raise AmpStateError(
+                    "load_state_dict(assign=True) would replace the parameters that the optimizer's FP32 masters "
+                    "belong to.  Use load_state_dict(state_dict), or load before amp.initialize()."
+                )
+            value = state_dict.get(prefix + name)
+            keeper.incoming = value if isinstance(value, Tensor) else None
+
+
+def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
+    """Load post-hook: give masters the unrounded values of those parameters that torch did load."""
+    del incompatible_keys
+    for param in module._parameters.values():
+        if param is None:
+            continue
+        for keeper in exact_of(param):
+            value, keeper.incoming = keeper.incoming, None
+            # Not so if torch refused the value (its shape, say) and will raise, or a module made it another.
+            if value is not None and value.shape == param.shape and _same_values(value.to(param), param):
+                keeper.take(value)
+
+
+def memory_of(tensor: Tensor) -> Hashable:
+    """Equal for two tensors that see the same memory alike."""
+    if is_sharded(tensor) or tensor.layout is not torch.strided:
+        return id(tensor)
+    # Not by data_ptr(), which tells copy-on-write memory that a writer has come.
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one type have the same values; a NaN is one. Waits for the device."""
+    return torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                yield name, tensor

@@ -1,0 +1,185 @@
+"""What the engine says: apex's lines word for word, and why steps are skipped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from amp_engine.ground import messages
+from amp_engine.ground.dtypes import cpu_lacks
+from amp_engine.levels.levels import BRIEFS
+from amp_engine.levels.policy import Policy
+
+SCALE_LOSS_BEFORE_INITIALIZE = (  # apex's words
+    "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  model, optimizer = "
+    "amp.initialize(model, optimizer, opt_level=...) must be called before `with amp.scale_loss`."
+)
+EPS_IS_ZERO = (
+    "Note:  {optimizer} steps float16 weights in float16 here, where eps={eps} is 0: a weight whose second moment is 0 "
+    "is divided by 0.  Pass eps=1e-4, or use amp_engine.optimizers.FusedAdam, which computes in FP32."
+)
+
+
+def emulated_on_cpu(level: str, dtype: torch.dtype) -> str:
+    """Of a level that computes on the CPU in a type which the CPU has no instructions for."""
+    other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
+    levels = "'O1' and 'O2'" if other is torch.float16 else "'O4' and 'O5'"
+    instead = (
+        "opt_level='O0' has the fastest step here"
+        if cpu_lacks(other)
+        else f"{levels} compute in {_name(other)}, which it has"
+    )
+    return (
+        f"Note:  {level} computes in {_name(dtype)}, which this CPU emulates: it has no {cpu_lacks(dtype)}.  A step is "
+        f"slower than in FP32, up to 90 times where large products or convolutions take its time; {instead}.  "
+        "'python -m amp_engine advise' times each level with your script."
+    )
+
+
+def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
+    """Of function casts that a model without them will feel, since they are process-wide."""
+    until = f" while a model that was initialized at {origin}, or a module of it, is there" if origin in BRIEFS else ""
+    return (
+        f"Warning:  {origin} goes on casting functions to {_name(dtype)}, process-wide{until}.  What is initialized "
+        f"now ({level}) computes in {_name(dtype)} as well.  Call amp.close() before amp.initialize(...), or close() "
+        "on the Engine of that model."
+    )
+
+
+def nothing_is_cast(level: str, calls: str, names: str) -> str:
+    """Of functions that a user wants cast where the model is cast instead."""
+    return (
+        f"Warning:  {calls} has no effect on {names} at {level}, which casts the model and no functions: it computes "
+        "in the type of its arguments.  Where these are half, write x.float() in it, or keep the module that it is in "
+        "by amp.keep_float(module) before initialize, or choose opt_level='O1' (bfloat16: 'O4')."
+    )
+
+
+def casts_replaced(origin: str, new: str, dtype: torch.dtype) -> str:
+    """Of models that were initialized for another type."""
+    return (
+        f"Warning:  an engine casts functions to one type, so that earlier models ({origin}) compute in {_name(dtype)} "
+        f"from now on ({new}).  Call amp.close() before amp.initialize(...) if they are done, or initialize all of "
+        "them at one level."
+    )
+
+
+def casts_ended(origin: str) -> str:
+    """Of training that goes on without the modules that were initialized."""
+    return (
+        f"Note:  the model that was initialized at {origin} is gone, with every module in it, and with it the function "
+        "casts: what runs now is not cast.  A deepcopy does not count.  Keep the model, or call amp.initialize with "
+        "what took its place."
+    )
+
+
+class Reporter:
+    """Says messages, or does not: what `verbosity` lets through goes to the logger `amp_engine`.
+
+    Casts, which are said where `verbosity` is 2, are INFO as well: who asks for them there is not to set a level, too.
+
+    Args:
+        verbosity: 0 is silent, 1 is apex's default, 2 adds every cast, and what other ranks say as well.
+    """
+
+    def __init__(self, verbosity: int = 1) -> None:
+        self.verbosity = verbosity
+        self._said: set[str] = set()
+        self._is_after_banner = False
+
+    def say_banner(self, lines: Iterable[str]) -> None:
+        """Say `lines` on the first rank; a note or warning that comes before `end_banner` is set apart from them."""
+        for line in lines:
+            self.say(line, rank0=True)
+        self._is_after_banner = True
+
+    def end_banner(self) -> None:
+        """Set nothing apart from the banner any more."""
+        self._is_after_banner = False
+
+    def say_once(self, text: str) -> None:
+        """Say `text` on the first of several ranks, and never again."""
+        if text not in self._said and self.verbosity > 0:
+            self._said.add(text)
+            self.say(text, rank0=True)
+
+    def say(self, text: str, rank0: bool = False, level: int | None = None, **fields: object) -> None:
+        """Say `text`.
+
+        Args:
+            rank0: only on the first of several ranks.
+            level: of logging; None: WARNING for what begins with "Warning:", as apex marked it, INFO for the rest.
+            fields: more attributes of the record.
+        """
+        if self.verbosity > 0 and not (rank0 and _rank() > 0):
+            if self._is_after_banner and text.startswith(("Note:", "Warning:")):
+                fields[messages.APART] = True
+            self._is_after_banner = False
+            messages.say(text, level_of(text) if level is None else level, stacklevel=2, **fields)
+
+    def says(self, is_first: bool) -> bool:
+        """Whether this rank says what several agree on, of which it `is_first` or not."""
+        return is_first or self.verbosity > 1
+
+
+def level_of(text: str) -> int:
+    """WARNING for what begins with "Warning:", as apex marked it, INFO for the rest."""
+    return logging.WARNING if text.startswith("Warning:") else logging.INFO
+
+
+def complain(text: str, rank0: bool = False) -> None:
+    """Say at any verbosity, as a warning, what `hard_override` does not raise; with `rank0` on the first rank only."""
+    if not (rank0 and _rank() > 0):
+        messages.say(f"Warning:  {text}", logging.WARNING, stacklevel=2)
+
+
+def initialization(defaults: Policy, policy: Policy) -> Iterator[str]:
+    """The lines that `initialize` says about a level and the user's overrides."""
+    yield f"Selected optimization level {BRIEFS[str(defaults.opt_level)]}"
+    yield "Defaults for this optimization level are:"
+    yield from _properties(defaults)
+    yield "Processing user overrides (additional kwargs that are not None)..."
+    yield "After processing overrides, optimization options are:"
+    yield from _properties(policy)
+
+
+def flushed_message(loss_id: int, used: float, raised: float) -> str:
+    """A step was taken on gradients that a scale too low left as 0."""
+    return (
+        f"Warning:  after overflows all gradients were 0 at the loss scale {used} of loss scaler {loss_id}.  The step "
+        f"was taken on them, and the scale is {raised} from now on."
+    )
+
+
+def overflow_message(loss_id: int, loss_scale: float, dynamic: bool, is_lowered: bool = True) -> str:
+    """apex's line, which scripts and people grep for; a static scale, which apex never skipped, has its own."""
+    if not dynamic:
+        return f"Gradient overflow.  Skipping step, loss scaler {loss_id} is static at {loss_scale}"
+    if not is_lowered:
+        return f"Gradient overflow.  Skipping step, loss scaler {loss_id} keeps loss scale {loss_scale}"
+    return f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {loss_scale}"
+
+
+def static_overflow_message(loss_id: int, loss_scale: float) -> str:
+    """Said once a scaler: a static scale steps on."""
+    return (
+        f"Gradient overflow.  Loss scaler {loss_id} is static at {loss_scale}, so the step was taken with non-finite "
+        "gradients.  Pass skip_on_overflow=True to amp.initialize to skip such steps, or loss_scale='dynamic'.  "
+        "This is said once."
+    )
+
+
+def _properties(policy: Policy) -> Iterator[str]:
+    for name, value in policy.properties().items():
+        yield f"{name:22} : {value}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rank() -> int:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if distributed else 0

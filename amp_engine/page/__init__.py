@@ -1,0 +1,1 @@
+"""How tables and pages look, as text and as HTML."""

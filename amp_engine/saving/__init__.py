@@ -1,0 +1,1 @@
+"""Checkpoints: files, loss scalers, and training state by the names of parameters."""

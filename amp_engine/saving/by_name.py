@@ -1,0 +1,282 @@
+"""Weights, masters, and what optimizers keep of them, by the names of the model's parameters.
+
+torch's `get_state_dict` looks for what an optimizer steps among the parameters of the model, where masters are not.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from amp_engine.casting.regions import float_region
+from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.ground.distributed import without_wrapper
+from amp_engine.ground.dtypes import is_low_precision, parse_dtype
+from amp_engine.initialization.arguments import as_optimizers
+from amp_engine.initialization.state_dict import memory_of
+from amp_engine.optimizers import LARC, inner_of
+from amp_engine.stepping.exact import exact_of, exact_value
+from amp_engine.stepping.ghost import ghost
+from amp_engine.stepping.master import masters_of, rounds_to_params
+from amp_engine.stepping.own_step import unhooked_step
+
+# torch.compile and activation checkpointing put these into names; torch.distributed.checkpoint takes them out, too.
+_OF_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, weight) of each parameter of `model`: its master where it has one, else the parameter.
+
+    Names as `model.named_parameters()` has them, without those of DistributedDataParallel, torch.compile and activation
+    checkpoints; a shared parameter has its first. Of several optimizers that step a parameter, the master of the one
+    that stepped it last. A copy of what the model computes with, as `model.state_dict()` has it, stands for a split
+    master, and for one whose parameter was written since, through `.data` or otherwise.
+    Waits for each device once, where there are masters.
+    """
+    named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
+    counting = {name: m for name, param in named if (m := next((m for m in masters_of(param) if m.counts()), None))}
+    counts = dict(zip(counting, rounds_to_params([*counting.values()]), strict=True))
+    for name, param in named:
+        weight = param
+        if counts.get(name):
+            weight = counting[name].weight
+        elif next(exact_of(param), None) is not None:
+            value_f32 = exact_value(param)
+            weight = nn.Parameter(param.detach().float() if value_f32 is None else value_f32, requires_grad=False)
+        yield name, weight
+
+
+@torch.no_grad()
+def export_state_dict(model: nn.Module, dtype: torch.dtype | str | None = None) -> OrderedDict[str, Any]:
+    """Weights and buffers as another program loads them: `model.state_dict()` in the types that the model computes in.
+
+        model.save_pretrained(folder, state_dict=amp.export_state_dict(model))  # transformers
+        torch.save(amp.export_state_dict(model, torch.bfloat16), path)
+
+    Args:
+        model: also before `initialize` and after `close`. Of DistributedDataParallel, DataParallel, torch.compile and
+            AveragedModel what is inside, by its own names.
+        dtype: torch.float16, torch.bfloat16 or torch.float32, of all floating entries, rounded from the exact FP32
+            values, of which those beyond float16 become infinite. None: each has the type of its parameter or buffer,
+            half at O2, O3 and O5 but for modules that stay FP32.
+
+    Returns:
+        The entries of `model.state_dict()` as contiguous copies on their devices; tied weights are one tensor. What is
+        no tensor is as it was.
+
+    Raises AmpTypeError for another model or dtype. No host sync.
+    """
+    if not isinstance(model, nn.Module):
+        raise AmpTypeError(
+            f"export_state_dict() takes a torch.nn.Module, not a {type(model).__name__}.  Call "
+            "amp.export_state_dict(model), for each model one."
+        )
+    target = None if dtype is None else parse_dtype(dtype, "dtype")
+    state = _inside(model).state_dict(keep_vars=True)
+    copies: dict[Hashable, Tensor] = {}
+    exported: OrderedDict[str, Any] = OrderedDict()
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            place = memory_of(value)
+            if place not in copies:
+                copies[place] = _copied_as(value, target)
+            value = copies[place]
+        exported[_plain(name)] = value
+    # What torch notes of the versions of modules, for `load_state_dict`.
+    versions = getattr(state, "_metadata", {})
+    exported._metadata = OrderedDict((_plain(path), noted) for path, noted in versions.items())  # type: ignore[attr-defined]
+    return exported
+
+
+def _copied_as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy in `dtype` if it is floating, else, or for None, in its own type; rounded once from the exact value."""
+    exact = exact_value(tensor) if isinstance(tensor, nn.Parameter) and is_low_precision(tensor) else None
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    copied = (tensor if exact is None else exact).detach().to(kind, copy=True)
+    return copied.contiguous() if copied.layout is torch.strided else copied
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model in wrappers that put their own name before those of its parameters."""
+    while True:
+        if isinstance(model, (DataParallel, DistributedDataParallel, AveragedModel)):
+            model = model.module
+        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):  # torch.compile
+            model = inner
+        else:
+            return model
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]) -> dict[str, Any]:
+    """`{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}, ...]}`, by names as `named_masters` has.
+
+    The form of torch's `get_optimizer_state_dict`, which raises KeyError where there are masters.
+
+    Raises AmpStateError for an optimizer that steps what is no parameter of `model`.
+    """
+    return _by_name(model, optimizer, {})
+
+
+def _by_name(
+    model: nn.Module,
+    optimizer: Optimizer | LARC | Sequence[Optimizer | LARC],
+    stand_ins: Mapping[Optimizer, dict[int, Any]],
+) -> dict[str, Any]:
+    """The same, with state by index for weights of some of the optimizers that have none."""
+    names = _names(model)
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for one in _each(optimizer):
+        by_index = [_name_of(weight, names, one) for weight in _weights(one)]
+        saved = one.state_dict()
+        for index, value in {**saved["state"], **stand_ins.get(one, {})}.items():
+            state[by_index[index] if isinstance(index, int) else index] = value
+        groups += [{**group, "params": [by_index[i] for i in group["params"]]} for group in saved["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC], state_dict: Mapping[str, Any]
+) -> None:
+    """Load what `optimizer_state_dict`, or torch's `get_optimizer_state_dict`, gave, in whatever order parameters are.
+
+    Raises AmpStateError, before anything is loaded, if a group of an optimizer was not saved with the same parameters.
+    """
+    names = _names(model)
+    packed: list[tuple[Optimizer, dict[str, Any]]] = []
+    for one in _each(optimizer):
+        by_index = [_name_of(weight, names, one) for weight in _weights(one)]
+        remaining = iter(enumerate(by_index))
+        groups = []
+        for group in one.param_groups:
+            own = {name: index for _, (index, name) in zip(group["params"], remaining, strict=False)}
+            saved = next((g for g in state_dict["param_groups"] if set(g["params"]) == set(own)), None)
+            if saved is None:
+                raise AmpStateError(
+                    f"No group was saved of exactly {', '.join(own) or 'no parameters'}, which a group of this "
+                    f"{type(one).__name__} has.  Saved were {[list(g['params']) for g in state_dict['param_groups']]}."
+                )
+            groups.append({**saved, "params": list(own.values())})
+        state = {i: state_dict["state"][name] for i, name in enumerate(by_index) if name in state_dict["state"]}
+        packed.append((one, {"state": state, "param_groups": groups}))
+    for one, own_state in packed:
+        one.load_state_dict(own_state)
+
+
+class TrainingState:
+    """Model, optimizers and loss scalers as one `Stateful` of torch.distributed.checkpoint, by names.
+
+    torch.distributed.checkpoint loads into tensors that are there. So of a weight that has no state yet, since nothing
+    was stepped or it never had a gradient, what it will begin with is in the dictionary, and that it is no more; the
+    optimizer stays without. As much memory as such weights and their gradients have is used for a moment.
+
+    Args:
+        model: its FP32 weights are saved.
+        optimizer: those that step it, one or a list.
+        scalers: has the loss scales; an Engine.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC], scalers: Any
+    ) -> None:
+        self._model, self._optimizer, self._scalers = model, optimizer, scalers
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"model": ..., "optimizer": ..., "begun": ..., "amp": ...}`. Waits for the device.
+
+        "begun" has for each optimizer the names of the weights that have state.
+        """
+        names = _names(self._model)
+        stand_ins, begun = {}, []
+        for one in _each(self._optimizer):
+            weights = _weights(one)
+            stand_ins[one] = _will_begin(one, [i for i, weight in enumerate(weights) if weight not in one.state])
+            begun.append([_name_of(weight, names, one) for weight in weights if weight in one.state])
+        return {
+            "model": without_wrapper(self._model).state_dict(),
+            "optimizer": _by_name(self._model, self._optimizer, stand_ins),
+            "begun": begun,
+            "amp": self._scalers.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave. Raises what the parts raise."""
+        for one, begun in zip(_each(self._optimizer), state_dict["begun"], strict=True):
+            state = state_dict["optimizer"]["state"]
+            if isinstance(begun, bool):  # of all its weights, as 0.1.0 saved it
+                begun = [*state] if begun else []
+            own = {name: value for name, value in state.items() if name in begun}
+            load_optimizer_state_dict(self._model, one, {**state_dict["optimizer"], "state": own})
+        without_wrapper(self._model).load_state_dict(state_dict["model"])
+        self._scalers.load_state_dict(state_dict["amp"])
+
+
+def _plain(name: str) -> str:
+    for part in _OF_WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Id of each parameter, and of each of its masters -> its name."""
+    named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
+    return {id(weight): name for name, p in named for weight in (p, *(m.weight for m in masters_of(p)))}
+
+
+def _name_of(weight: Tensor, names: Mapping[int, str], optimizer: Optimizer) -> str:
+    try:
+        return names[id(weight)]
+    except KeyError:
+        raise AmpStateError(
+            f"This {type(optimizer).__name__} steps a tensor of shape {tuple(weight.shape)} that is none of the "
+            f"model's {len(names)} parameters and masters.  Pass the model that the optimizer was made for."
+        ) from None
+
+
+def _each(optimizer: Any) -> Iterable[Optimizer]:
+    return [inner_of(one) for one in as_optimizers(list(optimizer) if isinstance(optimizer, tuple) else optimizer)]
+
+
+def _weights(optimizer: Optimizer) -> list[Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _will_begin(optimizer: Optimizer, indices: Sequence[int]) -> dict[int, Any]:
+    """State by index, every value 0, that the weights at `indices` would have after a step, of copies of them."""
+    if not indices:
+        return {}
+    double, wanted, places = ghost(optimizer), set(indices), count()
+    for group, own in zip(double.param_groups, optimizer.param_groups, strict=True):
+        group["params"] = [_copy_with_gradient(weight) for weight in own["params"] if next(places) in wanted]
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    try:
+        with float_region():
+            unhooked_step(optimizer)(double)
+    except Exception:
+        if len(indices) == len(_weights(optimizer)):
+            raise
+        return {}  # L-BFGS has all of its state at the first weight, and steps with a closure only
+    begun = {i: state for i, state in double.state_dict()["state"].items() if isinstance(i, int)}
+    for state in begun.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = torch.zeros_like(value)
+    return {indices[i]: state for i, state in begun.items()}
+
+
+def _copy_with_gradient(weight: Tensor) -> nn.Parameter:
+    keeps_float32 = isinstance(weight, nn.Parameter) and next(exact_of(weight), None) is not None
+    value = weight.detach().float() if keeps_float32 else weight.detach().clone()
+    copy = nn.Parameter(value, requires_grad=weight.requires_grad)
+    if weight.requires_grad:
+        copy.grad = torch.zeros_like(copy)
+    return copy

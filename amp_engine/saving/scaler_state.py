@@ -1,0 +1,277 @@
+"""What is saved of loss scalers: in our format, apex's, or that of torch's GradScaler. All three are recognised.
+
+An entry of ours is one of apex's with three keys more. apex's loader reads the two that it knows, and code that walks
+the dictionary meets scalers only. Inside of the entries they also survive `dict(...)`, JSON and
+torch.distributed.checkpoint, which an attribute of the dictionary does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.levels.levels import LEVELS
+from amp_engine.scaling.scaler import LossScaler
+
+SCHEMA_VERSION = 2
+"""1, in 0.1: apex's two keys an entry, and the level as the dictionary's `_metadata` attribute."""
+
+ScalerFormat = Literal["amp", "apex", "torch"]
+
+_SCALER_KEY = "loss_scaler"
+_MEMORY = ("seen", "limit", "reach", "overflows_in_a_row", "overflows_left")
+_SCALE_WINDOW = 2000  # apex's, which none of its users could change
+
+
+class SavedScaler(NamedTuple):
+    """One loss scaler, as it was saved.
+
+    Attributes:
+        loss_scale: finite, above 0.
+        unskipped: clean backwards since the scale last moved; of a static scale, all of them.
+        dynamic: whether it was.
+        opt_level: of the run that saved it, or None where nobody wrote it down.
+        is_torchs: a GradScaler's, which grows without bounds.
+        memory: what "auto" and hysteresis know besides; empty for other scalers.
+    """
+
+    loss_scale: float
+    unskipped: int
+    dynamic: bool
+    opt_level: str | None = None
+    is_torchs: bool = False
+    memory: Mapping[str, float] = MappingProxyType({})
+
+    def as_amp(self) -> dict[str, Any]:
+        """An entry of `amp.state_dict()`."""
+        more = {"dynamic": self.dynamic, "opt_level": self.opt_level, "version": SCHEMA_VERSION}
+        return {**self.as_apex(), **more, **self.memory}
+
+    def as_apex(self) -> dict[str, Any]:
+        """The entry that apex wrote."""
+        return {"loss_scale": self.loss_scale, "unskipped": self.unskipped}
+
+    def as_torch(self) -> dict[str, Any]:
+        """What `GradScaler.load_state_dict` takes.
+
+        A static scale becomes a GradScaler that begins: it has none that does not move, and refuses the empty
+        dictionary that a disabled one saves.
+        """
+        factor = 2.0
+        return {
+            "scale": self.loss_scale if self.dynamic else 2.0**16,
+            "growth_factor": factor,
+            "backoff_factor": 1.0 / factor,
+            "growth_interval": _SCALE_WINDOW,
+            "_growth_tracker": self.unskipped if self.dynamic else 0,
+        }
+
+
+def pack_scalers(
+    scalers: Sequence[LossScaler],
+    opt_level: str | None,
+    destination: OrderedDict[str, Any] | None = None,
+    scaler_format: ScalerFormat = "amp",
+) -> OrderedDict[str, Any]:
+    """`{"loss_scaler0": {...}, ...}`, in `destination` if there is one. Waits for the device once a dynamic scaler.
+
+    Raises AmpValueError for a format that there is not, and for several scalers in torch's, which holds one.
+    """
+    packed: OrderedDict[str, Any] = OrderedDict()
+    for i, scaler in enumerate(scalers):
+        state = scaler.state_dict()
+        saved = SavedScaler(
+            float(state["loss_scale"]), int(state["unskipped"]), scaler.dynamic, opt_level, memory=scaler.memory()
+        )
+        packed[f"{_SCALER_KEY}{i}"] = saved.as_amp()
+    converted = convert_state_dict(packed, scaler_format)
+    if destination is None:
+        return converted
+    destination.update(converted)
+    return destination
+
+
+def convert_state_dict(
+    state_dict: Mapping[str, Any], scaler_format: ScalerFormat, loss_id: int | None = None
+) -> OrderedDict[str, Any]:
+    """What `amp.state_dict()`, apex or a GradScaler saved, in another format. No engine takes part; no host sync.
+
+    Args:
+        state_dict: any of the three.
+        scaler_format: "amp"; "apex", two numbers a loss and not whether the scale is dynamic; "torch", for
+            `torch.amp.GradScaler.load_state_dict`, where a static scale becomes one that starts at 2**16.
+        loss_id: which scaler, for "torch" if there are several.
+
+    Raises AmpTypeError, AmpValueError, AmpStateError or AmpIndexError for what is no such dictionary, another format,
+    or several scalers, or none of this number, in torch's.
+    """
+    if scaler_format not in ("amp", "apex", "torch"):
+        raise AmpValueError(
+            f'format={scaler_format!r} is none of "amp", "apex" and "torch".  Use "torch" for '
+            'torch.amp.GradScaler, "apex" for NVIDIA\'s apex.'
+        )
+    entries, unexpected = _read(state_dict)
+    _refuse(unexpected)
+    if scaler_format != "torch":
+        form = SavedScaler.as_amp if scaler_format == "amp" else SavedScaler.as_apex
+        return OrderedDict((f"{_SCALER_KEY}{i}", form(saved)) for i, saved in entries)
+    if not entries and loss_id is None:
+        return OrderedDict()  # of a disabled GradScaler too
+    if loss_id is None and len(entries) > 1:
+        raise AmpValueError(
+            f"A GradScaler holds one loss scale, and there are {len(entries)}.  Use for example "
+            'amp.convert_state_dict(amp.state_dict(), "torch", loss_id=0).'
+        )
+    found = dict(entries).get(entries[0][0] if loss_id is None else loss_id)
+    if found is None:
+        raise AmpIndexError(f"loss_id={loss_id!r}, but saved are loss_id {', '.join(str(i) for i, _ in entries)}.")
+    return OrderedDict(found.as_torch())
+
+
+def unpack_scalers(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Load what `pack_scalers`, apex or a GradScaler wrote: by name where the names are ours, else by order.
+
+    A static scaler keeps the scale that it was made with. A dynamic one takes a dynamic scale, and starts anew
+    from a static one. A GradScaler's dictionary, of the one scale of all losses, is for every scaler.
+
+    Entries without a scaler, scalers without an entry and scales that are not taken are reported through `say`. Raises
+    AmpTypeError for what is no dictionary, AmpValueError for a malformed entry, AmpStateError for one of a newer
+    version, before anything is loaded; AmpStateError for keys that are no loss scaler's, after the others were.
+    """
+    entries, unexpected = _read(state_dict)
+    if _is_torchs(state_dict):
+        entries = [(i, entries[0][1]) for i in range(len(scalers))]
+    elif len(state_dict) != len(scalers):
+        say(f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used")
+    for index, saved in entries:
+        if index >= len(scalers):
+            say(f"Skipping loss_scaler[{index}], since num_losses was set to {len(scalers)}")
+            break
+        _load(scalers[index], saved, f"{_SCALER_KEY}{index}", say)
+    _refuse(unexpected)
+
+
+def _load(scaler: LossScaler, saved: SavedScaler, name: str, say: Callable[[str], None]) -> None:
+    if scaler.dynamic and saved.dynamic:
+        # Ours as it was, so that a resume is bitwise: a script may have set a scale beyond the bounds.
+        scale = scaler.bounded(saved.loss_scale) if saved.is_torchs else saved.loss_scale
+        scaler.load_state_dict({"loss_scale": scale, "unskipped": saved.unskipped})
+        scaler.remember(saved.memory)
+    elif scaler.dynamic:
+        scaler.restart()
+        say(f"{name} was saved from a static loss scale: a dynamic scale starts at {scaler.loss_scale()}")
+    elif saved.dynamic:
+        say(f"{name} was saved from a dynamic loss scale: a static scale stays as it is")
+    else:
+        own = scaler.loss_scale()
+        if saved.loss_scale != own:
+            say(
+                f"{name} was saved from a static loss scale of {saved.loss_scale}: {own}, as initialize was told, stays"
+            )
+        scaler.load_state_dict({"loss_scale": own, "unskipped": saved.unskipped})
+
+
+def _read(state_dict: object) -> tuple[list[tuple[int, SavedScaler]], list[str]]:
+    """((index of the scaler, what was saved), lowest index first) and keys that are no scaler's."""
+    if not isinstance(state_dict, Mapping):
+        raise AmpTypeError(
+            f"amp.load_state_dict() takes what amp.state_dict() returned, not a {type(state_dict).__name__}."
+        )
+    if _is_torchs(state_dict):
+        return [(0, _read_torchs(state_dict))], []
+    entries = {key: value for key, value in state_dict.items() if _SCALER_KEY in str(key)}
+    metadata = getattr(state_dict, "_metadata", None)
+    metadata = metadata if isinstance(metadata, dict) else {}
+    read = [(index, _read_entry(entry, metadata, index)) for index, entry in _by_name_or_order(entries)]
+    return read, [str(key) for key in state_dict if key not in entries]
+
+
+def _read_entry(entry: Any, metadata: Mapping[str, Any], index: int) -> SavedScaler:
+    """One scaler of any format; `metadata` is what version 1 had beside it."""
+    if _is_torchs(entry):
+        return _read_torchs(entry)
+    try:
+        loss_scale, unskipped = float(entry["loss_scale"]), int(entry["unskipped"])
+        version = int(entry.get("version", 1))
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise AmpValueError(
+            f'A loss scaler\'s state is {{"loss_scale": float, "unskipped": int}}, not {entry!r}.'
+        ) from e
+    _check_scale(loss_scale)
+    if version > SCHEMA_VERSION:
+        raise AmpStateError(
+            f"A loss scaler was saved in version {version} of the format, by a newer amp_engine; this one knows up to "
+            f"{SCHEMA_VERSION}.  Install that version, or save with amp.state_dict(format='apex')."
+        )
+    level = entry.get("opt_level", metadata.get("opt_level"))
+    dynamic = entry.get("dynamic")
+    if dynamic is None:
+        dynamic = _was_dynamic(metadata, index, loss_scale, unskipped)
+    memory = _read_memory(entry)
+    return SavedScaler(loss_scale, unskipped, bool(dynamic), None if level is None else str(level), memory=memory)
+
+
+def _read_memory(entry: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        memory = {name: float(entry[name]) for name in _MEMORY if name in entry}
+    except (TypeError, ValueError) as e:
+        raise AmpValueError(f"A loss scaler's {', '.join(_MEMORY)} are numbers, in {entry!r}.") from e
+    if not all(0.0 <= value < math.inf for value in memory.values()):
+        raise AmpValueError(f"A loss scaler's {', '.join(_MEMORY)} are finite numbers from 0 on, in {entry!r}.")
+    return memory
+
+
+def _was_dynamic(metadata: Mapping[str, Any], index: int, loss_scale: float, unskipped: int) -> bool:
+    """Whether an entry that does not say is of a dynamic scaler."""
+    listed = metadata.get("dynamic")
+    if isinstance(listed, list) and index < len(listed):
+        return bool(listed[index])
+    level = LEVELS.get(str(metadata.get("opt_level")))
+    if level is not None and (level.loss_scale == "dynamic" or loss_scale == level.loss_scale):
+        return level.loss_scale == "dynamic"
+    # apex's. A dynamic scale of its begins at 2**16 and moves by factors of 2, and its count ends at the window. A
+    # scale of 1 is nearly always the static one of O0 and O3. If not, 16 steps are skipped until it is back there;
+    # to go on with 1 could lose small gradients for 32,000 steps.
+    return loss_scale != 1.0 and math.frexp(loss_scale)[0] == 0.5 and unskipped < _SCALE_WINDOW
+
+
+def _is_torchs(state: object) -> bool:
+    return isinstance(state, Mapping) and "scale" in state and "_growth_tracker" in state
+
+
+def _read_torchs(state: Mapping[str, Any]) -> SavedScaler:
+    try:
+        loss_scale, unskipped = float(state["scale"]), int(state["_growth_tracker"])
+    except (TypeError, ValueError) as e:
+        raise AmpValueError(
+            f'A GradScaler\'s state is {{"scale": float, "_growth_tracker": int, ...}}, not {dict(state)!r}.'
+        ) from e
+    _check_scale(loss_scale)
+    return SavedScaler(loss_scale, unskipped, dynamic=True, is_torchs=True)
+
+
+def _check_scale(loss_scale: float) -> None:
+    if not 0.0 < loss_scale < math.inf:
+        raise AmpValueError(
+            f"A saved loss_scale is {loss_scale!r}, and not a positive finite number.  Leave out "
+            "amp.load_state_dict() to start at the first scale again."
+        )
+
+
+def _refuse(unexpected: Sequence[str]) -> None:
+    if unexpected:
+        keys = ", ".join(f'"{key}"' for key in unexpected)
+        raise AmpStateError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}. ")
+
+
+def _by_name_or_order(entries: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    """(index of the scaler, entry), lowest index first."""
+    names = [str(key).removeprefix(_SCALER_KEY) for key in entries]
+    if all(name.isdecimal() for name in names) and len(set(names)) == len(names):
+        return sorted(zip(map(int, names), entries.values(), strict=True), key=itemgetter(0))
+    return list(enumerate(entries.values()))

@@ -1,0 +1,83 @@
+"""Losses that `torch.autograd.grad` is called on, outside of a `scale_loss`: scaled, and their gradients unscaled.
+
+For gradient penalties and other gradients of gradients. Half gradients on the way underflow without a scale, and
+where they overflow, only a lower scale helps: the scaler has to hear of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from amp_engine import kernels
+from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.ground.devices import moved
+from amp_engine.ground.distributed import local_of
+from amp_engine.kernels.layout import is_dense, is_lazy
+from amp_engine.scaling.losses import Scaling
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.scaling.snapshot import ScaleSnapshot
+
+Gradients = TypeVar(
+    "Gradients", Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...], list[Tensor], list[Tensor | None]
+)
+"""One gradient, or several as `torch.autograd.grad` gives them: None with `allow_unused=True`."""
+
+
+def scaled(scaling: Scaling, loss: Tensor, loss_id: int) -> Tensor:
+    """`loss.float() * scale`, with a graph, at a scale that `unscaled` divides by. No host sync."""
+    scaler = scaling.scaler(loss_id)
+    scaler.to(loss.device)
+    snapshot = scaling.latched[loss_id] = scaler.snapshot()
+    return loss.float() if scaler.is_identity else loss.float() * snapshot.scale
+
+
+def unscaled(scaling: Scaling, gradients: Gradients, loss_id: int) -> Gradients:
+    """Gradients of what `scaled` gave, over its scale, in FP32 at least; remembers whether one was not finite.
+
+    Raises AmpStateError where the scale is not known: `scaled` was never called, or the scaler was updated since.
+    """
+    scaler, snapshot = scaling.scaler(loss_id), scaling.latched.get(loss_id)
+    scaler.settle()
+    if snapshot is None or not snapshot.is_still(scaler.scale):
+        raise AmpStateError(
+            f"unscale() divides gradients of amp.scale(loss) by its scale, but amp.scale() was not called for loss_id="
+            f"{loss_id} since its last scale_loss was left.  Call scaled_loss = amp.scale(loss), gradients = "
+            "torch.autograd.grad(scaled_loss, ...), amp.unscale(gradients), and leave scale_loss after that."
+        )
+    is_one = isinstance(gradients, Tensor)
+    given: list[Any] = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
+    for one in given:
+        if not isinstance(one, Tensor) or not one.is_floating_point():
+            if one is None and one is not gradients:
+                continue
+            what = f"a tensor of {one.dtype}" if isinstance(one, Tensor) else f"a {type(one).__name__}"
+            raise AmpTypeError(
+                f"unscale() takes floating tensors: one, or a tuple or list of them as "
+                f"torch.autograd.grad gives, not {what}."
+            )
+    made: list[Any] = [one if one is None else _unscaled(one, snapshot) for one in given]
+    if not scaler.is_identity:
+        _record(scaler, [local_of(one.detach()) for one in made if one is not None])
+    return made[0] if is_one else made if isinstance(gradients, list) else tuple(made)  # type: ignore[return-value]
+
+
+def _unscaled(gradient: Tensor, snapshot: ScaleSnapshot) -> Tensor:
+    wide = gradient if gradient.dtype == torch.float64 else gradient.float()
+    return wide if snapshot.is_identity else wide * moved(snapshot.inv_scale, wide.device)
+
+
+def _record(scaler: LossScaler, gradients: Sequence[Tensor]) -> None:
+    """Have the next update of the scaler count an overflow of these: what hides it, as a clamp, stays possible."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for one in gradients:
+        if type(one) is Tensor and one.dtype == torch.float32 and is_dense(one) and not is_lazy(one):
+            by_device.setdefault(one.device, []).append(one)
+        else:
+            values = one.coalesce().values() if one.is_sparse else one
+            scaler.record_(~values.isfinite())
+    for tensors in by_device.values():
+        scaler.record_(kernels.check(tensors).nonfinite)

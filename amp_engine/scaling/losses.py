@@ -1,0 +1,73 @@
+"""What the losses of one engine are scaled by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from amp_engine.errors import AmpIndexError
+from amp_engine.levels.policy import LossScale
+from amp_engine.scaling.history import ScaleHistory
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.scaling.snapshot import ScaleSnapshot
+
+
+@dataclass
+class Scaling:
+    """Read by all that step or close windows; written by the engine.
+
+    Attributes:
+        scalers: one for each loss_id.
+        skip_on_overflow: whether static scales skip as well.
+        latched: the scale that `amp.scale` multiplied by last, by loss_id; no more than that while it is the scaler's.
+        expects_nonfinite: whether the last loss that the host heard of on a GPU was not finite, so that it waits for
+            the next one, to see where that comes from.
+        reported: those loss_ids whose static scale was said to overflow, so that looking again is of no more use.
+        history: of losses and their scales, as the host learns of them.
+    """
+
+    scalers: list[LossScaler] = field(default_factory=list)
+    skip_on_overflow: bool = False
+    latched: dict[int, ScaleSnapshot] = field(default_factory=dict)
+    reported: set[int] = field(default_factory=set)
+    expects_nonfinite: bool = False
+    history: ScaleHistory = field(default_factory=ScaleHistory)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a backward may decide that a step is skipped, or gradients be scaled."""
+        for scaler in self.scalers:  # no generator: asked before each step
+            if not scaler.is_identity:
+                return True
+        return self.skip_on_overflow
+
+    def begin(
+        self,
+        loss_scale: LossScale,
+        num_losses: int,
+        min_loss_scale: float | None,
+        max_loss_scale: float,
+        skip_on_overflow: bool,
+    ) -> None:
+        """Have new scalers, as `initialize` was told."""
+        self.skip_on_overflow = skip_on_overflow
+        self.latched.clear()
+        self.reported.clear()
+        self.scalers = [
+            LossScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+            for _ in range(num_losses)
+        ]
+        self.history.begin([scaler.loss_scale() for scaler in self.scalers])  # which are on the CPU still
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """The scaler of this number. Raises AmpIndexError if there is none."""
+        try:
+            return self.scalers[loss_id]
+        except (IndexError, TypeError):
+            raise AmpIndexError(
+                f"loss_id={loss_id!r}, but there are {len(self.scalers)} loss scalers (loss_id 0 to "
+                f"{len(self.scalers) - 1}).  Call amp.initialize(..., num_losses=...) with the number of losses."
+            ) from None
+
+    def default(self) -> LossScaler:
+        """The scaler of gradients that nobody said the scaler of."""
+        return self.scalers[0] if self.scalers else LossScaler(1.0)

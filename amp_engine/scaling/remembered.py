@@ -1,0 +1,153 @@
+"""What some loss scales remember: "auto" the largest gradient that was seen, hysteresis the overflows it forgave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from amp_engine.ground.devices import moved
+
+LARGEST = 65504.0
+"""The largest float16. Gradients of a backward in bfloat16 could be larger, and need not."""
+
+FIRST_SCALE = 2.0**8  # of one backward: the next one knows more
+HEADROOM = 2.0**3
+"""What may lie between the largest gradient of a weight, which is seen, and that of an activation, which is not."""
+_FORGET_SEEN = 2.0 ** (-1 / 64)  # a clean backward
+_FORGET_OVERFLOW = 2.0 ** (-1 / 8000)  # a clean backward: a dynamic scale tries again after 2000
+_BACKOFF = 2.0**-8  # each of the first _STEEP overflows in a row
+_STEEP = 2
+_PATIENCE = 16
+"""Overflows in a row after which each halves the scale: a dynamic scale, which halves at each, is as low by then."""
+_CLIMB = 2.0 ** (1 / 8)  # a clean backward, once something has overflowed
+_LONGEST_SHOT = 2.0**12  # of the largest activation's gradient over the largest weight's, that an overflow can suggest
+
+_MEMORY = ("seen", "limit", "reach", "overflows_in_a_row")
+
+
+class AutoScale:
+    """Chooses the largest power of two at which gradients like those seen do not overflow. All in device tensors.
+
+    The rule, with S the scale and M the largest unscaled magnitude among the gradients of weights:
+    after a clean backward `seen = max(M, seen * 2**(-1/64))`, and S is the largest power of two for which
+    `seen * 2**3 * S` and `2 * limit * S` are not above 65504; `limit` halves in 8000 clean backwards.
+    After an overflow S is divided by 2**8, and by 2**8 after a second in a row. Then it waits for 14 more, since NaN
+    data is likelier by now than gradients that have grown 2**16-fold, and halves at each of those that follow. The
+    first in a row says that something of the size `limit = max(limit, 65504 / S)` was there. A loss that is not finite
+    says nothing of the scale, and changes nothing.
+    A limit that is more than 2**12 above what is seen was no gradient's. So a clean backward brings S back at once to
+    where even that would not overflow, also if all its gradients are 0. From there S doubles in 8 clean backwards, so
+    that what is too large, and no weight shows, is met once from below. The rule and its constants are ours.
+
+    Attributes:
+        seen: float32, shape []; 0 before the first.
+        limit: float32, shape []; 0 where nothing has overflowed.
+        reach: float32, shape []; how far the scale has climbed since; it is the power of two below.
+        overflows_in_a_row: float32, shape []; how many there were in a row.
+        flushed: float32, shape []; != 0 if all gradients of the last backward were 0, and the scale was raised for it.
+    """
+
+    def __init__(self) -> None:
+        self.seen = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        self.limit = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        self.reach = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        self.overflows_in_a_row = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        self.flushed = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+
+    def __setstate__(self, state: Mapping[str, Tensor]) -> None:
+        self.__init__()  # type: ignore[misc] # of an earlier version, which had fewer
+        self.__dict__.update(state)
+
+    def to(self, device: torch.device) -> None:
+        """Move the state."""
+        self.seen, self.limit = moved(self.seen, device), moved(self.limit, device)
+        self.reach, self.flushed = moved(self.reach, device), moved(self.flushed, device)
+        self.overflows_in_a_row = moved(self.overflows_in_a_row, device)
+
+    def memory(self) -> dict[str, float]:
+        """What decides of the next moves. Waits for the device."""
+        return {name: float(getattr(self, name)) for name in _MEMORY}
+
+    def remember(self, memory: Mapping[str, float]) -> None:
+        """Take over what `memory` gave."""
+        for name in _MEMORY:
+            getattr(self, name).fill_(memory.get(name, 0.0))
+
+    def restart(self) -> None:
+        """Know nothing again."""
+        self.remember({})
+
+    def update_(
+        self,
+        scale: Tensor,
+        used: Tensor,
+        found_inf: Tensor,
+        largest: Tensor | None,
+        bad_loss: Tensor | None,
+        low: float,
+        high: float,
+    ) -> None:
+        """Move `scale`, in place. No host sync.
+
+        Args:
+            scale: float32, shape [].
+            used: the scale that the backward had; float32, shape [].
+            found_inf: float32, shape []: != 0 is an overflow.
+            largest: of the scaled gradients' magnitudes; float32, shape []. None: nobody looked, and only overflows
+                move the scale.
+            bad_loss: float32, shape []: != 0 if the loss itself was not finite. None: nobody looked.
+            low, high: bounds of the scale.
+        """
+        overflowed = found_inf != 0
+        blamed = overflowed if bad_loss is None else overflowed & (bad_loss == 0)
+        in_a_row = self.overflows_in_a_row
+        limit = torch.where(in_a_row == 0, torch.maximum(self.limit, LARGEST / used), self.limit)
+        lowered = scale * torch.where(in_a_row < _STEEP, _BACKOFF, torch.where(in_a_row < _PATIENCE, 1.0, 0.5))
+        if largest is None:
+            seen, kept, reach, raised = self.seen, self.limit, self.reach, scale
+            flushed = torch.zeros_like(scale)
+        else:
+            magnitude = largest / used
+            seen = torch.maximum(magnitude, self.seen * _FORGET_SEEN)
+            longest = torch.where(seen > 0, seen * _LONGEST_SHOT, self.limit)
+            kept = torch.minimum(self.limit, longest) * _FORGET_OVERFLOW
+            needed = torch.maximum(seen * HEADROOM, kept * 2.0)
+            highest = (LARGEST / needed).clamp(low, high)
+            climbed = torch.maximum(self.reach * _CLIMB, LARGEST / (seen * _LONGEST_SHOT))
+            reach = torch.where(kept > 0, torch.minimum(highest, climbed), highest)
+            # Where all gradients that were ever seen are 0 the scale stays. log2 and exp2 are exact for powers of two,
+            # but not on each device for what lies next to them: frexp is.
+            _, exponent = torch.frexp(reach)
+            raised = torch.where(needed > 0, torch.ldexp(torch.ones_like(scale), exponent - 1), scale)
+            flushed = ((largest == 0) & ~overflowed & (raised.clamp(low, high) > used)).float()
+        self.seen.copy_(torch.where(overflowed, self.seen, seen))
+        self.limit.copy_(torch.where(blamed, limit, torch.where(overflowed, self.limit, kept)))
+        reach = torch.where(blamed, lowered, reach).clamp(low, high)
+        spared = overflowed & ~blamed
+        self.reach.copy_(torch.where(spared, self.reach, reach))
+        scale.copy_(torch.where(spared, scale, torch.where(blamed, lowered, raised).clamp(low, high)))
+        self.overflows_in_a_row.copy_(torch.where(blamed, in_a_row + 1, in_a_row * spared))
+        self.flushed.copy_(flushed)
+
+
+class Forgiving:
+    """Overflows that do not lower the scale yet.
+
+    Attributes:
+        hysteresis: the how-manieth since the last clean backward lowers it.
+        left: int32, shape []: counts down from there.
+    """
+
+    def __init__(self, hysteresis: int) -> None:
+        self.hysteresis = hysteresis
+        self.left = torch.tensor(hysteresis, dtype=torch.int32, device="cpu")
+
+    def to(self, device: torch.device) -> None:
+        """Move the count."""
+        self.left = moved(self.left, device)
+
+    def restart(self) -> None:
+        """Count from the beginning."""
+        self.left.fill_(self.hysteresis)

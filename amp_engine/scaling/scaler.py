@@ -1,0 +1,387 @@
+"""The loss scale of one loss: static, or dynamic with its state in 0-d device tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_engine import kernels
+from amp_engine.errors import AmpStateError, AmpValueError
+from amp_engine.ground import devices
+from amp_engine.ground.devices import moved, number_on
+from amp_engine.levels.policy import LOWEST_SCALE, LossScale, parse_loss_scale
+from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
+from amp_engine.scaling.remembered import FIRST_SCALE, AutoScale, Forgiving
+from amp_engine.scaling.snapshot import ScaleSnapshot
+
+
+class LossScaler:
+    """Multiplies a loss, remembers whether gradients overflowed, adjusts itself.
+
+    Dynamic, once per backward (see `kernels.update_scale_` for the formula): halve on overflow, double
+    after `scale_window` clean backwards in a row, stay within [min_loss_scale, max_loss_scale].
+    "auto": as `AutoScale` says. Static: the scale stays, the count of clean backwards runs on.
+
+    Args:
+        loss_scale: "dynamic", a DynamicLossScale, whose numbers then count, "auto", or the static scale.
+        init_scale: first dynamic scale; `max_loss_scale` if that is lower.
+        scale_factor: growth factor and inverse of the backoff factor, above 1.
+        scale_window: clean backwards between two growths.
+        min_loss_scale: floor; None means 2**-24.
+        max_loss_scale: ceiling.
+
+    Raises AmpValueError for values outside of these.
+    """
+
+    _init_scale = 2.0**16  # of scalers that 0.1 pickled
+
+    def __init__(
+        self,
+        loss_scale: LossScale,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
+    ) -> None:
+        loss_scale = parse_loss_scale(loss_scale)
+        self.auto: AutoScale | None = AutoScale() if loss_scale == "auto" else None
+        self._backoff_factor: float | None = None  # 1 / scale_factor
+        self._forgiving: Forgiving | None = None
+        if isinstance(loss_scale, DynamicLossScale):
+            rule, loss_scale = loss_scale, "dynamic"
+            init_scale, scale_factor, scale_window = rule.init_scale, rule.growth_factor, rule.growth_interval
+            self._backoff_factor = rule.backoff_factor
+            self._forgiving = Forgiving(rule.hysteresis) if rule.hysteresis > 1 else None
+            min_loss_scale = min_loss_scale if rule.min_loss_scale is None else rule.min_loss_scale
+            max_loss_scale = max_loss_scale if rule.max_loss_scale is None else rule.max_loss_scale
+        self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
+        # What the user asked for exactly; a float32 device scalar would round 0.1.
+        self._static_scale = None if isinstance(loss_scale, str) else loss_scale
+        self.dynamic = self._static_scale is None
+        self._init_scale = FIRST_SCALE if self.auto is not None else init_scale
+        self.scale_factor = scale_factor
+        self._scale_seq_len = scale_window
+        first = self.bounded(self._init_scale) if self._static_scale is None else self._static_scale
+        self.scale = torch.tensor(first, dtype=torch.float32, device="cpu")
+        self.unskipped = torch.tensor(0, dtype=torch.int32, device="cpu")
+        self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        self._last_found_inf: Tensor | None = None  # of the last update
+        self._owed: Callable[[], None] | None = None  # an update that waits for other ranks
+
+    def __repr__(self) -> str:
+        kind = "auto" if self.auto is not None else "dynamic" if self.dynamic else self._static_scale
+        return f"<LossScaler: {kind}>"  # what it is now, the device knows
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the scale is, and stays, 1."""
+        return self._static_scale == 1.0
+
+    def owe(self, update: Callable[[], None]) -> None:
+        """Have `update`, which waits for other ranks, called before anything of the scaler is read or written."""
+        self.settle()
+        self._owed = update
+
+    def settle(self) -> None:
+        """Do what is owed. Waits for other ranks, as its collective does."""
+        owed, self._owed = self._owed, None
+        if owed is not None:
+            owed()
+
+    def loss_scale(self) -> float:
+        """The scale that the next backward uses. Waits for the device if dynamic."""
+        self.settle()
+        return float(self.scale) if self._static_scale is None else self._static_scale
+
+    def to(self, device: torch.device) -> None:
+        """Move the state to `device`, where the losses are. Waits only if that is the CPU.
+
+        Raises AmpStateError during the capture of a CUDA graph, which such a copy would break.
+        """
+        if self.scale.device != device:
+            self.settle()
+            if devices.is_capturing(device):
+                raise AmpStateError(
+                    f"scale_loss() is captured in a CUDA graph, but its loss scale is on {self.scale.device} still.  "
+                    "Run at least one iteration (scale_loss, backward, step, zero_grad) outside of the capture first."
+                )
+            self.scale = moved(self.scale, device)
+            self.unskipped = moved(self.unskipped, device)
+            self.found_inf = moved(self.found_inf, device)
+            for more in (self.auto, self._forgiving):
+                if more is not None:
+                    more.to(device)
+
+    def snapshot(self) -> ScaleSnapshot:
+        """The scale for one backward, as a copy. No host sync."""
+        self.settle()
+        return ScaleSnapshot(self.scale, self._static_scale)
+
+    def record_(self, nonfinite: Tensor) -> None:
+        """Remember that a gradient was not finite: OR of `nonfinite` (bool, any shape, any device)."""
+        self.settle()
+        bad = moved(nonfinite.any().float(), self.found_inf.device)
+        self.found_inf.copy_(torch.maximum(self.found_inf, bad))
+
+    def update_(
+        self, closed: ScaleSnapshot | None = None, largest: Tensor | None = None, bad_loss: Tensor | None = None
+    ) -> Tensor:
+        """Adjust the scale after one backward and discard the overflow. No host sync.
+
+        Args:
+            closed: the snapshot of this backward, which learns its own inverse on the way, unless the scale has
+                moved since: by another backward, a checkpoint, or a write.
+            largest: of the magnitudes of its scaled gradients, float32, shape []; for "auto".
+            bad_loss: != 0 if its loss was not finite before scaling, float32, shape []; for "auto".
+
+        Returns:
+            float32 tensor of shape [], != 0 if this backward overflowed.
+        """
+        self.settle()
+        is_still = closed is not None and closed.is_still(self.scale)
+        found_inf = torch.empty_like(self.found_inf)
+        inv_scale = torch.empty_like(self.scale)
+        used = self.scale.clone() if self.auto is not None and closed is None else None
+        forgiving = self._forgiving
+        kernels.update_scale_(
+            self.scale,
+            self.unskipped,
+            self.found_inf,
+            growth_factor=self.scale_factor,
+            backoff_factor=self._backoff_factor or 1.0 / self.scale_factor,
+            growth_interval=self._scale_seq_len,
+            min_scale=self._min_loss_scale,
+            max_scale=self._max_loss_scale,
+            hysteresis_tracker=None if forgiving is None else forgiving.left,
+            hysteresis=1 if forgiving is None else forgiving.hysteresis,
+            dynamic=self.dynamic and self.auto is None,
+            inv_scale_used=inv_scale,
+            found_inf_used=found_inf,
+        )
+        if closed is not None and is_still:
+            closed.learn_inverse(inv_scale)
+        if self.auto is not None:
+            used = closed.scale if closed is not None else used
+            assert used is not None
+            low, high = self._min_loss_scale, self._max_loss_scale
+            self.auto.update_(self.scale, used, found_inf, largest, bad_loss, low, high)
+            self.unskipped.mul_(found_inf == 0)
+        self._last_found_inf = found_inf
+        return found_inf
+
+    def restart(self) -> None:
+        """Go back to the first scale, within the bounds of now, and count from 0. No host sync."""
+        self.settle()
+        self.scale.fill_(self.bounded(self._init_scale) if self._static_scale is None else self._static_scale)
+        self.unskipped.zero_()
+        for more in (self.auto, self._forgiving):
+            if more is not None:
+                more.restart()
+
+    def bounded(self, scale: float) -> float:
+        """`scale`, or the bound of dynamic scales that it is beyond."""
+        return max(self._min_loss_scale, min(self._max_loss_scale, scale))
+
+    def clear_overflow_state(self) -> None:
+        """Discard what `record_` remembered, and what the last update found."""
+        self.settle()
+        self.found_inf.zero_()
+        self._last_found_inf = None
+
+    def update_scale(self) -> bool:
+        """`update_`, and whether the step should be skipped. Waits for the device."""
+        self.settle()
+        # A flag that was written through `_overflow_buf` is a denormal number, which a processor may take for 0.
+        self.found_inf.copy_(self._overflow_buf[0] != 0)
+        found_inf = self.update_()
+        return self.dynamic and bool(found_inf != 0)
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: object = None,
+        models_are_masters: bool = False,
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """`master = model / scale` pairwise; remembers whether one of `model_grads` was not finite. No host sync.
+
+        Args:
+            model_grads: n dense tensors of float16, bfloat16 or float32.
+            master_grads: n of their shapes, strides and devices, in any of these types; possibly the same tensors.
+            unused_scale: as in apex.
+            models_are_masters: then there is nothing to do, and nothing is looked at, at a static scale of 1.
+            scale_override: as in `unscale_with_stashed`.
+        """
+        del unused_scale
+        if models_are_masters and self.is_identity and scale_override is None:
+            return
+        for models, masters in _by_device(model_grads, master_grads):
+            factor, _ = self._factors(models[0].device, scale_override)
+            self.record_(kernels.scale_(masters, models, factor).nonfinite)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """`master = model / scale + stashed`; remembers whether one of `model_grads` was not finite. No host sync.
+
+        Args:
+            model_grads, master_grads: as in `unscale`.
+            stashed_master_grads: what was accumulated before; as `master_grads`.
+            scale_override: the scales that model and stashed gradients have, and the scale that their sum is to
+                have. Default: (this scale, 1, 1).
+        """
+        for models, stashed, masters in _by_device(model_grads, stashed_master_grads, master_grads):
+            a, b = self._factors(models[0].device, scale_override)
+            self.record_(kernels.axpby_(masters, models, stashed, a, b).nonfinite)
+
+    def _factors(self, device: torch.device, scales: tuple[float, float, float] | None) -> tuple[Tensor, Tensor | None]:
+        """What model and stashed gradients are multiplied by: float32, shape []; None is 1."""
+        if scales is None:
+            return moved(self.snapshot().inv_scale, device), None
+        have, stashed_have, wanted = scales
+        return number_on(device, wanted / have), number_on(device, wanted / stashed_have)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """`{"loss_scale": float, "unskipped": int}`, apex's format. Waits for the device."""
+        self.settle()
+        return {"loss_scale": self.loss_scale(), "unskipped": int(self.unskipped)}
+
+    def memory(self) -> dict[str, float]:
+        """What decides of its next moves besides `state_dict`; empty for most. Waits for the device."""
+        self.settle()
+        known = {} if self.auto is None else self.auto.memory()
+        if self._forgiving is None:
+            return known
+        # It counts on below 0, which is no other state: the next overflow lowers the scale.
+        return {**known, "overflows_left": max(0.0, float(self._forgiving.left))}
+
+    def remember(self, memory: Mapping[str, float]) -> None:
+        """Take over what `memory` gave, as far as it concerns a scaler of this kind."""
+        self.settle()
+        if self.auto is not None:
+            self.auto.remember(memory)
+        if self._forgiving is not None:
+            self._forgiving.left.fill_(int(memory.get("overflows_left", self._forgiving.hysteresis)))
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Take over scale and count; whether the scaler is dynamic stays as it is.
+
+        Raises AmpValueError if an entry is missing or the scale is not a positive finite number.
+        """
+        try:
+            loss_scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise AmpValueError(
+                f'A loss scaler\'s state is {{"loss_scale": float, "unskipped": int}}, not {state!r}.'
+            ) from e
+        self._put(loss_scale, unskipped)
+
+    def _put(self, loss_scale: float, unskipped: int | None = None) -> None:
+        """Have this scale from now on, and this count, if it is given."""
+        scale = parse_loss_scale(loss_scale)
+        if not isinstance(scale, float):
+            raise AmpValueError("_loss_scale is a number.  Use for example _loss_scale = 2.0**16.")
+        self.settle()
+        if not self.dynamic:
+            self._static_scale = scale
+        self.scale.fill_(scale)
+        if unskipped is not None:
+            self.unskipped.fill_(unskipped)
+
+    # The names that scripts read and write (`loss_scalers[0]._loss_scale = 2**20`).
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._put(value)
+
+    @property
+    def _unskipped(self) -> int:
+        self.settle()
+        return int(self.unskipped)
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self.settle()
+        self.unskipped.fill_(value)
+
+    @property
+    def _has_overflow(self) -> bool:
+        self.settle()
+        found = self._last_found_inf
+        return bool(self._overflow_buf != 0) or (found is not None and bool(found != 0))
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self.clear_overflow_state()
+        self.found_inf.fill_(float(value))
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        """The flag as apex's kernels take it: int32, shape [1], on the memory of `found_inf`."""
+        self.settle()
+        return self.found_inf.view(torch.int32).view(1)
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: Tensor) -> None:
+        self.settle()
+        self.found_inf.copy_((value != 0).any())
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_loss_scale" not in state:
+            self.__dict__.update({"auto": None, "_backoff_factor": None, "_forgiving": None, **state})
+            return
+        # apex's attributes: the FP16_Optimizer of apex.fp16_utils saved its scaler as an object.
+        dynamic, scale = state["dynamic"], float(state["_loss_scale"])
+        LossScaler.__init__(
+            self,
+            "dynamic" if dynamic else scale,
+            scale_window=state["_scale_seq_len"],
+            min_loss_scale=state["_min_loss_scale"],
+            max_loss_scale=state["_max_loss_scale"],
+        )
+        self._put(max(scale, self._min_loss_scale) if dynamic else scale, state["_unskipped"])  # apex's could sink to 0
+        self.found_inf.fill_(float(state["_has_overflow"]))
+
+
+def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
+    """The same lists, once for each device of the tensors in the first."""
+    rows = list(zip(*lists, strict=True))
+    devices = dict.fromkeys(row[0].device for row in rows)
+    return [tuple(map(list, zip(*(row for row in rows if row[0].device == device), strict=True))) for device in devices]
+
+
+def check_bounds(min_loss_scale: object, max_loss_scale: object) -> tuple[float, float]:
+    """Floor and ceiling as floats; None stands for the defaults 2**-24 and 2**24.
+
+    Raises AmpValueError unless 0 <= floor <= ceiling.
+    """
+    try:
+        low = DEFAULT_MIN_LOSS_SCALE if min_loss_scale is None else float(min_loss_scale)  # type: ignore[arg-type]
+        high = DEFAULT_MAX_LOSS_SCALE if max_loss_scale is None else float(max_loss_scale)  # type: ignore[arg-type]
+        valid = 0.0 <= low <= high < float("inf") and high > 0.0
+    except (TypeError, ValueError, OverflowError):
+        valid = False
+    if not valid:
+        raise AmpValueError(
+            f"min_loss_scale={min_loss_scale!r}, max_loss_scale={max_loss_scale!r}: expected two finite numbers "
+            "with 0 <= min_loss_scale <= max_loss_scale.  Use for example min_loss_scale=1.0, "
+            "max_loss_scale=2.0**24, or leave them out for 2**-24 and 2**24."
+        )
+    return max(low, LOWEST_SCALE), high  # 0 means as low as it goes

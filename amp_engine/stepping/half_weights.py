@@ -1,0 +1,110 @@
+"""Low-precision weights without masters, at a level whose weights are FP32: refused in apex's words, or warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Container, Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from amp_engine.errors import AmpStateError, AmpWarning
+from amp_engine.ground.distributed import is_sharded
+from amp_engine.ground.dtypes import LOW_PRECISION, is_low_precision
+from amp_engine.levels.policy import Policy
+
+_TENSORS = {torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
+_LEVELS = {torch.float16: "O2", torch.bfloat16: "O5"}
+_LOST = {
+    torch.bfloat16: "A step of 1e-5 leaves most bfloat16 weights where they were.",
+    torch.float16: "A step of 1e-5 leaves most float16 weights where they were, and an eps of 1e-8 is 0 in float16.",
+}
+
+
+class HalfWeights:
+    """The low-precision weights of one optimizer, which are refused, or let through with one warning.
+
+    Args:
+        policy: whose weights are FP32.
+        is_let_through: whether `_amp_state.allow_incoming_model_not_fp32`, or `hard_override`, was set.
+        names: gives the names of the models' parameters, by id.
+    """
+
+    def __init__(self, policy: Policy, is_let_through: bool, names: Callable[[], Mapping[int, str]]) -> None:
+        self._policy, self._is_let_through, self._names = policy, is_let_through, names
+        self._found: list[nn.Parameter] = []
+        self._known: set[int] = set()  # by id, those that were let through
+
+    def look_at(self, params: Iterable[nn.Parameter], are_cast: Container[int] = ()) -> None:
+        """Note which of `params` are low-precision. A loop over all of them.
+
+        Args:
+            are_cast: ids of those that `initialize` gives another type.
+        """
+        self._found = [p for p in params if is_low_precision(p) and id(p) not in are_cast]
+
+    def judge(self, optimizer: Optimizer) -> None:
+        """Raise AmpStateError if `optimizer` would step one of those that were noted; or warn, once for each."""
+        if not self._found:
+            return
+        # They may be frozen, or FP32 by now.
+        found = [p for p in self._found if p.requires_grad and is_low_precision(p) and id(p) not in self._known]
+        if not found:
+            return
+        first = found[0]
+        name, dtype = self._names().get(id(first)) or _place(optimizer, first), str(first.dtype).removeprefix("torch.")
+        others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        level = _LEVELS[first.dtype]
+        to_type = (
+            f"Pass opt_level={level!r} (half weights with FP32 masters) or master_weights=True (FP32 masters of these "
+            "parameters alone) to amp.initialize, or call model.float() before the optimizer is made."
+        )
+        if is_sharded(first):  # which gets no master
+            to_type = "Call model.float() before fully_shard."
+        if self._is_let_through:
+            self._known.update(map(id, found))
+            warnings.warn(
+                f"{type(optimizer).__name__} steps {name}{others} in {dtype}, without a FP32 master, as "
+                "allow_incoming_model_not_fp32 or hard_override of _amp_state asks: an update that is small beside its "
+                f"weight is lost.  {_LOST[first.dtype]}  {to_type}",
+                AmpWarning,
+                stacklevel=5,
+            )
+            return
+        where = "torch" if first.device.type == "cpu" else f"torch.{first.device.type}"
+        raise AmpStateError(
+            f"Found param {name} with type {where}.{_TENSORS[first.dtype]}, expected {where}.FloatTensor.\nWhen using "
+            "amp.initialize, you do not need to call .half() on your model\nbefore passing it, no matter what "
+            f"optimization level you choose.  {self._policy.opt_level} would step {name}{others} in {dtype}, where an "
+            f"update that is small beside its weight is lost.  {to_type}"
+        )
+
+
+def half_weights(
+    optimizer: Optimizer,
+    policy: Policy,
+    is_let_through: bool,
+    names: Callable[[], Mapping[int, str]],
+    are_cast: Container[int],
+) -> HalfWeights | None:
+    """Judge the low-precision weights of `optimizer`, and give their guard; None where they are welcome.
+
+    Raises AmpStateError. Changes nothing.
+    """
+    is_float32 = policy.cast_model_type is torch.float32 or (
+        policy.patch_torch_functions_type is not None and policy.cast_model_type not in LOW_PRECISION
+    )
+    if not is_float32:
+        return None
+    found = HalfWeights(policy, is_let_through, names)
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    found.look_at((p for p in params if not policy.master_weights or is_sharded(p)), are_cast)  # which get no masters
+    found.judge(optimizer)
+    return found
+
+
+def _place(optimizer: Optimizer, param: nn.Parameter) -> str:
+    places = ((i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"]))
+    i, j = next((i, j) for i, j, p in places if p is param)
+    return f"{j} of group {i} of {type(optimizer).__name__}"

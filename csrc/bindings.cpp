@@ -37,47 +37,58 @@ OptionalTensors const& in(TensorsOrList const& tensors) {
 // Python's objects: a reference in C++ for longer than a call would have torch.utils.swap_tensors refuse.
 struct Params {
   std::vector<py::object> objects;
+
+  explicit Params(py::iterable const& tensors) {
+    for (py::handle const tensor : tensors) {
+      tensor.cast<at::Tensor>();  // raises for what is none
+      objects.push_back(py::reinterpret_borrow<py::object>(tensor));
+    }
+  }
+
+  at::Tensor const& at(size_t i) const {
+    if (i >= objects.size()) {
+      throw py::index_error();
+    }
+    return THPVariable_Unpack(objects[i].ptr());
+  }
+
+  Tensors list() const {
+    Tensors result;
+    result.reserve(objects.size());
+    for (py::object const& object : objects) {
+      result.push_back(&THPVariable_Unpack(object.ptr()));
+    }
+    return result;
+  }
 };
 using ParamsOrList = std::variant<Params*, std::vector<at::Tensor>>;
 
 Tensors in(ParamsOrList const& tensors) {
+  if (auto const* const params = std::get_if<Params*>(&tensors)) {
+    return (*params)->list();
+  }
   Tensors result;
-  if (auto const* const list = std::get_if<std::vector<at::Tensor>>(&tensors)) {
-    result.reserve(list->size());
-    for (at::Tensor const& t : *list) {
-      result.push_back(&t);
-    }
-    return result;
-  }
-  auto const& objects = std::get<Params*>(tensors)->objects;
-  result.reserve(objects.size());
-  for (py::object const& object : objects) {
-    result.push_back(&THPVariable_Unpack(object.ptr()));
+  for (at::Tensor const& t : std::get<std::vector<at::Tensor>>(tensors)) {
+    result.push_back(&t);
   }
   return result;
 }
 
-template <class Stamp>
-py::bytes bytes_of_stamps(ParamsOrList const& tensors) {
-  Tensors const list = in(tensors);
-  auto result = py::reinterpret_steal<py::bytes>(
-      PyBytes_FromStringAndSize(nullptr, py::ssize_t(list.size() * sizeof(Stamp))));
-  if (!result) {
-    throw py::error_already_set();
-  }
-  put_stamps<Stamp>(list, PyBytes_AS_STRING(result.ptr()));
-  return result;
-}
+// Marks of parameters, and the parameters.
+struct ParamMarks {
+  Params params;
+  Marks marks;
 
-// `stamps`: bytes, or the bytearray of those who replace single ones.
-template <class Stamp>
-bool have_bytes_of_stamps(ParamsOrList const& tensors, std::variant<py::bytes, py::bytearray> const& stamps) {
-  Tensors const list = in(tensors);
-  bool const is_bytes = std::holds_alternative<py::bytes>(stamps);
-  PyObject* const object = is_bytes ? std::get<py::bytes>(stamps).ptr() : std::get<py::bytearray>(stamps).ptr();
-  char const* const begin = is_bytes ? PyBytes_AS_STRING(object) : PyByteArray_AS_STRING(object);
-  return size_t(Py_SIZE(object)) == list.size() * sizeof(Stamp) && have_stamps<Stamp>(list, begin);
-}
+  explicit ParamMarks(py::iterable const& tensors) : params(tensors) { marks.mark(params.list()); }
+};
+
+// Marks of their gradients.
+struct ParamGradientMarks {
+  std::shared_ptr<Params> params;
+  GradientMarks marks;
+
+  explicit ParamGradientMarks(std::shared_ptr<Params> of) : params(std::move(of)), marks(params->list()) {}
+};
 
 py::tuple as_tuple(Checks const& checks) { return py::make_tuple(checks.nonfinite, checks.sum_squares, checks.largest); }
 
@@ -226,18 +237,26 @@ PYBIND11_MODULE(_C, m) {
       py::arg("hysteresis"), py::arg("min_scale"), py::arg("max_scale"), py::arg("dynamic") = true,
       py::arg("found_inf_used") = py::none(), "The dynamic loss scale after one backward, in place.");
 
-  py::class_<Params>(m, "Params", "Tensors whose Python list was read once.")
-      .def(py::init([](py::iterable const& tensors) {
-        Params params;
-        for (py::handle const tensor : tensors) {
-          tensor.cast<at::Tensor>();  // raises for what is none
-          params.objects.push_back(py::reinterpret_borrow<py::object>(tensor));
-        }
-        return params;
-      }))
+  py::class_<Params, std::shared_ptr<Params>>(m, "Params", "Tensors whose Python list was read once.")
+      .def(py::init<py::iterable const&>())
       .def("__len__", [](Params const& self) { return self.objects.size(); });
-  m.def("stamps", &bytes_of_stamps<Stamp>, "What tells that a tensor was written or replaced, 32 bytes each.");
-  m.def("have_stamps", &have_bytes_of_stamps<Stamp>, "Whether these are the stamps of the tensors still.");
+  py::class_<ParamMarks>(m, "Marks", "Some tensors as they were when each was last marked.")
+      .def(py::init<py::iterable const&>())
+      .def("mark", [](ParamMarks& self) { self.marks.mark(self.params.list()); })
+      .def("mark_at", [](ParamMarks& self, size_t i) { self.marks.mark(i, self.params.at(i)); })
+      .def("take", [](ParamMarks& self, size_t i, ParamMarks const& other, size_t j) {
+        self.params.at(i), other.params.at(j);
+        self.marks.take(i, other.marks, j);
+      })
+      .def("have_moved", [](ParamMarks const& self) { return self.marks.have_moved(self.params.list()); })
+      .def("has_moved", [](ParamMarks const& self, size_t i) { return self.marks.has_moved(i, self.params.at(i)); })
+      .def("has_other_memory",
+           [](ParamMarks const& self, size_t i) { return self.marks.has_other_memory(i, self.params.at(i)); });
+  py::class_<ParamGradientMarks>(m, "GradientMarks", "The gradients of some parameters as they were.")
+      .def(py::init([](std::shared_ptr<Params> const& params) { return ParamGradientMarks(params); }))
+      .def_property_readonly("params", [](ParamGradientMarks const& self) { return self.params; })
+      .def("have_moved", [](ParamGradientMarks const& self) { return self.marks.have_moved(self.params->list()); })
+      .def("moved", [](ParamGradientMarks const& self) { return self.marks.moved(self.params->list()); });
   m.def(
       "gradients",
       [](ParamsOrList const& params) {
@@ -257,9 +276,6 @@ PYBIND11_MODULE(_C, m) {
       "copies",
       [](TensorsOrList const& tensors, py::bytes const& accesses) { return TensorList{copies(in(tensors), accesses)}; },
       "A copy of each, copy-on-write where it has its own memory.");
-  m.def("gradient_stamps", &bytes_of_stamps<GradientStamp>,
-        "What tells that a gradient was replaced or written, 24 bytes each.");
-  m.def("have_gradient_stamps", &have_bytes_of_stamps<GradientStamp>, "Whether these are the gradients' stamps still.");
   m.def(
       "either",
       [](py::bytes const& mask, TensorsOrList const& first, std::optional<TensorsOrList> const& second) {

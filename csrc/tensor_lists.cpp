@@ -51,8 +51,72 @@ at::Tensor const& grad_of(at::Tensor const& t) { return t.unsafeGetTensorImpl()-
 }  // namespace
 
 Stamp Stamp::of(at::Tensor const& t) {
-  at::Device const device = t.device();
-  return {t.const_data_ptr(), version_or_none(t), int(t.scalar_type()), int(device.type()), device.index(), 0};
+  return {t.const_data_ptr(), version_or_none(t), t.scalar_type(), t.device()};
+}
+
+void Marks::mark(Tensors const& tensors) {
+  stamps_.resize(tensors.size(), Stamp{nullptr, 0, at::kFloat, at::kCPU});
+  memory_.resize(tensors.size());
+  for_each(tensors, [&](size_t i, at::Tensor const& t) { mark(i, t); });
+}
+
+void Marks::mark(size_t i, at::Tensor const& t) {
+  stamps_[i] = Stamp::of(t);
+  c10::StorageImpl* const storage = t.has_storage() ? &storage_of(t) : nullptr;
+  if (memory_[i].unsafeGetStorageImpl() != storage) {
+    memory_[i] = storage == nullptr ? c10::Storage() : t.storage();
+  }
+}
+
+void Marks::take(size_t i, Marks const& other, size_t j) {
+  stamps_[i] = other.stamps_[j];
+  memory_[i] = other.memory_[j];
+}
+
+bool Marks::have_moved(Tensors const& tensors) const {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    ask_ahead(tensors, i);
+    if (has_moved(i, *tensors[i])) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Marks::has_moved(size_t i, at::Tensor const& t) const { return Stamp::of(t) != stamps_[i]; }
+
+bool Marks::has_other_memory(size_t i, at::Tensor const& t) const {
+  Stamp now = Stamp::of(t);
+  if (now.address == stamps_[i].address) {
+    return false;
+  }
+  now.address = stamps_[i].address;
+  return now == stamps_[i];
+}
+
+GradientMarks::GradientMarks(Tensors const& params) {
+  stamps_.reserve(params.size());
+  for_each(params, [&](size_t, at::Tensor const& param) { stamps_.push_back(GradientStamp::of(param)); });
+}
+
+bool GradientMarks::have_moved(Tensors const& params) const {
+  for (size_t i = 0; i < params.size(); ++i) {
+    ask_ahead(params, i);
+    if (GradientStamp::of(*params[i]) != stamps_[i]) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::vector<std::pair<size_t, bool>> GradientMarks::moved(Tensors const& params) const {
+  std::vector<std::pair<size_t, bool>> result;
+  for_each(params, [&](size_t i, at::Tensor const& param) {
+    if (GradientStamp::of(param) != stamps_[i]) {
+      result.emplace_back(i, stamps_[i].gradient != nullptr);
+    }
+  });
+  return result;
 }
 
 GradientStamp GradientStamp::of(at::Tensor const& param) {

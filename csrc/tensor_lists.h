@@ -4,8 +4,8 @@
 
 #include <ATen/ATen.h>
 
-#include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ahead.h"
@@ -21,11 +21,12 @@ inline uint32_t version_of(at::Tensor const& t) {
 struct Stamp {
   void const* address;
   int64_t version;
-  int type, device, index, unused;
+  at::ScalarType type;
+  at::Device device;
 
   static Stamp of(at::Tensor const& t);
+  bool operator==(Stamp const&) const = default;
 };
-static_assert(sizeof(Stamp) == 32, "no padding, since stamps are compared byte by byte");
 
 // What tells that the gradient of a parameter was replaced or written since, for as long as it is alive. A write past
 // its version moves copy-on-write memory that another tensor holds as well.
@@ -35,30 +36,41 @@ struct GradientStamp {
   void const* memory;
 
   static GradientStamp of(at::Tensor const& param);
+  bool operator==(GradientStamp const&) const = default;
 };
-static_assert(sizeof(GradientStamp) == 24);
 
-// Writes the stamps of the tensors, in order.
-template <class Stamp>
-void put_stamps(Tensors const& tensors, char* out) {
-  for_each(tensors, [&](size_t i, at::Tensor const& t) {
-    Stamp const stamp = Stamp::of(t);
-    std::memcpy(out + i * sizeof stamp, &stamp, sizeof stamp);
-  });
-}
+// Some tensors as they were when each was last marked. The caller passes the same tensors each time.
+class Marks {
+ public:
+  void mark(Tensors const& tensors);
+  void mark(size_t i, at::Tensor const& t);
+  // What `other` has at `j` is what this has at `i`.
+  void take(size_t i, Marks const& other, size_t j);
 
-// Whether these are the stamps of the tensors still.
-template <class Stamp>
-bool have_stamps(Tensors const& tensors, char const* stamps) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    ask_ahead(tensors, i);
-    Stamp const stamp = Stamp::of(*tensors[i]);
-    if (std::memcmp(stamps + i * sizeof stamp, &stamp, sizeof stamp) != 0) {
-      return false;
-    }
-  }
-  return true;
-}
+  // Whether one was written or replaced since.
+  bool have_moved(Tensors const& tensors) const;
+  bool has_moved(size_t i, at::Tensor const& t) const;
+  // Whether a tensor has nothing new but its memory: `tensor.data = x`.
+  bool has_other_memory(size_t i, at::Tensor const& t) const;
+
+ private:
+  std::vector<Stamp> stamps_;
+  std::vector<c10::Storage> memory_;  // alive, so that no other memory gets an address that a stamp knows
+};
+
+// The gradients of some parameters as they were. They tell for as long as the gradients are alive.
+class GradientMarks {
+ public:
+  explicit GradientMarks(Tensors const& params);
+
+  // Whether a gradient came, went, was replaced or written since.
+  bool have_moved(Tensors const& params) const;
+  // Where, and whether there was one.
+  std::vector<std::pair<size_t, bool>> moved(Tensors const& params) const;
+
+ private:
+  std::vector<GradientStamp> stamps_;
+};
 
 // How the kernels can take a gradient.
 enum class Access : char { none, own, shared, other };

@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_engine.casting import patcher
-from amp_engine.casting.cache import WeightCache
 from amp_engine.casting.explain import Explanation
 from amp_engine.casting.function_casts import FunctionCasts
 from amp_engine.casting.overrides import from_environment
@@ -62,11 +61,16 @@ class EngineCasts:
         casts = self.casts
         return None if casts is None else casts.disabled_in_thread()
 
-    @property
-    def weight_copies(self) -> WeightCache | None:
-        """The low-precision copies of FP32 parameters; None where there are no casts."""
-        casts = self.casts
-        return None if casts is None else casts.weight_copies
+    def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
+        """The low-precision copies that a step is to write beside FP32 weights; None where none are kept."""
+        cache = None if self.casts is None else self.casts.weight_copies
+        return None if cache is None else cache.copies(weights)
+
+    def written(self, weights: Sequence[Tensor]) -> None:
+        """Keep the copies: a step wrote these weights and their copies, and no other weight."""
+        cache = None if self.casts is None else self.casts.weight_copies
+        if cache is not None:
+            cache.written(weights)
 
     # What a backward asks.
 

@@ -34,13 +34,13 @@ from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.exact import exact_value
-from amp_engine.stepping.hook import Casts, StepHook, remove_unused
+from amp_engine.stepping.hook import StepHook, remove_unused
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
-from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.rows import MasterRows, Rows
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.split_rows import SplitRows
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepped import Casts, SteppedOptimizer
 
 
 @contextmanager
@@ -228,7 +228,7 @@ class Initialized:
         def on_skips(skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
             on_skip(all(backward.is_first for backward in backwards))
 
-        return self.look_after(optimizer, Rows(optimizer, False), on_skips)
+        return self.look_after(optimizer, Rows(optimizer), on_skips)
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
         """Add a wrapper of an initialized optimizer, until `release`.
@@ -314,13 +314,13 @@ class Initialized:
         # Shards are FP32, and masters themselves.
         in_shards = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
         is_split = policy.master_weights == "split"
-        makes_masters = bool(policy.master_weights) and not in_shards
-        halves = request.half_weights[request.optimizers.index(optimizer)]
-        rows = (
-            SplitRows(optimizer, exact)
-            if is_split
-            else Rows(optimizer, makes_masters, exact, adopt_data_writes, halves)
-        )
+        rows: Rows
+        if is_split:
+            rows = SplitRows(optimizer, exact)
+        elif policy.master_weights and not in_shards:
+            rows = MasterRows(optimizer, exact, adopt_data_writes)
+        else:
+            rows = Rows(optimizer, request.half_weights[request.optimizers.index(optimizer)])
         try:
             has_masters = rows.makes_masters or rows.splits
             if (has_masters or policy.cast_model_type) and not in_shards:

@@ -9,6 +9,7 @@ from amp_engine.kernels.layout import FLOATS as FLOATS
 from amp_engine.kernels.layout import is_dense as is_dense
 from amp_engine.kernels.layout import is_lazy as is_lazy
 from amp_engine.kernels.layout import same_layout as same_layout
+from amp_engine.kernels.layout import stamp as stamp
 from amp_engine.kernels.list_check import ListCheck as ListCheck
 from amp_engine.kernels.ops import axpby_ as axpby_
 from amp_engine.kernels.ops import cast_copy_ as cast_copy_
@@ -26,7 +27,6 @@ from amp_engine.kernels.steps import lamb_ as lamb_
 from amp_engine.kernels.steps import novograd_ as novograd_
 from amp_engine.kernels.steps import sgd_ as sgd_
 from amp_engine.kernels.table import StepTable as StepTable
-from amp_engine.kernels.tensor_lists import stamps as stamps
 
 __all__ = [
     "FLOATS",
@@ -52,7 +52,7 @@ __all__ = [
     "same_layout",
     "scale_",
     "sgd_",
-    "stamps",
+    "stamp",
     "unscale_",
     "unscaled",
     "update_scale_",

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from amp_engine.kernels.formulas import Formula
 
 TensorList = Sequence[Tensor | None]
-Stamps = bytes | bytearray | list[tuple[int, int, torch.dtype, torch.device]]
-GradientStamps = bytes | list[tuple[int, int, int]]
 
 
 class Checks(NamedTuple):
@@ -164,6 +162,54 @@ class Backend(Protocol):
         ...
 
 
+class Marks(Protocol):
+    """Some tensors as they were when each was last marked: address, version, type and device.
+
+    It keeps their memory alive, or another one could get its address.
+    """
+
+    def mark(self) -> None:
+        """Mark all of them."""
+        ...
+
+    def mark_at(self, place: int, /) -> None:
+        """Mark one of them."""
+        ...
+
+    def take(self, place: int, other: Any, other_place: int, /) -> None:
+        """Have one be marked as `other` has marked the same tensor."""
+        ...
+
+    def have_moved(self) -> bool:
+        """True if one was written or replaced since it was marked."""
+        ...
+
+    def has_moved(self, place: int, /) -> bool:
+        """True if this one was."""
+        ...
+
+    def has_other_memory(self, place: int, /) -> bool:
+        """True if this one has nothing new but its memory: `tensor.data = x`."""
+        ...
+
+
+class GradientMarks(Protocol):
+    """The gradients of some parameters as they were; it tells for as long as they are alive."""
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters, as they were passed."""
+        ...
+
+    def have_moved(self) -> bool:
+        """True if a gradient came, went, was replaced or written since."""
+        ...
+
+    def moved(self) -> list[tuple[int, bool]]:
+        """Where that is so, and whether there was a gradient. Slow."""
+        ...
+
+
 class TensorLists(Protocol):
     """Loops over parameters, on the host. No subclass of Tensor is asked for anything.
 
@@ -174,12 +220,12 @@ class TensorLists(Protocol):
         """`tensors` in a form that the others read fastest, for lists that are read again and again."""
         ...
 
-    def stamps(self, tensors: Sequence[Tensor], /) -> Stamps:
-        """What tells that a tensor was written or replaced since: its address, version, type and device."""
+    def marks(self, tensors: Sequence[Tensor], /) -> Marks:
+        """Marks of tensors as they are now."""
         ...
 
-    def have_stamps(self, tensors: Sequence[Tensor], before: Stamps, /) -> bool:
-        """Whether nobody wrote or replaced the tensors since `stamps(tensors)` gave `before`."""
+    def gradient_marks(self, params: Sequence[Tensor], /) -> GradientMarks:
+        """Marks of the gradients that they have now; `params` as the function of that name gives them."""
         ...
 
     def gradients(self, params: Sequence[Tensor], /) -> Gradients:
@@ -194,14 +240,6 @@ class TensorLists(Protocol):
         DLPack) cannot, and on another stream than the default one a GPU's would be copied out of order: these are
         copied at once.
         """
-        ...
-
-    def gradient_stamps(self, params: Sequence[Tensor], /) -> GradientStamps:
-        """Stamps of gradients: equal as long as nobody wrote or replaced them, while they are alive."""
-        ...
-
-    def have_gradient_stamps(self, params: Sequence[Tensor], before: GradientStamps, /) -> bool:
-        """Whether nobody wrote or replaced the gradients since `gradient_stamps(params)` gave `before`."""
         ...
 
     def watch_gradients(self, params: Sequence[Tensor], /) -> None:

@@ -14,6 +14,16 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NONE, OWN, SHARED, OTHER = range(4)
 
 
+def stamp(t: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
+    """Address, version, type and device: the same until the tensor is written or replaced, while its memory lives."""
+    return t.data_ptr(), version(t), t.dtype, t.device
+
+
+def version(t: Tensor) -> int:
+    """How often autograd has heard of a write; -1 of an inference tensor, which keeps none."""
+    return -1 if t.is_inference() else t._version
+
+
 def is_dense(t: Tensor) -> bool:
     """Whether every element lies once, without gaps, in the tensor's memory. In any order: channels_last is dense."""
     return t.layout is torch.strided and (t.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(t)))

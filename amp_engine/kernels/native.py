@@ -172,11 +172,9 @@ class NativeTensorLists:
         self._gradients = module.gradients
         self._watch_collectives = module.watch_collectives
         self.params = module.Params
-        self.stamps = module.stamps
-        self.have_stamps = module.have_stamps
+        self.marks = module.Marks
+        self.gradient_marks = module.GradientMarks
         self.copies = module.copies
-        self.gradient_stamps = module.gradient_stamps
-        self.have_gradient_stamps = module.have_gradient_stamps
         self.watch_gradients = module.watch_gradients
         self.are_gradients_unwritten = module.are_gradients_unwritten
         self.either = module.either

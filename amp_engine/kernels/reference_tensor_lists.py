@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from amp_engine.ground.torch_private import data_address, lazy_clone
-from amp_engine.kernels.backend import Gradients, GradientStamps, Stamps, TensorList
-from amp_engine.kernels.layout import NONE, OWN, SHARED, access_of, devices_of
+from amp_engine.kernels.backend import Gradients, TensorList
+from amp_engine.kernels.layout import NONE, OWN, SHARED, access_of, devices_of, stamp, version
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -21,14 +21,63 @@ def params(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors
 
 
-def stamps(tensors: Sequence[Tensor]) -> Stamps:
-    """Address, version, type and device of each. Inference tensors keep no version."""
-    return [(t.data_ptr(), -1 if t.is_inference() else t._version, t.dtype, t.device) for t in tensors]
+class Marks:
+    """Some tensors as they were when each was last marked."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._stamps: list[Any] = []
+        self._memory: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Mark all of them."""
+        self._stamps = list(map(stamp, self._tensors))
+        self._memory = [t.untyped_storage() for t in self._tensors]
+
+    def mark_at(self, place: int) -> None:
+        """Mark one of them."""
+        tensor = self._tensors[place]
+        self._stamps[place] = stamp(tensor)
+        self._memory[place] = tensor.untyped_storage()
+
+    def take(self, place: int, other: Marks, other_place: int) -> None:
+        """Have one be marked as `other` has marked the same tensor."""
+        self._stamps[place], self._memory[place] = other._stamps[other_place], other._memory[other_place]
+
+    def have_moved(self) -> bool:
+        """True if one was written or replaced since it was marked."""
+        return list(map(stamp, self._tensors)) != self._stamps
+
+    def has_moved(self, place: int) -> bool:
+        """True if this one was."""
+        return stamp(self._tensors[place]) != self._stamps[place]
+
+    def has_other_memory(self, place: int) -> bool:
+        """True if this one has nothing new but its memory."""
+        now, before = stamp(self._tensors[place]), self._stamps[place]
+        return now[0] != before[0] and now[1:] == before[1:]
 
 
-def have_stamps(tensors: Sequence[Tensor], before: Stamps) -> bool:
-    """Whether these are the stamps still."""
-    return stamps(tensors) == before
+class GradientMarks:
+    """The gradients of some parameters as they were."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = params
+        self._stamps = list(map(_gradient_stamp, params))
+
+    def have_moved(self) -> bool:
+        """True if a gradient came, went, was replaced or written since."""
+        return list(map(_gradient_stamp, self.params)) != self._stamps
+
+    def moved(self) -> list[tuple[int, bool]]:
+        """Where that is so, and whether there was a gradient."""
+        pairs = zip(map(_gradient_stamp, self.params), self._stamps, strict=True)
+        return [(place, then is not None) for place, (now, then) in enumerate(pairs) if now != then]
+
+
+marks = Marks
+gradient_marks = GradientMarks
 
 
 def gradients(params: Sequence[Tensor]) -> Gradients:
@@ -55,16 +104,6 @@ def _copied_on_write(tensor: Tensor) -> Tensor:
         return lazy_clone(tensor)
     except RuntimeError:  # memory of others (numpy, DLPack), which copy-on-write cannot hold
         return tensor.clone()
-
-
-def gradient_stamps(params: Sequence[Tensor]) -> GradientStamps:
-    """Identity, version and address of each gradient."""
-    return [_gradient_stamp(_GRAD.__get__(param), param) for param in params]
-
-
-def have_gradient_stamps(params: Sequence[Tensor], before: GradientStamps) -> bool:
-    """Whether these are the gradients' stamps still."""
-    return gradient_stamps(params) == before
 
 
 def watch_gradients(params: Sequence[Tensor]) -> None:
@@ -110,8 +149,9 @@ def watch_collectives(
     return False
 
 
-def _gradient_stamp(grad: Tensor | None, param: Tensor) -> tuple[int, int, int]:
+def _gradient_stamp(param: Tensor) -> tuple[int, int, int] | None:
+    grad = _GRAD.__get__(param)
     if grad is None:
-        return id(grad), -1, 0
+        return None
     address = data_address(grad) if access_of(grad, param) in (OWN, SHARED) else 0
-    return id(grad), -1 if grad.is_inference() else grad._version, address
+    return id(grad), version(grad), address

@@ -15,7 +15,7 @@ from amp_engine import kernels
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import followed
 from amp_engine.kernels import tensor_lists
-from amp_engine.optimizers.fused_step import FusedStep, Plan, fused_step_of
+from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
 from amp_engine.optimizers.rules import Rule
 from amp_engine.optimizers.state_form import NORM
 
@@ -86,9 +86,10 @@ class FusedOptimizer(Optimizer):
         known = tensor_lists.OTHER not in accesses and not tensor_lists.asks_for_gradients(weights)
         if not known:
             gradients = [p.grad for p in weights]
-        plan = None if self._keeps_masters else fused.plan(weights, gradients, known=known)
-        if plan is not None:
-            self._step_unscaling(fused, plan)
+        step = StepInput(weights, weights, gradients, None, [self._unscales] * len(weights), known)
+        planned = None if self._keeps_masters else fused.plan(step)
+        if planned is not None:
+            self._step_unscaling(fused, planned)
         else:
             self._step_beside(fused, weights, gradients)
         return loss
@@ -123,30 +124,32 @@ class FusedOptimizer(Optimizer):
             copies[i] = None
             if weights[i] is params[i]:
                 weights[i] = params[i].detach().contiguous()
-        plan = fused.plan(params, gradients, copies, weights=weights)
-        if plan is None:
-            reason = fused.obstacle(Plan(params, weights, gradients, copies, False))
+        step = StepInput(params, weights, gradients, copies, [self._unscales] * len(params))
+        planned = fused.plan(step)
+        if planned is None:
+            reason = fused.obstacle(step)
             raise AmpStateError(
                 f"{type(self).__name__} cannot step: {reason}.  Call optimizer.state.clear() to start anew, or load "
                 "the state again."
             )
-        self._step_unscaling(fused, plan)
+        self._step_unscaling(fused, planned)
         for i in gaps:
             if gradients[i] is not None:
                 params[i].copy_(weights[i])
         if self._keeps_masters:
             self._wrote(params, weights)
 
-    def _step_unscaling(self, fused: FusedStep, plan: Plan) -> None:
+    @property
+    def _unscales(self) -> bool:
+        """True if torch.amp.GradScaler drives this step, and leaves unscaling to it."""
+        return isinstance(getattr(self, "grad_scale", None), Tensor)
+
+    def _step_unscaling(self, fused: FusedStep, step: StepInput) -> None:
         """`fused.step` with what torch.amp.GradScaler has set, if it drives this step."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        inv_scale = None
-        if isinstance(grad_scale, Tensor):
-            inv_scale = grad_scale.reshape(()).double().reciprocal().float()
         fused.step(
-            plan,
-            scaled=[inv_scale is not None] * len(plan.params),
-            inv_scale=inv_scale,
+            step,
+            inv_scale=grad_scale.reshape(()).double().reciprocal().float() if isinstance(grad_scale, Tensor) else None,
             # The int 0 where no parameter has a gradient.
             found_inf=found_inf.reshape(()) if isinstance(found_inf, Tensor) else None,
         )
@@ -248,15 +251,15 @@ class MasterKeepingOptimizer(FusedOptimizer):
         if master.dtype != torch.float32 or not kernels.is_dense(master) or not _one_order(master, p):
             master = state["master_param"] = _float32_like(p, master)
         of_param, of_master = self._stamps.get(p, (None, None))
-        if of_param is not None and of_param != kernels.stamps([p]):
+        if of_param is not None and of_param != kernels.stamp(p):
             master.copy_(followed(master, p))
-        elif of_master is not None and of_master != kernels.stamps([master]):
+        elif of_master is not None and of_master != kernels.stamp(master):
             p.copy_(master)  # somebody wrote the master, and this step may have no gradient for it
         return master
 
     def _wrote(self, params: list[Tensor], weights: list[Tensor]) -> None:
         for p, w in zip(params, weights, strict=True):
-            self._stamps[p] = kernels.stamps([p]), kernels.stamps([w])
+            self._stamps[p] = kernels.stamp(p), kernels.stamp(w)
 
 
 def _one_order(master: Tensor, param: Tensor) -> bool:

@@ -55,22 +55,26 @@ def release_fused_step(optimizer: Optimizer) -> None:
             fused.release()
 
 
-class Plan(NamedTuple):
-    """A step that the kernels can do, until something is written.
+class StepInput(NamedTuple):
+    """What one step reads and writes, one row for each entry of the optimizer's groups, in order.
 
     Attributes:
-        params: n, the entries of the optimizer's groups in order.
-        weights: n, what is stepped; `params` themselves unless the optimizer keeps masters of its own.
-        gradients: n; float16, bfloat16 or float32, of the weights' shapes, or None.
-        copies: n low-precision parameters that the new weights are rounded into, or None.
-        is_current: whether the tables of the last step serve this one, but for other copies.
+        params: n, the entries.
+        weights: n, what is stepped: `params`, but for shards and an optimizer with masters of its own.
+        gradients: n; of the weights' shapes, or None.
+        copies: n low-precision parameters that the new weights are rounded into, or None each; None: there are none.
+        scaled: n; which gradients are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
+        are_plain: whether all gradients are known to be dense, of the kernels' types, and laid out as their weights.
+        is_current: whether the tables of the last step serve this one; `FusedStep.plan` finds out.
     """
 
     params: Sequence[Tensor]
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
-    copies: Sequence[Tensor | None]
-    is_current: bool
+    copies: Sequence[Tensor | None] | None
+    scaled: Sequence[bool]
+    are_plain: bool = False
+    is_current: bool = False
 
 
 class FusedStep:
@@ -116,43 +120,25 @@ class FusedStep:
         """Step also where the kernels are not compiled, and keep moments in `moment_dtype`."""
         self.is_required, self._form.dtype = True, moment_dtype
 
-    def plan(
-        self,
-        params: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        copies: Sequence[Tensor | None] | None = None,
-        known: bool = False,
-        *,
-        weights: Sequence[Tensor] | None = None,
-    ) -> Plan | None:
-        """What `step` is to do, or None if the kernels do not compute it of these tensors. Changes nothing.
-
-        No host sync.
-
-        Args:
-            params, gradients, weights: see `Plan`.
-            copies: see `Plan`; None: there are none, or `step` is given them.
-            known: whether all gradients are known to be dense, of the kernels' types, and laid out as their weights.
-        """
+    def plan(self, step: StepInput) -> StepInput | None:
+        """`step`, if the kernels can do it, else None. Changes nothing. No host sync."""
         optimizer = self._live_optimizer()
-        weights = params if weights is None else weights
-        device = weights[0].device if weights else torch.device("cpu")
+        device = step.weights[0].device if step.weights else torch.device("cpu")
         if not (self._form.is_ours or self.is_required or kernels.has_native(device)):
             return None
         if not all(map(self.rule.supports, optimizer.param_groups)):
             return None
-        if not known and not all(g is None or _is_plain(g) for g in gradients):
+        if not step.are_plain and not all(g is None or _is_plain(g) for g in step.gradients):
             return None
-        is_current = self._is_current(weights, gradients)
-        is_current = is_current and (copies is None or tensor_lists.same_objects(copies, self._copies))
-        plan = Plan(params, weights, gradients, [None] * len(weights) if copies is None else copies, is_current)
-        return plan if is_current or self.obstacle(plan) is None else None
+        is_current = self._is_current(step.weights, step.gradients)
+        if is_current and (step.copies is None or tensor_lists.same_objects(step.copies, self._copies)):
+            return step._replace(is_current=True)
+        return step if self.obstacle(step) is None else None
 
     def step(
         self,
-        plan: Plan,
+        step: StepInput,
         copies: Sequence[Tensor | None] | None = None,
-        scaled: Sequence[bool] | None = None,
         *,
         inv_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
@@ -163,19 +149,17 @@ class FusedStep:
         """One step of every weight that has a gradient; of none where `found_inf != 0`. No host sync.
 
         Args:
-            plan: nothing was written since.
-            copies: in place of the plan's.
-            scaled: n; which gradients are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
+            step: as `plan` gave it; nothing was written since.
+            copies: in place of those of `step`, which has none.
             inv_scale, found_inf, norm: float32, shape [].
             max_norm: infinity: not clipped.
             checks: what `kernels.check` found for exactly these gradients.
         """
         optimizer = self._live_optimizer()
-        weights, gradients = plan.weights, plan.gradients
-        copies = plan.copies if copies is None else copies
-        scaled = [False] * len(weights) if scaled is None else scaled
-        is_current = plan.is_current and tensor_lists.same_objects(copies, self._copies)
-        if isinstance(gradients, list) or not is_current:  # and not a native list of what is laid out as the table
+        weights, gradients, scaled = step.weights, step.gradients, step.scaled
+        copies = copies or step.copies or [None] * len(weights)
+        is_current = step.is_current and tensor_lists.same_objects(copies, self._copies)
+        if not (step.are_plain and is_current):
             gradients = [laid_out_as(w, g) for w, g in zip(weights, gradients, strict=True)]
         if not is_current:
             if len(weights) > 0 and devices.is_capturing(weights[0].device):
@@ -184,7 +168,7 @@ class FusedStep:
                     "the last step, and what is made once for them cannot be made inside of a capture.  Run at least "
                     "one iteration (scale_loss, backward, step, zero_grad) outside of it first."
                 )
-            self._build(plan.params, weights, copies, gradients)
+            self._build(step.params, weights, copies, gradients)
         groups = [self.rule.hyperparameters(group) for group in optimizer.param_groups]
         for table in self._tables:
             device, rows = table.device, table.rows
@@ -235,12 +219,13 @@ class FusedStep:
                 state[name] = {**inner, key: None}
         return {**state_dict, "state": state}
 
-    def obstacle(self, plan: Plan) -> str | None:
+    def obstacle(self, step: StepInput) -> str | None:
         """Why no table can be built of these tensors and the optimizer's state as they are; None if it can."""
         optimizer = self._live_optimizer()
         dtypes = kernels.FLOATS if self._form.is_ours else (torch.float32,)
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
-        rows = zip(plan.params, plan.weights, plan.gradients, plan.copies, groups, strict=True)
+        copies = step.copies or [None] * len(step.weights)
+        rows = zip(step.params, step.weights, step.gradients, copies, groups, strict=True)
         for i, (p, w, g, c, group) in enumerate(rows):
             is_split = c is not None and c.dtype is kernels.REMAINDER
             if (w.dtype not in dtypes and not is_split) or not kernels.is_dense(w) or kernels.is_lazy(w):
@@ -259,12 +244,12 @@ class FusedStep:
                 return f"parameter {i} of shape {tuple(w.shape)} {reason}"
         if self._form.is_ours:
             return None  # the table refuses what overlaps, in its own words
-        both = list(zip(self._states(plan.params), plan.weights, strict=True))
+        both = list(zip(self._states(step.params), step.weights, strict=True))
         moments = {  # what is laid out anew gets memory of its own
             name: [self._form.kept(state.get(name), w) for state, w in both] for name in self._form.moments
         }
         try:
-            check_apart("step", {"weights": plan.weights, "copies": plan.copies, **moments}, {})
+            check_apart("step", {"weights": step.weights, "copies": copies, **moments}, {})
         except AmpValueError as e:
             return str(e)
         return None

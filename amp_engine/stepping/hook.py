@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -23,21 +23,10 @@ from amp_engine.stepping.ghost import Ghosts, discard_ghost
 from amp_engine.stepping.master_parameter import has_copied_masters
 from amp_engine.stepping.own_step import unhooked_step
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
-from amp_engine.stepping.stepped import SteppedOptimizer, WeightCopies
+from amp_engine.stepping.stepped import Casts, SteppedOptimizer
 from amp_engine.stepping.strays import warn_of_copied_masters
 
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
-
-
-class Casts(Protocol):
-    """The function casts that a step is not to meet."""
-
-    def off(self) -> AbstractContextManager[None] | None:
-        """A context without them in this thread; None where there are none."""
-
-    @property
-    def weight_copies(self) -> WeightCopies | None:
-        """The copies of weights that they use; None where there are no casts."""
 
 
 # Those of every optimizer that an engine looks after.
@@ -197,7 +186,7 @@ class StepHook:
         with nullcontext() if casts_off is None else casts_off:
             self._is_stepping = True
             try:
-                stepped.step(args, kwargs, fused if is_plain else None, self._casts.weight_copies)
+                stepped.step(args, kwargs, fused if is_plain else None, self._casts)
             finally:
                 self._is_stepping = False
             return self._ghost(args, kwargs, fused is not None)

@@ -1,6 +1,6 @@
 """A low-precision parameter and its float32 master.
 
-Which of the two is newer is told by a stamp of each, taken whenever we write one.
+Marks of both, taken whenever we write one, tell which of the two is newer.
 """
 
 from __future__ import annotations
@@ -22,30 +22,34 @@ from amp_engine.stepping.seen import Left
 from amp_engine.stepping.slots import NO_SLOTS, Slots
 
 
-class Shared:
+class Ledger:
     """What many masters have in one place.
 
-    Attributes:
-        params, weights: their stamps as they were when each two agreed.
+    Args:
+        params, weights: parameters and their masters, in this order everywhere.
         slots: has the low-precision gradients that stand for theirs.
         left: says whose gradients were there before a step.
+
+    Attributes:
+        params, weights: marks of them, taken when each two agreed.
     """
 
     def __init__(
-        self,
-        params: tensor_lists.Stamps,
-        weights: tensor_lists.Stamps,
-        slots: Slots | None = None,
-        left: Left | None = None,
+        self, params: Sequence[Tensor], weights: Sequence[Tensor], slots: Slots | None = None, left: Left | None = None
     ) -> None:
-        self.params = params
-        self.weights = weights
+        self.params = tensor_lists.marks(params)
+        self.weights = tensor_lists.marks(weights)
         self.slots = slots or NO_SLOTS
         self.left = left or Left()
 
+    def mark(self) -> None:
+        """Declare that masters and parameters agree."""
+        self.params.mark()
+        self.weights.mark()
+
 
 # Of a master that no scan has seen.
-_NOT_SCANNED = Shared(tensor_lists.stamps([]), tensor_lists.stamps([]))
+_NOT_SCANNED = Ledger([], [])
 
 
 class Master(Exact):
@@ -58,7 +62,7 @@ class Master(Exact):
         value_f32: becomes the master's memory.
     """
 
-    __slots__ = ("_memory", "_seen_to_want", "_place", "_shared", "is_doubted", "row", "weight")
+    __slots__ = ("_ledger", "_place", "_seen_to_want", "is_doubted", "row", "weight")
 
     def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
         super().__init__(param)
@@ -67,13 +71,11 @@ class Master(Exact):
         own(self.weight, self)
         # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
         self.weight.__dict__.update(param.__dict__)
-        self._shared = _NOT_SCANNED
+        self._ledger = _NOT_SCANNED
         self._place = 0
         self.row: int | None = None  # among all that its optimizer steps, as of the last scan
         # Whether a broadcast may have been copied into `param.data`, unseen, since the two agreed.
         self.is_doubted = False
-        # Held, or what replaces it (`param.data = x`) could be given its address, by which the stamp knows it.
-        self._memory = param.untyped_storage()
         keep_exact(self)
 
     def gradient(self) -> Tensor | None:
@@ -90,28 +92,28 @@ class Master(Exact):
 
     def is_held(self) -> bool:
         """Whether a low-precision gradient stands for its own."""
-        return self.row is not None and self._shared.slots.holds(self.row)
+        return self.row is not None and self._ledger.slots.holds(self.row)
 
     def discard_held(self) -> None:
         """Discard the held gradient, or the zeros that stand for it, if there is one."""
         if self.row is not None:
-            self._shared.slots.empty(self.row)
-            self._shared.left.discard(self.row)
+            self._ledger.slots.empty(self.row)
+            self._ledger.left.discard(self.row)
 
     def materialize(self) -> None:
         """Make the float32 gradient from the held one, or of zeros that stand for it, if there is one."""
         self.materialize_held()
-        if self.row is not None and self._shared.left.is_zero(self.row) and self.gradient() is None:
+        if self.row is not None and self._ledger.left.is_zero(self.row) and self.gradient() is None:
             with torch.inference_mode(False):
                 GRAD.__set__(self.weight, torch.zeros_like(self.weight, requires_grad=False))
 
     def materialize_held(self) -> None:
         """Make the float32 gradient from the held one, if there is one, and add it to what autograd wrote meanwhile."""
-        if self.row is None or not self._shared.slots.holds(self.row):
+        if self.row is None or not self._ledger.slots.holds(self.row):
             return
         # Whoever looks first may be in inference mode; the gradient is for those who come later, too.
         with torch.no_grad(), torch.inference_mode(False):
-            unscaled, written = self._shared.slots.take(self.row), self.gradient()
+            unscaled, written = self._ledger.slots.take(self.row), self.gradient()
             GRAD.__set__(self.weight, unscaled if written is None or unscaled is None else unscaled.add_(written))
 
     def wants_gradient(self) -> bool:
@@ -129,8 +131,8 @@ class Master(Exact):
             one._seen_to_want = value
 
     def in_sync(self) -> bool:
-        """Whether nobody but us moved the parameter since it was last stamped."""
-        return tensor_lists.have_stamps([self.param], tensor_lists.stamps_of(self._shared.params, self._place))
+        """True if nobody but us moved the parameter since it was last marked."""
+        return self._ledger is _NOT_SCANNED or not self._ledger.params.has_moved(self._place)
 
     def counts(self) -> bool:
         """True if the parameter was rounded from the master, where it was not written since.
@@ -141,37 +143,30 @@ class Master(Exact):
             return True
         if has_ranks() or self.was_written() or self.param.shape != self.weight.shape:
             return False
-        stamp = tensor_lists.stamps_of(self._shared.params, self._place)
-        return tensor_lists.have_other_memory(self.param, stamp)
+        return self._ledger.params.has_other_memory(self._place)
 
     def was_written(self) -> bool:
-        """Whether somebody but us wrote the master since the two last agreed."""
-        return not tensor_lists.have_stamps([self.weight], tensor_lists.stamps_of(self._shared.weights, self._place))
+        """True if somebody but us wrote the master since the two last agreed."""
+        return self._ledger is not _NOT_SCANNED and self._ledger.weights.has_moved(self._place)
 
     def mark_in_sync(self) -> None:
         """Declare that master and parameter agree."""
-        shared = self._shared
         self.is_doubted = False
-        self._memory = self.param.untyped_storage()
         places_moved()
-        shared.params = tensor_lists.put_stamps(shared.params, self._place, tensor_lists.stamps([self.param]))
-        shared.weights = tensor_lists.put_stamps(shared.weights, self._place, tensor_lists.stamps([self.weight]))
+        if self._ledger is not _NOT_SCANNED:
+            self._ledger.params.mark_at(self._place)
+            self._ledger.weights.mark_at(self._place)
 
     def mark_weight(self) -> None:
         """Declare what the master holds to be what the two agreed on."""
-        shared = self._shared
-        shared.weights = tensor_lists.put_stamps(shared.weights, self._place, tensor_lists.stamps([self.weight]))
+        self._ledger.weights.mark_at(self._place)
 
-    def marked_as(self) -> tuple[tensor_lists.Stamps, tensor_lists.Stamps]:
-        """The stamps of parameter and weight when they last agreed."""
-        shared = self._shared
-        if shared is _NOT_SCANNED:
-            return tensor_lists.stamps([self.param]), tensor_lists.stamps([self.weight])
-        return tensor_lists.stamps_of(shared.params, self._place), tensor_lists.stamps_of(shared.weights, self._place)
-
-    def share(self, shared: Shared, place: int, row: int) -> None:
-        """Keep the stamps, and the gradient, in `shared`, which has them already, from now on."""
-        self._shared, self._place, self.row = shared, place, row
+    def enter(self, ledger: Ledger, place: int, row: int) -> None:
+        """Be found in `ledger` from now on, which keeps what an earlier one has marked, and has the gradient."""
+        if self._ledger is not _NOT_SCANNED:
+            ledger.params.take(place, self._ledger.params, self._place)
+            ledger.weights.take(place, self._ledger.weights, self._place)
+        self._ledger, self._place, self.row = ledger, place, row
 
     @torch.no_grad()
     def take(self, value_f32: Tensor) -> None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,15 +22,8 @@ from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.evidence import Evidence
 from amp_engine.stepping.reduction import Reduction
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepped import Casts, SteppedOptimizer
 from amp_engine.stepping.unlisted import Unlisted
-
-
-class CopiesOfWeights(Protocol):
-    """The copies of weights that function casts made for a forward."""
-
-    def after_backward(self) -> None:
-        """A backward is over, and anybody may have written any weight."""
 
 
 class ScaledBackwards:
@@ -41,7 +34,7 @@ class ScaledBackwards:
         casts: hear of the end of each backward.
     """
 
-    def __init__(self, scaling: Scaling, casts: CopiesOfWeights) -> None:
+    def __init__(self, scaling: Scaling, casts: Casts) -> None:
         self.casts = casts
         # Held by the hooks of their optimizer: a parameter may refer to it, which would then never be freed.
         self._stepped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[SteppedOptimizer]]
@@ -328,7 +321,7 @@ class ScaledBackward(ContextOfLoss):
         self._has_passed_by = False  # whether one of the loss that was passed in has, which nothing scales
         self._is_on_its_way = False  # whether a backward of the scaled loss has not come to that loss
         # As they were when one of that loss began after one of the scaled loss.
-        self._passed: list[tensor_lists.GradientStamps] | None = None
+        self._passed: list[tensor_lists.GradientMarks] | None = None
         self._is_mixed = False  # whether gradients of both arrived
 
     def __enter__(self) -> Tensor:
@@ -373,18 +366,15 @@ class ScaledBackward(ContextOfLoss):
             self._begin_windows()
         elif not self._is_on_its_way:
             self._look_at_passed()
-            self._passed = self._stamps()
+            self._passed = [tensor_lists.gradient_marks(one.rows.columns.param_handle) for one in self._stepped]
         self._is_on_its_way = False
-
-    def _stamps(self) -> list[tensor_lists.GradientStamps]:
-        return [tensor_lists.gradient_stamps(one.rows.columns.param_handle) for one in self._stepped]
 
     def _look_at_passed(self) -> None:
         """Note if a backward of the loss that was passed in has left gradients. `torch.autograd.grad` leaves none."""
         if self._has_passed_by and not self._has_begun:
             self._is_mixed |= any(one.window.has_arrived() for one in self._stepped)
         elif self._passed is not None:
-            self._is_mixed |= self._passed != self._stamps()
+            self._is_mixed |= any(marks.have_moved() for marks in self._passed)
             self._passed = None
 
     def _begin_windows(self) -> None:

@@ -9,18 +9,19 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine.ground.distributed import is_sharded, local_of
-from amp_engine.optimizers.fused_step import FusedStep, Plan
+from amp_engine.optimizers.fused_step import FusedStep, StepInput
 
 # DTensor -> what `to_local` gave, which makes a view anew in each call.
 _PARTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def plan(fused: FusedStep, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Plan | None:
-    """What the kernels are to do, or None if the class's own step has to. Gradients are unscaled. No host sync."""
+def plan(fused: FusedStep, step: StepInput) -> StepInput | None:
+    """The step of this rank's parts, or None if the class's own step has to. Gradients are unscaled. No host sync."""
     if fused.rule.reads_sums:
         return None  # of whole tensors, which no rank has
-    parts = [_part(weight, grad) for weight, grad in zip(weights, gradients, strict=True)]
-    return fused.plan(weights, parts, weights=[_part_of(weight) for weight in weights])
+    parts = [_part(weight, grad) for weight, grad in zip(step.params, step.gradients, strict=True)]
+    weights = [_part_of(weight) for weight in step.params]
+    return fused.plan(StepInput(step.params, weights, parts, None, [False] * len(parts)))
 
 
 def mark_written(weights: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from amp_engine import kernels
 from amp_engine.ground.devices import moved
 from amp_engine.kernels import tensor_lists
+from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.master_parameter import HOLDING
 
 
@@ -37,14 +38,6 @@ _HELD_SLOTS = bytes.maketrans(
 )
 
 
-class Scale(Protocol):
-    """What the losses of a backward were scaled by."""
-
-    @property
-    def inv_scale(self) -> Tensor:
-        """1 / scale: float32, shape []. Asked late, since the scale's update computes it on the way."""
-
-
 class Checked(NamedTuple):
     """What one look at a list of gradients found.
 
@@ -65,16 +58,16 @@ class Unscaled(NamedTuple):
     Attributes:
         param_handle: the parameters, as `Columns` has them.
         grads: their gradients, alive, so that no other tensor is taken for one of them; None elsewhere.
-        stamps: of these.
+        marks: of these.
     """
 
     param_handle: Sequence[Tensor]
     grads: Sequence[Tensor | None]
-    stamps: tensor_lists.GradientStamps
+    marks: tensor_lists.GradientMarks
 
     def is_untouched(self) -> bool:
         """Whether each gradient is the same object with the same version."""
-        return tensor_lists.have_gradient_stamps(self.param_handle, self.stamps)
+        return not self.marks.have_moved()
 
     def watch(self) -> None:
         """Have torch tell of those who write them past their versions: collectives, NumPy, `.data`."""
@@ -98,7 +91,7 @@ class WholeCheck(NamedTuple):
 
     checked: Checked
     norm: Tensor
-    scale: Scale
+    scale: ScaleSnapshot
     weights: Sequence[nn.Parameter]
     unscaled: Unscaled | None
 
@@ -127,7 +120,7 @@ class Slots:
         self,
         gradients: Sequence[Tensor | None] = (),
         accesses: bytes = b"",
-        scale: Scale | None = None,
+        scale: ScaleSnapshot | None = None,
         check: WholeCheck | None = None,
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:

@@ -18,15 +18,9 @@ from amp_engine import kernels
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.dtypes import followed, is_low_precision
 from amp_engine.kernels import halves, tensor_lists
+from amp_engine.optimizers.fused_step import StepInput
 from amp_engine.stepping.exact import Exact, add_maker, discard_exact, discard_maker, exact_of, keep_exact, places_moved
-from amp_engine.stepping.rows import Rows, StepRows
-
-
-class Marks:
-    """Stamps of many parameters, as they were when their remainders were written."""
-
-    def __init__(self, stamps: tensor_lists.Stamps) -> None:
-        self.stamps = stamps
+from amp_engine.stepping.rows import Rows
 
 
 class Remainder(Exact):
@@ -37,27 +31,22 @@ class Remainder(Exact):
         exact_f32: rounds to `param`; None: the parameter is the master.
     """
 
-    __slots__ = ("_marks", "_memory", "_place", "bits")
+    __slots__ = ("_marks", "_place", "bits")
 
     def __init__(self, param: nn.Parameter, exact_f32: Tensor | None) -> None:
         super().__init__(param)
         self.bits = torch.zeros_like(param, dtype=halves.REMAINDER, requires_grad=False)
-        self._marks, self._place = Marks(tensor_lists.stamps([param])), 0
-        # Held, or what replaces it (`param.data = x`) could be given its address, by which the stamp knows it.
-        self._memory = param.untyped_storage()
+        self._marks, self._place = tensor_lists.marks([param]), 0
         if exact_f32 is not None:
             self.take(exact_f32)
 
     def in_sync(self) -> bool:
-        """Whether nobody but us wrote the parameter since."""
-        return tensor_lists.have_stamps([self.param], self.marked_as())
+        """True if nobody but us wrote the parameter since."""
+        return not self._marks.has_moved(self._place)
 
-    def marked_as(self) -> tensor_lists.Stamps:
-        """The stamp of the parameter when it was in sync."""
-        return tensor_lists.stamps_of(self._marks.stamps, self._place)
-
-    def share(self, marks: Marks, place: int) -> None:
-        """Keep the stamp in `marks`, which has it already, from now on."""
+    def enter(self, marks: tensor_lists.Marks, place: int) -> None:
+        """Be marked in `marks` from now on, as it has been so far."""
+        marks.take(place, self._marks, self._place)
         self._marks, self._place = marks, place
 
     def value(self) -> Tensor:
@@ -75,10 +64,8 @@ class Remainder(Exact):
         else:
             laid_out = torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(value_f32)
             self.bits.copy_(halves.split(laid_out)[1])
-        self._memory = param.untyped_storage()
         places_moved()
-        stamp = tensor_lists.stamps([param])
-        self._marks.stamps = tensor_lists.put_stamps(self._marks.stamps, self._place, stamp)
+        self._marks.mark_at(self._place)
 
     def memory(self) -> None:
         """Nobody sees it."""
@@ -96,11 +83,10 @@ class SplitRows(Rows):
     splits = True
 
     def __init__(self, optimizer: Optimizer, exact: Mapping[int, Tensor]) -> None:
-        super().__init__(optimizer, False)
+        super().__init__(optimizer)
         self._exact = exact
         self._by_row: list[Remainder | None] = []
-        self._split = tensor_lists.params([])  # the parameters that have a remainder
-        self._marks = Marks(tensor_lists.stamps(self._split))
+        self._marks = tensor_lists.marks([])  # of the parameters that have a remainder
         self._seen: tuple[nn.Parameter, ...] = ()  # the weights as of the last scan
         self._is_doubted = False
         self._incoming: dict[str, Any] = {}
@@ -118,12 +104,12 @@ class SplitRows(Rows):
         """The lower halves, as of the last scan: int16, each of its parameter's shape."""
         return [one.bits for one in self._by_row if one is not None]
 
-    def scan(self, exact: Mapping[int, Tensor] | None = None) -> None:
+    def scan(self) -> None:
         """Bring the rows in line with the groups as they are now: what is new has a remainder of 0.
 
         Raises AmpStateError, before anything is changed, for a parameter that cannot have one.
         """
-        super().scan(exact)
+        super().scan()
         weights = self._columns.weights
         if tensor_lists.same_objects(weights, self._seen):
             return
@@ -135,10 +121,9 @@ class SplitRows(Rows):
         for gone in known.values():
             discard_exact(gone)
         remainders = [one for one in self._by_row if one is not None]
-        self._split = tensor_lists.params([one.param for one in remainders])
-        self._marks = Marks(tensor_lists.joined(one.marked_as() for one in remainders))
+        self._marks = tensor_lists.marks([one.param for one in remainders])
         for place, one in enumerate(remainders):
-            one.share(self._marks, place)
+            one.enter(self._marks, place)
         self._seen = weights
 
     def _new(self, param: nn.Parameter) -> Remainder:
@@ -146,7 +131,7 @@ class SplitRows(Rows):
         keep_exact(remainder)
         return remainder
 
-    def _doubt(self, numel: int) -> None:
+    def doubt(self, numel: int) -> None:
         """A tensor was broadcast: all ranks go on from rounded parameters, if all of one may have been in it."""
         largest = max((one.bits.numel() for one in self._by_row if one is not None), default=0)
         self._is_doubted |= numel >= largest
@@ -156,7 +141,7 @@ class SplitRows(Rows):
         self.scan()
         is_first = self._is_fresh
         super().refresh(adopt_data_writes)
-        if self._is_doubted or not tensor_lists.have_stamps(self._split, self._marks.stamps):
+        if self._is_doubted or self._marks.have_moved():
             for one in self._by_row:
                 if one is not None and (self._is_doubted or not one.in_sync()):
                     one.take(None)
@@ -166,12 +151,11 @@ class SplitRows(Rows):
     def mark_in_sync(self) -> None:
         """Declare that remainders belong to what parameters are."""
         super().mark_in_sync()
-        self._marks.stamps = tensor_lists.stamps(self._split)
+        self._marks.mark()
 
-    def step_rows(self) -> StepRows:
+    def step_input(self) -> StepInput:
         """What the next step has to do: parameters, and remainders beside them."""
-        rows = super().step_rows()
-        return rows._replace(copies=[None if one is None else one.bits for one in self._by_row])
+        return super().step_input()._replace(copies=[None if one is None else one.bits for one in self._by_row])
 
     def release(self) -> None:
         """Give the parameters their masters' float32 values."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from amp_engine.ground import devices
 from amp_engine.ground.devices import moved
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
-from amp_engine.optimizers.fused_step import FusedStep, Plan, release_fused_step
+from amp_engine.optimizers.fused_step import FusedStep, StepInput, release_fused_step
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.scaling.snapshot import ScaleSnapshot
@@ -29,20 +30,24 @@ from amp_engine.stepping.pending import Pending, Skip
 from amp_engine.stepping.ranks import Ranks
 from amp_engine.stepping.reduction import agree
 from amp_engine.stepping.rows import Rows
-from amp_engine.stepping.slots import Slot, clip_factor
+from amp_engine.stepping.slots import clip_factor
 from amp_engine.stepping.window import Window
 
-_HELD = int(Slot.HELD)  # which compares in a third of the time
 
+class Casts(Protocol):
+    """The function casts of an engine, which make copies of FP32 parameters in low precision."""
 
-class WeightCopies(Protocol):
-    """Low-precision copies of FP32 parameters, for the functions that are cast."""
+    def off(self) -> AbstractContextManager[None] | None:
+        """A context without them in this thread; None where there are none."""
 
-    def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """What a step is to write beside the weights."""
+    def after_backward(self) -> None:
+        """Keep no copy: a backward is over, and anybody may have written any weight."""
+
+    def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
+        """The copies that a step is to write beside the weights; None where there are no casts."""
 
     def written(self, weights: Sequence[Tensor]) -> None:
-        """A step wrote these weights and copies, and no other weight."""
+        """Keep the copies: a step wrote these weights and their copies, and no other weight."""
 
 
 class Hook(Protocol):
@@ -50,20 +55,6 @@ class Hook(Protocol):
 
     def remove(self) -> None:
         """Have torch call it no more."""
-
-
-class Planned(NamedTuple):
-    """A step that the kernels can do.
-
-    Attributes:
-        fused: does it.
-        plan: of the tensors, until something is written.
-        scaled: n, one for each row; which gradients are still scaled.
-    """
-
-    fused: FusedStep
-    plan: Plan
-    scaled: list[bool]
 
 
 class SteppedOptimizer:
@@ -375,15 +366,13 @@ class SteppedOptimizer:
         if not self.backward_seen:
             strays.refuse_foreign_scaler(self.optimizer, self.rows)
 
-    def step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedStep | None, weight_copies: WeightCopies | None
-    ) -> None:
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedStep | None, casts: Casts) -> None:
         """Skip, or step: fused, or as the class does it on FP32 gradients. Gradients are unscaled by now.
 
         Args:
             args, kwargs: what the optimizer's `step` was called with, the optimizer first.
             fused: what can step its class, or None.
-            weight_copies: of FP32 parameters, for a fused step to write.
+            casts: their copies of FP32 parameters are for a fused step to write.
 
         Waits for the device if the host has to decide and does not know yet.
         """
@@ -394,11 +383,11 @@ class SteppedOptimizer:
         self._written_parameters.warn(self.optimizer, rows)
         # Planned once, before the decision: a group that came between two plans could be stepped on inf.
         planned = None if fused is None else self._plan(fused)
-        if planned is None or not planned.plan.is_current:  # somebody may have called model.half()
+        if planned is None or not planned.is_current:  # somebody may have called model.half()
             rows.look_at_types()
             rows.judge_half()
         if planned is None and self.needs_kernels:
-            strays.refuse_own_step(self.optimizer, fused, rows.step_rows())
+            strays.refuse_own_step(self.optimizer, fused, rows.step_input())
         self._refuse_half_a_capture()
         if planned is None or self._is_wrapped:
             self._refuse_capture()
@@ -414,9 +403,8 @@ class SteppedOptimizer:
                 return
             if not backward_seen:
                 strays.warn_of_unseen_gradients(self.optimizer, rows)
-            if planned is not None:
-                has_copies = rows.writes_parameters or rows.columns.has_shards
-                self._step_fused(planned, decision.flags, None if has_copies else weight_copies)
+            if fused is not None and planned is not None:
+                self._step_fused(fused, planned, decision.flags, casts)
             else:
                 self._step_unfused(args, kwargs)
             devices.wait_for_readers(streams)
@@ -463,46 +451,32 @@ class SteppedOptimizer:
             self.rows.discard_master_gradients()
         self._left_gradients = False
 
-    def _plan(self, fused: FusedStep) -> Planned | None:
+    def _plan(self, fused: FusedStep) -> StepInput | None:
         """What the kernels are to do, or None if the class's own step has to."""
-        weights, gradients, slots, copies = self.rows.step_rows()
-        if self.rows.columns.has_shards:
-            plan = shards.plan(fused, weights, gradients)
-            return None if plan is None else Planned(fused, plan, [False] * len(slots))
-        known = Slot.FOREIGN not in slots
-        # Those of a list are looked at one by one.
-        plan = fused.plan(
-            weights,
-            gradients if known else list(gradients),
-            copies if self.rows.writes_parameters else None,
-            known,
-        )
-        held = slots.count(Slot.HELD)
-        scaled = [held > 0] * len(slots) if held in (0, len(slots)) else [slot == _HELD for slot in slots]
-        return None if plan is None else Planned(fused, plan, scaled)
+        step = self.rows.step_input()
+        return shards.plan(fused, step) if self.rows.columns.has_shards else fused.plan(step)
 
-    def _step_fused(self, planned: Planned, flags: Sequence[Tensor], weight_copies: WeightCopies | None) -> None:
+    def _step_fused(self, fused: FusedStep, step: StepInput, flags: Sequence[Tensor], casts: Casts) -> None:
         """Pass 2: unscale, clip, step and write the model's weights in one go; nothing if one of `flags` is != 0."""
         found_inf = None
         for flag in flags:
             found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
-        fused, plan, scaled = planned
-        slots = self.rows.slots
+        slots, has_copies = self.rows.slots, self.rows.writes_parameters or self.rows.columns.has_shards
+        copies = None if has_copies else casts.copies(step.weights)
         check = self.rows.whole_check() if fused.rule.reads_sums else None
         fused.step(
-            plan,
-            None if weight_copies is None else weight_copies.copies(plan.weights),
-            scaled,
+            step,
+            copies,
             inv_scale=slots.inv_scale,
             found_inf=found_inf,
             norm=slots.norm if slots.count > 0 else None,
             max_norm=slots.max_norm,
             checks=check.checked.checks if check is not None and check.unscaled is None else None,
         )
-        if weight_copies is not None:
-            weight_copies.written(plan.weights)
+        if copies is not None:
+            casts.written(step.weights)
         if self.rows.columns.has_shards:
-            shards.mark_written(plan.params)
+            shards.mark_written(step.params)
         self.rows.mark_in_sync()
 
     def _step_unfused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

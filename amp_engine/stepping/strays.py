@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from amp_engine.errors import AmpGradientWarning, AmpStateError
 from amp_engine.kernels import tensor_lists
-from amp_engine.optimizers.fused_step import FusedStep, Plan
+from amp_engine.optimizers.fused_step import FusedStep, StepInput
 from amp_engine.stepping.master_parameter import copied_masters, is_copied_master
-from amp_engine.stepping.rows import GradientMarks, Rows, StepRows
+from amp_engine.stepping.rows import Rows
 
 
 class WrittenGradients:
@@ -22,7 +22,7 @@ class WrittenGradients:
     """
 
     def __init__(self) -> None:
-        self._marks: GradientMarks | None = None
+        self._marks: tensor_lists.GradientMarks | None = None
         self._looks = 64
 
     def note(self, rows: Rows) -> None:
@@ -191,12 +191,11 @@ def refuse_foreign_scaler(optimizer: Optimizer, rows: Rows) -> None:
         )
 
 
-def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, rows: StepRows) -> NoReturn:
+def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, step: StepInput) -> NoReturn:
     """Raise AmpStateError where the class's own step would be needed, which knows no remainders and narrow moments."""
     reason = "step() has arguments, or torch.amp.GradScaler drives it"
     if fused is not None:
-        plan = Plan(rows.weights, rows.weights, list(rows.gradients), rows.copies, False)
-        reason = fused.obstacle(plan) or "a gradient is sparse, or a setting is none that the kernels know"
+        reason = fused.obstacle(step) or "a gradient is sparse, or a setting is none that the kernels know"
     raise AmpStateError(
         f"{type(optimizer).__name__} cannot be stepped by the kernels: {reason}.  Its own step() knows neither split "
         "masters nor bfloat16 moments.  Leave out master_weights='split' and moment_dtype, or what is in the way."

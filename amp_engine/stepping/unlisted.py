@@ -48,7 +48,7 @@ class _Others:
         self.low, self.low_handle = low, tensor_lists.params(low)
         self.plain_handle = tensor_lists.params(plain)
         self.nobody = _Nobody(plain)
-        self.rows = Rows(self.nobody, False)  # type: ignore[arg-type]
+        self.rows = Rows(self.nobody)  # type: ignore[arg-type]
 
 
 class Unlisted:

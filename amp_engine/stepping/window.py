@@ -73,14 +73,15 @@ class Window:
         self._sentinel: Seen | None = None
         # Since re-entered: what a backward would add to.
         self._reentered: list[Seen] = []
-        # In a body, until a backward of its loss begins: the gradients of the model's parameters as they were at the
-        # entry. They stay where they are until then, for `zero_grad()` to reach.
-        self._waiting: tensor_lists.GradientStamps | None = None
+        # In a body, until a backward of its loss begins, with the gradients of the model's parameters as they were at
+        # the entry. They stay where they are until then, for `zero_grad()` to reach.
+        self._waits = False
+        self._at_entry: tensor_lists.GradientMarks | None = None
         self._is_reentered = False  # whether this body goes on with what an earlier one left open
         # In a body, for a `zero_grad()` after a backward: a gradient of the smallest master, perhaps of ours, and
         # those of the model's parameters as the backward left them, where it is to be added to earlier ones.
         self._mark: Seen | None = None
-        self._ended: tensor_lists.GradientStamps | None = None
+        self._ended: tensor_lists.GradientMarks | None = None
         self._smallest: tuple[Columns, nn.Parameter, Tensor] | None = None  # with our gradient
 
     @property
@@ -127,7 +128,7 @@ class Window:
         Returns:
             Whether what arrives will be added to something, so that `end` is to be called.
         """
-        if self._waiting is None:
+        if not self._waits:
             self._rows.left.hear()
             self._heed_zero_grad()
         else:
@@ -139,36 +140,45 @@ class Window:
 
     def end(self) -> None:
         """That backward has ended: from now on `zero_grad` is meant for earlier ones, too."""
-        if self.is_in_body and self._waiting is None:
-            self._ended = tensor_lists.gradient_stamps(self._rows.columns.param_handle)
+        if self.is_in_body and not self._waits:
+            self._ended = tensor_lists.gradient_marks(self._rows.columns.param_handle)
 
     def _set_out(self) -> None:
-        before, self._waiting = self._waiting, None
+        at_entry = self._end_wait()
         if self._rows.left.hear():
-            before = b""  # a step discarded all that masters had
+            at_entry = None  # a step discarded all that masters had
         if self._is_reentered:
             self._take_back()
             self._reentered = [seen(p) for p in self._written_params()]
             return
-        columns = self._rows.columns
-        if before and self._rows.masters and not tensor_lists.have_gradient_stamps(columns.param_handle, before):
-            self._heed_zeros(tensor_lists.moved_since(columns.params, before))
+        if self._rows.masters:
+            self._heed_zeros(self._moved(at_entry))
         self._set_aside()
+
+    def _end_wait(self) -> tensor_lists.GradientMarks | None:
+        at_entry, self._waits, self._at_entry = self._at_entry, False, None
+        return at_entry
+
+    def _moved(self, marks: tensor_lists.GradientMarks | None) -> list[tuple[int, bool]]:
+        """The rows whose gradients moved since, and whether there was one; none where other rows were marked."""
+        if marks is None or marks.params is not self._rows.columns.param_handle or not marks.have_moved():
+            return []
+        return marks.moved()
 
     def has_arrived(self) -> bool:
         """Whether a backward has added to gradients since `begin`. In a body only."""
         if self._is_reentered:
             return not all(one.is_untouched() for one in self._reentered)
-        return self._waiting is None and tensor_lists.any_gradient(self._rows.columns.param_handle)
+        return not self._waits and tensor_lists.any_gradient(self._rows.columns.param_handle)
 
     def has_arrived_unseen(self) -> bool:
         """True if gradients came or were written in a body in which no backward of its loss began. Waits for them."""
         if self._is_reentered:
             return False  # what is there is of an earlier body, too
         columns = self._rows.columns
-        if self._waiting is None:
+        if not self._waits:
             return tensor_lists.any_gradient(columns.param_handle)
-        moved = tensor_lists.moved_since(columns.params, self._waiting) if self._waiting else []
+        moved = self._moved(self._at_entry)
         zeroed = set(self._zeroed(moved))
         return any(row not in zeroed and columns.params[row].grad is not None for row, _ in moved)
 
@@ -189,18 +199,18 @@ class Window:
         is_reentered = self.is_left_open
         self._become(state)
         self._is_reentered = is_reentered
-        self._waiting = b""
+        self._waits, self._at_entry = True, None
         if not is_reentered:
             self._backward, self._is_claimed = backward, False
             self._looks_at_earlier = looks_at_earlier
             self._rows.materialize()  # this backward is to be added to
             columns = self._rows.columns
             if not (columns.asks or tensor_lists.any_gradient(columns.param_handle)):
-                self._waiting = None  # for there is nothing to set aside
+                self._waits = False  # for there is nothing to set aside
             elif waits and not columns.asks:
-                self._waiting = tensor_lists.gradient_stamps(columns.param_handle)
+                self._at_entry = tensor_lists.gradient_marks(columns.param_handle)
                 return
-        if not waits and self._waiting is not None:
+        if not waits and self._waits:
             self._set_out()
 
     def _set_aside(self) -> None:
@@ -246,9 +256,7 @@ class Window:
         if ended is None:
             return
         columns = self._rows.columns
-        if tensor_lists.have_gradient_stamps(columns.param_handle, ended):
-            return
-        zeroed = self._zeroed(tensor_lists.moved_since(columns.params, ended))
+        zeroed = self._zeroed(self._moved(ended))
         # Masters that the optimizer's zero_grad() has reached are 0 or None by themselves.
         zeroed = [row for row in zeroed if columns.masters[row] is None or not is_of_masters]
         for row in zeroed:
@@ -277,7 +285,7 @@ class Window:
 
     def _stop_waiting(self) -> None:
         """The body ends, and no backward of its loss was seen: what is there by now and was not before has arrived."""
-        if self._waiting is None:
+        if not self._waits:
             self._heed_zero_grad()
             return
         if self._is_reentered:
@@ -285,8 +293,7 @@ class Window:
             return
         params = self._rows.columns.params
         has_stepped = self._rows.left.hear()
-        moved = tensor_lists.moved_since(params, self._waiting)
-        self._waiting = None
+        moved = self._moved(self._end_wait())
         if not has_stepped:
             self._heed_zeros(moved)
         arrived = [(params[row], params[row].grad) for row, _ in moved]
@@ -376,7 +383,7 @@ class Window:
         in_place = None
         if arrived:
             unmastered = tensor_lists.either(columns.plain_mask, grads)
-            in_place = Unscaled(columns.plain_handle, unmastered, tensor_lists.gradient_stamps(columns.plain_handle))
+            in_place = Unscaled(columns.plain_handle, unmastered, tensor_lists.gradient_marks(columns.plain_handle))
         is_whole = first and len(looks) == 1 and not others and not done
         whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
         self._rows.slots = self._held(columns, grads, accesses, devices, totals, backward, whole)
@@ -504,11 +511,11 @@ class Window:
         an open window cannot be told apart again; then they are discarded. What somebody edited or zeroed in a body
         that ran no backward stays so.
         """
-        if self._is_reentered and self._waiting is not None:
-            self._waiting = None
+        if self._is_reentered and self._waits:
+            self._end_wait()
             self._become(State.LEFT_OPEN)
-        elif self._waiting is not None and (moved := self._edited()) is not None:
-            self._waiting = None
+        elif self._waits and (moved := self._edited()) is not None:
+            self._end_wait()
             has_stepped = self._rows.left.hear()
             if not has_stepped:
                 self._heed_zeros(moved)
@@ -523,9 +530,7 @@ class Window:
 
     def _edited(self) -> list[tuple[int, bool]] | None:
         """The rows that moved since the entry, without a backward; None if gradients came where none was."""
-        assert self._waiting is not None
-        params = self._rows.columns.params
-        moved = tensor_lists.moved_since(params, self._waiting) if self._waiting else []
+        moved = self._moved(self._at_entry)
         return None if any(not was_there for _, was_there in moved) else moved
 
     def close_as_is(self) -> None:

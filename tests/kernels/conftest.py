@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from amp_engine import kernels
 from amp_engine.kernels import _native, choice, reference_tensor_lists, tensor_lists
 from amp_engine.kernels.backend import TensorLists
 
@@ -18,7 +17,6 @@ TENSOR_LISTS = [name for name in vars(TensorLists) if not name.startswith("_")]
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "reference":
         monkeypatch.setattr(choice, "_NATIVE", {})
-        monkeypatch.setattr(kernels, "stamps", reference_tensor_lists.stamps)
         for name in TENSOR_LISTS:
             monkeypatch.setattr(tensor_lists, name, getattr(reference_tensor_lists, name))
     elif _native.module is None:

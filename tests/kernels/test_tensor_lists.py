@@ -83,13 +83,15 @@ def test_lists_of_any_length_are_walked_to_their_end(
     )
     assert [copies[i] is not None for i in range(n)] == [how == tensor_lists.OWN for how in found.accesses]
 
-    before, gradients_before = tensor_lists.stamps(listed_params), tensor_lists.gradient_stamps(listed_params)
+    marks, gradient_marks = tensor_lists.marks(params), tensor_lists.gradient_marks(tensor_lists.params(params))
+    assert not marks.have_moved()
+    assert not gradient_marks.have_moved()
     for p in params[-1:]:
         torch.autograd.graph.increment_version(p)
         p.grad = torch.ones_like(p)
-    moved = [tensor_lists.stamps_of(before, i) != tensor_lists.stamps([p]) for i, p in enumerate(params)]
-    assert moved == [i == n - 1 for i in range(n)]
-    assert (tensor_lists.gradient_stamps(listed_params) != gradients_before) == (n > 0)
+    assert marks.have_moved() == gradient_marks.have_moved() == (n > 0)
+    assert [marks.has_moved(i) for i in range(n)] == [i == n - 1 for i in range(n)]
+    assert [place for place, _ in gradient_marks.moved()] == [*range(n)][-1:]
 
     assert tensor_lists.any_gradient(listed_params) == (n > 0)
     tensor_lists.discard_gradients(listed_params)
@@ -148,35 +150,31 @@ def test_in_python_a_gpu_is_copied_on_write_on_its_default_stream_only(
     assert copies == [{"default": "lazy clone", "side": "clone"}[current]]
 
 
-def test_gradient_stamps_tell_what_was_replaced_or_written() -> None:
-    params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
-    params[0].grad, params[1].grad = torch.ones(4), torch.ones(4)
+def test_marks_of_gradients_tell_what_came_went_was_replaced_or_written() -> None:
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(4)]
+    params[0].grad, params[1].grad, params[3].grad = torch.ones(4), torch.ones(4), torch.ones(4)
     handle = tensor_lists.params(params)
     alive = tensor_lists.gradients(handle)
-    before = tensor_lists.gradient_stamps(handle)
-    assert tensor_lists.gradient_stamps(handle) == before
+    marks = tensor_lists.gradient_marks(handle)
+    assert marks.params is handle
+    assert marks.moved() == []
     params[0].grad.mul_(2)
-    written = tensor_lists.gradient_stamps(handle)
+    assert marks.moved() == [(0, True)]
     params[1].grad = torch.ones(4)
-    replaced = tensor_lists.gradient_stamps(handle)
     params[2].grad = torch.ones(4)
-    added = tensor_lists.gradient_stamps(handle)
-    params[0].grad = params[1].grad = params[2].grad = None
-    dropped = tensor_lists.gradient_stamps(handle)
-    assert all(
-        a != b
-        for i, a in enumerate((before, written, replaced, added, dropped))
-        for b in (before, written, replaced, added, dropped)[:i]
-    )
-    assert len(alive.tensors) == 3
+    params[3].grad = None
+    assert marks.moved() == [(0, True), (1, True), (2, False), (3, True)]
+    assert marks.have_moved()
+    params[1].grad, params[2].grad, params[3].grad = alive.tensors[1], None, alive.tensors[3]
+    assert marks.moved() == [(0, True)]
 
 
-def test_gradients_without_a_version_have_stamps() -> None:
+def test_gradients_without_a_version_are_marked() -> None:
     param = nn.Parameter(torch.zeros(4))
     with torch.inference_mode():
         grad = torch.ones(4)
     param.grad = grad
-    assert tensor_lists.gradient_stamps([param]) == tensor_lists.gradient_stamps([param])
+    assert not tensor_lists.gradient_marks(tensor_lists.params([param])).have_moved()
 
 
 def test_either_chooses_by_the_mask() -> None:
@@ -189,15 +187,44 @@ def test_either_chooses_by_the_mask() -> None:
         tensor_lists.either(bytes(2), a)
 
 
-def test_stamps_of_one_are_replaced_in_place():
+def test_tensors_are_marked_one_by_one_or_together() -> None:
     params = [torch.ones(2), torch.ones(3), torch.ones(4)]
-    stamps = tensor_lists.stamps(params)
-    params[1].mul_(2)
-    assert not tensor_lists.have_stamps(params, stamps)
-    replaced = tensor_lists.put_stamps(stamps, 1, tensor_lists.stamps([params[1]]))
-    assert tensor_lists.have_stamps(params, replaced)
-    assert replaced == tensor_lists.stamps(params)
-    params[2].mul_(2)
-    assert tensor_lists.put_stamps(replaced, 2, tensor_lists.stamps([params[2]])) is replaced
-    assert tensor_lists.have_stamps(params, replaced)
-    assert tensor_lists.joined(tensor_lists.stamps_of(replaced, i) for i in range(3)) == tensor_lists.stamps(params)
+    marks = tensor_lists.marks(params)
+    for p in params[1:]:
+        p.mul_(2)
+    assert [marks.has_moved(i) for i in range(3)] == [False, True, True]
+    marks.mark_at(1)
+    assert marks.have_moved()
+    assert [marks.has_moved(i) for i in range(3)] == [False, False, True]
+    marks.mark()
+    assert not marks.have_moved()
+
+
+def test_marks_of_other_places_are_taken() -> None:
+    a, b = torch.ones(2), torch.ones(3)
+    earlier = tensor_lists.marks([a, b])
+    b.mul_(2)
+    marks = tensor_lists.marks([b, a])
+    assert not marks.have_moved()
+    marks.take(0, earlier, 1)
+    marks.take(1, earlier, 0)
+    assert [marks.has_moved(i) for i in range(2)] == [True, False]
+
+
+def test_other_memory_is_told_from_other_values() -> None:
+    params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    marks = tensor_lists.marks(params)
+    params[0].data = torch.ones(4)
+    params[1].data = torch.ones(4)
+    torch.autograd.graph.increment_version(params[1])
+    torch.autograd.graph.increment_version(params[2])
+    assert [marks.has_moved(i) for i in range(3)] == [True] * 3
+    assert [marks.has_other_memory(i) for i in range(3)] == [True, False, False]
+
+
+def test_memory_that_was_marked_gives_its_address_to_no_other() -> None:
+    param = nn.Parameter(torch.ones(1000))
+    marks = tensor_lists.marks([param])
+    for _ in range(10):
+        param.data = torch.ones(1000)
+        assert marks.has_moved(0)

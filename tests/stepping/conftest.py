@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
-from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.rows import MasterRows, Rows
 from amp_engine.stepping.window import Window
 
 
@@ -21,7 +21,7 @@ class Room:
     def __init__(self, *params: nn.Parameter, makes_masters: bool = True) -> None:
         self.params = params
         self.optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=1.0)
-        self.rows = Rows(self.optimizer, makes_masters)
+        self.rows = MasterRows(self.optimizer) if makes_masters else Rows(self.optimizer)
         self.window = Window(self.rows)
         self.scaler = LossScaler(8.0)
 

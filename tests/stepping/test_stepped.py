@@ -13,7 +13,7 @@ from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.pending import Pending
-from amp_engine.stepping.rows import Rows
+from amp_engine.stepping.rows import MasterRows
 from amp_engine.stepping.stepped import SteppedOptimizer
 
 
@@ -26,7 +26,7 @@ class Stepping:
         self.scaler = LossScaler(8.0)
         self.skips: list[int] = []
         pending = Pending(lambda skips, backwards: self.skips.append(skips), lambda backward: None)
-        rows = Rows(self.optimizer, makes_masters=True)
+        rows = MasterRows(self.optimizer)
         self.stepped = SteppedOptimizer(self.optimizer, rows, Scaling([self.scaler], True), pending)
 
     def backward(self, grad: float) -> None:

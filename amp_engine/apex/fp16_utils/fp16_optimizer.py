@@ -90,7 +90,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         self._is_static_reported = False
         self._adopt_params()
         # What tells that half weights were changed by somebody else.
-        self._stamps = kernels.stamps(self._half_params())
+        self._stamps = list(map(kernels.stamp, self._half_params()))
         self._reporter.say(
             "Warning:  FP16_Optimizer is deprecated and dangerous, and will be deleted soon.  So it was in apex; here "
             "it stays.  New code is simpler with amp.initialize and amp.scale_loss.",
@@ -326,10 +326,11 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
     def _adopt_values(self) -> None:
         """Where a half weight is no longer its master, rounded, make it the master."""
         params = self._half_params()
-        if kernels.stamps(params) != self._stamps:
+        stamps = list(map(kernels.stamp, params))
+        if stamps != self._stamps:
             for param, master in self._pairs():
                 master.copy_(followed(master, param))
-            self._stamps = kernels.stamps(params)
+            self._stamps = stamps
 
     def _half_params(self) -> list[nn.Parameter]:
         return list(chain.from_iterable(self.fp16_groups))
@@ -409,7 +410,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         pairs = list(self._pairs())
         if pairs:
             torch._foreach_copy_([param for param, _ in pairs], [master for _, master in pairs])
-        self._stamps = kernels.stamps([param for param, _ in pairs])
+        self._stamps = [kernels.stamp(param) for param, _ in pairs]
 
 
 def _scale_of(saved: Any) -> tuple[float, int]:

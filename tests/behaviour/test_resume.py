@@ -244,20 +244,3 @@ def test_a_nan_in_a_checkpoint_leaves_the_other_elements_of_its_master_exact(lev
     model.load_state_dict(saved)
     for value, master in zip(saved.values(), amp.master_params(optimizer), strict=True):
         assert torch.equal(value.view(torch.int32), master.detach().view(torch.int32))
-
-
-def test_loading_writes_down_each_parameter_by_itself():
-    """A copy of all that is known of masters for each of them would take time by the square of their number."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    rows = amp._amp_state.engine._initialized.get(optimizer).rows
-    model.load_state_dict(model.state_dict())
-    known = rows._shared.params
-    model.load_state_dict(model.state_dict())
-    assert rows._shared.params is known
-    with torch.no_grad():
-        model[1].weight.add_(1)
-    rows.follow()
-    assert rows._shared.params is known
-    assert torch.equal(rows.masters[2].weight.half(), model[1].weight)

@@ -35,7 +35,7 @@ from amp_engine.scaling.by_hand import Gradients
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.clipping import clip_grad_norm_
-from amp_engine.stepping.scaled_backwards import Disabled, ScaledBackwards
+from amp_engine.stepping.scaled_backwards import Disabled
 from amp_engine.stepping.stepped import SteppedOptimizer
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class Engine(Saving, Explaining):
         self.allow_incoming_model_not_fp32 = False  # whether `initialize` takes half weights without masters everywhere
         self.function_casts = EngineCasts(self.reporter.say)
         self._scaling = Scaling()
-        self.backwards = ScaledBackwards(self._scaling, self.function_casts)
-        self._initialized = Initialized(self.backwards, self._scaling, self.function_casts, self.reporter)
+        self._initialized = Initialized(self._scaling, self.function_casts, self.reporter)
+        self.backwards = self._initialized.backwards
 
     @property
     def scalers(self) -> list[LossScaler]:

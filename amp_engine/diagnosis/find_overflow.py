@@ -167,7 +167,7 @@ class _Recording(DispatchMode):
         if self.names.innermost is None:
             self._watch_backward(tensors)
 
-    def before_backward(self, loss: Tensor, scale: Tensor | float) -> None:
+    def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
         """A loss is about to be scaled."""
         self.loss, self.scale = loss.detach(), float(scale)
         self.was_backward = True
@@ -258,9 +258,8 @@ def find_overflow(
     bad = [(values, place) for p, place in parameters for values in _floats([p]) if not bool(values.isfinite().all())]
     recording = _Recording(places)
     with ExitStack() as stack:
-        stack.enter_context(
-            rehearsal("find_overflow", step_fn, models, backwards, scalers, recording.before_backward, loss_scale)
-        )
+        events = stack.enter_context(rehearsal("find_overflow", step_fn, models, backwards, scalers, loss_scale))
+        events.entered.subscribe(recording.before_backward)
         stack.callback(recording.remove_hooks)
         stack.enter_context(recording.names.following(models, recording.given, recording.gave))
         stack.enter_context(recording)

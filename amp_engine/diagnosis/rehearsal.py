@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from amp_engine.diagnosis.put_back import put_back
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.scaling.scaler import LossScaler
+from amp_engine.stepping.events import Events
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 
 
@@ -44,12 +45,11 @@ def rehearsal(
     models: Sequence[nn.Module],
     backwards: ScaledBackwards,
     scalers: Sequence[LossScaler],
-    before_backward: Callable[[Tensor, Tensor | float], None],
     loss_scale: float | None = None,
-) -> Iterator[None]:
+) -> Iterator[Events]:
     """What is run inside takes no step and leaves no trace: what `put_back` says, and loss scales.
 
-    What torch.compile compiled is run without it.
+    What torch.compile compiled is run without it. Gives the Events of this batch, which no other observer hears of.
 
     Args:
         call: the name of the public function, for errors.
@@ -57,7 +57,6 @@ def rehearsal(
         models: that are run.
         backwards: of the engine.
         scalers: all of its scalers.
-        before_backward: told each loss and its scale at the entry of its `scale_loss`.
         loss_scale: what dynamic scalers are set to meanwhile, within their bounds; None leaves them.
 
     Raises AmpStateError, with nothing changed, inside of a `scale_loss` and while gradients wait for a step. Waits for
@@ -76,12 +75,12 @@ def rehearsal(
         put_back(models, optimizers, [step_fn], params),
         _undone(backwards, scalers),
         torch.compiler.set_stance("force_eager"),
+        backwards.rehearsal() as events,
     ):
         for scaler in scalers:
             if loss_scale is not None and scaler.dynamic:
                 scaler.scale.fill_(scaler.bounded(loss_scale))
-        backwards.evidence.before_backward = before_backward
-        yield
+        yield events
 
 
 @contextmanager
@@ -99,17 +98,13 @@ def _left_gradients_kept(backwards: ScaledBackwards) -> Iterator[None]:
 
 @contextmanager
 def _undone(backwards: ScaledBackwards, scalers: Sequence[LossScaler]) -> Iterator[None]:
-    """Afterwards loss scales, and who looks at backwards, are as they were, and no backward waits for a step."""
+    """Afterwards loss scales are as they were, and no backward waits for a step."""
     for scaler in scalers:
         scaler.settle()
     scales = [(s, s.scale.clone(), s.unskipped.clone(), s.found_inf.clone(), s.memory()) for s in scalers]
-    watched, timed = backwards.on_close, backwards.around  # not of this batch
     try:
-        backwards.on_close = backwards.around = None
         yield
     finally:
-        backwards.on_close, backwards.around = watched, timed
-        backwards.evidence.before_backward = None
         for one in backwards.all:
             one.forget_backwards()
         for scaler, scale, unskipped, found_inf, memory in scales:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from amp_engine.casting import EngineCasts
 from amp_engine.diagnosis.overflow_watch import OverflowWatch
 from amp_engine.diagnosis.post_mortem import Place
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
@@ -26,21 +27,21 @@ from amp_engine.initialization.cast_model import CastModel, remember
 from amp_engine.initialization.collectives import Watch, watch
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.request import Request
-from amp_engine.initialization.sharded_since import refuse_replaced
+from amp_engine.initialization.sharded_since import refusal_of_replaced
 from amp_engine.levels.fsdp import is_cast_by_fsdp2
 from amp_engine.levels.report import Reporter
 from amp_engine.optimizers import LARC, inner_of
-from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.events import Events
 from amp_engine.stepping.exact import exact_value
-from amp_engine.stepping.hook import StepHook, remove_unused
+from amp_engine.stepping.hook import StepHook, remove_hooks, remove_unused
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
 from amp_engine.stepping.rows import MasterRows, Rows
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 from amp_engine.stepping.split_rows import SplitRows
-from amp_engine.stepping.stepped import Casts, SteppedOptimizer
+from amp_engine.stepping.stepped import SteppedOptimizer
 
 
 @contextmanager
@@ -59,20 +60,23 @@ class Initialized:
     """Cast models and stepped optimizers, held weakly: a model or optimizer that is discarded is gone.
 
     Args:
-        backwards: is told of each optimizer.
         scaling: what losses are scaled by.
         casts: that a step is not to meet.
         reporter: says what was skipped.
     """
 
-    def __init__(self, backwards: ScaledBackwards, scaling: Scaling, casts: Casts, reporter: Reporter) -> None:
+    def __init__(self, scaling: Scaling, casts: EngineCasts, reporter: Reporter) -> None:
         self._cast_models: list[CastModel] = []
         # Stepped after a cast, or by masters: what steps them when it is undone wants state of the parameters' type.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._backwards, self._scaling, self._casts = backwards, scaling, casts
+        self._scaling, self._casts = scaling, casts
+        self.backwards = ScaledBackwards(scaling, casts, lambda: self.models)
         self.overflows = OverflowWatch(reporter, self.parameter_places, self._stepped_params, scaling)
-        backwards.models = lambda: self.models
-        backwards.evidence.on_unchecked_loss = self.overflows.unchecked_loss
+        events = self.backwards.events
+        events.skipped.subscribe(self.overflows.skipped)
+        events.reported.subscribe(self.overflows.stepped_on)
+        events.unchecked.subscribe(self.overflows.unchecked_loss)
+        events.masters_written.subscribe(self._follow_masters)
         self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
         self._wrappers = weakref.WeakKeyDictionary()
         # Modules that a policy file had kept in FP32, until `release`.
@@ -82,12 +86,12 @@ class Initialized:
     @property
     def optimizers(self) -> list[Optimizer]:
         """Every initialized optimizer."""
-        return self._backwards.optimizers
+        return self.backwards.optimizers
 
     @property
     def stepped(self) -> list[SteppedOptimizer]:
         """What stands for the optimizers."""
-        return self._backwards.all
+        return self.backwards.all
 
     @property
     def models(self) -> list[nn.Module]:
@@ -100,7 +104,7 @@ class Initialized:
 
     def get(self, optimizer: Optimizer) -> SteppedOptimizer | None:
         """What stands for `optimizer` here, or None."""
-        return self._backwards.get(optimizer)
+        return self.backwards.get(optimizer)
 
     @_without_collections()
     def add(self, request: Request, adopt_data_writes: bool) -> None:
@@ -160,11 +164,8 @@ class Initialized:
         for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
             with suppress(ValueError):  # as another thread did so
                 self._cast_models.remove(gone)
-        for optimizer in optimizers:
-            if (stepped := self.get(optimizer)) is not None:
-                refuse_replaced(models, stepped, self._scaling)
         self._collectives = self._collectives or watch()
-        self._backwards.unlisted.begin()
+        self.backwards.unlisted.begin()
         self._follow_masters()
         for wrapper, optimizer in request.wrappers.items():
             self.look_after_wrapper(wrapper, optimizer)
@@ -201,20 +202,20 @@ class Initialized:
         self,
         optimizer: Optimizer,
         rows: Rows,
-        on_skip: Callable[[int, Sequence[Backward]], None] | None = None,
+        events: Events,
         ranks: Ranks | None = None,
+        check: Callable[[SteppedOptimizer], None] | None = None,
     ) -> SteppedOptimizer:
         """Add an optimizer with what it steps, until `release`.
 
         Args:
-            on_skip: told of each step that was skipped; without it messages say so.
+            events: of its steps.
             ranks: who decides on a skip together; None: those of a DistributedDataParallel.
+            check: given it before its first `scale_loss` or step; raises AmpStateError.
         """
-        pending = Pending(on_skip or self.overflows.skipped, self.overflows.stepped_on)
-        stepped = SteppedOptimizer(optimizer, rows, self._scaling, pending, ranks)
-        stepped.follow_masters = self._follow_masters
-        StepHook(stepped, self._backwards, self._scaling, self._casts)  # which the optimizer holds
-        self._backwards.add(stepped)
+        stepped = SteppedOptimizer(optimizer, rows, self._scaling, Pending(events), events, ranks, check)
+        StepHook(stepped, self.backwards, self._scaling, self._casts)  # which the optimizer holds
+        self.backwards.add(stepped)
         apex_face.put_on(optimizer, stepped)
         return stepped
 
@@ -228,7 +229,10 @@ class Initialized:
         def on_skips(skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
             on_skip(all(backward.is_first for backward in backwards))
 
-        return self.look_after(optimizer, Rows(optimizer), on_skips)
+        events = Events()
+        events.skipped.subscribe(on_skips)
+        events.reported.subscribe(self.overflows.stepped_on)
+        return self.look_after(optimizer, Rows(optimizer), events)
 
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
         """Add a wrapper of an initialized optimizer, until `release`.
@@ -237,11 +241,11 @@ class Initialized:
         """
         if wrapper in self._wrappers:
             return
-        stepped = self._backwards.get(inner)
+        stepped = self.backwards.get(inner)
         assert stepped is not None, "it was asked for before"
         if isinstance(wrapper, LARC):
             self._wrappers[wrapper] = wrapper.register_step_pre_hook(
-                lambda _: self._backwards.close_windows_into(stepped)
+                lambda _: self.backwards.close_windows_into(stepped)
             )
         else:
             if stepped.rows.splits:
@@ -262,7 +266,7 @@ class Initialized:
             apex_face.take_off(wrapper)
         self._wrappers.clear()
         self._collectives = None
-        self._backwards.unlisted.end()
+        self.backwards.unlisted.end()
         optimizers = self.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
         # FP32 in between, also if they are half again by then.
@@ -329,12 +333,10 @@ class Initialized:
                     _match_state_to_parameters(optimizer)
             in_flat_shards = any(fsdp1_in(model) or fsdp1_around(model) for model in request.models)
             ranks = Ranks(rows, request.process_group, is_in_zero(optimizer), in_flat_shards)
-            stepped = self.look_after(optimizer, rows, ranks=ranks)
+            check = refusal_of_replaced(request.models, self._scaling)
+            stepped = self.look_after(optimizer, rows, self.backwards.events, ranks, check)
             if is_split or request.moment_dtype is not torch.float32:
-                fused = fused_step_of(optimizer)
-                assert fused is not None, "checked with the request"
-                fused.require(request.moment_dtype)
-                stepped.needs_kernels = True
+                stepped.require_kernels(request.moment_dtype)
         except BaseException:
             rows.release()
             raise
@@ -346,8 +348,9 @@ class Initialized:
                 cast_model.follow_masters()
 
     def _let_go(self, optimizer: Optimizer) -> None:
-        stepped = self._backwards.pop(optimizer)
+        stepped = self.backwards.pop(optimizer)
         if stepped is not None:
+            remove_hooks(optimizer)
             stepped.release()
             apex_face.take_off(optimizer)
 

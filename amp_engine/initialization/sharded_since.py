@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -13,25 +13,22 @@ from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.stepped import SteppedOptimizer
 
 
-def refuse_replaced(models: Sequence[nn.Module], stepped: SteppedOptimizer, scaling: Scaling) -> None:
-    """Have the first use of `stepped` raise AmpStateError if `models` were sharded after this call, and not before."""
-    if not any(is_any_sharded(model) for model in models):
-        stepped.before_first_use = _Replaced(models, stepped, scaling)
+def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callable[[SteppedOptimizer], None] | None:
+    """A check that raises AmpStateError if `models` were sharded after this call; None if they are already."""
+    return None if any(map(is_any_sharded, models)) else _Replaced(models, scaling)
 
 
 class _Replaced:
     """What models had for parameters."""
 
-    def __init__(self, models: Sequence[nn.Module], stepped: SteppedOptimizer, scaling: Scaling) -> None:
+    def __init__(self, models: Sequence[nn.Module], scaling: Scaling) -> None:
         # Not the parameters: torch swaps none that has a weak reference.
         self._models = [weakref.ref(model) for model in models]
         self._ids = [{id(param) for param in model.parameters()} for model in models]
-        self._stepped = weakref.ref(stepped)
         self._scaling = scaling
 
-    def __call__(self) -> None:
-        stepped = self._stepped()
-        if stepped is None or not has_ranks():
+    def __call__(self, stepped: SteppedOptimizer) -> None:
+        if not has_ranks():
             return
         params = stepped.rows.columns.params
         # Each rank decides on its own shards, unless it was said with whom.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from torch import Tensor
 
@@ -12,7 +11,8 @@ from amp_engine.ground.distributed import local_of
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward, is_number
-from amp_engine.stepping.forward_order import Order, Origin, forward_order, origin_of_nonfinite
+from amp_engine.stepping.events import Events
+from amp_engine.stepping.forward_order import Order, forward_order, origin_of_nonfinite
 
 
 class Evidence:
@@ -20,32 +20,26 @@ class Evidence:
 
     Args:
         scaling: whether a loss that is not finite is to be expected.
+        events: of its engine.
 
     Attributes:
-        on_unchecked_loss: told the number of the backward, the loss_id, the value and the origin of a loss that is not
-            finite and whose gradients are not checked; of the first of several in a row.
-        before_backward: told each loss and its scale, while a batch is rehearsed; or None. Nothing else is done then.
+        is_rehearsal: a batch is run to be looked at: no step is taken, and nothing is kept.
     """
 
-    def __init__(self, scaling: Scaling) -> None:
-        self.on_unchecked_loss: Callable[[int, int, float, Origin | None], None] | None = None
-        self.before_backward: Callable[[Tensor, Tensor | float], None] | None = None
+    def __init__(self, scaling: Scaling, events: Events) -> None:
+        self.is_rehearsal = False
         self._scaling = scaling
+        self._events = events
         self._count = 0
         # By loss_id. They hold no tensors: parameters are there by id.
         self._orders: dict[int, Order] = {}
         self._losses: dict[int, HostNumbers] = {}  # where gradients are not checked, on their way from a GPU
         self._told: set[int] = set()
 
-    @property
-    def is_rehearsal(self) -> bool:
-        """Whether a batch is run to be looked at: no step is taken."""
-        return self.before_backward is not None
-
     def enter(self, backward: Backward, loss: Tensor) -> None:
         """Before a backward that is checked: where its loss stopped to be finite, if the host may look."""
-        if self.before_backward is not None:
-            return self.before_backward(loss, backward.snapshot.scale)
+        if self.is_rehearsal:
+            return
         self._count = backward.number = self._count + 1
         backward.order = self._orders.get(backward.loss_id, backward.order)
         is_here = type(loss) is Tensor and loss.is_cpu and loss.numel() == 1  # without a call
@@ -56,24 +50,22 @@ class Evidence:
             if not math.isfinite(value):
                 backward.origin = origin_of_nonfinite(loss)
         self._scaling.expects_nonfinite = False
-        return None
 
     def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:
         """Before a backward whose gradients nobody checks: say of a loss that it is not finite."""
-        if self.before_backward is not None:
-            return self.before_backward(loss, 1.0)
+        if self.is_rehearsal:
+            return
         self._count += 1
         if type(loss) is Tensor and loss.numel() == 1 and (loss.is_cpu or self._may_read_unchecked(loss, loss_id)):
             value = loss.item()
             if not math.isfinite(value):
-                if loss_id not in self._told and self.on_unchecked_loss is not None:
-                    self.on_unchecked_loss(self._count, loss_id, value, origin_of_nonfinite(loss))
+                for tell in self._events.unchecked.observers if loss_id not in self._told else ():
+                    tell(self._count, loss_id, value, origin_of_nonfinite(loss))
                 self._told.add(loss_id)
-                return None
+                return
             if self._told:
                 self._told.discard(loss_id)
             self._scaling.history.track(loss_id).losses.append((self._count, value))
-        return None
 
     def _may_read_unchecked(self, loss: Tensor, loss_id: int) -> bool:
         """Whether the host may wait for this loss, since the last one that has arrived was not finite."""
@@ -92,7 +84,7 @@ class Evidence:
             overflowed: whether the host knows that something of it was not finite.
             is_in_trouble: whether steps are being skipped on a GPU.
         """
-        if self.before_backward is not None:
+        if self.is_rehearsal:
             return
         order = self._orders.get(backward.loss_id)
         if loss is not None and (order is None or overflowed or is_in_trouble):

@@ -52,6 +52,14 @@ def _add(optimizer: Optimizer, hook: StepHook) -> None:
         _be_first(_HANDLES[0])
 
 
+def remove_hooks(optimizer: Optimizer) -> None:
+    """Have torch call nothing of ours for `optimizer`."""
+    ref = _HOOKS.pop(optimizer, None)
+    if ref is not None and (hook := ref()) is not None:
+        hook.remove()
+    remove_unused()
+
+
 def remove_unused() -> None:
     """Have torch call nothing of ours if no optimizer is left that anybody looks after, and no copy of one."""
     # Not when the last one is collected, which may be while torch goes through these hooks.
@@ -95,7 +103,6 @@ class StepHook:
             for inner in inner_optimizers(optimizer).values()
             if takes_hooks(inner)
         ]
-        stepped.hook = weakref.ref(self)
         _add(optimizer, self)
 
     def before_hooks(self) -> None:
@@ -127,11 +134,9 @@ class StepHook:
             )
 
     def remove(self) -> None:
-        """Have torch call nothing of ours."""
+        """Have torch call none of these. Only `remove_hooks` calls it."""
         for handle in (self._step_hook, self._after_hook, self._load_hook, *self._inner_hooks):
             handle.remove()
-        _HOOKS.pop(self._stepped.optimizer, None)
-        remove_unused()
 
     def _before_inner_step(self, inner: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a step of an optimizer that this one holds, outside of its own: nobody would skip or follow it."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.events import Events
 from amp_engine.stepping.last_step import LastStep
 
 SKIPS_BEFORE_DIAGNOSIS = 8
@@ -32,13 +33,10 @@ class Pending:
     """The backwards that are pending for the next step of one optimizer, and those of steps that the device decided.
 
     Args:
-        on_skip: told, for each step that was skipped, how many were in a row, and because of which backwards.
-        on_report: told a backward whose overflow did not skip, or that left gradients of 0 at a scale too low.
+        events: whose observers hear of steps that were skipped, and of what is reported of others.
     """
 
-    def __init__(
-        self, on_skip: Callable[[int, Sequence[Backward]], None], on_report: Callable[[Backward], None]
-    ) -> None:
+    def __init__(self, events: Events) -> None:
         self.backwards: list[Backward] = []  # for the next step
         # Sums of squares that the check found in this optimizer's gradients, of each backward since the last step.
         self._squares: list[list[Tensor] | None] = []
@@ -50,8 +48,7 @@ class Pending:
         # Of steps that the device decided: what the host has not been told yet, oldest first.
         self._undecided: deque[list[Backward]] = deque()
         self._skipped = False
-        self._on_skip = on_skip
-        self._on_report = on_report
+        self._events = events
 
     @property
     def last(self) -> LastStep:
@@ -157,17 +154,22 @@ class Pending:
         for backward in backwards:
             if backward.overflow.read() == 0:
                 if backward.has_flushed():
-                    self._on_report(backward)
+                    self._report(backward)
                 continue
             if backward.skips:
                 skipping.append(backward)
             else:
-                self._on_report(backward)
+                self._report(backward)
         self._skipped = bool(skipping)
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipping else 0
         if skipping:
             self.skips += 1
-            self._on_skip(self.skips_in_a_row, skipping)
+            for tell in self._events.skipped.observers:
+                tell(self.skips_in_a_row, skipping)
+
+    def _report(self, backward: Backward) -> None:
+        for tell in self._events.reported.observers:
+            tell(backward)
 
 
 def _are_known(backwards: Sequence[Backward]) -> bool:

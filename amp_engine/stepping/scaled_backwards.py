@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +20,7 @@ from amp_engine.kernels import tensor_lists
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.events import Events
 from amp_engine.stepping.evidence import Evidence
 from amp_engine.stepping.reduction import Reduction
 from amp_engine.stepping.stepped import Casts, SteppedOptimizer
@@ -32,22 +33,21 @@ class ScaledBackwards:
     Args:
         scaling: whether static scales skip, and which were reported.
         casts: hear of the end of each backward.
+        models: gives the initialized models.
+
+    Attributes:
+        events: observers hear of each backward by these; while a batch is rehearsed, by others.
     """
 
-    def __init__(self, scaling: Scaling, casts: Casts) -> None:
+    def __init__(self, scaling: Scaling, casts: Casts, models: Callable[[], Sequence[nn.Module]]) -> None:
         self.casts = casts
         # Held by the hooks of their optimizer: a parameter may refer to it, which would then never be freed.
         self._stepped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[SteppedOptimizer]]
         self._stepped = weakref.WeakKeyDictionary()
         self._scaling = scaling
-        self.evidence = Evidence(scaling)
-        self.unlisted = Unlisted(lambda: self.models())
-        self.models: Callable[[], Sequence[nn.Module]] = list  # the initialized ones
-        # Goes around the body of each `scale_loss` while somebody measures.
-        self.around: Callable[[AbstractContextManager[Tensor]], AbstractContextManager[Tensor]] | None = None
-        # Told of each backward while its gradients are as the step will find them, while somebody looks at them. Half
-        # gradients of masters are still scaled; without a Backward nothing was scaled or checked.
-        self.on_close: Callable[[Sequence[SteppedOptimizer], Backward | None], None] | None = None
+        self.events = Events()
+        self.evidence = Evidence(scaling, self.events)
+        self.unlisted = Unlisted(models)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -78,6 +78,16 @@ class ScaledBackwards:
         ref = self._stepped.pop(optimizer, None)
         return None if ref is None else ref()
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[Events]:
+        """While inside no step is taken, and only observers of the Events that it gives hear of backwards."""
+        before = self.events, self.evidence.is_rehearsal
+        self.events, self.evidence.is_rehearsal = Events(), True
+        try:
+            yield self.events
+        finally:
+            self.events, self.evidence.is_rehearsal = before
+
     def refuse_inside(self, call: str) -> None:
         """Raise AmpStateError if the body of a `scale_loss` is run."""
         if any(one.window.is_in_body for one in self.all):
@@ -106,12 +116,9 @@ class ScaledBackwards:
         """For the body of a `scale_loss` with these arguments."""
         for one in stepped:
             one.check_first_use()
-        body: AbstractContextManager[Tensor]
         if self._passes_through(scaler, stepped):
-            body = PassedThrough(self, loss, stepped, loss_id)
-        else:
-            body = ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
-        return body if self.around is None else self.around(body)
+            return PassedThrough(self, loss, stepped, loss_id)
+        return ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def close_windows_into(self, stepped: SteppedOptimizer) -> None:
         """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
@@ -174,8 +181,8 @@ class ScaledBackwards:
                 overflowed, is_in_trouble = False, any(one.pending.skips_in_a_row > 0 for one in stepped)
             if overflowed or is_in_trouble or not backward.order:
                 self.evidence.keep(backward, loss, overflowed, is_in_trouble)
-        if self.on_close is not None:
-            self.on_close(stepped, backward)
+        for tell in self.events.closed.observers:
+            tell(stepped, backward)
         if delay_overflow_check:
             return
         scaler = backward.scaler
@@ -183,7 +190,7 @@ class ScaledBackwards:
         backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in stepped)
         largest, bad_loss = (None, None) if scaler.auto is None else backward.for_auto_scale(groups)
         concludes = check and bool(stepped)
-        is_noted = concludes and self.evidence.before_backward is None
+        is_noted = concludes and not self.evidence.is_rehearsal
         earlier_ones = stepped[0].pending.backwards if is_noted else ()
         follows = earlier_ones[-1].number if earlier_ones else None
 
@@ -325,7 +332,9 @@ class ScaledBackward(ContextOfLoss):
         self._is_mixed = False  # whether gradients of both arrived
 
     def __enter__(self) -> Tensor:
-        loss, scaler = self._loss, self._scaler
+        loss, scaler, events = self._loss, self._scaler, self._backwards.events
+        for tell in events.entering.observers:
+            tell(self)
         self._backwards.unlisted.exit()  # of a body around this one, which goes on without looking
         scaler.to(loss.device)
         self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id)
@@ -342,6 +351,8 @@ class ScaledBackward(ContextOfLoss):
                 self._hook = scaled_loss.register_hook(self._begin)
                 if loss.requires_grad and not backward.snapshot.is_identity:
                     self._hooks.append(loss.register_hook(self._pass_by))
+            for tell_entered in events.entered.observers:
+                tell_entered(self, loss, backward.snapshot.scale)
             return scaled_loss
         except BaseException:
             self._remove_hooks()
@@ -429,6 +440,8 @@ class ScaledBackward(ContextOfLoss):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for tell in self._backwards.events.leaving.observers:
+            tell(self)
         self._remove_hooks()
         self._is_left = True
         try:
@@ -452,6 +465,8 @@ class ScaledBackward(ContextOfLoss):
                 self._backwards.close_windows(self._stepped, self._backward, self._delay_overflow_check, self._loss)
         finally:
             self._backwards.casts.after_backward()
+            for tell in self._backwards.events.left.observers:
+                tell(self)
 
 
 class PassedThrough(ContextOfLoss):
@@ -466,16 +481,27 @@ class PassedThrough(ContextOfLoss):
         self._loss_id = loss_id
 
     def __enter__(self) -> Tensor:
+        events = self._backwards.events
+        for tell in events.entering.observers:
+            tell(self)
         self._backwards.evidence.enter_unchecked(self._loss, self._loss_id)
+        for tell_entered in events.entered.observers:
+            tell_entered(self, self._loss, 1.0)
         return self._loss.float()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        events = self._backwards.events
+        for tell in events.leaving.observers:
+            tell(self)
         try:
-            for one in self._stepped if kind is None else ():
-                one.missing_gradients.note(None)
-            if kind is None and self._backwards.on_close is not None:
-                self._backwards.on_close(self._stepped, None)
+            if kind is None:
+                for one in self._stepped:
+                    one.missing_gradients.note(None)
+                for tell_closed in events.closed.observers:
+                    tell_closed(self._stepped, None)
         finally:
             self._backwards.casts.after_backward()
+            for tell in events.left.observers:
+                tell(self)

@@ -18,13 +18,14 @@ from amp_engine.ground import devices
 from amp_engine.ground.devices import moved
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
-from amp_engine.optimizers.fused_step import FusedStep, StepInput, release_fused_step
+from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of, release_fused_step
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping import arithmetic, shards, strays
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns
+from amp_engine.stepping.events import Events
 from amp_engine.stepping.own_step import foreach_as_by_default, unhooked_step
 from amp_engine.stepping.pending import Pending, Skip
 from amp_engine.stepping.ranks import Ranks
@@ -50,13 +51,6 @@ class Casts(Protocol):
         """Keep the copies: a step wrote these weights and their copies, and no other weight."""
 
 
-class Hook(Protocol):
-    """What torch calls before the step."""
-
-    def remove(self) -> None:
-        """Have torch call it no more."""
-
-
 class SteppedOptimizer:
     """One optimizer in the care of an engine.
 
@@ -65,21 +59,28 @@ class SteppedOptimizer:
         rows: what it steps.
         scaling: has the scaler of gradients that nobody said the scaler of.
         pending: decides whether a step is skipped.
+        events: whose observers hear of masters that were written outside of steps.
         ranks: with whom; None: those of a DistributedDataParallel.
+        check: given this object before its first `scale_loss` or step; raises AmpStateError.
     """
 
     def __init__(
-        self, optimizer: Optimizer, rows: Rows, scaling: Scaling, pending: Pending, ranks: Ranks | None = None
+        self,
+        optimizer: Optimizer,
+        rows: Rows,
+        scaling: Scaling,
+        pending: Pending,
+        events: Events,
+        ranks: Ranks | None = None,
+        check: Callable[[SteppedOptimizer], None] | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.rows = rows
         self.window = Window(rows)
         self.pending = pending
         self.backward_seen = False  # since the last step
-        # Called before the first `scale_loss` or step; raises AmpStateError.
-        self.before_first_use: Callable[[], None] | None = None
-        # Called where masters turn out to be written outside of steps.
-        self.follow_masters: Callable[[], None] = lambda: None
+        self._events = events
+        self._check = check
         # Told what joined with a gradient, where others are scaled; raises AmpStateError.
         self.check_gathered: Callable[[Optimizer, Sequence[nn.Parameter]], None] = lambda optimizer, joined: None
         self.adopts_next = False  # whether the next backward looks for writes through `param.data`
@@ -97,8 +98,6 @@ class SteppedOptimizer:
         self._clipping = kernels.ListCheck()  # of its own: on a GPU what it has uploaded stays
         self.ranks = Ranks(rows) if ranks is None else ranks
         self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
-        # Held by the optimizer; here weakly, or the two would wait for a collection of garbage.
-        self.hook: Callable[[], Hook | None] = lambda: None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -117,11 +116,18 @@ class SteppedOptimizer:
         self._is_wrapped = True
         self.rows.wrapped_by(wrapper)
 
+    def require_kernels(self, moment_dtype: torch.dtype) -> None:
+        """Have only the kernels do the step, with moments in `moment_dtype`."""
+        fused = fused_step_of(self.optimizer)
+        assert fused is not None, "checked with the request"
+        fused.require(moment_dtype)
+        self.needs_kernels = True
+
     def check_first_use(self) -> None:
         """Before a `scale_loss` or step: raise AmpStateError if something that has happened since forbids the first."""
-        if self.before_first_use is not None:
-            self.before_first_use()
-            self.before_first_use = None
+        if self._check is not None:
+            self._check(self)
+            self._check = None
 
     # Around a backward.
 
@@ -233,7 +239,8 @@ class SteppedOptimizer:
         if not self.rows.written_outside and self.rows.written():
             strays.warn_of_written_masters(self.optimizer)
             self.rows.written_outside = True
-            self.follow_masters()
+            for tell in self._events.masters_written.observers:
+                tell()
         self.look_for_parameters()
 
     # Around a backward in somebody's own `scale_loss`, who names the scaler in the end, and decides on the skip.
@@ -493,9 +500,7 @@ class SteppedOptimizer:
     # The end.
 
     def release(self) -> None:
-        """Remove the hook and give the optimizer its own parameters back."""
-        if (hook := self.hook()) is not None:
-            hook.remove()
+        """Give the optimizer its own parameters back. Its hooks are gone by now."""
         if not self.window.is_closed:
             self.window.discard()
         self.pending.hear(wait=True)

@@ -129,7 +129,7 @@ class _Counting:
         self.was_backward = True
         self.activations.add([grad], 1.0 / (self.scale * self._factor))
 
-    def before_backward(self, loss: Tensor, scale: Tensor | float) -> None:
+    def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
         """A loss is about to be scaled."""
         self.was_backward = True
         self.scale = used = float(scale)
@@ -265,10 +265,9 @@ def _run(engine: Engine, step_fn: Callable[[], Any], factor: float) -> _Counting
     counting = _Counting(params, initialized.stepped, factor)
     with ExitStack() as stack:
         stack.callback(counting.end)
-        stack.enter_context(
-            rehearsal("gradient_histogram", step_fn, models, backwards, engine.scalers, counting.before_backward)
-        )
-        backwards.on_close = counting.closed
+        events = stack.enter_context(rehearsal("gradient_histogram", step_fn, models, backwards, engine.scalers))
+        events.entered.subscribe(counting.before_backward)
+        events.closed.subscribe(counting.closed)
         stack.enter_context(counting.names.following(models, counting.given, counting.gave))
         loss = step_fn()
         if isinstance(loss, Tensor) and loss.requires_grad and not counting.was_backward:

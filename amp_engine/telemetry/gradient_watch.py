@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -104,20 +104,21 @@ class GradientWatch:
         self._noted: deque[_Noted] = deque(maxlen=KEPT)
         # By id of the parameter, which is looked at, since another one may have the id later.
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._unsubscribe: Callable[[], None] = lambda: None
 
     def __enter__(self) -> GradientWatch:
-        backwards = self._engine.backwards
-        if backwards.on_close is not None:
+        closed = self._engine.backwards.events.closed
+        if closed.observers:
             raise AmpStateError("amp.watch_gradients() is watching already.  Leave its `with` before the next one.")
         self._count = 0
         self._noted.clear()
-        backwards.on_close = self._look
+        self._unsubscribe = closed.subscribe(self._look)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._engine.backwards.on_close = None
+        self._unsubscribe()
 
     @property
     def records(self) -> list[GradientRecord]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -75,19 +74,25 @@ class StepTimes:
         self._clock: Clock = clock or SystemClock()
         self._marks: list[tuple[str, Any, Any]] = []
         self._handles: list[RemovableHandle] = []
-        self._opened: dict[int, Any] = {}  # by id of an optimizer in its step
+        self._moments: dict[int, Any] = {}  # the last one, by id of a context of `scale_loss` or an optimizer
+        self._unsubscribe: list[Callable[[], None]] = []
         self._start: Any = None
         self._times = Times(0, ())
 
     def __enter__(self) -> StepTimes:
-        backwards = self._engine.backwards
-        if backwards.around is not None:
+        events = self._engine.backwards.events
+        if events.entering.observers:
             raise AmpStateError("amp.step_times() is measuring already.  Leave its `with` before the next one.")
         self._marks.clear()
         for optimizer in self._engine._initialized.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        backwards.around = self._around
+        self._unsubscribe = [
+            events.entering.subscribe(self._begin),
+            events.entered.subscribe(lambda context, loss, scale: self._mark(SCALE_LOSS, context)),
+            events.leaving.subscribe(lambda context: self._mark(BACKWARD, context)),
+            events.left.subscribe(lambda context: self._end(SCALE_LOSS, context)),
+        ]
         self._start = self._clock.now()
         return self
 
@@ -95,11 +100,12 @@ class StepTimes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = self._clock.now()
-        self._engine.backwards.around = None
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._opened.clear()
+        self._moments.clear()
         self._times = self._summed(end)
         self._marks.clear()
 
@@ -134,35 +140,21 @@ class StepTimes:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._engine.backwards.evidence.is_rehearsal:
-            self._opened[id(optimizer)] = self._clock.now()
+            self._begin(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        start = self._opened.pop(id(optimizer), None)
+        self._end(STEP, optimizer)
+
+    def _begin(self, one: object) -> None:
+        self._moments[id(one)] = self._clock.now()
+
+    def _mark(self, phase: str, one: object) -> None:
+        """A phase ends here, and the next one begins; nothing is known of one that was begun outside of the `with`."""
+        start = self._moments.get(id(one))
         if start is not None:
-            self._marks.append((STEP, start, self._clock.now()))
+            self._begin(one)
+            self._marks.append((phase, start, self._moments[id(one)]))
 
-    def _around(self, backward: AbstractContextManager[Tensor]) -> AbstractContextManager[Tensor]:
-        return _Around(backward, self._clock, self._marks)
-
-
-class _Around:
-    """The body of one `scale_loss`, with marks before and after its entry, its body and its exit."""
-
-    def __init__(self, inner: AbstractContextManager[Tensor], clock: Clock, marks: list[tuple[str, Any, Any]]) -> None:
-        self._inner, self._clock, self._marks = inner, clock, marks
-        self._entered: Any = None
-
-    def __enter__(self) -> Tensor:
-        start = self._clock.now()
-        loss = self._inner.__enter__()
-        self._entered = self._clock.now()
-        self._marks.append((SCALE_LOSS, start, self._entered))
-        return loss
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        left = self._clock.now()
-        self._marks.append((BACKWARD, self._entered, left))
-        self._inner.__exit__(kind, error, trace)
-        self._marks.append((SCALE_LOSS, left, self._clock.now()))
+    def _end(self, phase: str, one: object) -> None:
+        self._mark(phase, one)
+        self._moments.pop(id(one), None)

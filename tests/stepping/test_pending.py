@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.events import Events
 from amp_engine.stepping.pending import Pending, Skip, Take
 
 
@@ -51,10 +52,10 @@ def told() -> dict[str, list[Any]]:
 
 @pytest.fixture
 def pending(told: dict[str, list[Any]]) -> Pending:
-    return Pending(
-        lambda skips, backwards: told["skips"].append((skips, len(backwards))),
-        told["reports"].append,
-    )
+    events = Events()
+    events.skipped.subscribe(lambda skips, backwards: told["skips"].append((skips, len(backwards))))
+    events.reported.subscribe(told["reports"].append)
+    return Pending(events)
 
 
 def test_without_a_backward_a_step_is_taken(pending: Pending, told: dict[str, list[Any]]) -> None:

@@ -12,6 +12,7 @@ from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.events import Events
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.rows import MasterRows
 from amp_engine.stepping.stepped import SteppedOptimizer
@@ -25,9 +26,10 @@ class Stepping:
         self.optimizer = kind([self.param], lr=1.0)
         self.scaler = LossScaler(8.0)
         self.skips: list[int] = []
-        pending = Pending(lambda skips, backwards: self.skips.append(skips), lambda backward: None)
+        events = Events()
+        events.skipped.subscribe(lambda skips, backwards: self.skips.append(skips))
         rows = MasterRows(self.optimizer)
-        self.stepped = SteppedOptimizer(self.optimizer, rows, Scaling([self.scaler], True), pending)
+        self.stepped = SteppedOptimizer(self.optimizer, rows, Scaling([self.scaler], True), Pending(events), events)
 
     def backward(self, grad: float) -> None:
         backward = Backward(self.scaler, 0, self.scaler.snapshot())

@@ -1,0 +1,65 @@
+"""Notifications of what happens to a loss, its gradients and a step. Nothing that an observer does changes the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, ParamSpec
+
+from torch import Tensor
+
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.forward_order import Origin
+
+if TYPE_CHECKING:
+    from amp_engine.stepping.stepped import SteppedOptimizer
+
+P = ParamSpec("P")
+
+
+class Event(Generic[P]):
+    """One kind of notification: `for tell in event.observers: tell(...)`, which costs nothing where there are none.
+
+    Attributes:
+        observers: in the order in which they subscribed.
+    """
+
+    def __init__(self) -> None:
+        self.observers: tuple[Callable[P, None], ...] = ()
+
+    def subscribe(self, observer: Callable[P, None]) -> Callable[[], None]:
+        """Have `observer` called each time. Returns a function that ends that."""
+        self.observers = (*self.observers, observer)
+        return lambda: self._unsubscribe(observer)
+
+    def _unsubscribe(self, observer: Callable[P, None]) -> None:
+        self.observers = tuple(one for one in self.observers if one != observer)
+
+
+@dataclass(frozen=True)
+class Events:
+    """What observers can subscribe to.
+
+    Attributes:
+        entering: the context that `scale_loss` gave is about to be entered.
+        entered: the context, its loss and the scale of that: the body is about to be run.
+        leaving: the context, whose body has ended or raised.
+        closed: the optimizers and their Backward, while gradients are as the step will find them. Half gradients of
+            masters are still scaled; without a Backward nothing was scaled or checked.
+        left: the context, after all that its exit does.
+        unchecked: number of the backward, loss_id, value and origin of a loss that is not finite and whose gradients
+            are not checked; of several in a row the first.
+        skipped: how many steps in a row were skipped, and the backwards because of which the last one was.
+        reported: a backward whose overflow did not skip, or that left gradients of 0 at a scale too low.
+        masters_written: masters of an optimizer turned out to be written outside of its steps.
+    """
+
+    entering: Event[[object]] = field(default_factory=Event)
+    entered: Event[[object, Tensor, Tensor | float]] = field(default_factory=Event)
+    leaving: Event[[object]] = field(default_factory=Event)
+    closed: Event[[Sequence[SteppedOptimizer], Backward | None]] = field(default_factory=Event)
+    left: Event[[object]] = field(default_factory=Event)
+    unchecked: Event[[int, int, float, Origin | None]] = field(default_factory=Event)
+    skipped: Event[[int, Sequence[Backward]]] = field(default_factory=Event)
+    reported: Event[[Backward]] = field(default_factory=Event)
+    masters_written: Event[[]] = field(default_factory=Event)

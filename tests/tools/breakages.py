@@ -5,8 +5,8 @@
     python -m tests.tools.breakages --out build/breakages -- --variants 3      arguments of pytest: a smaller suite
 
 First all tests run once in a copy of the tree that notes which tests reach which line. Then each line is broken in
-another copy, and the tests that reach it run until one fails, those of different files and functions first. A crash and
-a hang count as noticed. Tests that fail in the unbroken tree are left out. What is done is kept in --out, where the same
+another copy, and the tests that reach it run until one fails, of each file and function one first. A crash and a hang
+count as noticed. Tests that fail in the unbroken tree are left out. What is done is kept in --out, where the same
 command goes on after an interruption, and where it writes report.txt.
 
 Which lines are broken, and how, depends on the code alone: see tests/tools/mutations.py. Some breakages change nothing

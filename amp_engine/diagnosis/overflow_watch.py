@@ -63,10 +63,10 @@ class OverflowWatch:
     def skipped(self, skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
         """A step was skipped because of `backwards`, which are not empty."""
         for loss_id, b in {b.loss_id: b for b in backwards}.items():
-            scale = b.adjusted_scale() if b.scaler.dynamic else b.scaler.loss_scale()
+            scale = b.outcome.next_scale() if b.scaler.dynamic else b.scaler.loss_scale()
             is_told_here = self._reporter.says(b.is_first)
             if is_told_here:
-                is_lowered = b.scaler.auto is None or scale < b.loss_scale()
+                is_lowered = b.scaler.auto is None or scale < b.outcome.scale()
                 text = overflow_message(loss_id, scale, b.scaler.dynamic, is_lowered)
                 self._reporter.say(text, amp_loss_id=loss_id, amp_loss_scale=scale)
             is_diagnosed = skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS and b is backwards[-1]
@@ -81,9 +81,9 @@ class OverflowWatch:
 
     def stepped_on(self, backward: Backward) -> None:
         """A static scaler overflowed, or one left gradients of 0 at a scale too low, and the step was taken."""
-        if backward.has_flushed():
-            loss_id, scale = backward.loss_id, backward.loss_scale()
-            text = flushed_message(loss_id, scale, backward.adjusted_scale())
+        if backward.outcome.has_flushed():
+            loss_id, scale = backward.loss_id, backward.outcome.scale()
+            text = flushed_message(loss_id, scale, backward.outcome.next_scale())
             if self._reporter.says(backward.is_first):
                 self._reporter.say(text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale)
             return
@@ -138,7 +138,7 @@ class OverflowWatch:
     def _record(self, backward: Backward, skipped: bool, looks_at_weights: bool = False) -> OverflowRecord:
         """What is known of `backward`. Waits for the device."""
         places = self._places()
-        loss = backward.loss_value()
+        loss = backward.outcome.loss()
         nonfinite = backward.nonfinite()
         first = backward.first_nonfinite()
         is_finite = loss is None or math.isfinite(loss)
@@ -152,7 +152,7 @@ class OverflowWatch:
         return OverflowRecord(
             backward=backward.number,
             loss_id=backward.loss_id,
-            loss_scale=backward.loss_scale(),
+            loss_scale=backward.outcome.scale(),
             loss=loss,
             cause=likely_cause(
                 loss,

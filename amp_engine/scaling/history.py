@@ -6,7 +6,8 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+from amp_engine.scaling.outcome import Outcome
 
 LIMIT = 1000
 """How many points a track keeps before it is thinned."""
@@ -14,26 +15,6 @@ LIMIT = 1000
 KEPT_LOSSES = 64
 
 _LET_WAIT = 64  # backwards whose flags nobody has asked for by then are asked for
-
-
-class Outcome(Protocol):
-    """Of one backward, on its way to the host: `Backward.overflow`.
-
-    Attributes:
-        count: 3, or 4: the flag, the scale after it, the one that it had, and the loss if it is among them.
-        is_captured: whether they are in a CUDA graph.
-        values: all of them, once somebody has found that they are there.
-    """
-
-    count: int
-    is_captured: bool
-    values: list[float] | None
-
-    def is_known(self) -> bool:
-        """Whether they are there. Does not wait."""
-
-    def read(self, place: int = 0) -> float:
-        """One of them. Waits."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +89,7 @@ class ScaleHistory:
     def __init__(self) -> None:
         self._tracks: defaultdict[int, Track] = defaultdict(Track)
         # As `note` is given them, oldest first.
-        self._waiting: deque[tuple[int, Outcome, int, float | None, int | None]] = deque()
+        self._waiting: deque[tuple[int, Outcome, int, int | None]] = deque()
 
     def begin(self, scales: Sequence[float]) -> None:
         """Start anew, with the first scale of each loss."""
@@ -116,35 +97,31 @@ class ScaleHistory:
         self._tracks.clear()
         self._tracks.update((loss_id, Track(scale)) for loss_id, scale in enumerate(scales))
 
-    def note(
-        self, loss_id: int, outcome: Outcome, number: int = 0, loss: float | None = None, follows: int | None = None
-    ) -> None:
+    def note(self, loss_id: int, outcome: Outcome, number: int = 0, follows: int | None = None) -> None:
         """A backward is concluded. Its outcome counts once the host knows it; nothing is asked of a device for that.
 
         A captured one is left out: it is run by replays, of which the host hears nothing.
 
         Args:
             number: of the backward in its engine; 0 if it has none.
-            loss: if the host knows it by now.
             follows: the number of the backward before it that is for the same step.
         """
-        values = outcome.values
-        if values is not None and not self._waiting:
-            self._tracks[loss_id].add(values[0] != 0, values[1], number, loss, follows)
+        if outcome.has_arrived and not self._waiting:
+            self._add(loss_id, outcome, number, follows)
             return
         if outcome.is_captured:
             return
         waiting = self._waiting
-        waiting.append((loss_id, outcome, number, loss, follows))
-        while waiting and waiting[0][1].values is not None:
-            self._take()
+        waiting.append((loss_id, outcome, number, follows))
+        while waiting and waiting[0][1].has_arrived:
+            self._add(*waiting.popleft())
         if len(waiting) > _LET_WAIT:
             self.hear(wait=False)
 
     def hear(self, wait: bool) -> None:
         """Note what has arrived by now, or all of it."""
         while self._waiting and (wait or self._waiting[0][1].is_known()):
-            self._take()
+            self._add(*self._waiting.popleft())
 
     def track(self, loss_id: int) -> Track:
         """Of one loss, as far as was heard."""
@@ -156,8 +133,5 @@ class ScaleHistory:
         losses = tuple(self._tracks[loss_id].losses)  # at once: another thread may add to them
         return [loss for earlier, loss in losses if earlier < number or number == 0]
 
-    def _take(self) -> None:
-        loss_id, outcome, number, loss, follows = self._waiting.popleft()
-        if loss is None and outcome.count > 3:
-            loss = outcome.read(3)
-        self._tracks[loss_id].add(outcome.read() != 0, outcome.read(1), number, loss, follows)
+    def _add(self, loss_id: int, outcome: Outcome, number: int, follows: int | None) -> None:
+        self._tracks[loss_id].add(outcome.overflowed(), outcome.next_scale(), number, outcome.number(), follows)

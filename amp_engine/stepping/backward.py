@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_engine.ground.devices import HostNumbers, moved, number_on
+from amp_engine.ground.devices import moved, number_on
 from amp_engine.ground.distributed import has_ranks
+from amp_engine.scaling.outcome import Outcome
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.forward_order import Order, Origin
 from amp_engine.stepping.reduction import Reduction
 from amp_engine.stepping.slots import Checked
-
-NO_LOSS = torch.zeros((), device="cpu")
 
 
 class Backward:
@@ -32,7 +31,7 @@ class Backward:
 
     Attributes:
         value: of the last loss that was backpropagated, if the host read it at the entry; None else.
-        loss: that loss, of any shape, where it is not one number on the host; NO_LOSS else.
+        loss: that loss, of any shape, where it is not one number on the host; None else.
         checked: what was found, for each optimizer and device.
         order: of parameters in the forward, as `forward_order` tells; of an earlier one where none was taken of this.
         origin: where the forward stopped to be finite, if somebody looked.
@@ -41,20 +40,16 @@ class Backward:
         reduction: by which several ranks agreed on the overflow; None where this one decides alone.
         earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; looked at for "auto" alone.
         of_replicas: whether all of them have the same gradients once they are reduced.
-        found_inf: float32, shape []: != 0 is an overflow.
-        overflow: the same on its way to the host, with the scale after it, the one that it had, and the loss if it is
-            one number that the host does not know. These two are there after `conclude`. Of an "auto" scale also
-            whether gradients were flushed, after the loss, or NaN in its place.
+        outcome: what it came to; after `conclude`.
     """
 
-    found_inf: Tensor
-    overflow: HostNumbers
+    outcome: Outcome
 
     def __init__(self, scaler: LossScaler, loss_id: int, snapshot: ScaleSnapshot) -> None:
         self.scaler = scaler
         self.loss_id = loss_id
         self.snapshot = snapshot
-        self.loss = NO_LOSS
+        self.loss: Tensor | None = None
         self.value: float | None = None
         self.earlier_loss_is_bad: Tensor | None = None
         self.checked: list[Checked] = []
@@ -64,24 +59,22 @@ class Backward:
         self.skips = True
         self.reduction: Reduction | None = None
         self.of_replicas = False
-        self._sends_loss = False
         self.number = 0  # of the scaled backwards of its engine, from 1
 
     def conclude(self, found_inf: Tensor) -> None:
         """All gradients were checked, and the scaler was updated, which gave `found_inf`. No host sync."""
         # Found by the largest magnitude: finite gradients whose squares overflow are no overflow.
-        self.found_inf = found_inf
-        numbers = [found_inf, self.scaler.scale, self.snapshot.scale]
-        loss = self.loss
-        if self.value is None and loss is not NO_LOSS and is_number(loss) and loss.device == found_inf.device:
-            # For nothing either of the two would cost as much as all the rest.
-            loss = loss if loss.dtype is torch.float32 else loss.float()
-            numbers.append(loss if loss.dim() == 0 else loss.view(()))
-        self._sends_loss = len(numbers) > 3
-        if self.scaler.auto is not None:
-            unknown = () if self._sends_loss else (torch.full_like(found_inf, math.nan),)
-            numbers += [*unknown, self.scaler.auto.flushed]
-        self.overflow = HostNumbers(*numbers)
+        auto = self.scaler.auto
+        self.outcome = Outcome(
+            found_inf,
+            self.scaler.scale,
+            self.snapshot.scale,
+            value=self.value,
+            loss=self.loss,
+            flushed=None if auto is None else auto.flushed,
+            skips=self.skips,
+            is_agreed=self.reduction is not None,
+        )
 
     def give_loss(self, other: Backward) -> None:
         """Have the last loss of `other` be this one, with what is known of it."""
@@ -101,32 +94,12 @@ class Backward:
         """Whether each rank that agreed found the overflow itself, in the same gradients. Waits for the device."""
         return self.of_replicas and self.reduction is not None and self.reduction.is_unanimous()
 
-    def adjusted_scale(self) -> float:
-        """The scale after `conclude`. Waits until the host knows."""
-        return self.overflow.read(1)
-
-    def loss_scale(self) -> float:
-        """The scale that the loss had. Waits until the host knows. After `conclude`."""
-        return self.overflow.read(2)
-
-    def loss_value(self) -> float | None:
-        """The loss before scaling, or the sum of several; None if nobody told. Waits until the host knows."""
-        if self.value is not None:
-            return self.value
-        if self._sends_loss:
-            return self.overflow.read(3)
-        return None if self.loss is NO_LOSS else float(self.loss.float().sum())
-
-    def has_flushed(self) -> bool:
-        """Whether all gradients were 0 at an "auto" scale that was too low. Waits until the host knows."""
-        return self.overflow.count > 4 and self.overflow.read(4) != 0
-
     def loss_is_bad(self) -> Tensor | None:
         """!= 0 if a loss of it was not finite before scaling: float32, shape []. None if nobody told. No host sync."""
         device = self.snapshot.scale.device
         if self.value is not None:
             bad = number_on(device, float(not math.isfinite(self.value)))
-        elif self.loss is not NO_LOSS and type(self.loss) is Tensor:
+        elif type(self.loss) is Tensor:
             bad = moved((~self.loss.isfinite().all()).float(), device)
         else:
             return self.earlier_loss_is_bad
@@ -172,8 +145,3 @@ class Backward:
             )
             if bad
         ]
-
-
-def is_number(loss: Tensor) -> bool:
-    """Whether `loss` is one number that can be read without a collective or a mode of torch's."""
-    return type(loss) is Tensor and loss.numel() == 1

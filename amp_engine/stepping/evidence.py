@@ -9,8 +9,9 @@ from torch import Tensor
 from amp_engine.ground.devices import HostNumbers, is_capturing
 from amp_engine.ground.distributed import local_of
 from amp_engine.scaling.losses import Scaling
+from amp_engine.scaling.outcome import is_number
 from amp_engine.stepping import arithmetic
-from amp_engine.stepping.backward import Backward, is_number
+from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.events import Events
 from amp_engine.stepping.forward_order import Order, forward_order, origin_of_nonfinite
 

@@ -4,83 +4,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from amp_engine.ground.devices import HostNumbers, moved
-from amp_engine.stepping.backward import NO_LOSS, Backward
-
-
-class _Outcome(NamedTuple):
-    """What one backward meant for the step; as Backward has it, but for parameters, which it would keep alive."""
-
-    skips: bool
-    found_inf: Tensor
-    overflow: HostNumbers
-    value: float | None
-    loss: Tensor
-    is_agreed: bool
+from amp_engine.ground.devices import moved
+from amp_engine.scaling.outcome import Outcome
 
 
 class LastStep:
     """The last `optimizer.step()`, as `amp.last_step(optimizer)` gives it. Reading it later gives the same.
 
     Args:
-        backwards: that decided it, oldest first; none where nothing was scaled or checked.
+        outcomes: of the backwards that decided it, oldest first; none where nothing was scaled or checked.
         squares: sums of squares of the scaled gradients that the step took; None where nobody knows.
         was_skipped: by somebody else, without asking them.
     """
 
     def __init__(
         self,
-        backwards: Sequence[Backward] = (),
+        outcomes: Sequence[Outcome] = (),
         squares: Sequence[Tensor] | None = None,
         was_skipped: bool = False,
     ) -> None:
-        self._outcomes = [
-            _Outcome(b.skips, b.found_inf, b.overflow, b.value, b.loss, b.reduction is not None) for b in backwards
-        ]
+        self._outcomes = outcomes
         self._squares = squares
         self._was_skipped = was_skipped
 
     @property
     def is_known(self) -> bool:
         """Whether the host knows by now whether the step was skipped, so that nothing below waits for that."""
-        return all(outcome.overflow.is_known() for outcome in self._outcomes)
+        return all(outcome.is_known() for outcome in self._outcomes)
 
     @property
     def skipped(self) -> bool:
         """Whether it was skipped. Waits for the device until that is known."""
-        return self._was_skipped or any(one.skips and one.overflow.read() != 0 for one in self._outcomes)
+        return self._was_skipped or any(one.skips and one.overflowed() for one in self._outcomes)
 
     @property
     def flag(self) -> Tensor:
         """Whether it was skipped, on the device: bool, shape []. No host sync."""
         if self._was_skipped or not self._outcomes:
             return torch.tensor(self._was_skipped, device="cpu")
-        device = self._outcomes[-1].found_inf.device
+        device = self._outcomes[-1].flag.device
         skipped = torch.zeros((), dtype=torch.bool, device=device)
         for outcome in self._outcomes:
             if outcome.skips:
-                skipped = skipped | (moved(outcome.found_inf, device) != 0)
+                skipped = skipped | (moved(outcome.flag, device) != 0)
         return skipped
 
     @property
     def loss_scale(self) -> float:
         """The scale that the last of its backwards had; 1.0 where nothing was scaled. Waits until the host knows."""
-        return self._outcomes[-1].overflow.read(2) if self._outcomes else 1.0
+        return self._outcomes[-1].scale() if self._outcomes else 1.0
 
     @property
     def loss(self) -> float | None:
         """The loss of the last of its backwards, before scaling, or the sum of several; None if nobody told."""
-        if not self._outcomes:
-            return None
-        last = self._outcomes[-1]
-        if last.value is not None:
-            return last.value
-        return None if last.loss is NO_LOSS else float(last.loss.float().sum())
+        return self._outcomes[-1].loss() if self._outcomes else None
 
     @property
     def norm(self) -> float | None:
@@ -92,7 +73,7 @@ class LastStep:
         """
         if not self._squares or not self._outcomes:
             return None
-        if any(one.is_agreed and one.overflow.read() != 0 for one in self._outcomes):
+        if any(one.is_agreed and one.overflowed() for one in self._outcomes):
             return math.inf
         total = sum(float(one.sum()) for one in self._squares) ** 0.5 / self.loss_scale
         return None if math.isnan(total) and not self.flag else total

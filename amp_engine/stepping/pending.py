@@ -55,7 +55,8 @@ class Pending:
         """The last step. Made for whoever asks first: hardly any loop does, and it takes a percent of a tiny one."""
         last = self._last
         if isinstance(last, tuple):
-            self._last = last = LastStep(*last)
+            backwards, squares = last
+            self._last = last = LastStep([backward.outcome for backward in backwards], squares)
         return last
 
     @property
@@ -82,7 +83,7 @@ class Pending:
     def overflowed(self) -> bool:
         """Whether the next step will be skipped by us. Waits for the device if that decided."""
         self._settle()
-        return any(backward.skips and backward.overflow.read() != 0 for backward in self.backwards)
+        return any(backward.skips and backward.outcome.overflowed() for backward in self.backwards)
 
     def add(self, backward: Backward, squares: list[Tensor] | None = None) -> None:
         """Keep a backward for the next step, and no more than that needs, however many backwards it takes.
@@ -93,7 +94,7 @@ class Pending:
         self._settle()
         self._squares = [*self._squares[:1], squares]  # of two or more none is asked for
         self.backwards = [
-            b for b in self.backwards if not (b.overflow.is_known() and b.overflow.read() == 0 and not b.has_flushed())
+            b for b in self.backwards if not b.outcome.is_known() or b.outcome.overflowed() or b.outcome.has_flushed()
         ]
         self.backwards.append(backward)
 
@@ -110,8 +111,8 @@ class Pending:
         squares, self._squares = self._squares, []
         self._last = backwards, squares[0] if len(squares) == 1 else None
         if on_device and not _are_known(backwards):
-            self._undecided.append([backward for backward in backwards if not backward.overflow.is_captured])
-            return Take([backward.found_inf for backward in backwards if backward.skips])
+            self._undecided.append([backward for backward in backwards if not backward.outcome.is_captured])
+            return Take([backward.outcome.flag for backward in backwards if backward.skips])
         self.hear(wait=True)
         self._conclude(backwards)
         return Skip() if self._skipped else Take()
@@ -152,8 +153,8 @@ class Pending:
         """Say, and remember, what `backwards` meant for their step."""
         skipping = []
         for backward in backwards:
-            if backward.overflow.read() == 0:
-                if backward.has_flushed():
+            if not backward.outcome.overflowed():
+                if backward.outcome.has_flushed():
                     self._report(backward)
                 continue
             if backward.skips:
@@ -175,6 +176,6 @@ class Pending:
 def _are_known(backwards: Sequence[Backward]) -> bool:
     """Whether the host knows of each whether it overflowed. Does not wait."""
     for backward in backwards:  # noqa: SIM110 - a generator takes twice the time, once a step
-        if not backward.overflow.is_known():
+        if not backward.outcome.is_known():
             return False
     return True

@@ -201,8 +201,7 @@ class ScaledBackwards:
             if concludes:
                 backward.conclude(found_inf)
             if is_noted:
-                history, number = self._scaling.history, backward.number
-                history.note(backward.loss_id, backward.overflow, number, backward.value, follows)
+                self._scaling.history.note(backward.loss_id, backward.outcome, backward.number, follows)
 
         if reduction is None:
             conclude()

@@ -19,6 +19,7 @@ from amp_engine import Engine, amp, kernels
 from amp_engine.ground.devices import HostNumbers
 from amp_engine.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from amp_engine.optimizers.fused_step import FusedStep
+from amp_engine.scaling.outcome import Outcome
 from tests import support
 from tests.models import MLP, NORMED_MLP
 from tests.support import (
@@ -1111,6 +1112,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     """No flag is known to the host until `late.known` says so; waiting for one gives it as ever."""
     late, is_known = Late(), HostNumbers.is_known
     monkeypatch.setattr(HostNumbers, "is_known", lambda flag: late.known and is_known(flag))
+    monkeypatch.setattr(Outcome, "has_arrived", property(lambda outcome: late.known and outcome.is_known()))
     return late
 
 
@@ -1386,7 +1388,7 @@ def test_a_step_that_the_kernels_cannot_take_any_more_heeds_the_flag(
 def test_exit_clip_and_step_wait_for_nothing(
     name: str, clipping: bool, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wait(flag: HostNumbers) -> bool:
+    def wait(flag: HostNumbers, place: int = 0) -> float:
         raise AssertionError("the host waited for the device")
 
     model, optimizer = started(OPTIMIZERS[name], verbosity=1)

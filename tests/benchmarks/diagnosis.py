@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import Engine
-from amp_engine.ground.devices import HostNumbers
 from amp_engine.scaling.history import ScaleHistory
+from amp_engine.scaling.outcome import Outcome
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.evidence import Evidence
 from tests.benchmarks.processes import Block, interleaved
@@ -62,7 +62,7 @@ def undiagnosed() -> Iterator[None]:
         return None
 
     def conclude(backward: Backward, found_inf: Tensor) -> None:
-        backward.found_inf, backward.overflow = found_inf, HostNumbers(found_inf)
+        backward.outcome = Outcome(found_inf, found_inf, found_inf, skips=backward.skips)
 
     with ExitStack() as off:
         for owner, name in ((Evidence, "enter"), (Evidence, "enter_unchecked"), (Evidence, "keep")):

@@ -13,24 +13,27 @@ from amp_engine.stepping.events import Events
 from amp_engine.stepping.pending import Pending, Skip, Take
 
 
-class Flag:
-    """A number of the device on its way to the host."""
+class Late:
+    """An outcome on its way to the host."""
 
-    def __init__(self, value: float, is_known: bool, is_captured: bool = False) -> None:
-        self.value, self._is_known, self.is_captured, self.count = value, is_known, is_captured, 3
+    def __init__(self, overflowed: bool, is_known: bool, is_captured: bool) -> None:
+        self.flag = torch.tensor(float(overflowed))
+        self._is_known, self.is_captured = is_known, is_captured
 
     def is_known(self) -> bool:
         return self._is_known
 
-    def read(self, place: int = 0) -> float:
+    def overflowed(self) -> bool:
         self._is_known = True
-        return self.value
+        return bool(self.flag)
+
+    def has_flushed(self) -> bool:
+        return False
 
 
 def backward(overflowed: bool, is_known: bool = True, skips: bool = True, is_captured: bool = False) -> Any:
     result = Backward(SimpleNamespace(settle=lambda: None), 0, SimpleNamespace())  # type: ignore[arg-type]
-    result.found_inf = torch.tensor(float(overflowed))
-    result.overflow = Flag(float(overflowed), is_known, is_captured)  # type: ignore[assignment]
+    result.outcome = Late(overflowed, is_known, is_captured)  # type: ignore[assignment]
     result.skips = skips
     return result
 
@@ -109,7 +112,7 @@ def test_what_the_device_decides_is_heard_when_it_has_arrived(pending: Pending, 
     assert flags_left_to_the_device(pending) == [1.0]
     pending.hear(wait=False)
     assert told["skips"] == [], "it has not arrived"
-    late.overflow.read()
+    late.outcome.overflowed()
     pending.hear(wait=False)
     assert told["skips"] == [(1, 1)]
     assert pending.skipped

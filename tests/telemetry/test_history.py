@@ -15,26 +15,27 @@ from tests.support import DYNAMIC_LEVELS, started, train
 
 
 class Late:
-    """Numbers of a device on their way to the host."""
+    """An outcome on its way to the host."""
 
     def __init__(self, overflowed: bool, scale: float, is_captured: bool = False, loss: float | None = None) -> None:
-        self.numbers, self.is_captured = [float(overflowed), scale, scale], is_captured
-        self.numbers += [] if loss is None else [loss]
-        self.is_there = self.was_found = False
-        self.questions, self.count = 0, len(self.numbers)
-
-    @property
-    def values(self) -> list[float] | None:
-        return self.numbers if self.was_found else None
+        self._overflowed, self._scale, self._loss, self.is_captured = overflowed, scale, loss, is_captured
+        self.is_there = self.has_arrived = False
+        self.questions = 0
 
     def is_known(self) -> bool:
         self.questions += 1
-        self.was_found |= self.is_there
-        return self.was_found
+        self.has_arrived |= self.is_there
+        return self.has_arrived
 
-    def read(self, place: int = 0) -> float:
-        self.was_found = True
-        return self.numbers[place]
+    def overflowed(self) -> bool:
+        self.has_arrived = True
+        return self._overflowed
+
+    def next_scale(self) -> float:
+        return self._scale
+
+    def number(self) -> float | None:
+        return self._loss
 
 
 def test_only_moves_and_overflows_are_kept_and_all_is_counted() -> None:
@@ -65,10 +66,10 @@ def test_what_has_not_arrived_is_waited_for_by_nobody_but_who_says_so() -> None:
         history.note(0, one)
     assert history.track(0).backwards == 0
     assert [one.questions for one in late] == [0, 0, 0], "nothing is asked on the way"
-    late[0].was_found = True  # by whoever decides on the step
-    late[2].was_found = True
+    late[0].has_arrived = True  # by whoever decides on the step
+    late[2].has_arrived = True
     early = Late(False, 4.0)
-    early.was_found = True
+    early.has_arrived = True
     history.note(0, early)
     assert history.track(0).backwards == 1, "in their order"
     late[1].is_there = True
@@ -101,14 +102,13 @@ def test_captured_backwards_are_left_out() -> None:
     assert history.track(0).backwards == 0
 
 
-@pytest.mark.parametrize("is_sent", [False, True])
-def test_the_losses_of_clean_backwards_are_kept_with_their_numbers(is_sent: bool) -> None:
+def test_the_losses_of_clean_backwards_are_kept_with_their_numbers() -> None:
     history, outcomes = ScaleHistory(), []
     history.begin([8.0])
     nan = float("nan")
     for number, (overflowed, loss) in enumerate([(False, 1.0), (True, 2.0), (False, nan), (False, 4.0), (False, 5.0)]):
-        outcomes.append(Late(overflowed, 8.0, loss=loss if is_sent else None))
-        history.note(0, outcomes[-1], number, None if is_sent else loss)
+        outcomes.append(Late(overflowed, 8.0, loss=loss))
+        history.note(0, outcomes[-1], number)
     assert history.losses_before(0, 5) == [], "none has arrived"
     for one in outcomes[:4]:
         one.is_there = True
@@ -123,9 +123,9 @@ def test_the_last_losses_are_kept() -> None:
     history = ScaleHistory()
     history.begin([8.0])
     for number in range(3 * KEPT_LOSSES):
-        early = Late(False, 8.0)
-        early.was_found = True
-        history.note(0, early, number, float(number))
+        early = Late(False, 8.0, loss=float(number))
+        early.has_arrived = True
+        history.note(0, early, number)
     assert history.losses_before(0, 10**6) == [float(number) for number in range(2 * KEPT_LOSSES, 3 * KEPT_LOSSES)]
 
 

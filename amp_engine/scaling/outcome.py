@@ -1,0 +1,95 @@
+"""What one scaled backward came to, as the host learns of it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from amp_engine.ground.devices import HostNumbers
+
+
+class Outcome:
+    """The flag, the scales and the loss of one backward, on their way to the host in one message.
+
+    Making one does not wait. What is not said to wait does not; the rest waits until the numbers have arrived.
+
+    Args:
+        flag: != 0 is an overflow: float32, shape [].
+        next_scale: the scale after it: float32, shape [].
+        scale: the scale that the loss had: float32, shape [].
+        value: the loss before scaling, if the host knows it; else
+        loss: that loss, of any shape; None: it is not known. One number travels with the others.
+        flushed: != 0 if all gradients were 0 at an "auto" scale that was too low: float32, shape []; else None.
+        skips: whether an overflow skips the step, or is only reported.
+        is_agreed: whether several ranks agreed on the flag.
+    """
+
+    def __init__(
+        self,
+        flag: Tensor,
+        next_scale: Tensor,
+        scale: Tensor,
+        *,
+        value: float | None = None,
+        loss: Tensor | None = None,
+        flushed: Tensor | None = None,
+        skips: bool = True,
+        is_agreed: bool = False,
+    ) -> None:
+        self.flag = flag
+        self.skips = skips
+        self.is_agreed = is_agreed
+        self._value = value
+        self._loss = loss if value is None else None
+        numbers = [flag, next_scale, scale]
+        self._loss_place = self._flushed_place = 0
+        if self._loss is not None and is_number(self._loss) and self._loss.device == flag.device:
+            self._loss_place = len(numbers)
+            numbers.append(self._loss.float().view(()))
+        if flushed is not None:
+            self._flushed_place = len(numbers)
+            numbers.append(flushed)
+        self._numbers = HostNumbers(*numbers)
+
+    @property
+    def is_captured(self) -> bool:
+        """True in a CUDA graph: replays tell the host nothing."""
+        return self._numbers.is_captured
+
+    @property
+    def has_arrived(self) -> bool:
+        """True if the host has found that the numbers are there. Asks no device."""
+        return self._numbers.values is not None
+
+    def is_known(self) -> bool:
+        """True if the numbers are there."""
+        return self._numbers.is_known()
+
+    def overflowed(self) -> bool:
+        """True if the gradients are not finite. Waits."""
+        return self._numbers.read() != 0
+
+    def next_scale(self) -> float:
+        """The scale after this backward. Waits."""
+        return self._numbers.read(1)
+
+    def scale(self) -> float:
+        """The scale that the loss had. Waits."""
+        return self._numbers.read(2)
+
+    def number(self) -> float | None:
+        """The loss before scaling, if it is one number that is known or was sent. Waits if it was sent."""
+        return self._numbers.read(self._loss_place) if self._loss_place else self._value
+
+    def loss(self) -> float | None:
+        """The loss before scaling, or the sum of several; None if it is not known. Waits if it is not a number."""
+        number = self.number()
+        return float(self._loss.float().sum()) if number is None and self._loss is not None else number
+
+    def has_flushed(self) -> bool:
+        """True if all gradients were 0 at an "auto" scale that was too low. Waits."""
+        return self._flushed_place > 0 and self._numbers.read(self._flushed_place) != 0
+
+
+def is_number(loss: Tensor) -> bool:
+    """True if `loss` is one number that can be read without a collective or a mode of torch's."""
+    return type(loss) is Tensor and loss.numel() == 1

@@ -123,6 +123,45 @@ def test_one_file_assigns_to_modules_that_are_not_ours():
     assert assigning == {"amp_engine.casting.patches"}
 
 
+# Written from outside because a user may write them: settings of an engine, and what apex's private state shows.
+SETTINGS = {"allow_incoming_model_not_fp32", "engine", "hard_override", "max_loss_scale", "min_loss_scale", "scalers"}
+SETTINGS |= {"verbosity"}
+OF_TORCH = {"grad", "param_groups", "enabled"}  # which classes of ours have as well
+
+
+def assigned_attributes(node):
+    """Every attribute that is assigned to or deleted in `node`."""
+    return [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)]
+
+
+def is_own(attribute):
+    return isinstance(attribute.value, ast.Name) and attribute.value.id in ("self", "cls")
+
+
+def rooms_of_attributes():
+    """Name of each attribute that a class of ours assigns -> the rooms of such classes."""
+    rooms = {}
+    for name in set(MODULES) - APEX:
+        for cls in (n for n in ast.walk(tree(MODULES[name])) if isinstance(n, ast.ClassDef)):
+            found = [attribute.attr for attribute in assigned_attributes(cls) if is_own(attribute)]
+            found += [s.target.id for s in cls.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+            for attribute in found:
+                rooms.setdefault(attribute, set()).add(room_of(name))
+    return rooms
+
+
+def test_no_room_assigns_to_attributes_of_objects_of_another():
+    rooms = rooms_of_attributes()
+    offenders = [
+        f"{name}:{attribute.lineno} assigns {ast.unparse(attribute)}, of {sorted(rooms[attribute.attr])}"
+        for name in set(MODULES) - APEX
+        for attribute in assigned_attributes(tree(MODULES[name]))
+        if not is_own(attribute) and attribute.attr not in SETTINGS | OF_TORCH
+        if attribute.attr in rooms and room_of(name) not in rooms[attribute.attr]
+    ]
+    assert offenders == []
+
+
 def test_tensors_of_numbers_are_made_on_the_cpu():
     """`torch.tensor(x, device=gpu)` copies from memory that is not pinned: the host waits, and a capture breaks."""
     makers = {"tensor", "as_tensor"}

@@ -60,7 +60,7 @@ def replace_scalers(engine: Engine, scalers: Sequence[LossScaler]) -> None:
 
 def bound_scales(engine: Engine, min_loss_scale: float | None, max_loss_scale: float) -> None:
     """Keep dynamic scales within these bounds from their next update on. Raises AmpValueError, as `initialize`."""
-    low, high = check_bounds(min_loss_scale, max_loss_scale)
+    check_bounds(min_loss_scale, max_loss_scale)
     engine.min_loss_scale, engine.max_loss_scale = min_loss_scale, max_loss_scale
     for scaler in engine.scalers:
-        scaler._min_loss_scale, scaler._max_loss_scale = low, high
+        scaler.bound(min_loss_scale, max_loss_scale)

@@ -145,7 +145,7 @@ class OverflowWatch:
         weights = () if is_finite and not looks_at_weights else self._bad_weights(places)
         origin = backward.origin
         if not is_finite and origin is None:
-            self._scaling.expects_nonfinite = True
+            self._scaling.heard_of_loss(is_finite=False)
         earlier = self._scaling.history.losses_before(backward.loss_id, backward.number)
         operation, near = _origin(origin, places)
         place = None if first is None else _place(first[0], places)

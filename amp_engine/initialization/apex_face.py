@@ -129,7 +129,7 @@ class Stash:
 
     @lazy_init_called.setter
     def lazy_init_called(self, value: bool) -> None:
-        self._stepped.adopts_next = not value
+        self._stepped.adopt_data_writes_next(not value)
 
     @property
     def already_patched(self) -> bool:
@@ -142,7 +142,7 @@ class Stash:
     @already_patched.setter
     def already_patched(self, value: bool) -> None:
         if value:
-            self._stepped.pending.caller_skips = True
+            self._stepped.pending.leave_skip_to_caller()
         elif self._stepped.pending.caller_skips:
             self._stepped.skipped_by_caller()
 

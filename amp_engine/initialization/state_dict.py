@@ -129,7 +129,7 @@ def keep_incoming(
                     "belong to.  Use load_state_dict(state_dict), or load before amp.initialize()."
                 )
             value = state_dict.get(prefix + name)
-            keeper.incoming = value if isinstance(value, Tensor) else None
+            keeper.expect(value if isinstance(value, Tensor) else None)
 
 
 def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
@@ -139,7 +139,7 @@ def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
         if param is None:
             continue
         for keeper in exact_of(param):
-            value, keeper.incoming = keeper.incoming, None
+            value = keeper.pop_expected()
             # Not so if torch refused the value (its shape, say) and will raise, or a module made it another.
             if value is not None and value.shape == param.shape and _same_values(value.to(param), param):
                 keeper.take(value)

@@ -19,8 +19,7 @@ class Scaling:
         scalers: one for each loss_id.
         skip_on_overflow: whether static scales skip as well.
         latched: the scale that `amp.scale` multiplied by last, by loss_id; no more than that while it is the scaler's.
-        expects_nonfinite: whether the last loss that the host heard of on a GPU was not finite, so that it waits for
-            the next one, to see where that comes from.
+        expects_nonfinite: the last loss that the host heard of on a GPU was not finite.
         reported: those loss_ids whose static scale was said to overflow, so that looking again is of no more use.
         history: of losses and their scales, as the host learns of them.
     """
@@ -39,6 +38,10 @@ class Scaling:
             if not scaler.is_identity:
                 return True
         return self.skip_on_overflow
+
+    def heard_of_loss(self, is_finite: bool) -> None:
+        """After a loss that is not finite the host waits for the next one, to see where that comes from."""
+        self.expects_nonfinite = not is_finite
 
     def begin(
         self,

@@ -81,6 +81,10 @@ class LossScaler:
         """Whether the scale is, and stays, 1."""
         return self._static_scale == 1.0
 
+    def bound(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
+        """Keep a dynamic scale within these from its next update on. Raises AmpValueError for no bounds of a scale."""
+        self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
+
     def owe(self, update: Callable[[], None]) -> None:
         """Have `update`, which waits for other ranks, called before anything of the scaler is read or written."""
         self.settle()

@@ -50,7 +50,7 @@ class Evidence:
             backward.value = value = loss.item()
             if not math.isfinite(value):
                 backward.origin = origin_of_nonfinite(loss)
-        self._scaling.expects_nonfinite = False
+        self._scaling.heard_of_loss(is_finite=True)
 
     def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:
         """Before a backward whose gradients nobody checks: say of a loss that it is not finite."""
@@ -73,7 +73,7 @@ class Evidence:
         sent = self._losses.get(loss_id)
         if sent is not None and not sent.is_known():
             return False
-        self._scaling.expects_nonfinite = sent is not None and not math.isfinite(sent.read())
+        self._scaling.heard_of_loss(is_finite=sent is None or math.isfinite(sent.read()))
         self._losses[loss_id] = HostNumbers(loss.detach().float())
         return self._may_read(loss)
 

@@ -43,15 +43,23 @@ class Exact:
 
     Attributes:
         param: the parameter.
-        incoming: a checkpoint's value between the hooks before and after torch copies it into `param`.
     """
 
     # A garbage collection goes through every dictionary, and making 50,000 of them sets off many.
-    __slots__ = ("__weakref__", "incoming", "param")
+    __slots__ = ("__weakref__", "_incoming", "param")
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
-        self.incoming: Tensor | None = None
+        self._incoming: Tensor | None = None
+
+    def expect(self, value: Tensor | None) -> None:
+        """Hold a checkpoint's value while torch copies it into the parameter."""
+        self._incoming = value
+
+    def pop_expected(self) -> Tensor | None:
+        """That value, which is held no more."""
+        value, self._incoming = self._incoming, None
+        return value
 
     def in_sync(self) -> bool:
         """Whether nobody but us wrote the parameter since it was rounded from the value."""

@@ -40,7 +40,7 @@ class Pending:
         self.backwards: list[Backward] = []  # for the next step
         # Sums of squares that the check found in this optimizer's gradients, of each backward since the last step.
         self._squares: list[list[Tensor] | None] = []
-        self.caller_skips = False  # whether somebody's own `scale_loss` took it on itself to skip the next step
+        self.caller_skips = False
         self.skips_in_a_row = 0
         self.steps = 0  # that were decided here, and
         self.skips = 0  # how many of them were skipped, as far as was heard
@@ -121,6 +121,10 @@ class Pending:
         """Know what other ranks found in the backwards that are kept."""
         for backward in self.backwards:
             backward.settle()
+
+    def leave_skip_to_caller(self) -> None:
+        """Another `scale_loss` than ours takes it on itself to skip the next step."""
+        self.caller_skips = True
 
     def skipped_by_caller(self) -> None:
         """The step was skipped without us, and all that was decided about it is past."""

@@ -116,6 +116,10 @@ class SteppedOptimizer:
         self._is_wrapped = True
         self.rows.wrapped_by(wrapper)
 
+    def adopt_data_writes_next(self, is_wanted: bool) -> None:
+        """Have the next backward take writes through `param.data` over into masters, or not."""
+        self.adopts_next = is_wanted
+
     def require_kernels(self, moment_dtype: torch.dtype) -> None:
         """Have only the kernels do the step, with moments in `moment_dtype`."""
         fused = fused_step_of(self.optimizer)

@@ -143,7 +143,7 @@ def test_a_captured_step_says_nothing(pending: Pending, told: dict[str, list[Any
 def test_a_step_that_somebody_else_skipped_counts_and_ends_what_was_pending(
     pending: Pending, told: dict[str, list[Any]]
 ) -> None:
-    pending.caller_skips = True
+    pending.leave_skip_to_caller()
     assert pending.skips_next
     pending.add(backward(True))
     pending.skipped_by_caller()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, ParamSpec
+from typing import Generic, ParamSpec
 
 from torch import Tensor
 
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.forward_order import Origin
-
-if TYPE_CHECKING:
-    from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.rows import Rows
 
 P = ParamSpec("P")
 
@@ -44,8 +42,8 @@ class Events:
         entering: the context that `scale_loss` gave is about to be entered.
         entered: the context, its loss and the scale of that: the body is about to be run.
         leaving: the context, whose body has ended or raised.
-        closed: the optimizers and their Backward, while gradients are as the step will find them. Half gradients of
-            masters are still scaled; without a Backward nothing was scaled or checked.
+        closed: the rows of the optimizers and their Backward, while gradients are as the step will find them. Half
+            gradients of masters are still scaled; without a Backward nothing was scaled or checked.
         left: the context, after all that its exit does.
         unchecked: number of the backward, loss_id, value and origin of a loss that is not finite and whose gradients
             are not checked; of several in a row the first.
@@ -57,7 +55,7 @@ class Events:
     entering: Event[[object]] = field(default_factory=Event)
     entered: Event[[object, Tensor, Tensor | float]] = field(default_factory=Event)
     leaving: Event[[object]] = field(default_factory=Event)
-    closed: Event[[Sequence[SteppedOptimizer], Backward | None]] = field(default_factory=Event)
+    closed: Event[[Sequence[Rows], Backward | None]] = field(default_factory=Event)
     left: Event[[object]] = field(default_factory=Event)
     unchecked: Event[[int, int, float, Origin | None]] = field(default_factory=Event)
     skipped: Event[[int, Sequence[Backward]]] = field(default_factory=Event)

@@ -182,7 +182,7 @@ class ScaledBackwards:
             if overflowed or is_in_trouble or not backward.order:
                 self.evidence.keep(backward, loss, overflowed, is_in_trouble)
         for tell in self.events.closed.observers:
-            tell(stepped, backward)
+            tell([one.rows for one in stepped], backward)
         if delay_overflow_check:
             return
         scaler = backward.scaler
@@ -499,7 +499,7 @@ class PassedThrough(ContextOfLoss):
                 for one in self._stepped:
                     one.missing_gradients.note(None)
                 for tell_closed in events.closed.observers:
-                    tell_closed(self._stepped, None)
+                    tell_closed([one.rows for one in self._stepped], None)
         finally:
             self._backwards.casts.after_backward()
             for tell in events.left.observers:

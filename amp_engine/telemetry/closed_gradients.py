@@ -10,7 +10,7 @@ from torch import Tensor
 from amp_engine.ground.distributed import local_of
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.rows import Rows
 
 
 class ClosedGradient(NamedTuple):
@@ -19,7 +19,7 @@ class ClosedGradient(NamedTuple):
     Attributes:
         param: the model's own.
         values: what is stored of its gradient, on this rank.
-        is_scaled: whether they are multiplied by the loss scale still, as half gradients of masters are.
+        is_scaled: they are multiplied by the loss scale still, as half gradients of masters are.
     """
 
     param: Tensor
@@ -27,14 +27,14 @@ class ClosedGradient(NamedTuple):
     is_scaled: bool
 
 
-def closed_gradients(stepped: Sequence[SteppedOptimizer], backward: Backward | None) -> Iterator[ClosedGradient]:
+def closed_gradients(rows: Sequence[Rows], backward: Backward | None) -> Iterator[ClosedGradient]:
     """Each gradient once, at the exit of a `scale_loss`; without a Backward nothing is scaled.
 
     After several backwards it is their sum. No host sync.
     """
     seen: set[int] = set()
-    for one in stepped:
-        columns, totals = one.rows.columns, one.rows.totals()
+    for one in rows:
+        columns, totals = one.columns, one.totals()
         for row, (param, master) in enumerate(zip(columns.params, columns.masters, strict=True)):
             total = totals.get(row)
             grad = param.grad if total is None else total

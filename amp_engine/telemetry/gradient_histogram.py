@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,73 +18,17 @@ from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import local_of
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.stepped import SteppedOptimizer
-from amp_engine.telemetry import histogram_picture
 from amp_engine.telemetry.closed_gradients import closed_gradients
+from amp_engine.telemetry.histogram_picture import GradientHistogram as GradientHistogram
 from amp_engine.telemetry.kept import dtype_name
 from amp_engine.telemetry.magnitudes import Limits, MagnitudeCounter, Magnitudes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _TRIES = 6
 # The largest gradient is brought to 2^14 at most, so that a sum of two of them is no overflow in float16.
 _HEADROOM = 1
 _LOWER = 2.0**-8
-
-
-@dataclass(frozen=True)
-class GradientHistogram:
-    """The gradients of one batch, counted by powers of two, without the loss scale.
-
-    Attributes:
-        title: of which models at which level.
-        dtype: whose limits are marked, such as "float16".
-        loss_scale: of the run, at the time.
-        measured_at: the scale that the gradients had while they were counted: at float16 levels the largest that
-            overflows nowhere, so that the least of them was lost.
-        activations: gradients of what modules gave, each tensor once; without losses, which have no dimensions.
-        weights: gradients of parameters.
-
-    `str()` is a picture in text, `plot()` one by matplotlib; a notebook shows it, and a receipt takes it.
-    """
-
-    title: str
-    dtype: str
-    loss_scale: float
-    measured_at: float
-    activations: Magnitudes
-    weights: Magnitudes
-
-    @property
-    def parts(self) -> tuple[tuple[str, Magnitudes], ...]:
-        """Both, by name; without one that has no gradient."""
-        both = ("activation gradients", self.activations), ("weight gradients", self.weights)
-        return tuple((name, found) for name, found in both if found.total)
-
-    def lost(self, scale: float | None = None) -> float:
-        """Share of the nonzero gradients of both kinds that are 0 in `dtype` at a loss scale; default that of the run.
-
-        0 to 1. What is 0 at `measured_at` already is counted as a zero, and not among them.
-        """
-        both = self.activations + self.weights
-        return both.lost(getattr(torch, self.dtype), self.loss_scale if scale is None else scale)
-
-    def plot(self, path: str | None = None) -> Figure:
-        """The picture as a matplotlib figure, which is written to `path` if there is one.
-
-        Raises ModuleNotFoundError without matplotlib: `pip install amp_engine[plots]`.
-        """
-        return histogram_picture.figure(self, path)
-
-    def __str__(self) -> str:
-        return histogram_picture.text(self)
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return histogram_picture.html(self)
 
 
 class _Counting:
@@ -142,10 +85,10 @@ class _Counting:
         if loss.requires_grad:
             self._handles.append(loss.register_hook(begins))
 
-    def closed(self, stepped: Sequence[SteppedOptimizer], backward: Backward | None) -> None:
+    def closed(self, rows: Sequence[Rows], backward: Backward | None) -> None:
         """A `scale_loss` was left."""
         scale = 1.0 if backward is None else float(backward.snapshot.scale)
-        for one in closed_gradients(stepped, backward):
+        for one in closed_gradients(rows, backward):
             self._count(one.param, one.values, scale if one.is_scaled else 1.0, self._factor)
 
     def finish(self) -> None:

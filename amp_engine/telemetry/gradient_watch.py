@@ -19,7 +19,7 @@ from amp_engine.kernels import tensor_lists
 from amp_engine.page import markup
 from amp_engine.page.tables import table
 from amp_engine.stepping.backward import Backward
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.rows import Rows
 from amp_engine.telemetry.closed_gradients import ClosedGradient, closed_gradients
 from amp_engine.telemetry.wording import number, percent, scale
 
@@ -171,16 +171,16 @@ class GradientWatch:
         info = torch.finfo(dtype)
         return info.tiny * info.eps / 2, info.tiny
 
-    def _look(self, stepped: Sequence[SteppedOptimizer], backward: Backward | None) -> None:
+    def _look(self, rows: Sequence[Rows], backward: Backward | None) -> None:
         """A `scale_loss` was left."""
         self._count += 1
         if (self._count - 1) % self._every:
             return
         # Where a sum of several backwards is stepped, no check has seen it.
-        saw_all = backward is not None and all(one.rows.slots.check is not None for one in stepped)
+        saw_all = backward is not None and all(one.slots.check is not None for one in rows)
         checked = _found_by_check(backward) if backward is not None and saw_all else {}
         by_device: dict[torch.device, list[ClosedGradient]] = {}
-        for one in closed_gradients(stepped, backward):
+        for one in closed_gradients(rows, backward):
             if not is_capturing(one.values.device):
                 by_device.setdefault(one.values.device, []).append(one)
         flush, normal = self._limits()

@@ -1,9 +1,10 @@
-"""Pictures of a gradient histogram: text, inline SVG, and matplotlib's where that is installed."""
+"""What `amp.gradient_histogram` found, and its pictures: text, inline SVG, and matplotlib's where that is installed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,8 +18,6 @@ from amp_engine.telemetry.wording import number, percent, scale
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from amp_engine.telemetry.gradient_histogram import GradientHistogram
-
 _ROWS = 44  # of text, at most
 _BAR = 26
 _WIDTH, _HEIGHT = 1000.0, 180.0
@@ -31,7 +30,61 @@ STYLE = """
 """
 
 
-class Mark(NamedTuple):
+@dataclass(frozen=True)
+class GradientHistogram:
+    """The gradients of one batch, counted by powers of two, without the loss scale.
+
+    Attributes:
+        title: of which models at which level.
+        dtype: whose limits are marked, such as "float16".
+        loss_scale: of the run, at the time.
+        measured_at: the scale that the gradients had while they were counted: at float16 levels the largest that
+            overflows nowhere, so that the least of them was lost.
+        activations: gradients of what modules gave, each tensor once; without losses, which have no dimensions.
+        weights: gradients of parameters.
+
+    `str()` is a picture in text, `plot()` one by matplotlib; a notebook shows it, and a receipt takes it.
+    """
+
+    title: str
+    dtype: str
+    loss_scale: float
+    measured_at: float
+    activations: Magnitudes
+    weights: Magnitudes
+
+    @property
+    def parts(self) -> tuple[tuple[str, Magnitudes], ...]:
+        """Both, by name; without one that has no gradient."""
+        both = ("activation gradients", self.activations), ("weight gradients", self.weights)
+        return tuple((name, found) for name, found in both if found.total)
+
+    def lost(self, scale: float | None = None) -> float:
+        """Share of the nonzero gradients of both kinds that are 0 in `dtype` at a loss scale; default that of the run.
+
+        0 to 1. What is 0 at `measured_at` already is counted as a zero, and not among them.
+        """
+        both = self.activations + self.weights
+        return both.lost(getattr(torch, self.dtype), self.loss_scale if scale is None else scale)
+
+    def plot(self, path: str | None = None) -> Figure:
+        """The picture as a matplotlib figure, which is written to `path` if there is one.
+
+        Raises ModuleNotFoundError without matplotlib: `pip install amp_engine[plots]`.
+        """
+        return _figure(self, path)
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return markup.fragment(f"<h2>{escape(self.title)}</h2>{section(self)}", plots.STYLE + STYLE)
+
+
+class _Mark(NamedTuple):
     """A limit of the type: values below 2^exponent are `what`."""
 
     exponent: int
@@ -39,19 +92,19 @@ class Mark(NamedTuple):
     is_at_scale: bool  # of the run, and not at scale 1
 
 
-def marks(histogram: GradientHistogram) -> list[Mark]:
+def _marks(histogram: GradientHistogram) -> list[_Mark]:
     """The limits at scale 1 and at the loss scale of the run, largest first."""
     limits, name = Limits.of(getattr(torch, histogram.dtype)), histogram.dtype
     shift = math.frexp(histogram.loss_scale)[1] - 1
     found = [
-        Mark(limits.smallest_normal, f"subnormal in {name} at scale 1", False),
-        Mark(limits.smallest - 1, f"0 in {name} at scale 1", False),
+        _Mark(limits.smallest_normal, f"subnormal in {name} at scale 1", False),
+        _Mark(limits.smallest - 1, f"0 in {name} at scale 1", False),
     ]
     if shift:
         at = f"at the loss scale of {scale(histogram.loss_scale)}"
         found += [
-            Mark(limits.smallest_normal - shift, f"subnormal {at}", True),
-            Mark(limits.smallest - 1 - shift, f"0 {at}", True),
+            _Mark(limits.smallest_normal - shift, f"subnormal {at}", True),
+            _Mark(limits.smallest - 1 - shift, f"0 {at}", True),
         ]
     return sorted(found, key=lambda mark: -mark.exponent)
 
@@ -69,14 +122,14 @@ def losses(histogram: GradientHistogram) -> Iterator[str]:
         )
 
 
-def text(histogram: GradientHistogram) -> str:
+def _text(histogram: GradientHistogram) -> str:
     """Rows of powers of two, from the largest down, with the limits between them."""
     parts = histogram.parts
     low, high = _span(histogram)
     step = max(1, math.ceil((high - low + 1) / _ROWS))
     rows = [(top, [_share(found, top - step + 1, top) for _, found in parts]) for top in range(high, low - 1, -step)]
     longest = max((share for _, shares in rows for share in shares), default=0.0) or 1.0
-    left = list(marks(histogram))
+    left = list(_marks(histogram))
     lines = [f"{histogram.title}, by powers of two, without the loss scale"]
     lines.append(f"(measured at a scale of {scale(histogram.measured_at)})")
     lines.append("".join([" " * 9, *(f"{name:<{_BAR + 10}}" for name, _ in parts)]).rstrip())
@@ -90,11 +143,6 @@ def text(histogram: GradientHistogram) -> str:
     return "\n".join([*lines, "", *losses(histogram)])
 
 
-def html(histogram: GradientHistogram) -> str:
-    """What a notebook shows."""
-    return markup.fragment(f"<h2>{escape(histogram.title)}</h2>{section(histogram)}", plots.STYLE + STYLE)
-
-
 def section(histogram: GradientHistogram) -> str:
     """A picture and a sentence for each kind of gradients."""
     sentences = list(losses(histogram))
@@ -105,8 +153,7 @@ def section(histogram: GradientHistogram) -> str:
     return "".join(parts)
 
 
-def figure(histogram: GradientHistogram, path: str | None = None) -> Figure:
-    """As `GradientHistogram.plot`."""
+def _figure(histogram: GradientHistogram, path: str | None) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as e:
@@ -122,7 +169,7 @@ def figure(histogram: GradientHistogram, path: str | None = None) -> Figure:
         exponents = [e for e, _ in found.counts]
         shares = [100 * n / max(1, found.nonzero) for _, n in found.counts]
         axis.bar(exponents, shares, width=0.9, align="edge", color=plots.COLOURS[0])
-        for mark in marks(histogram):
+        for mark in _marks(histogram):
             if low < mark.exponent <= high + 1:
                 colour = plots.COLOURS[2 if mark.is_at_scale else 5]
                 style = "-" if mark.what.startswith("0") else ":"
@@ -157,7 +204,7 @@ def _svg(histogram: GradientHistogram, name: str, found: Magnitudes) -> str:
             f'<rect x="{x(e) + unit * 0.06:.2f}" y="{_HEIGHT - height:.2f}" width="{unit * 0.88:.2f}" '
             f'height="{height:.2f}" fill="{plots.COLOURS[0]}"><title>{escape(title)}</title></rect>'
         )
-    shown = [mark for mark in marks(histogram) if low < mark.exponent <= high]
+    shown = [mark for mark in _marks(histogram) if low < mark.exponent <= high]
     lines, legend = [], []
     for mark in shown:
         colour = plots.COLOURS[2 if mark.is_at_scale else 5]
@@ -185,7 +232,7 @@ def _svg(histogram: GradientHistogram, name: str, found: Magnitudes) -> str:
 def _span(histogram: GradientHistogram) -> tuple[int, int]:
     """The lowest and the highest exponent that are drawn: of all values, and of the limits that are near."""
     found = [e for _, part in histogram.parts for e, _ in part.counts] or [0]
-    near = [m.exponent for m in marks(histogram) if min(found) - 12 <= m.exponent <= max(found) + 12]
+    near = [m.exponent for m in _marks(histogram) if min(found) - 12 <= m.exponent <= max(found) + 12]
     return min([*found, *(e - 1 for e in near)]), max([*found, *near])
 
 

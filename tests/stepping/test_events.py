@@ -82,7 +82,7 @@ def test_a_rehearsal_tells_observers_of_its_own_alone() -> None:
         told = subscribed(engine.backwards.events)
         with engine.backwards.rehearsal() as events:
             own: list[Any] = []
-            events.closed.subscribe(lambda stepped, found: own.append(found))
+            events.closed.subscribe(lambda rows, found: own.append(found))
             backward(MLP.loss(model, MLP.batch(0)), optimizer, engine=engine)
         assert told == []
         assert len(own) == 1

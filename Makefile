@@ -1,7 +1,7 @@
 # Each command works from a bare clone: it makes .venv, installs into it, and runs.
 #   PYTHON=python3.12 make test         another interpreter for .venv
 #   make test ARGS="-k resume"          arguments for pytest, for the demo, or names of clients
-#   make test ARGS="--variants 3"       every test, but with three of its parameters at most
+#   make test ARGS="--cases values"     fewer cases yet: each value of each parameter once, without the pairs
 #   make stress ROUNDS=2000             how often; under the sanitizers: make sanitize TESTS=tests/stress/threads.py ROUNDS=200
 #   make test WORKERS=8                 how many test files are run side by side; each takes about a core and 1 GB
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -18,14 +18,14 @@ CUDA_TORCH ?= torch==2.14.1
 WORKERS ?= 2
 # In the order of tests/conftest.py: by itself xdist starts with the files of the most tests, not of the slowest.
 # A worker that a test killed ends the run: the next one would be given the same test first.
-PYTEST = python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PYTEST = python -m pytest --cases pairs -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # OpenMP threads sleep while they wait for one another. If they spin, the default, the demo's smallest
 # steps take half the time on an idle machine, and up to twenty times the time on a busy one.
 export OMP_WAIT_POLICY ?= PASSIVE
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test fuzz stress bench clients lint format sanitize cuda-build gpu clean
+.PHONY: help demo test test-all fuzz stress bench clients lint format sanitize cuda-build gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -33,8 +33,11 @@ help:  ## this list
 demo: $(INSTALLED)  ## train two small models at every level; the table, build/demo/curves.png
 	$(BIN)/python -m examples.demo $(ARGS)
 
-test: $(INSTALLED)  ## run the tests
+test: $(INSTALLED)  ## run the tests, with each pair of values of their parameters
 	$(BIN)/$(PYTEST) $(ARGS)
+
+test-all: $(INSTALLED)  ## run the tests in all cases, before a release
+	$(BIN)/$(PYTEST) --cases all $(ARGS)
 
 fuzz: $(INSTALLED)  ## hold random sequences of user actions against plain PyTorch; ARGS="--sequences 20000 --seed 0 --minutes 60"
 	$(BIN)/python -m tests.fuzz $(ARGS)

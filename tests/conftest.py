@@ -17,6 +17,8 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.modules import rnn
 from torch.optim import optimizer as optimizer_hooks
 
+from tests.cases import TOGETHER, chosen
+
 NAMESPACES = {
     "torch": torch,
     "torch.nn.functional": F,
@@ -27,8 +29,11 @@ NAMESPACES = {
     "torch.nn.Module": torch.nn.Module,
     "torch.optim.Optimizer": torch.optim.Optimizer,
 }
-PRISTINE = {name: dict(vars(namespace)) for name, namespace in NAMESPACES.items()}
-WRITTEN_BY_PYTHON = {"__slotnames__"}  # copyreg's cache, on the first copy or pickle
+# But for names that Python itself writes; to a class it writes one, `__slotnames__`, on the first copy or pickle.
+PRISTINE = {
+    name: {key: value for key, value in vars(namespace).items() if isinstance(namespace, type) or key[:2] != "__"}
+    for name, namespace in NAMESPACES.items()
+}
 GLOBAL_HOOKS = (
     module_hooks._global_forward_hooks,
     module_hooks._global_forward_pre_hooks,
@@ -47,32 +52,20 @@ torch.ones((), requires_grad=True).backward()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--variants",
-        type=int,
-        metavar="N",
-        help="run every test, each with N of its parameters at most, evenly spread",
+        "--cases",
+        choices=("all", *TOGETHER),
+        default="all",
+        help="of each test run all cases, or few that have each pair of values of two parameters, or each value",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: of workers that take a file at a time, none is left alone with one at the end."""
-    if (limit := config.getoption("--variants")) is not None:
-        left_out = set(items) - set(evenly_spread(items, limit))
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+    if together := TOGETHER.get(config.getoption("--cases")):
+        every, items[:] = list(items), chosen(items, together)
+        config.hook.pytest_deselected(items=list(set(every) - set(items)))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def evenly_spread(items: list[pytest.Item], limit: int) -> Iterator[pytest.Item]:
-    """Of the variants of each test the first, and others at equal distances from it: `limit` in all at most."""
-    variants: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for of_one in variants.values():
-        is_whole = of_one[0].get_closest_marker("every_variant") is not None
-        count = len(of_one) if is_whole else min(limit, len(of_one))
-        yield from (of_one[place * len(of_one) // count] for place in range(count))
 
 
 def pytest_collection_finish() -> None:
@@ -90,9 +83,7 @@ def patched_names() -> list[str]:
     for label, namespace in NAMESPACES.items():
         before, now = PRISTINE[label], vars(namespace)
         if isinstance(namespace, type):
-            changed += [f"{label}.{name}" for name in now if name not in before and name not in WRITTEN_BY_PYTHON]
-        else:
-            before = {name: value for name, value in before.items() if not name.startswith("__")}
+            changed += [f"{label}.{name}" for name in now if name not in before and name != "__slotnames__"]
         changed += [f"{label}.{name}" for name, value in before.items() if now.get(name) is not value]
     return changed
 

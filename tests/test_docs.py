@@ -217,6 +217,8 @@ def test_commands_run(block, clone):
         command = line.partition("#")[0].strip()
         if command.startswith("make "):  # CI runs them
             assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+        elif example := re.fullmatch(r"torchrun --standalone --nproc-per-node 2 (examples/\w+\.py)", command):
+            assert example[1] in (ROOT / "tests/test_examples.py").read_text(), "run there, in the same way"
         elif "pip install" not in command and command:  # an install needs a network
             done = subprocess.run(
                 command,

@@ -147,8 +147,7 @@ def test_from_apex_differs_from_an_apex_script_by_its_import_only():
     assert source.count("amp_engine") == 1
 
 
-@pytest.mark.parametrize("loss_scale", ["dynamic", "128.0"])
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize(("opt_level", "loss_scale"), [("O1", "dynamic"), ("O2", "128.0")])
 def test_from_apex_learns(run_example, opt_level, loss_scale):
     lines = run_example("from_apex", "--opt-level", opt_level, "--loss-scale", loss_scale)
     assert f"loss_scale             : {loss_scale}" in lines
@@ -156,12 +155,14 @@ def test_from_apex_learns(run_example, opt_level, loss_scale):
     assert accuracy[1] > accuracy[0] > 15  # percent; chance is 10
 
 
-def test_from_apex_resumes_where_it_stopped(run_example, tmp_path):
+def test_from_apex_resumes_where_it_stopped_and_learns(run_example, tmp_path):
     arguments = ("--opt-level", "O2", "--checkpoint", tmp_path / "checkpoint.pt")
-    run_example("from_apex", *arguments, "--epochs", 1)
+    lines = run_example("from_apex", *arguments, "--epochs", 1)
     resumed = run_example("from_apex", *arguments, "--resume", tmp_path / "checkpoint.pt")
     epochs = [line for line in resumed if line.startswith(" * Epoch")]
     assert [line[:10] for line in epochs] == [" * Epoch 1"]
+    before, after = numbers(lines + resumed, r"\* Epoch \d Loss [\d.]+ Prec@1 ([\d.]+)")
+    assert after > before > 15
 
 
 def final_state(path: Path) -> dict:
@@ -211,25 +212,22 @@ def test_train_gpt_stopped_and_resumed_is_the_run_that_was_not(run_example, tmp_
 
 
 @pytest.mark.slow
-def test_train_gpt_killed_and_resumed_is_the_run_that_was_not(tmp_path):
-    def command(folder: str, *more: object) -> list[str]:
+def test_train_gpt_killed_and_resumed_is_the_run_that_was_not(run_example, tmp_path):
+    def arguments(folder: str) -> list[str]:
         (tmp_path / folder).mkdir(exist_ok=True)
         checkpoint = ("--checkpoint", tmp_path / folder / "gpt.pt")
-        arguments = ("--steps", 60, "--save-every", 10, *TINY_GPT, *checkpoint, *more)
-        return [sys.executable, "-m", "examples.train_gpt", *map(str, arguments)]
+        return list(map(str, ("--steps", 60, "--save-every", 10, *TINY_GPT, *checkpoint)))
 
-    def finish(*arguments: object) -> str:
-        done = subprocess.run(
-            command(*arguments), cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, text=True
-        )
-        return done.stdout.splitlines()[-1]
-
-    killed = subprocess.Popen(command("killed"), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "examples.train_gpt", *arguments("killed")]
+    killed = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     while not (tmp_path / "killed/gpt.pt").exists():
         assert killed.poll() is None
         time.sleep(0.005)
     os.kill(killed.pid, signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
 
-    assert finish("killed", "--resume") == finish("whole")
+    resumed, whole = (
+        run_example("train_gpt", *arguments(folder), *more) for folder, *more in (("killed", "--resume"), ("whole",))
+    )
+    assert resumed[-1] == whole[-1]
     assert_bitwise_equal(tmp_path / "killed/gpt.pt", tmp_path / "whole/gpt.pt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -85,14 +86,12 @@ def test_make_gpu_goes_through_all_stages_and_reports_those_that_went_wrong(tmp_
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize(("wanted", "said"), [("gpu", "torch finds no GPU"), ("cuda", "it may be gpu or stand-in")])
-def test_tests_that_are_to_run_on_a_gpu_fail_without_one(tmp_path, wanted, said):
+def test_tests_that_are_to_run_on_a_gpu_fail_without_one(tmp_path, monkeypatch, wanted, said):
     stage = next(stage for stage in stages(tmp_path, simulated=False) if stage.name == "tests")
     assert stage.environment["GPU_TESTS"] == "gpu"
-    command = python("import tests.gpu.support")
-    environment = {**os.environ, "GPU_TESTS": wanted}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert said in done.stderr
+    monkeypatch.setenv("GPU_TESTS", wanted)
+    with pytest.raises(RuntimeError, match=said):
+        runpy.run_path(str(ROOT / "tests/gpu/support.py"))
 
 
 def test_all_limits_together_leave_room_in_ten_minutes(tmp_path):

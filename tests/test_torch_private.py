@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.fsdp  # imported by who shards, and not by torch
 from torch import nn
@@ -16,6 +15,7 @@ from amp_engine.ground.torch_private import NAMES, SEEN_IN, PrivateName
 
 PACKAGE = Path(__file__).parent.parent / "amp_engine"
 LISTED = PACKAGE / "ground" / "torch_private.py"
+OTHERS = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path != LISTED}
 OWNERS = {
     torch.Tensor: torch.zeros(1),
     torch.UntypedStorage: torch.zeros(1).untyped_storage(),
@@ -39,13 +39,17 @@ def resolved(entry: PrivateName) -> Any:
     return found
 
 
-@pytest.mark.every_variant
-@pytest.mark.parametrize("entry", NAMES, ids=lambda entry: entry.name)
-def test_torch_has_it(entry):
+def is_there(entry: PrivateName) -> bool:
     try:
         resolved(entry)
     except AttributeError:
-        pytest.fail(f"torch {torch.__version__} has no {entry.name}, which amp_engine needs for: {entry.purpose}")
+        return False
+    return True
+
+
+def test_torch_has_them():
+    missing = {entry.name: entry.purpose for entry in NAMES if not is_there(entry)}
+    assert missing == {}, f"torch {torch.__version__} lacks what amp_engine needs for these purposes"
 
 
 def test_the_versions_are_those_of_ci():
@@ -92,22 +96,23 @@ def attributes(tree: ast.AST) -> set[str]:
     return names & private
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_else_is_used(path):
-    tree = ast.parse(path.read_text())
+def test_every_attribute_that_is_used_is_listed_and_every_one_that_is_listed_is_used():
+    used = {path: attributes(tree) for path, tree in OTHERS.items()}
+    listed = {entry.name for entry in NAMES if entry.owner}
+    assert {path: names - listed - SET_BY_US for path, names in used.items() if names - listed - SET_BY_US} == {}
+    assert listed <= set().union(*used.values())
+
+
+def test_no_other_file_imports_or_calls_private_names():
+    used = {path: imported(tree) | called(tree) for path, tree in OTHERS.items()}
+    assert {path: names for path, names in used.items() if names} == {}, "have it in torch_private.py, with its purpose"
+
+
+def test_every_name_that_is_bound_is_listed():
+    tree = ast.parse(LISTED.read_text())
     listed = {entry.name for entry in NAMES}
-    if path != LISTED:
-        assert attributes(tree) <= {entry.name for entry in NAMES if entry.owner} | SET_BY_US
-        assert imported(tree) | called(tree) == set(), "have it in torch_private.py, with what it is for"
-    else:
-        bound = {name.replace("_C.", "torch._C.", 1) if name.startswith("_C.") else name for name in called(tree)}
-        bound |= imported(tree)
-        is_part = {name for name in bound if any(other.startswith(f"{name}.") for other in bound | listed)}
-        keys = {name for name in bound if name.startswith("torch._C._TorchDispatchModeKey.")}
-        assert bound - is_part - keys <= listed
-
-
-def test_each_is_used():
-    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if path != LISTED]
-    used = set().union(*map(attributes, trees))
-    assert {entry.name for entry in NAMES if entry.owner} <= used
+    bound = {name.replace("_C.", "torch._C.", 1) if name.startswith("_C.") else name for name in called(tree)}
+    bound |= imported(tree)
+    is_part = {name for name in bound if any(other.startswith(f"{name}.") for other in bound | listed)}
+    keys = {name for name in bound if name.startswith("torch._C._TorchDispatchModeKey.")}
+    assert bound - is_part - keys <= listed

@@ -14,8 +14,6 @@ from torch import Tensor
 from amp_engine.casting import FunctionCasts
 from amp_engine.casting.lists import FUNCTIONAL, LINALG, NAMESPACES, SPECIAL, TENSOR, TORCH, TORCH_FUNCTIONAL
 
-pytestmark = pytest.mark.every_variant
-
 f32 = torch.float32
 Cast = Callable[[Tensor], Tensor]
 

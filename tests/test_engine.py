@@ -569,6 +569,8 @@ def test_the_module_lists_public_names_only():
         ("scale_rule", "DynamicLossScale"),
         ("scaler", "LossScaler"),
         ("stepping.rows", "follow_masters_in_eager"),
+        ("telemetry.receipt", "Receipt"),
+        ("telemetry.records", "Loss"),
     ],
 )
 def test_pickles_of_earlier_versions_find_their_classes(module, name):

@@ -26,11 +26,11 @@ from amp_engine.engine import Engine
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.levels.policy import Policy
 from amp_engine.stepping.pending import Pending
-from amp_engine.telemetry import memory
-from amp_engine.telemetry.kept import dtype_name
 from amp_engine.telemetry.magnitudes import MagnitudeCounter
+from amp_engine.telemetry.receipt import memory
 from amp_engine.telemetry.records import Memory
 from amp_engine.telemetry.step_times import Clock, SystemClock
+from amp_engine.telemetry.wording import dtype_name
 
 COUNTED_STEPS = 3
 """Of how many of the last steps gradients are counted."""
@@ -207,7 +207,7 @@ class _Seen:
             None if policy is None else _low_precision(policy),
             measured.loss_scales,
             measured.dynamic,
-            tuple(measured.memory),
+            measured.memory,
             sum(peaks) or None,
             counted if counted.total else None,
             tuple(self._dropped),
@@ -231,7 +231,7 @@ class _Measured:
         self.skips = 0
         self.loss_scales: tuple[float, ...] = ()
         self.dynamic = False
-        self.memory: list[Memory] = []
+        self.memory: tuple[Memory, ...] = ()
         self.machine = ""
         self._skips_before = 0  # the last `close`
         self._pendings: list[Pending] = []
@@ -243,9 +243,7 @@ class _Measured:
 
     def look(self, engine: Engine) -> None:
         """At memory: the gradients are there now."""
-        casts = engine.function_casts.casts
-        stepped, models = engine._initialized.stepped, engine._initialized.models
-        self.memory = memory.by_class(models, stepped, None if casts is None else casts.cache)
+        self.memory = memory.described(engine)
         self._look_at_device(engine)
 
     def keep(self, engine: Engine) -> None:

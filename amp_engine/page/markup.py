@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from html import escape
 
 # One root class, so that nothing of the page around it changes. Colours of its own, so that it can be read whatever is
@@ -19,7 +19,8 @@ STYLE = """
 .amp h1 { font-size: 22px; margin: 0 0 .2em; color: var(--ink); }
 .amp h2 { font-size: 16px; margin: 1.8em 0 .5em; padding-bottom: .2em; border-bottom: 1px solid var(--line);
   color: var(--ink); }
-.amp p { margin: .4em 0; } .amp .soft { color: var(--soft); } .amp .bad { color: var(--bad); }
+.amp p, .amp details { margin: .4em 0; } .amp .title { font-weight: 600; }
+.amp .soft { color: var(--soft); } .amp .bad { color: var(--bad); }
 .amp code, .amp pre { font: 12.5px/1.45 ui-monospace, monospace; background: var(--shade); color: var(--ink); }
 .amp pre { padding: .7em; white-space: pre-wrap; border: 1px solid var(--line); }
 .amp table { border-collapse: collapse; width: 100%; margin: .5em 0; color: var(--ink); background: var(--paper);
@@ -47,9 +48,8 @@ def fragment(body: str, style: str = "") -> str:
 def table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
-    numbers: Sequence[int] = (),
+    numbers: Container[int] = (),
     classes: Sequence[str] | None = None,
-    markup: Sequence[int] = (),
 ) -> str:
     """A table of texts, which are escaped. Names may be broken behind a dot or an underscore.
 
@@ -58,13 +58,12 @@ def table(
         rows: a text for each column.
         numbers: the columns that are aligned to the right.
         classes: one for each row, "" for none.
-        markup: the columns that are HTML already.
     """
 
     def cell(tag: str, column: int, text: str) -> str:
         if column in numbers:
             return f'<{tag} class="n">{escape(text)}</{tag}>'
-        return f"<{tag}>{text if tag == 'td' and column in markup else name(text)}</{tag}>"
+        return f"<{tag}>{name(text)}</{tag}>"
 
     top = "".join(cell("th", i, text) for i, text in enumerate(head)) if any(head) else ""
     lines = []
@@ -80,9 +79,11 @@ def name(text: str) -> str:
     return escape(text).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
-def paragraph(text: str, kind: str = "") -> str:
-    """A paragraph of a text, which is escaped."""
-    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+def paragraph(text: str, kind: str = "", link: str = "") -> str:
+    """A paragraph of a text, which is escaped, and of an address to follow."""
+    opened = f'<p class="{kind}">' if kind else "<p>"
+    linked = f' <a href="{escape(link)}">{escape(link)}</a>' if link else ""
+    return f"{opened}{escape(text)}{linked}</p>"
 
 
 def preformatted(text: str) -> str:

@@ -22,8 +22,8 @@ from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.stepped import SteppedOptimizer
 from amp_engine.telemetry.closed_gradients import closed_gradients
 from amp_engine.telemetry.histogram_picture import GradientHistogram as GradientHistogram
-from amp_engine.telemetry.kept import dtype_name
 from amp_engine.telemetry.magnitudes import Limits, MagnitudeCounter, Magnitudes
+from amp_engine.telemetry.wording import dtype_name
 
 _TRIES = 6
 # The largest gradient is brought to 2^14 at most, so that a sum of two of them is no overflow in float16.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from amp_engine.page.markup import paragraph
 from amp_engine.telemetry import wording
 from amp_engine.telemetry.records import Loss, Memory
 
@@ -20,7 +21,7 @@ STYLE = """
 .amp .plot .y { display: flex; flex-direction: column; justify-content: space-between; text-align: right;
   padding: 4px 0; } .amp .plot .x { grid-column: 2; display: flex; justify-content: space-between; }
 .amp .plot .y, .amp .plot .x { color: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
-.amp .swatch { display: inline-block; width: .8em; height: .8em; margin-right: .5em; vertical-align: -.05em; }
+.amp .swatch { display: inline-block; width: .8em; height: .8em; margin: 0 .5em; vertical-align: -.05em; }
 """
 
 
@@ -58,30 +59,30 @@ def scale_over_backwards(loss: Loss) -> str:
         f'aria-label="{escape(label)}"><path d="{path}" {stroke} style="stroke: var(--mark)" stroke-width="2"></path>'
         f"{marks}</svg>"
         f'<div class="x"><span>0</span><span>backward</span><span>{wording.number(last)}</span></div></div>'
+        f"{paragraph('Ticks at the bottom: backwards that overflowed.', 'soft') if ticks else ''}"
     )
 
 
 def memory_bar(memory: Sequence[Memory], kinds: Sequence[str]) -> str:
-    """One bar, a part for each class, as wide as its share of the bytes."""
+    """One bar, a part for each class, as wide as its share of the bytes, and which colour is which class."""
     total = sum(one.bytes for one in memory)
     parts, start = [], 0.0
+    colours = {one.kind: COLOURS[kinds.index(one.kind) % len(COLOURS)] for one in memory}
     for one in memory:
         width = _WIDTH * one.bytes / total if total else 0.0
         title = f"{one.kind} on {one.device}: {wording.size(one.bytes)}"
         parts.append(
-            f'<rect x="{start:.2f}" y="0" width="{width:.2f}" height="28" fill="{colour(one.kind, kinds)}">'
+            f'<rect x="{start:.2f}" y="0" width="{width:.2f}" height="28" fill="{colours[one.kind]}">'
             f"<title>{escape(title)}</title></rect>"
         )
         start += width
+    legend = " ".join(
+        f'<span class="swatch" style="background: {colour}"></span>{escape(kind)}' for kind, colour in colours.items()
+    )
     return (
         f'<div class="bar"><svg viewBox="0 0 {_WIDTH:.0f} 28" preserveAspectRatio="none" role="img" '
-        f'aria-label="Memory by class">{"".join(parts)}</svg></div>'
+        f'aria-label="Memory by class">{"".join(parts)}</svg></div><p class="soft">{legend}</p>'
     )
-
-
-def colour(kind: str, kinds: Sequence[str]) -> str:
-    """Of a class of memory, in the bar and beside its name."""
-    return COLOURS[kinds.index(kind) % len(COLOURS)]
 
 
 def _power(exponent: float) -> str:

@@ -19,7 +19,7 @@ from amp_engine.advice import trial as trials
 from amp_engine.advice.records import Task, Trial
 from amp_engine.errors import AmpStateError
 from amp_engine.optimizers import LARC
-from amp_engine.telemetry import memory
+from amp_engine.telemetry.receipt import memory
 from tests.support import HALF, LEVELS
 
 
@@ -216,7 +216,7 @@ def test_what_the_trial_does_itself_is_in_no_time(bench, monkeypatch):
 
         return timed
 
-    monkeypatch.setattr(memory, "by_class", slow("memory", memory.by_class))
+    monkeypatch.setattr(memory, "described", slow("memory", memory.described))
     monkeypatch.setattr(trials, "perturb", slow("perturb", trials.perturb))
     monkeypatch.setattr(trials.MagnitudeCounter, "add", slow("gradients", trials.MagnitudeCounter.add))
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""What a run keeps in memory, by class of tensors: counted tensor by tensor, not asked of torch's allocators."""
+"""The section about memory, by class of tensors: counted tensor by tensor, not asked of torch's allocators."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp_engine.casting.cache import WeightCache
+from amp_engine.engine import Engine
 from amp_engine.ground.distributed import local_of
 from amp_engine.optimizers.fused_step import fused_step_so_far
+from amp_engine.page.page import Figure, Section, Table
 from amp_engine.stepping.master_parameter import MasterParameter
 from amp_engine.stepping.split_rows import SplitRows
 from amp_engine.stepping.stepped import SteppedOptimizer
-from amp_engine.telemetry.kept import measured
+from amp_engine.telemetry import plots
+from amp_engine.telemetry.receipt.models import measured
 from amp_engine.telemetry.records import Memory
+from amp_engine.telemetry.wording import number, size
 
 PARAMETERS, BUFFERS, MASTERS, REMAINDERS = "parameters", "buffers", "FP32 masters", "remainders of split masters"
 GRADIENTS, STATE, COPIES = "gradients", "optimizer state", "weight copies"
@@ -23,19 +27,13 @@ AT_MOST = "weight copies, at most"
 KINDS = (PARAMETERS, BUFFERS, MASTERS, REMAINDERS, STATE, COPIES, AT_MOST, GRADIENTS)
 
 
-def by_class(
-    models: Sequence[nn.Module], stepped: Sequence[SteppedOptimizer], cache: WeightCache | None
-) -> list[Memory]:
+def described(engine: Engine) -> tuple[Memory, ...]:
     """The bytes of each class on each device, as they are now. Changes nothing. No host sync, but of sparse gradients.
 
     Memory under two names counts once, in the class that comes first: what two optimizers step, a gradient that both a
     master and a parameter have. Not in here: activations, averages, tables of kernels, what torch's allocators keep.
-
-    Args:
-        models: their parameters, buffers and gradients.
-        stepped: their masters, state, and gradients that wait for the step.
-        cache: of the function casts.
     """
+    models, stepped, casts = engine._initialized.models, engine._initialized.stepped, engine.function_casts.casts
     params = [p for model in models for p in measured(model.parameters())]
     params += [p for one in stepped for p in one.rows.columns.params]
     count = _Count()
@@ -47,8 +45,8 @@ def by_class(
             count.add(REMAINDERS, one.rows.remainders)
     for one in stepped:
         count.add(STATE, _tensors_in(list(one.optimizer.state.values())))
-    if cache is not None:
-        _add_copies(count, params, stepped, cache)
+    if casts is not None:
+        _add_copies(count, params, stepped, casts.cache)
     # Of parameters, of masters without making them FP32, and for the step, but where the parameter still has its own:
     # that is the same memory, shared copy-on-write.
     count.add(GRADIENTS, (p.grad for p in params if not isinstance(p, MasterParameter)))
@@ -58,6 +56,16 @@ def by_class(
         rows = (i for i, p in enumerate(columns.copies) if held.holds(i) and p is not None and p.grad is None)
         count.add(GRADIENTS, (held.gradients[i] for i in rows))
     return count.records()
+
+
+def section(memory: Sequence[Memory]) -> Section:
+    """A bar, a row for each class on each device, and the sum."""
+    if not memory:
+        return Section("Memory", [])
+    rows = [(one.kind, one.device, number(one.tensors), size(one.bytes)) for one in memory]
+    rows.append(("together", "", "", size(sum(one.bytes for one in memory))))
+    table = Table(rows, ("class", "device", "tensors", "memory"), numbers=(2, 3), has_total=True)
+    return Section("Memory", [Figure(plots.memory_bar(memory, KINDS)), table])
 
 
 def _add_copies(
@@ -112,10 +120,10 @@ class _Count:
         sums[0] += 1
         sums[1] += count
 
-    def records(self) -> list[Memory]:
+    def records(self) -> tuple[Memory, ...]:
         """In the order of the classes."""
         order = sorted(self._sums, key=lambda key: (KINDS.index(key[0]), key[1]))
-        return [Memory(*key, *self._sums[key]) for key in order]
+        return tuple(Memory(*key, *self._sums[key]) for key in order)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

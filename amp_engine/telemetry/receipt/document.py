@@ -1,51 +1,37 @@
-"""`amp.receipt()`: one page about a run, collected from an engine; as text, JSON and HTML."""
+"""The receipt as a record, and all of its sections together."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import pkgutil
 import types
 import typing
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_engine.casting import Explanation, FunctionCasts
-from amp_engine.casting.lists import NAMESPACES
+from amp_engine.casting import Explanation
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.levels import levels
-from amp_engine.levels.policy import Policy
-from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE
-from amp_engine.telemetry import kept, memory, receipt_html, receipt_text, shapes, stepped_by
+from amp_engine.page.page import Figure, Page, Section, Sentence, Table
+from amp_engine.telemetry import histogram_picture, plots
 from amp_engine.telemetry.gradient_histogram import GradientHistogram
-from amp_engine.telemetry.records import (
-    Asked,
-    Fact,
-    Functions,
-    Loss,
-    Memory,
-    Model,
-    Op,
-    Property,
-    ScalePoint,
-    Shapes,
-    Stepped,
-    Times,
-)
+from amp_engine.telemetry.receipt import asked, functions, losses, memory, models, optimizers, shapes
+from amp_engine.telemetry.records import Asked, Fact, Functions, Loss, Memory, Model, Shapes, Stepped, Times
 from amp_engine.telemetry.software import describe
 from amp_engine.telemetry.step_times import StepTimes
+from amp_engine.telemetry.wording import percent, plural
 
 FORMAT = 1
 """Of the JSON; another number where a field has got another meaning."""
 
-_HOW_TO_EXPLAIN = (
-    "What ran in which type was not collected.  Type:\n\n    with amp.explain() as explanation:\n"
-    "        ...  # one iteration\n    print(amp.receipt(explanation))"
+_NO_TIMES = (
+    "Not measured.  Type:  with amp.step_times() as times: ...  around some iterations, then amp.receipt(times=times)."
+)
+_NO_GRADIENTS = (
+    "Not measured.  Type:  gradients = amp.gradient_histogram(lambda: loss_fn(model(x), y)),  then "
+    "amp.receipt(gradients=gradients)."
 )
 
 
@@ -69,7 +55,7 @@ class Receipt:
 
     @property
     def title(self) -> str:
-        """Of which models at which level."""
+        """The classes of the models, and the level."""
         names = ", ".join(dict.fromkeys(model.class_name for model in self.models))
         at = self.asked.level or "enabled=False"
         return f"amp receipt: {names} at {at}" if names else f"amp receipt: {at}"
@@ -94,7 +80,7 @@ class Receipt:
 
         Raises AmpValueError for another suffix, OSError as `open` does.
         """
-        writers = {".txt": lambda: f"{self}\n", ".json": self.to_json, ".html": lambda: receipt_html.page(self)}
+        writers = {".txt": lambda: f"{self}\n", ".json": self.to_json, ".html": lambda: self._page().html_file()}
         suffix = Path(path).suffix.lower()
         if suffix not in writers:
             raise AmpValueError(
@@ -103,14 +89,48 @@ class Receipt:
             )
         Path(path).write_text(writers[suffix](), encoding="utf-8")
 
+    def _page(self) -> Page:
+        sections = (
+            asked.section(self.asked),
+            models.section(self.models),
+            functions.section(self.functions),
+            optimizers.section(self.optimizers),
+            losses.section(self.losses),
+            memory.section(self.memory),
+            shapes.section(self.shapes),
+            _gradients(self.gradients),
+            _times(self.times),
+            Section("Software", [Table([(fact.name, fact.value) for fact in self.software])]),
+        )
+        return Page(self.title, sections, plots.STYLE + histogram_picture.STYLE)
+
     def __str__(self) -> str:
-        return receipt_text.rendered(self)
+        return self._page().text()
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return receipt_html.rendered(self)
+        return self._page().html()
+
+
+def _gradients(gradients: GradientHistogram | None) -> Section:
+    if gradients is None:
+        return Section("Gradients", [Sentence(_NO_GRADIENTS, "soft")])
+    picture = Figure(histogram_picture.section(gradients), list(histogram_picture.losses(gradients)))
+    return Section("Gradients", [picture])
+
+
+def _times(times: Times | None) -> Section:
+    if times is None:
+        return Section("Time", [Sentence(_NO_TIMES, "soft")])
+    clocks = ["host", "device"] if all(p.device_seconds is not None for p in times.phases) else ["host"]
+    rows = [
+        (p.name, percent(times.share(p)), *[f"{getattr(p, f'{clock}_seconds'):.3g} s" for clock in clocks], p.what)
+        for p in times.phases
+    ]
+    table = Table(rows, ("part", "share", *clocks, "what"), numbers=range(1, 2 + len(clocks)))
+    return Section("Time", [Sentence(f"Of {plural(times.steps, 'step')}:"), table])
 
 
 def receipt(
@@ -157,103 +177,24 @@ def receipt(
         raise AmpTypeError(
             f"gradients is what amp.gradient_histogram(step_fn) gives, not a {type(gradients).__name__}."
         )
+    software = tuple(Fact(name, value) for name, value in describe())
     if not policy.enabled:
-        nothing = Functions(None, (), (), None, "")
-        asked = Asked(False, None, "enabled=False: amp leaves everything as it is.", ())
-        return Receipt(asked, (), nothing, (), (), (), Shapes(0, ()), None, None, tuple(_software()))
-    models, stepped = engine._initialized.models, engine._initialized.stepped
-    scaling = engine._scaling
-    for one in stepped:
+        return Receipt(asked.NOT_ENABLED, (), functions.NONE, (), (), (), shapes.NONE, None, None, software)
+    for one in engine._initialized.stepped:
         one.pending.hear(wait=True)
-    scaling.history.hear(wait=True)
-    names = [""] if len(models) == 1 else [f"models[{i}]" for i in range(len(models))]
-    casts = engine.function_casts.casts
-    audits = [shapes.audited(name, model, casts) for name, model in zip(names, models, strict=True)]
+    engine._scaling.history.hear(wait=True)
     return Receipt(
-        asked=_asked(engine, policy),
-        models=tuple(kept.described(name, model, policy) for name, model in zip(names, models, strict=True)),
-        functions=_functions(engine, explanation),
-        optimizers=tuple(stepped_by.described(one, scaling.is_active, casts is not None) for one in stepped),
-        losses=tuple(_losses(engine)),
-        memory=tuple(memory.by_class(models, stepped, None if casts is None else casts.cache)),
-        shapes=Shapes(sum(count for count, _ in audits), tuple(shape for _, found in audits for shape in found)),
+        asked=asked.described(engine, policy),
+        models=models.described(engine, policy),
+        functions=functions.described(engine, explanation),
+        optimizers=optimizers.described(engine),
+        losses=losses.described(engine),
+        memory=memory.described(engine),
+        shapes=shapes.described(engine),
         times=None if times is None else times.measured(),
         gradients=gradients,
-        software=tuple(_software()),
+        software=software,
     )
-
-
-def _asked(engine: Engine, policy: Policy) -> Asked:
-    level = str(policy.opt_level)
-    defaults = levels.level(level).properties()
-    rows = [(name, value, defaults[name]) for name, value in policy.properties().items()]
-    rows += [
-        ("num_losses", len(engine.scalers), 1),
-        ("min_loss_scale", engine.min_loss_scale, None),
-        ("max_loss_scale", engine.max_loss_scale, DEFAULT_MAX_LOSS_SCALE),
-        ("skip_on_overflow", engine._scaling.skip_on_overflow, False),
-    ]
-    if (casts := engine.function_casts.casts) is not None:
-        rows.append(("casts", "everywhere" if casts.everywhere else "model", "everywhere"))
-    properties = tuple(Property(name, str(value), str(default)) for name, value, default in rows)
-    return Asked(True, level, levels.BRIEFS[level].strip(), properties)
-
-
-def _functions(engine: Engine, explanation: Explanation | None) -> Functions:
-    casts = engine.function_casts.casts
-    why_not = engine.function_casts.why_nothing_is_cast(engine.policy)
-    ops, note = None, why_not or ""
-    if explanation is not None:
-        ops = tuple(
-            Op(r.function, r.listed, None if r.dtype is None else kept.dtype_name(r.dtype), *_counts(r))
-            for r in explanation.records
-        )
-        note = "" if ops else why_not or str(explanation)
-    elif why_not is None:
-        note = _HOW_TO_EXPLAIN
-    if casts is None:
-        return Functions(None, (), (), ops, note)
-    return Functions(kept.dtype_name(casts.dtype), _lists(casts), tuple(_changes(casts)), ops, note)
-
-
-def _counts(record: Any) -> tuple[int, int, int, int]:
-    return record.calls, record.casts, record.cached, record.bytes_moved
-
-
-def _lists(casts: FunctionCasts) -> tuple[tuple[str, int], ...]:
-    """How many functions of this torch are on each list, with what users added and without what they took off."""
-    taken = {(id(r.module), r.name): r.kind for r in casts.registrations[::-1]}
-    removed = {(id(owner), name) for owner, name in casts.removals}
-    counts = Counter(taken.values())
-    for path, lists in NAMESPACES:
-        namespace = pkgutil.resolve_name(path)
-        for kind, names in vars(lists).items():
-            found = [name for name in names if hasattr(namespace, name)]
-            left = [name for name in found if (id(namespace), name) not in removed | taken.keys()]
-            counts["promote" if kind == "sequence" else kind] += len(left)
-    return tuple((name, count) for name, count in counts.items() if count)
-
-
-def _changes(casts: FunctionCasts) -> Iterator[str]:
-    for r in casts.registrations:
-        yield f"registered as {r.kind}: {_owner(r.module)}.{r.name}"
-    for owner, name in casts.removals:
-        yield f"taken off its list: {_owner(owner)}.{name}"
-
-
-def _owner(owner: Any) -> str:
-    return str(getattr(owner, "__name__", type(owner).__name__))
-
-
-def _losses(engine: Engine) -> Iterator[Loss]:
-    for loss_id, scaler in enumerate(engine.scalers):
-        track = engine._scaling.history.track(loss_id)
-        points = tuple(ScalePoint(p.backward, p.scale, p.overflows) for p in track.points)
-        yield Loss(loss_id, scaler.dynamic, scaler.loss_scale(), track.backwards, track.overflows, points)
-
-
-def _software() -> Iterator[Fact]:
-    return (Fact(name, value) for name, value in describe())
 
 
 def _built(kind: Any, value: Any) -> Any:

@@ -1,9 +1,8 @@
-"""Which dimensions of matrix products in half are no multiple of 8, as tensor cores want them.
+"""The section about dimensions of matrix products in half that are no multiple of 8, as tensor cores want them.
 
-"Train With Mixed Precision" (https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html) asks
-for multiples of 8 in the sizes of linear layers, channels, vocabularies and batches of 2-byte types. From cuBLAS 11 and
-cuDNN 7.6.3 on other sizes run on tensor cores too, slower: 8 elements are 16 bytes ("Matrix Multiplication Background
-User's Guide", in the same place, section "Tensor Core Requirements").
+NVIDIA's "Train With Mixed Precision" asks for multiples of 8 in the sizes of linear layers, channels, vocabularies and
+batches of 2-byte types. From cuBLAS 11 and cuDNN 7.6.3 on other sizes run on tensor cores too, slower: 8 elements are
+16 bytes ("Matrix Multiplication Background User's Guide", in the same place, section "Tensor Core Requirements").
 """
 
 from __future__ import annotations
@@ -16,28 +15,39 @@ from torch import nn
 
 from amp_engine.casting import FunctionCasts
 from amp_engine.casting.keep_float import kept_modules
+from amp_engine.engine import Engine
 from amp_engine.ground.distributed import fsdp2_param_dtypes
 from amp_engine.ground.dtypes import LOW_PRECISION
-from amp_engine.telemetry.kept import measured
-from amp_engine.telemetry.records import Shape
+from amp_engine.page.page import Block, Named, Section, Sentence
+from amp_engine.telemetry.receipt.models import measured, named, shown_name
+from amp_engine.telemetry.records import Shape, Shapes
+from amp_engine.telemetry.wording import plural
 
 MULTIPLE = 8
-RULE = "https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html"
+_LINK = "https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html"
+_RULE = (
+    "Tensor cores want the dimensions of matrix products in float16 and bfloat16 in multiples of 8.  Pad these, if the "
+    'model is yours to change (NVIDIA, "Train With Mixed Precision"):'
+)
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def audited(prefix: str, model: nn.Module, casts: FunctionCasts | None) -> tuple[int, list[Shape]]:
-    """How many modules of `model` compute matrix products in half, and which of their dimensions are to be padded.
+NONE = Shapes(0, ())
+
+
+def described(engine: Engine) -> Shapes:
+    """How many modules compute matrix products in half, and which of their dimensions are to be padded.
 
     Linear, convolutions, attention, recurrent networks and their cells, and what embeddings hand on; what else uses a
     parameter in a product is not known. The rows of an embedding are looked up, and no dimension of a product: where
     they are the weight of a Linear as well, that one tells. Depthwise convolutions are no matrix product.
-
-    Args:
-        prefix: in front of the names of modules.
-        casts: the function casts, at levels that have them.
     """
+    audits = [_audited(name, model, engine.function_casts.casts) for name, model in named(engine)]
+    return Shapes(sum(count for count, _ in audits), tuple(shape for _, found in audits for shape in found))
+
+
+def _audited(prefix: str, model: nn.Module, casts: FunctionCasts | None) -> tuple[int, list[Shape]]:
     in_float = {part for module, _ in kept_modules(model) for part in module.modules()}
     inside = {child for m in model.modules() if isinstance(m, nn.MultiheadAttention) for child in m.children()}
     is_cast_by_fsdp2 = bool(fsdp2_param_dtypes(model) & set(LOW_PRECISION))
@@ -58,6 +68,22 @@ def audited(prefix: str, model: nn.Module, casts: FunctionCasts | None) -> tuple
                 where = ".".join(filter(None, (prefix, name)))
                 found.append(Shape(where, type(module).__name__, dimension, size, padded))
     return count, found
+
+
+def section(shapes: Shapes) -> Section:
+    """The dimensions to pad: those of one size in modules of one class together."""
+    groups: dict[str, list[str]] = {}
+    for one in shapes.found:
+        words = f"{one.class_name}: {one.dimension} = {one.size}, pad to {one.pad_to}"
+        groups.setdefault(words, []).append(shown_name(one.module))
+    blocks: list[Block]
+    if groups:
+        blocks = [Sentence(_RULE, link=_LINK), *(Named(words, names) for words, names in groups.items())]
+    elif shapes.audited:
+        blocks = [Sentence(f"Every dimension is a multiple of 8.  ({plural(shapes.audited, 'module')})", "soft")]
+    else:
+        blocks = [Sentence("No module that is looked at computes a matrix product in half.", "soft")]
+    return Section("Shapes for tensor cores", blocks)
 
 
 def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:

@@ -1,18 +1,22 @@
-"""Of which types a model is, and which of its modules a level leaves in FP32, and why."""
+"""The section about models: their types, which of their modules a level leaves in FP32, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from amp_engine.casting.keep_float import kept_modules
+from amp_engine.engine import Engine
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import BatchNormBase
 from amp_engine.levels.policy import Policy
+from amp_engine.page.page import Block, Named, Section, Sentence, Table
 from amp_engine.telemetry.records import Kept, Model, OfType
+from amp_engine.telemetry.wording import dtype_name, plural, size
 
 BY_KEEP_FLOAT = "amp.keep_float"
 BY_KEEP_FLOAT_O1 = "amp.keep_float: no function is cast inside of its forward"
@@ -23,19 +27,55 @@ NOT_FLOATING = "not floating point"
 CAME_SINCE = "in this type since initialize: the module was added, or cast, afterwards"
 
 
-def described(name: str, model: nn.Module, policy: Policy) -> Model:
-    """One initialized model, under the policy that counts now. Changes nothing. No host sync."""
-    return Model(name, type(model).__name__, tuple(_types(model)), tuple(_kept(model, policy)))
+def described(engine: Engine, policy: Policy) -> tuple[Model, ...]:
+    """Each initialized model, under the policy that counts now. Changes nothing. No host sync."""
+    return tuple(
+        Model(name, type(model).__name__, tuple(_types(model)), tuple(_kept(model, policy)))
+        for name, model in named(engine)
+    )
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float16` for torch.float16."""
-    return str(dtype).removeprefix("torch.")
+def named(engine: Engine) -> list[tuple[str, nn.Module]]:
+    """Each initialized model with its name: "" where there is one, else "models[0]" and so on."""
+    models = engine._initialized.models
+    return [(f"models[{i}]" if len(models) > 1 else "", model) for i, model in enumerate(models)]
 
 
 def measured(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that have a shape by now: a lazy module's have none before its first forward."""
+    """The tensors that have a shape by now: a lazy module's have none before its first forward."""
     return [tensor for tensor in tensors if not nn.parameter.is_lazy(tensor)]
+
+
+def section(models: Sequence[Model]) -> Section:
+    """The types of each model, and its modules that are not in half."""
+    return Section("Models", [block for model in models for block in _blocks(model)])
+
+
+def shown_name(module: str) -> str:
+    """The name of a module; the model itself has none."""
+    return module or "(the model itself)"
+
+
+def _blocks(model: Model) -> Iterator[Block]:
+    yield Sentence(f"{model.name}: {model.class_name}" if model.name else model.class_name, "title")
+    rows = [
+        (t.kind, t.dtype, plural(t.elements, "element"), f"in {plural(t.tensors, 'tensor')}", size(t.bytes))
+        for t in model.types
+    ]
+    if rows:
+        yield Table(rows, numbers=(2, 4), indent=1)
+    if model.kept:
+        yield Sentence("not in half:", indent=1)
+
+    def key(one: Kept) -> tuple[str, str, str]:
+        return one.why, one.class_name, one.dtype or ""
+
+    for (why, class_name, dtype), group in groupby(sorted(model.kept, key=key), key):
+        kept = list(group)
+        elements = plural(sum(one.elements for one in kept), "element")
+        what = f"{dtype}, {why}" if dtype else why
+        names = [shown_name(one.module) for one in kept]
+        yield Named(f"{len(kept)} x {class_name}, {elements}: {what}", names, indent=2)
 
 
 def _types(model: nn.Module) -> Iterator[OfType]:

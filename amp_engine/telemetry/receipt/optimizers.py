@@ -1,29 +1,32 @@
-"""What an optimizer is stepped by, and why."""
+"""The section about optimizers: what each is stepped by, why, and how many of its steps were skipped."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from amp_engine import kernels
+from amp_engine.engine import Engine
 from amp_engine.optimizers.fused_step import fused_step_so_far
 from amp_engine.optimizers.rules import TORCH_RULES, rule_of
+from amp_engine.page.page import Block, Section, Sentence
 from amp_engine.stepping.split_rows import SplitRows
 from amp_engine.stepping.stepped import SteppedOptimizer
-from amp_engine.telemetry.kept import dtype_name
 from amp_engine.telemetry.records import Stepped
-from amp_engine.telemetry.wording import plural
+from amp_engine.telemetry.wording import dtype_name, number, plural
 
 COMPILED, REFERENCE, OWN = "compiled kernels", "plain PyTorch kernels", "its own class"
 
 
-def described(stepped: SteppedOptimizer, is_scaled: bool, casts_functions: bool) -> Stepped:
-    """One optimizer, as its next step would be done, or as its steps were. Changes nothing. No host sync.
+def described(engine: Engine) -> tuple[Stepped, ...]:
+    """Each optimizer, as its next step would be done, or as its steps were. Changes nothing. No host sync."""
+    has_part = engine._scaling.is_active or engine.function_casts.casts is not None
+    return tuple(_described(one, has_part) for one in engine._initialized.stepped)
 
-    Args:
-        is_scaled: whether losses are scaled, or overflows looked for.
-        casts_functions: whether casts are to be off in a step.
-    """
-    by, why = _answer(stepped, is_scaled or casts_functions)
+
+def _described(stepped: SteppedOptimizer, has_part: bool) -> Stepped:
+    by, why = _answer(stepped, has_part)
     pending, rows = stepped.pending, stepped.rows
     return Stepped(
         class_name=type(stepped.optimizer).__name__,
@@ -37,7 +40,23 @@ def described(stepped: SteppedOptimizer, is_scaled: bool, casts_functions: bool)
     )
 
 
-def _answer(stepped: SteppedOptimizer, is_looked_at: bool) -> tuple[str, str]:
+def section(optimizers: Sequence[Stepped]) -> Section:
+    """Each optimizer in words; one that skipped its last steps stands out."""
+    blocks = [block for one in optimizers for block in _blocks(one)]
+    return Section("Optimizers", blocks or [Sentence("No optimizer was passed to amp.initialize.", "soft")])
+
+
+def _blocks(one: Stepped) -> Iterator[Block]:
+    skipped = f"{number(one.skips)} of {plural(one.steps, 'step')} skipped"
+    in_a_row = f", the last {one.skips_in_a_row} in a row" if one.skips_in_a_row > 1 else ""
+    line = f"{one.class_name}: {plural(one.weights, 'tensor')}, stepped by {one.by}; {skipped}{in_a_row}"
+    yield Sentence(line, "bad" if in_a_row else "title")
+    yield Sentence(one.why, "soft", indent=1)
+    if one.masters:
+        yield Sentence(one.masters, "soft", indent=1)
+
+
+def _answer(stepped: SteppedOptimizer, has_part: bool) -> tuple[str, str]:
     optimizer, rows, columns = stepped.optimizer, stepped.rows, stepped.rows.columns
     name, rule = type(optimizer).__name__, rule_of(optimizer)
     device = columns.weights[0].device if columns.weights else torch.device("cpu")
@@ -49,7 +68,7 @@ def _answer(stepped: SteppedOptimizer, is_looked_at: bool) -> tuple[str, str]:
             "amp_engine.optimizers."
         )
     is_ours = type(optimizer) not in TORCH_RULES
-    if not (is_looked_at or rows.makes_masters or stepped.needs_kernels):
+    if not (has_part or rows.makes_masters or stepped.needs_kernels):
         if is_ours:
             return by, "The class is one of amp_engine.optimizers, which is stepped by them with or without amp."
         return OWN, "Nothing is scaled and there are no masters, so amp leaves the step alone."

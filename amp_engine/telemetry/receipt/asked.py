@@ -1,0 +1,37 @@
+"""The section about what `initialize` was asked for."""
+
+from __future__ import annotations
+
+from amp_engine.engine import Engine
+from amp_engine.levels import levels
+from amp_engine.levels.policy import Policy
+from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE
+from amp_engine.page.page import Section, Sentence, Table
+from amp_engine.telemetry.records import Asked, Property
+
+NOT_ENABLED = Asked(False, None, "enabled=False: amp leaves everything as it is.", ())
+
+
+def described(engine: Engine, policy: Policy) -> Asked:
+    """The level, and each property beside what the level alone says. Changes nothing. No host sync."""
+    level = str(policy.opt_level)
+    defaults = levels.level(level).properties()
+    rows = [(name, value, defaults[name]) for name, value in policy.properties().items()]
+    rows += [
+        ("num_losses", len(engine.scalers), 1),
+        ("min_loss_scale", engine.min_loss_scale, None),
+        ("max_loss_scale", engine.max_loss_scale, DEFAULT_MAX_LOSS_SCALE),
+        ("skip_on_overflow", engine._scaling.skip_on_overflow, False),
+    ]
+    if (casts := engine.function_casts.casts) is not None:
+        rows.append(("casts", "everywhere" if casts.everywhere else "model", "everywhere"))
+    properties = tuple(Property(name, str(value), str(default)) for name, value, default in rows)
+    return Asked(True, level, levels.BRIEFS[level].strip(), properties)
+
+
+def section(asked: Asked) -> Section:
+    """The level in a sentence, and its properties; what was decided otherwise stands out."""
+    found = asked.properties
+    rows = [(p.name, p.value, f"the level alone: {p.default}" if p.is_override else "") for p in found]
+    table = [Table(rows, marked=[i for i, p in enumerate(found) if p.is_override])] if rows else []
+    return Section("Asked for", [Sentence(asked.brief, "soft"), *table])

@@ -1,0 +1,50 @@
+"""The section about loss scales: overflows, and how the scale moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from amp_engine.engine import Engine
+from amp_engine.page.page import Block, Figure, Section, Sentence
+from amp_engine.telemetry import plots
+from amp_engine.telemetry.records import Loss, ScalePoint
+from amp_engine.telemetry.wording import number, percent, plural, scale
+
+
+def described(engine: Engine) -> tuple[Loss, ...]:
+    """Each loss scaler, as far as the host has heard. Waits for the device, to read the scale."""
+    return tuple(_losses(engine))
+
+
+def _losses(engine: Engine) -> Iterator[Loss]:
+    for loss_id, scaler in enumerate(engine.scalers):
+        track = engine._scaling.history.track(loss_id)
+        points = tuple(ScalePoint(p.backward, p.scale, p.overflows) for p in track.points)
+        yield Loss(loss_id, scaler.dynamic, scaler.loss_scale(), track.backwards, track.overflows, points)
+
+
+def section(losses: Sequence[Loss]) -> Section:
+    """A sentence for each scaler, and a picture of its scale if that moved."""
+    blocks: list[Block] = []
+    for one in losses:
+        blocks.append(Sentence(_sentence(one)))
+        if len(one.history) > 1:
+            blocks.append(Figure(plots.scale_over_backwards(one), [_moves(one.history)], indent=1))
+    return Section("Loss scale", blocks or [Sentence("No loss is scaled.", "soft")])
+
+
+def _sentence(one: Loss) -> str:
+    kind = "dynamic" if one.dynamic else "static"
+    if one.backwards == 0:
+        looked = "no backward was looked at for overflows"
+    else:
+        share = f" ({percent(one.overflows / one.backwards)})" if one.overflows else ""
+        seen = "" if one.dynamic else " that were looked at"
+        looked = f"{number(one.overflows)} of {plural(one.backwards, 'backward')}{seen} overflowed{share}"
+    return f"loss_id {one.loss_id}: {kind}, now {scale(one.scale)}; {looked}"
+
+
+def _moves(points: Sequence[ScalePoint]) -> str:
+    moves = [f"{p.backward}: {scale(p.scale)}{'!' * (p.overflows > 0)}" for p in points]
+    shown = moves if len(moves) <= 12 else [*moves[:4], "...", *moves[-7:]]
+    return f"scale after backward (!: overflow)  {', '.join(shown)}"

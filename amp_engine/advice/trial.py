@@ -9,9 +9,8 @@ import pickle
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -71,18 +70,18 @@ class TrialEngine(Engine):
     ) -> None:
         super().__init__()
         self._task, self._write, self._now, self._exit_now = task, write, now, exit_now
-        self._seen = _Seen(task, clock or SystemClock())
+        self._seen = _Seen(self, task, clock or SystemClock())
 
     def initialize(self, *args: Any, **keywords: Any) -> Any:
         """As Engine's, at the level of the trial, without what does not fit it."""
         self._leave_if_over()
         if self._seen.first() is None:  # nothing was initialized yet, or that training is over
-            self._seen.closing(self)
+            self._seen.closing()
         passed = dict(_SIGNATURE.bind(self, *args, **keywords).arguments)
         passed.pop("self")
         arguments, dropped, asked = fitted(passed, self._task.level)
         result = super().initialize(**arguments)
-        self._seen.initialized(self, asked, dropped)
+        self._seen.initialized(asked, dropped)
         if self._initialized.optimizers and self._seen.first() is None:
             first = self._initialized.optimizers[0]
             self._seen.first = weakref.ref(first)
@@ -94,24 +93,24 @@ class TrialEngine(Engine):
         self._leave_if_over()
         backward = super().scale_loss(loss, *args, **keywords)
         self._seen.loss(loss)
-        return _Backward(backward, lambda: self._seen.after_backward(self)) if self._seen.looks_next else backward
+        return self._seen.looking_after(backward) if self._seen.looks_next else backward
 
     def close(self) -> None:
         """As Engine's; what goes with it is written down before."""
-        self._seen.closing(self)
+        self._seen.closing()
         super().close()
 
     def write(self) -> None:
         """Write down what was seen, unless that was done. Waits for the device."""
         if not self._seen.is_over and os.getpid() == self._seen.process:
             self._seen.is_over = True
-            self._write(self._seen.trial(self))
+            self._write(self._seen.trial())
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._leave_if_over()
         if os.getpid() != self._seen.process:  # in a child that was forked from it
             return
-        self._seen.step(self)
+        self._seen.step()
         is_late = self._now() >= self._task.deadline
         if is_late or self._seen.steps >= self._task.steps:
             self._seen.out_of_time = self._seen.steps < self._task.steps
@@ -127,22 +126,27 @@ class TrialEngine(Engine):
 
 
 class _Seen:
-    """What a trial has seen by now."""
+    """What a trial has seen by now. It outlives `close`, and models and optimizers, which the engine holds weakly."""
 
-    def __init__(self, task: Task, clock: Clock) -> None:
+    def __init__(self, engine: Engine, task: Task, clock: Clock) -> None:
         self.process = os.getpid()
         self.is_over = False
         self.out_of_time = False
         self.first: Callable[[], Optimizer | None] = lambda: None  # whose steps are counted, as long as it lives
         self.handle: RemovableHandle | None = None  # of the hook on it
-        self._task, self._clock = task, clock
+        self._engine, self._task, self._clock = engine, task, clock
         self._asked: str | None = None
-        self._policy: Policy | None = None
+        self._dtype: str | None = None
+        self._machine = ""
         self._dropped: list[Dropped] = []
         self._losses: list[list[Tensor]] = [[]]  # by step, the last one is not over
         self._ends: list[Any] = []
         self._own: list[list[tuple[Any, Any]]] = [[]]  # by step: beginning and end of what the trial itself did
-        self._measured = _Measured()
+        self._skips_before = 0  # the last `close`
+        self._pendings: list[Pending] = []
+        self._loss_scales: tuple[float, ...] = ()
+        self._is_dynamic = False
+        self._memory: tuple[Memory, ...] = ()
         self._gradients = MagnitudeCounter()
 
     @property
@@ -152,68 +156,94 @@ class _Seen:
 
     @property
     def looks_next(self) -> bool:
-        """Whether something is looked at after the next backward."""
-        return self._counts_next or self.steps + 1 in (_MEASURED_STEP, self._task.steps)
+        """True if something is looked at after the next backward."""
+        return self._counts_next or self._measures_next
 
     @property
     def _counts_next(self) -> bool:
         return self._task.perturb and self.steps >= self._task.steps - COUNTED_STEPS
 
-    def initialized(self, engine: Engine, asked: str, dropped: list[Dropped]) -> None:
-        self._asked, self._policy = asked, engine.policy
-        self._measured.begin(engine)
+    @property
+    def _measures_next(self) -> bool:
+        return self.steps + 1 in (_MEASURED_STEP, self._task.steps)
+
+    def initialized(self, asked: str, dropped: list[Dropped]) -> None:
+        self._asked, self._dtype = asked, _low_precision(self._engine.policy)
+        self._pendings = [one.pending for one in self._engine._initialized.stepped]
+        self._look_at_device()
         self._dropped += [one for one in dropped if one not in self._dropped]
 
     def loss(self, loss: Tensor) -> None:
         self._losses[-1].append(loss.detach().float().mean())
 
-    def after_backward(self, engine: Engine) -> None:
-        begin = self._clock.now()
-        if self.steps + 1 in (_MEASURED_STEP, self._task.steps):
-            self._measured.look(engine)
-        if self._counts_next:
-            params = {id(p): p for one in engine._initialized.stepped for p in one.rows.columns.params}
-            self._gradients.add(p.grad for p in params.values() if p.grad is not None)
-        self._own[-1].append((begin, self._clock.now()))
+    @contextmanager
+    def looking_after(self, backward: AbstractContextManager[Tensor]) -> Iterator[Tensor]:
+        with backward as scaled_loss:
+            yield scaled_loss
+        with self._doing_own():
+            if self._measures_next:
+                self._memory = memory.described(self._engine)
+                self._look_at_device()
+            if self._counts_next:
+                params = {id(p): p for one in self._engine._initialized.stepped for p in one.rows.columns.params}
+                self._gradients.add(p.grad for p in params.values() if p.grad is not None)
 
-    def step(self, engine: Engine) -> None:
+    def step(self) -> None:
         self._ends.append(self._clock.now())
         self._own.append([])
         self._losses.append([])
         if self._task.perturb and self.steps == 1:
-            begin = self._clock.now()
-            perturb(engine._initialized.models, self._task.seed)
-            self._own[-1].append((begin, self._clock.now()))
+            with self._doing_own():
+                perturb(self._engine._initialized.models, self._task.seed)
 
-    def closing(self, engine: Engine) -> None:
+    def closing(self) -> None:
         self.first = lambda: None
         if self.handle is not None:
             self.handle.remove()
-        self._measured.keep(engine)
-        self._measured.end()
+        self._skips_before, self._pendings = self._hear(), []
 
-    def trial(self, engine: Engine) -> Trial:
-        self._measured.keep(engine)
+    def trial(self) -> Trial:
+        skips = self._hear()
         counted = self._gradients.read()
-        measured, policy = self._measured, self._policy
         on_gpu = torch.cuda.is_initialized()
         peaks = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())] if on_gpu else []
         return Trial(
-            self._task.level,
-            self._asked,
-            tuple(tuple(float(loss) for loss in losses) for losses in self._losses[: self.steps]),
-            tuple(self._seconds()),
-            measured.skips,
-            None if policy is None else _low_precision(policy),
-            measured.loss_scales,
-            measured.dynamic,
-            measured.memory,
-            sum(peaks) or None,
-            counted if counted.total else None,
-            tuple(self._dropped),
-            measured.machine,
-            self.out_of_time,
+            level=self._task.level,
+            asked=self._asked,
+            losses=tuple(tuple(float(loss) for loss in losses) for losses in self._losses[: self.steps]),
+            seconds=tuple(self._seconds()),
+            skips=skips,
+            dtype=self._dtype,
+            loss_scales=self._loss_scales,
+            dynamic=self._is_dynamic,
+            memory=self._memory,
+            peak_bytes=sum(peaks) or None,
+            gradients=counted if counted.total else None,
+            dropped=tuple(self._dropped),
+            machine=self._machine,
+            out_of_time=self.out_of_time,
         )
+
+    def _hear(self) -> int:
+        """All skips by now; scales are kept. Waits for the device."""
+        for pending in self._pendings:
+            pending.hear(wait=True)
+        if self._engine.policy is not None and self._engine.scalers:
+            self._loss_scales = tuple(scaler.loss_scale() for scaler in self._engine.scalers)
+            self._is_dynamic = any(scaler.dynamic for scaler in self._engine.scalers)
+        return self._skips_before + max((pending.skips for pending in self._pendings), default=0)
+
+    def _look_at_device(self) -> None:
+        models = self._engine._initialized.models
+        device = next((p.device for model in models for p in model.parameters()), None)
+        if device is not None:
+            self._machine = machine(device)
+
+    @contextmanager
+    def _doing_own(self) -> Iterator[None]:
+        begin = self._clock.now()
+        yield
+        self._own[-1].append((begin, self._clock.now()))
 
     def _seconds(self) -> list[float]:
         def between(begin: Any, end: Any) -> float:
@@ -222,65 +252,6 @@ class _Seen:
 
         pairs = zip(self._ends, self._ends[1:], self._own[1:], strict=False)
         return [between(before, end) - sum(between(*one) for one in own) for before, end, own in pairs]
-
-
-class _Measured:
-    """What an engine knows, kept beyond its `close`, and beyond models and optimizers, which it holds weakly."""
-
-    def __init__(self) -> None:
-        self.skips = 0
-        self.loss_scales: tuple[float, ...] = ()
-        self.dynamic = False
-        self.memory: tuple[Memory, ...] = ()
-        self.machine = ""
-        self._skips_before = 0  # the last `close`
-        self._pendings: list[Pending] = []
-
-    def begin(self, engine: Engine) -> None:
-        """Something was initialized."""
-        self._pendings = [one.pending for one in engine._initialized.stepped]
-        self._look_at_device(engine)
-
-    def look(self, engine: Engine) -> None:
-        """At memory: the gradients are there now."""
-        self.memory = memory.described(engine)
-        self._look_at_device(engine)
-
-    def keep(self, engine: Engine) -> None:
-        """Skips and scales. Waits for the device."""
-        for pending in self._pendings:
-            pending.hear(wait=True)
-        self.skips = self._skips_before + max((pending.skips for pending in self._pendings), default=0)
-        if engine.policy is not None and engine.scalers:
-            self.loss_scales = tuple(scaler.loss_scale() for scaler in engine.scalers)
-            self.dynamic = any(scaler.dynamic for scaler in engine.scalers)
-
-    def end(self) -> None:
-        """All of it is released."""
-        self._skips_before, self._pendings = self.skips, []
-
-    def _look_at_device(self, engine: Engine) -> None:
-        device = next((p.device for model in engine._initialized.models for p in model.parameters()), None)
-        if device is not None:
-            self.machine = machine(device)
-
-
-class _Backward:
-    """The context of one `scale_loss`, and something to do after it."""
-
-    def __init__(self, inner: AbstractContextManager[Tensor], after: Callable[[], None]) -> None:
-        self._inner, self._after = inner, after
-
-    def __enter__(self) -> Tensor:
-        return self._inner.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        result = self._inner.__exit__(kind, error, trace)
-        if kind is None:
-            self._after()
-        return result
 
 
 @torch.no_grad()
@@ -315,8 +286,8 @@ def _cpu_name() -> str:
     return names[0] if names else "CPU"
 
 
-def _low_precision(policy: Policy) -> str | None:
-    for dtype in (policy.patch_torch_functions_type, policy.cast_model_type):
+def _low_precision(policy: Policy | None) -> str | None:
+    for dtype in (policy.patch_torch_functions_type, policy.cast_model_type) if policy else ():
         if isinstance(dtype, torch.dtype) and dtype in LOW_PRECISION:
             return dtype_name(dtype)
     return None

@@ -29,11 +29,6 @@ def share(value: float | None) -> str:
     return wording.percent(value)
 
 
-def speed(value: float | None) -> str:
-    """Of O0: 1.52x."""
-    return NOTHING if value is None else f"{value:.2f}x"
-
-
 def scale(value: float | None) -> str:
     """A loss scale, or none."""
     return NOTHING if value is None else wording.scale(value)

@@ -492,7 +492,8 @@ class MasterRows(Rows):
     def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
         if not super()._is_scanned(groups):
             return False
-        return not any(is_low_precision(p) and p.requires_grad for p in self._columns.plain)
+        plain = self._columns.plain
+        return not (plain and any(is_low_precision(p) and p.requires_grad for p in plain))  # one was unfrozen
 
     def _replace(self, groups: list[dict[str, Any]]) -> None:
         """Put masters in the place of low-precision parameters."""
@@ -523,8 +524,8 @@ class MasterRows(Rows):
             adopt_data_writes: compare values as well, but those of masters that somebody wrote meanwhile.
         """
         is_first = self._is_fresh
-        super().refresh()
         if is_first:
+            super().refresh()
             for master in self.masters:
                 if master.was_written():
                     master.is_doubted = False  # a script's own values, as it saved masters of an earlier run

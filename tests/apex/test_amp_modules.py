@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -68,9 +70,19 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_submodule_has_what_scripts_import_from_it(part: str) -> None:
-    assert [name for name in PARTS[part] if not hasattr(module(part), name)] == []
+def test_the_submodules_have_what_scripts_import_from_them() -> None:
+    assert [f"{part}.{name}" for part in PARTS for name in PARTS[part] if not hasattr(module(part), name)] == []
+
+
+def test_a_submodule_can_be_the_first_import_and_is_one_module_under_both_names() -> None:
+    code = f"""if True:
+        import amp_engine.apex.install
+        import apex.amp.lists.torch_overrides, importlib.util, sys
+        for part in {list(PARTS)}:
+            assert importlib.util.find_spec("apex.amp" + part).name == "amp_engine.apex.amp" + part
+            assert sys.modules["apex.amp" + part] is sys.modules["amp_engine.apex.amp" + part], part
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_state_is_an_object_as_an_attribute_and_a_module_as_an_import() -> None:

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_engine import amp
-from amp_engine.apex.amp.handle import AmpHandle, NoOpHandle
-from amp_engine.apex.amp.opt import OptimWrapper
+from amp_engine.apex_private.handle import Handle, NoOpHandle, OptimWrapper
 from amp_engine.errors import AmpIndexError, AmpStateError, AmpTypeError
 from tests.models import MLP
 from tests.support import assert_bitwise, frozen, optimizer_values
@@ -38,7 +37,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def test_init_returns_a_handle_that_wraps() -> None:
     handle = amp.init()
-    assert isinstance(handle, AmpHandle)
+    assert isinstance(handle, Handle)
     assert isinstance(handle.wrap_optimizer(torch.optim.SGD(MLP.model().parameters(), 0.1)), OptimWrapper)
     assert (handle.is_active(), handle.has_cache, handle.verbose) == (True, True, False)
     assert (amp.init(enable_caching=False).has_cache, amp.init(verbose=True).verbose) == (False, True)

@@ -13,18 +13,18 @@ from amp_engine.amp import register_half_function as register_half_function
 from amp_engine.amp import register_promote_function as register_promote_function
 from amp_engine.amp import scale_loss as scale_loss
 from amp_engine.amp import state_dict as state_dict
-from amp_engine.apex.amp import __version__ as __version__
-from amp_engine.apex.amp import _initialize as _initialize
-from amp_engine.apex.amp import _process_optimizer as _process_optimizer
-from amp_engine.apex.amp import amp as amp
-from amp_engine.apex.amp import compat as compat
 from amp_engine.apex.amp import frontend as frontend
-from amp_engine.apex.amp import handle as handle
 from amp_engine.apex.amp import lists as lists
-from amp_engine.apex.amp import opt as opt
-from amp_engine.apex.amp import rnn_compat as rnn_compat
-from amp_engine.apex.amp import scaler as scaler
-from amp_engine.apex.amp import utils as utils
 
 # The module of this name became an attribute when it was imported. The object, bound after that, takes its place.
 from amp_engine.apex.amp._amp_state import _amp_state as _amp_state
+from amp_engine.apex.amp_modules import __version__ as __version__
+from amp_engine.apex.amp_modules import _initialize as _initialize
+from amp_engine.apex.amp_modules import _process_optimizer as _process_optimizer
+from amp_engine.apex.amp_modules import amp as amp
+from amp_engine.apex.amp_modules import compat as compat
+from amp_engine.apex.amp_modules import handle as handle
+from amp_engine.apex.amp_modules import opt as opt
+from amp_engine.apex.amp_modules import rnn_compat as rnn_compat
+from amp_engine.apex.amp_modules import scaler as scaler
+from amp_engine.apex.amp_modules import utils as utils

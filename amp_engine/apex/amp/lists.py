@@ -1,10 +1,15 @@
-"""A list of function names that edits what O1 casts."""
+"""`apex.amp.lists`: the functions that O1 casts, as three modules with three lists each, to read and to edit."""
 
 from collections.abc import MutableSequence
+from types import ModuleType
 from typing import Any, overload
 
+import torch
+
 from amp_engine.amp import _amp_state
+from amp_engine.apex.amp_modules import made
 from amp_engine.casting import Registration
+from amp_engine.casting.lists import FUNCTIONAL, TENSOR, TORCH, CastLists
 from amp_engine.errors import AmpTypeError
 
 
@@ -12,12 +17,12 @@ class FunctionList(MutableSequence[str]):
     """The functions of one module, or class, that are cast in one way.
 
     Adding a name is `amp.register_half_function(module, name)` and its kin; removing one has the function run without
-    casts. Either holds until `amp.close()`, and it takes effect at once where O1 is on already.
+    casts. A change holds until `amp.close()`, and takes effect at once where O1 is on already.
 
     Args:
         kind: "half", "float" or "promote".
-        module: where the functions are.
-        listed: those that are on amp_engine's own list.
+        module: holds the functions.
+        listed: the functions of this kind on amp_engine's own list.
     """
 
     def __init__(self, kind: str, module: Any, listed: tuple[str, ...]) -> None:
@@ -65,3 +70,18 @@ class FunctionList(MutableSequence[str]):
         added = [r.name for r in here if r.kind == self._kind]
         listed = [name for name in self._listed if name not in elsewhere and hasattr(self._module, name)]
         return listed + list(dict.fromkeys(added))
+
+
+def _overrides(name: str, module: Any, lists: CastLists) -> ModuleType:
+    return made(
+        f"lists.{name}",
+        MODULE=module,
+        FP16_FUNCS=FunctionList("half", module, lists.half),
+        FP32_FUNCS=FunctionList("float", module, lists.float),
+        CASTS=FunctionList("promote", module, lists.promote + lists.sequence),
+    )
+
+
+functional_overrides = _overrides("functional_overrides", torch.nn.functional, FUNCTIONAL)
+tensor_overrides = _overrides("tensor_overrides", torch.Tensor, TENSOR)
+torch_overrides = _overrides("torch_overrides", torch, TORCH)

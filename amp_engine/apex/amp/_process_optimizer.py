@@ -1,5 +1,0 @@
-"""`apex.amp._process_optimizer`."""
-
-from amp_engine.initialization.apex_face import Stash as AmpOptimizerState
-
-__all__ = ["AmpOptimizerState"]

@@ -1,3 +1,0 @@
-"""`apex.amp.opt`."""
-
-from amp_engine.apex_private.handle import OptimWrapper as OptimWrapper

@@ -35,7 +35,9 @@ def main(arguments: list[str]) -> int:
         if option == "--check":
             if len(arguments) == 1:
                 return _fail("--check needs files or directories: --check path [path ...]")
-            from amp_engine.apex import check  # it reads sources; those who run a script do not wait for it
+            from amp_engine.apex.check_sources import (
+                check,
+            )  # it reads sources; those who run a script do not wait for it
 
             return check.main(arguments[1:])
         if option not in ("--replace", "--no-children"):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from amp_engine.apex import check, inventory
+from amp_engine.apex.check_sources import check, inventory
 
 
 def findings(path):

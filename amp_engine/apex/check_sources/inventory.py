@@ -45,12 +45,15 @@ def _served(package: str, names: str) -> Iterator[Served]:
     return (Served(f"{package}.{name}") for name in names.split())
 
 
+def _missing(package: str, names: str, instead: str) -> Iterator[Missing]:
+    return (Missing(f"{package}.{name}", instead) for name in names.split())
+
+
 _FUNCTIONS = """
     init half_function float_function promote_function register_half_function register_float_function
     register_promote_function
 """
 _PUBLIC = f"{_FUNCTIONS} scale_loss disable_casts initialize state_dict load_state_dict master_params"
-_AS_TORCH = "write torch.nn.{0}; torch.compile fuses it"
 
 TABLE: tuple[Row, ...] = (
     Served("apex"),
@@ -65,12 +68,9 @@ TABLE: tuple[Row, ...] = (
         "apex.amp.initialize(combine_grad=)",
         "leave it out: it is of a fork for Ascend devices; the step here reads gradients in one pass as they are",
     ),
-    Missing(
-        "apex.amp.initialize(combine_ddp=)",
-        "leave it out: it is of a fork for Ascend devices; wrap the model in DistributedDataParallel after initialize",
-    ),
-    Missing(
-        "apex.amp.initialize(ddp_replica_count=)",
+    *_missing(
+        "apex.amp",
+        "initialize(combine_ddp=) initialize(ddp_replica_count=)",
         "leave it out: it is of a fork for Ascend devices; wrap the model in DistributedDataParallel after initialize",
     ),
     Missing(
@@ -140,8 +140,11 @@ TABLE: tuple[Row, ...] = (
     *_served("amp_C", "multi_tensor_l2norm_scale multi_tensor_unscale_l2norm multi_tensor_sgd multi_tensor_adam"),
     *_served("amp_C", "multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_lamb"),
     *_served("amp_C", "multi_tensor_lamb_mp multi_tensor_novograd multi_tensor_adagrad update_scale_hysteresis"),
-    Missing("amp_C.multi_tensor_lamb_stage1_cuda", "call amp_C.multi_tensor_lamb, which does both stages"),
-    Missing("amp_C.multi_tensor_lamb_stage2_cuda", "call amp_C.multi_tensor_lamb, which does both stages"),
+    *_missing(
+        "amp_C",
+        "multi_tensor_lamb_stage1_cuda multi_tensor_lamb_stage2_cuda",
+        "call amp_C.multi_tensor_lamb, which does both stages",
+    ),
     Served("apex_C"),
     *_served("apex_C", "flatten unflatten"),
     Missing("fused_layer_norm_cuda", "import apex.normalization.FusedLayerNorm, or write torch.nn.LayerNorm"),
@@ -201,7 +204,7 @@ TABLE: tuple[Row, ...] = (
         "write torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention",
     ),
     Missing("apex.contrib.fmha", "write torch.nn.functional.scaled_dot_product_attention"),
-    Missing("apex.contrib.group_norm", _AS_TORCH.format("GroupNorm")),
+    Missing("apex.contrib.group_norm", "write torch.nn.GroupNorm; torch.compile fuses it"),
     Missing("apex.contrib.layer_norm", "write torch.nn.LayerNorm, or apex.normalization.FusedLayerNorm"),
     Missing(
         "apex.contrib.groupbn",
@@ -218,16 +221,16 @@ TABLE: tuple[Row, ...] = (
         "2:4 pruning is not offered: see torch.sparse.to_sparse_semi_structured and torchao.sparsity",
     ),
     Missing("apex.contrib.optimizers", "write apex.optimizers.FusedAdam, FusedLAMB or FusedSGD"),
-    Missing(
-        "apex.contrib.optimizers.fp16_optimizer",
+    *_missing(
+        "apex.contrib.optimizers",
+        "fp16_optimizer FP16_Optimizer",
         "write amp.initialize(model, optimizer, opt_level='O2'), or from apex.fp16_utils import FP16_Optimizer",
     ),
-    Missing(
-        "apex.contrib.optimizers.FP16_Optimizer",
-        "write amp.initialize(model, optimizer, opt_level='O2'), or from apex.fp16_utils import FP16_Optimizer",
+    *_missing(
+        "apex.contrib.optimizers",
+        "distributed_fused* DistributedFused*",
+        "shard with torch.distributed.fsdp.fully_shard, at O4",
     ),
-    Missing("apex.contrib.optimizers.distributed_fused*", "shard with torch.distributed.fsdp.fully_shard, at O4"),
-    Missing("apex.contrib.optimizers.DistributedFused*", "shard with torch.distributed.fsdp.fully_shard, at O4"),
     Missing("apex.transformer", "use Megatron-Core (megatron.core), or torch.distributed.tensor.parallel"),
     Missing("apex.transformer.amp", "write torch.amp.GradScaler"),
     Missing("apex.transformer.functional", "write torch.nn.functional.scaled_dot_product_attention"),

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from amp_engine.apex import inventory
-from amp_engine.apex.inventory import Different, Missing, Row, Served
-from amp_engine.apex.scopes import IMPORTS_BY_NAME, UNKNOWN, Names
-from amp_engine.apex.traps import Traps
+from amp_engine.apex.check_sources import inventory
+from amp_engine.apex.check_sources.inventory import Different, Missing, Row, Served
+from amp_engine.apex.check_sources.scopes import IMPORTS_BY_NAME, UNKNOWN, Names
+from amp_engine.apex.check_sources.traps import Traps
 
 _FOREIGN_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
 _BUILT_FOLDERS = {

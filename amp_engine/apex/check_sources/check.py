@@ -1,7 +1,7 @@
-"""`python -m amp_engine.apex --check PATH...`: what of apex a project uses, and what answers to it here.
+"""`python -m amp_engine.apex --check PATH...` lists a project's uses of apex, and how each is answered here.
 
-The project's files are parsed; nothing of it is run or imported. Names are followed through the imports, assignments
-and scopes of one file; what one file of the project imports from another is not.
+The project's files are parsed, never run or imported. A name is followed through the imports, assignments and scopes
+of its own file, not from one file of the project into another.
 """
 
 from __future__ import annotations
@@ -28,12 +28,9 @@ from amp_engine.apex.check_sources.scopes import IMPORTS_BY_NAME, UNKNOWN, Names
 from amp_engine.apex.check_sources.traps import Traps
 
 _FOREIGN_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
-_BUILT_FOLDERS = {
-    "build",
-    "dist",
-    "venv",
-}  # mostly copies and packages, but some are a project's own: what is in them is counted
-# A file that has none of these in it cannot use apex. It is not parsed, which makes large projects a matter of seconds.
+# Mostly copies and packages, but a few are a project's own: the files in them are counted.
+_BUILT_FOLDERS = {"build", "dist", "venv"}
+# A file without any of these words cannot use apex. It is not parsed, which makes large projects a matter of seconds.
 _MENTIONS = re.compile("|".join(sorted({"amp_engine", *inventory.ROOTS, *inventory.ADDED})).encode())
 _PROBES = {
     "importlib.util.find_spec",
@@ -47,7 +44,7 @@ _PROBED = "finds apex once amp_engine.apex.install is imported"
 _PROBED_FILES = 'looks for files on disk and finds none: write importlib.metadata.version("apex")'
 _REQUIRED = "`apex` of PyPI is another project: take the line out, amp_engine answers to apex"
 _REQUIREMENT = re.compile(r"apex\s*(\[[^]]*\])?\s*([<>=!~][^@]*)?")
-# What files that are not Python say of apex: a requirement of that bare name, and the launcher.
+# Uses of apex in files that are not Python: a requirement of that bare name, and the launcher.
 _REQUIREMENT_LINE = re.compile(r"^\s*(?:-\s*)?(apex)\s*([<>=!~;#].*)?$")
 _LINES = {
     "*requirements*.txt": _REQUIREMENT_LINE,
@@ -58,7 +55,7 @@ _LINES = {
     "*.sh": re.compile(r"^[^#]*-m\s+(apex\.parallel\.multiproc)\b"),
 }
 _PATTERNS = ("*.py", "*.ipynb", *_LINES)
-# In notebooks: lines that IPython reads and Python does not, also without their sign, and what begins a cell.
+# In notebooks: lines that only IPython reads, with or without their sign, and the line that begins a cell.
 _COMMAND = re.compile(
     r"\s*([%!?]|(pip3?|conda|mamba|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|man|env|git|python3?|wget) )|.*(\?|=\s*[!%].*)\s*$"
 )
@@ -74,7 +71,7 @@ Verdict: TypeAlias = Literal["served", "different", "missing", "unknown", "not r
 
 @dataclass(frozen=True)
 class Finding:
-    """What one line says of apex."""
+    """One use of apex in one line of a file."""
 
     path: str
     line: str  # in a notebook "cell:line"
@@ -84,11 +81,10 @@ class Finding:
 
 
 def main(paths: list[str]) -> int:
-    """Print what the files in `paths` use of apex.
+    """Print the uses of apex in the files at `paths`.
 
     Returns:
-        0 if everything is served, 1 if something is not or a file that mentions apex cannot be read, 2 if a path is
-        not there.
+        0 if every use is served, 1 if one is not or a file that mentions apex cannot be read, 2 if a path is missing.
     """
     wrong = [path for path in paths if not (Path(path).is_file() or Path(path).is_dir())]
     if wrong or not paths:
@@ -109,7 +105,7 @@ def main(paths: list[str]) -> int:
 
 
 def files(paths: Iterable[str]) -> Iterator[Path]:
-    """The files to read: those named, and in folders those of a project's own sources. Each once."""
+    """Yield each file to read once: the named files, and a project's own sources in the named folders."""
     seen: set[str] = set()
     for path in paths:
         for found in sorted(_below(Path(path), [])) if Path(path).is_dir() else [Path(path)]:
@@ -120,7 +116,7 @@ def files(paths: Iterable[str]) -> Iterator[Path]:
 
 
 def passed_over(paths: Iterable[str], read: Iterable[Path]) -> dict[str, int]:
-    """The folders below `paths` that were left out and may be a project's, and how many files `read` lacks of each."""
+    """Count, per folder of a build below `paths`, the files that `read` lacks; the project may own them."""
     known = {os.path.realpath(path) for path in read}
     built: list[Path] = []
     for path in paths:
@@ -132,7 +128,7 @@ def passed_over(paths: Iterable[str], read: Iterable[Path]) -> dict[str, int]:
 
 
 def _below(folder: Path, built: list[Path]) -> Iterator[Path]:
-    """The files to read below `folder`; folders of builds are not looked into, and come into `built`."""
+    """Yield the files to read below `folder`; folders of builds are appended to `built` instead."""
     # Links to folders are not followed: they lead in circles, or out of the project.
     for root, folders, names in os.walk(folder):
         own = [
@@ -149,7 +145,7 @@ def _below(folder: Path, built: list[Path]) -> Iterator[Path]:
 
 
 def check_file(path: Path) -> Iterator[Finding]:
-    """What a file uses of apex, by line; that it cannot be read, if it seems to."""
+    """Yield a file's uses of apex by line, or one finding that says why a file with a use cannot be read."""
     try:
         source = path.read_bytes()
         # In UTF-16 and the like there is a zero byte in or beside every letter.
@@ -170,13 +166,13 @@ def check_file(path: Path) -> Iterator[Finding]:
 
 
 def _cells(source: bytes) -> list[tuple[str, str]]:
-    """The code cells of a notebook, with their numbers in front of the line's."""
+    """Return the code cells of a notebook, each with its number as a prefix of line numbers."""
     cells = json.loads(source)["cells"]
     return [(f"{i}:", "".join(cell["source"])) for i, cell in enumerate(cells, 1) if cell["cell_type"] == "code"]
 
 
 def _python_of(cell: str) -> str:
-    """The Python of a notebook's cell, line by line: in the place of what is none stands `pass`, or nothing."""
+    """Return the Python of a notebook's cell, line by line; any other line becomes `pass` or empty."""
     magic = _CELL.match(cell)
     if magic and _OTHER_LANGUAGES.fullmatch(magic[1]):
         return ""
@@ -208,7 +204,7 @@ def _error_of(source: str) -> SyntaxError | None:
 
 
 def _take_out(lines: list[str], index: int) -> None:
-    """Take out a command of IPython, over all of its lines; what `%time` and the like are put before stays."""
+    """Take out a command of IPython, over all of its lines; the Python behind `%time` and the like stays."""
     python = _COMMAND_WITH_PYTHON.sub(r"\1", lines[index])
     goes_on = lines[index].endswith("\\")
     if python != lines[index]:
@@ -240,7 +236,7 @@ def _check_lines(path: Path, text: str) -> Iterator[Finding]:
 
 
 def _check_cells(path: Path, cells: list[tuple[str, bytes]]) -> Iterator[Finding]:
-    """The findings of one program, in one or several pieces, each with what stands before its line numbers."""
+    """Yield the findings of one program in one or several pieces, each with the prefix of its line numbers."""
     lines: list[str] = []
     body: list[ast.stmt] = []
     for prefix, source in cells:
@@ -264,7 +260,7 @@ def _check_cells(path: Path, cells: list[tuple[str, bytes]]) -> Iterator[Finding
 
 
 class Uses(ast.NodeVisitor):
-    """Finds what a file uses of apex: `found` holds line, name, verdict and text of each use."""
+    """Finds a file's uses of apex: `found` holds line, name, verdict and text of each."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.found: set[tuple[int, str, Verdict, str]] = set()
@@ -297,13 +293,13 @@ class Uses(ast.NodeVisitor):
             self._report(node, {f"{node.module}" if alias.name == "*" else f"{node.module}.{alias.name}"})
 
     def visit_Name(self, node: ast.Name | ast.Attribute) -> None:
-        """Report a function or class that was imported. A module is reported with what is taken from it."""
+        """Report an imported function or class. A module is reported with the name that is taken from it."""
         names = self._names.of(node, self._scope) if isinstance(node.ctx, ast.Load) else set()
         if not any(inventory.has_members(inventory.canonical(name)) for name in names):
             self._report(node, names)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Report the whole chain as one name, and visit what stands in its brackets."""
+        """Report the whole chain as one name, and visit the expressions in its brackets."""
         names = self._names.of(node, self._scope)
         if self._names.of(node.value, self._scope) == {UNKNOWN} and f"{UNKNOWN}.{node.attr}" not in names:
             self.visit_Name(node)  # self.amp, after self.amp = amp
@@ -340,12 +336,12 @@ class Uses(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _report(self, node: ast.AST, names: set[str]) -> bool:
-        """Note down what an expression is of apex, if anything: `names` are all that it may stand for."""
+        """Note down an expression that may stand for `names`; True if one of them is apex's."""
         uses = {name for name in names if _is_apex(name)}
         for used in uses:
             name = inventory.canonical(used)
             row = inventory.find(name)
-            # `amp` may be torch.cuda.amp as well, by another import: what apex does not have, is meant there.
+            # `amp` may be torch.cuda.amp as well, by another import: a name that apex lacks is meant there.
             if row is not None or (uses == names and not used.startswith("amp_engine.")):
                 self._add(node, name, *_verdict(name, row))
         return bool(uses)
@@ -392,7 +388,7 @@ def _verdict(name: str, row: Row | None) -> tuple[Verdict, str]:
 
 @functools.cache
 def _keywords(name: str) -> frozenset[str] | None:
-    """The keywords that a served function or class takes; None if it takes any, or if nobody can tell."""
+    """Return the keywords of a served function or class; None if it takes any keyword, or has no signature."""
     try:
         parameters = inspect.signature(inventory.resolve(name)).parameters.values()
     except (ImportError, AttributeError, TypeError, ValueError):
@@ -404,7 +400,13 @@ def _keywords(name: str) -> frozenset[str] | None:
 
 
 def render(found: list[Finding], read: int, skipped: Mapping[str, int]) -> str:
-    """The findings as aligned text, a paragraph for each file, and a summary; `skipped`: how many files, by folder."""
+    """Return the findings as aligned text, a paragraph for each file, and a summary.
+
+    Args:
+        found: by file.
+        read: how many files were read.
+        skipped: how many were not, by folder.
+    """
     where = ", ".join(f"{_count(count, 'file')} in {folder}" for folder, count in skipped.items())
     unread = f"  Not read: {where}; pass a folder to --check to have it read." if skipped else ""
     if not found:

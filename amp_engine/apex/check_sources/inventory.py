@@ -1,4 +1,4 @@
-"""What apex has, had, or is taken to have, name by name, and what answers to it here.
+"""The names that apex has, had, or is taken to have, and the answer to each here.
 
 Names are written as a script would: `apex.amp.scale_loss`; `optimizer.` stands for any object, in front of what
 `amp.initialize` adds to it; `f(keyword=)` is a keyword of `f`; a last `*` is any ending; indices are left out, so
@@ -24,7 +24,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Different:
-    """Is there, and does what `note` says."""
+    """Is there, and differs from apex as `note` says."""
 
     name: str
     note: str
@@ -32,7 +32,7 @@ class Different:
 
 @dataclass(frozen=True)
 class Missing:
-    """Is not there, nor is anything below it; `instead` says what to write."""
+    """Is not there, nor is any name below it; `instead` says what to write."""
 
     name: str
     instead: str
@@ -247,7 +247,7 @@ TABLE: tuple[Row, ...] = (
 ROWS: dict[str, Row] = {row.name: row for row in TABLE}
 # The first parts of names that are apex's, wherever they stand.
 ROOTS = frozenset(name.split(".")[0] for name in ROWS) - {"optimizer"}
-# Attributes that give an optimizer of amp away, whatever the object is called.
+# Attributes that only an optimizer of amp has.
 ADDED = frozenset(name.split(".")[1] for name in ROWS if name.startswith("optimizer."))
 # Two names of one thing. The left one is a script's, the right one has the rows.
 ALIASES = {
@@ -258,7 +258,7 @@ ALIASES = {
     "amp_engine.optimizers": "apex.optimizers",
     "apex.amp._amp_state._amp_state": "apex.amp._amp_state",
     "apex.parallel.LARC.LARC": "apex.parallel.LARC",
-    # What a call gives.
+    # Results of calls.
     "apex.amp.init()": "apex.amp._amp_state.handle",
     "apex.amp.frontend.Properties()": "apex.amp._amp_state.opt_properties",
     "apex.amp.scaler.LossScaler()": "apex.amp._amp_state.loss_scalers",
@@ -269,7 +269,7 @@ for _name in ROWS:
 
 
 def canonical(name: str) -> str:
-    """The name that has a row, of what a script calls `name`: an alias replaced, `x._amp_stash` as `optimizer.`."""
+    """Return the table's name for a script's `name`: aliases replaced, `x._amp_stash` as `optimizer._amp_stash`."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part in ADDED:
@@ -281,7 +281,7 @@ def canonical(name: str) -> str:
 
 
 def find(name: str) -> Row | None:
-    """The row that speaks for canonical `name`: its own, or that of the closest part that speaks for all below it.
+    """Return the row for canonical `name`: its own, or that of the closest part that stands for all names below it.
 
     None where apex has other names in its place, or none at all.
     """
@@ -297,24 +297,24 @@ def find(name: str) -> Row | None:
 
 
 def has_members(name: str) -> bool:
-    """Whether `name` is a package, a module or a state object, with rows for what is in it."""
+    """True for a package, a module or a state object: one with rows for its members."""
     return name in _CHILDREN
 
 
 def members(name: str) -> list[str]:
-    """What `from name import *` brings."""
+    """Return the names that `from name import *` brings."""
     return [child for child in _CHILDREN.get(name, []) if child.isidentifier() and not child.startswith("_")]
 
 
 def similar(name: str) -> str | None:
-    """The name that `name` may be a slip of."""
+    """Return the name in the table that `name` may be a typo of."""
     parent, _, last = name.rpartition(".")
     close = difflib.get_close_matches(last, [c for c in _CHILDREN.get(parent, []) if c.isidentifier()], n=1)
     return f"{parent}.{close[0]}" if close else None
 
 
 def resolve(name: str) -> Any:
-    """The object behind a served name; of a list, its first element.
+    """Return the object behind a served name; of a list, its first element.
 
     Raises ImportError or AttributeError where there is none.
     """
@@ -333,7 +333,7 @@ def resolve(name: str) -> Any:
 
 
 def _module(name: str) -> Iterator[Any]:
-    """The module called `name`, if one is. Some names of apex are both a module and an object in its place."""
+    """Yield the module called `name`, if there is one. Some names of apex are both a module and an object."""
     path = f"amp_engine.{name}" if name.startswith("apex.") else f"amp_engine.apex.{name}"
     try:
         yield importlib.import_module(path)

@@ -1,7 +1,7 @@
-"""Which dotted names the expressions of a file stand for, found by reading: imports, assignments and scopes.
+"""The dotted names that the expressions of a file stand for, read from its imports, assignments and scopes.
 
-Order is not followed: a name stands for everything that it is bound to somewhere in its scope, so that the two halves
-of `try: from apex import amp` and `except ImportError: from torch.cuda import amp` are both seen.
+Order is not followed: a name stands for everything that it is bound to anywhere in its scope, so that both halves of
+`try: from apex import amp` and `except ImportError: from torch.cuda import amp` are seen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Binding: TypeAlias = "str | tuple[ast.expr, Scope]"
 
 @dataclass(eq=False)
 class Scope:
-    """What is bound in a module, class or function; `self.x` is a name of the class."""
+    """The names bound in a module, class or function; `self.x` is a name of the class."""
 
     parent: Scope | None = None
     is_class: bool = False
@@ -28,11 +28,11 @@ class Scope:
     elsewhere: dict[str, Scope] = field(default_factory=dict)  # names declared `global` or `nonlocal`
 
     def bind(self, name: str, *bindings: Binding) -> None:
-        """Add to what `name` is bound to. No bindings: the name is taken, and not for anything with attributes."""
+        """Add bindings of `name`. Without any the name is taken, by a value that has no attributes of interest."""
         self.elsewhere.get(name, self).names.setdefault(name, []).extend(bindings)
 
     def owner(self, name: str) -> Scope | None:
-        """The scope that `name` is bound in, as seen from this one; None for builtins."""
+        """Return the scope that binds `name`, as seen from this one; None for builtins."""
         scope: Scope | None = self.elsewhere.get(name, self)
         while scope is not None:
             if name in scope.names and (scope is self or not scope.is_class):
@@ -41,7 +41,7 @@ class Scope:
         return None
 
     def own_class(self) -> Scope | None:
-        """The innermost class around."""
+        """Return the innermost class around."""
         scope: Scope | None = self
         while scope is not None and not scope.is_class:
             scope = scope.parent
@@ -53,8 +53,8 @@ class Names(ast.NodeVisitor):
 
     Args:
         tree: a file.
-        members: what `from package import *` brings.
-        is_known_result: whether `f()` is a name of its own that more can be said of.
+        members: returns the names that `from package import *` brings.
+        is_known_result: true for an `f()` whose result has members of its own.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Names(ast.NodeVisitor):
         self.generic_visit(tree)
 
     def of(self, node: ast.AST, scope: Scope) -> set[str]:
-        """Every dotted name that `node`, an expression in `scope`, may stand for; indices are left out of names."""
+        """Return every dotted name that `node`, an expression in `scope`, may stand for, without indices."""
         match node:
             case ast.Name():
                 owner = scope.owner(node.id)
@@ -108,7 +108,7 @@ class Names(ast.NodeVisitor):
             self._scope.bind(alias.asname or first, alias.name if alias.asname else first)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Bind what is imported. A relative import is of the project's own files, whatever they are called."""
+        """Bind the imported names. A relative import is of the project's own files, even of one called apex."""
         for alias in node.names:
             if node.level:
                 self._scope.bind(alias.asname or alias.name, UNKNOWN)

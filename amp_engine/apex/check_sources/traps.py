@@ -1,6 +1,6 @@
 """Patterns around `amp` that went wrong under apex, or that are different here: notes, not verdicts.
 
-A note is given where reading one file can tell, and not where it depends on what is in another.
+A note is given only where one file tells enough.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Traps:
 
     Args:
         tree: the file.
-        calls: its calls, each with the one name of what is called.
+        calls: its calls, each with the dotted name of the function.
     """
 
     def __init__(self, tree: ast.Module, calls: Mapping[ast.Call, str]) -> None:
@@ -48,7 +48,7 @@ class Traps:
         }
 
     def notes(self) -> Iterator[tuple[ast.expr, str]]:
-        """Calls and products, and what is to be said of them."""
+        """Yield calls and products, each with its note."""
         if self._initialize or self._scale_loss:
             yield from self._tuples()
             yield from self._closures()
@@ -61,7 +61,7 @@ class Traps:
         return [call for call, name in self._calls.items() if name in names]
 
     def _objects(self, calls: list[ast.Call], index: int, keyword: str) -> set[str]:
-        """What is passed as an argument, or assigned from the same place of a result, as it is written."""
+        """Return the source of each object passed as this argument, or assigned from that place of a result."""
         passed = {ast.unparse(o) for call in calls for o in _elements(_argument(call, index, keyword))}
         results = (self._assigned.get(call, []) for call in self._initialize)
         return passed | {ast.unparse(parts[index]) for parts in results if len(parts) == 2}
@@ -73,8 +73,10 @@ class Traps:
 
     def _closures(self) -> Iterator[tuple[ast.Call, str]]:
         optimizers = self._objects(self._initialize + self._scale_loss, 1, "optimizers")
-        for call, owner in self._methods("step"):
-            closure = _argument(call, 0, "closure")
+        for call in self._calls:
+            if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+                continue
+            owner, closure = ast.unparse(call.func.value), _argument(call, 0, "closure")
             if owner in optimizers and closure is not None and not isinstance(closure, ast.Constant):
                 yield call, f"a closure is refused at O1, O2 and O5, as in apex: run it first, then {owner}.step()"
 
@@ -140,29 +142,23 @@ class Traps:
                 if clipped is not None and ast.unparse(clipped).endswith(".parameters()"):
                     yield call, "at O2 and O5 the step does not read these gradients: clip amp.master_params(optimizer)"
 
-    def _methods(self, name: str) -> Iterator[tuple[ast.Call, str]]:
-        """Calls of methods of that name, with what they are called on, as it is written."""
-        for call in self._calls:
-            if isinstance(call.func, ast.Attribute) and call.func.attr == name:
-                yield call, ast.unparse(call.func.value)
-
 
 def _argument(call: ast.Call, index: int, name: str) -> ast.expr | None:
-    """What a call passes by place or by name."""
+    """Return the argument that a call passes by place or by name."""
     if len(call.args) > index:
         return call.args[index]
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
 def _elements(node: ast.expr | None) -> list[ast.expr]:
-    """One expression, or those of a list."""
+    """Return the elements of a list or tuple, or the one expression."""
     if node is None:
         return []
     return node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]
 
 
 def _viewed(node: ast.expr) -> ast.expr:
-    """The tensor that an expression is a view of: `w` for `w.t()[:8]`."""
+    """Return the tensor that an expression is a view of: `w` for `w.t()[:8]`."""
     while True:
         match node:
             case ast.Call(func=ast.Attribute(value=value, attr=attr)) if attr in _VIEWS:
@@ -174,7 +170,7 @@ def _viewed(node: ast.expr) -> ast.expr:
 
 
 def _owners(node: ast.expr) -> Iterator[str]:
-    """The owners of an attribute: `model.a[0]`, `model.a` and `model` for `model.a[0].b`."""
+    """Yield the owners of an attribute: `model.a[0]`, `model.a` and `model` for `model.a[0].b`."""
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
         yield ast.unparse(node)
@@ -189,7 +185,7 @@ def _is_cast(node: ast.expr) -> bool:
 
 
 def _level(call: ast.Call) -> str | None:
-    """The opt_level of a call of initialize; None if the file does not say."""
+    """Return the opt_level of a call of initialize; None if the file does not say."""
     level = _argument(call, 3, "opt_level")
     if level is None and all(keyword.arg for keyword in call.keywords):
         return "O1"
@@ -197,7 +193,7 @@ def _level(call: ast.Call) -> str | None:
 
 
 def _in_order(tree: ast.AST) -> Iterator[tuple[Set[ast.Call], Set[ast.Call]]]:
-    """The calls of each statement, and those of the statements that run after it in the same list."""
+    """Yield the calls of each statement, with the calls of the statements that run after it in the same list."""
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
             statements = getattr(node, name, [])
@@ -210,7 +206,7 @@ def _in_order(tree: ast.AST) -> Iterator[tuple[Set[ast.Call], Set[ast.Call]]]:
 
 
 def _run_by(statement: ast.AST) -> set[ast.Call]:
-    """The calls that running a statement makes; not those in the functions that it defines."""
+    """Return the calls that running a statement makes, without those in functions that it defines."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
         return set()
     found = {statement} if isinstance(statement, ast.Call) else set()
@@ -218,7 +214,7 @@ def _run_by(statement: ast.AST) -> set[ast.Call]:
 
 
 def _leaves(statement: ast.AST) -> bool:
-    """Whether what follows a statement is its other branch: `if amp: ...; return`."""
+    """True if the statements that follow are its other branch: `if amp: ...; return`."""
     return isinstance(statement, ast.If) and isinstance(
         statement.body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break)
     )

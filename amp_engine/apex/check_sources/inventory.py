@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -41,209 +42,183 @@ class Missing:
 Row: TypeAlias = Served | Different | Missing
 
 
-def _served(package: str, names: str) -> Iterator[Served]:
-    return (Served(f"{package}.{name}") for name in names.split())
-
-
-def _missing(package: str, names: str, instead: str) -> Iterator[Missing]:
-    return (Missing(f"{package}.{name}", instead) for name in names.split())
-
-
-_FUNCTIONS = """
+_PUBLIC = """
     init half_function float_function promote_function register_half_function register_float_function
-    register_promote_function
+    register_promote_function scale_loss disable_casts initialize state_dict load_state_dict master_params
 """
-_PUBLIC = f"{_FUNCTIONS} scale_loss disable_casts initialize state_dict load_state_dict master_params"
 
-TABLE: tuple[Row, ...] = (
-    Served("apex"),
-    *_served("apex", "amp fp16_utils multi_tensor_apply optimizers parallel normalization mlp fused_dense"),
-    Different("apex.DeprecatedFeatureWarning", "never warned with: nothing is deprecated here"),
-    # --- apex.amp ---
-    *_served("apex.amp", _PUBLIC),
-    *_served("apex.amp", "amp frontend handle scaler opt lists utils compat rnn_compat _initialize"),
-    *_served("apex.amp", "_process_optimizer __version__"),
-    Missing("apex.amp.wrap", "write half_function, float_function or promote_function of apex.amp"),
-    Missing(
-        "apex.amp.initialize(combine_grad=)",
-        "leave it out: it is of a fork for Ascend devices; the step here reads gradients in one pass as they are",
-    ),
-    *_missing(
-        "apex.amp",
-        "initialize(combine_ddp=) initialize(ddp_replica_count=)",
-        "leave it out: it is of a fork for Ascend devices; wrap the model in DistributedDataParallel after initialize",
-    ),
-    Missing(
-        "apex.amp.initialize(dtype=)",
-        "write opt_level='O4' (functions in bfloat16) or 'O5' (the model in bfloat16)",
-    ),
-    # --- apex.amp, its modules ---
-    *_served("apex.amp.amp", f"{_PUBLIC} AmpHandle NoOpHandle"),
-    *_served("apex.amp.frontend", "initialize state_dict load_state_dict Properties opt_levels"),
-    *_served("apex.amp.handle", "scale_loss disable_casts AmpHandle NoOpHandle"),
-    *_served("apex.amp.scaler", "LossScaler"),
-    *_served("apex.amp.opt", "OptimWrapper"),
-    *_served("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides"),
-    *_served("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS"),
-    *_served("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS"),
-    *_served("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS"),
-    Served("apex.amp._initialize.applier"),
-    Served("apex.amp._process_optimizer.AmpOptimizerState"),
-    Served("apex.amp.rnn_compat.has_old_rnns"),
-    Served("apex.amp.compat.filter_attrs"),
-    Served("apex.amp.utils.is_fp_tensor"),
-    # --- apex.amp, its state ---
-    Served("apex.amp._amp_state"),
-    *_served("apex.amp._amp_state", "AmpState maybe_print warn_or_err master_params"),
-    *_served("apex.amp._amp_state", "hard_override verbosity min_loss_scale max_loss_scale"),
-    Different(
-        "apex.amp._amp_state.allow_incoming_model_not_fp32",
-        "lets half weights through at O1 and O4, with a warning; the other levels take or cast them either way",
-    ),
-    Served("apex.amp._amp_state.opt_properties"),
-    *_served("apex.amp._amp_state.opt_properties", "options enabled opt_level cast_model_type patch_torch_functions"),
-    *_served("apex.amp._amp_state.opt_properties", "keep_batchnorm_fp32 master_weights loss_scale"),
-    Served("apex.amp._amp_state.loss_scalers"),
-    *_served("apex.amp._amp_state.loss_scalers", "loss_scale _loss_scale _unskipped _has_overflow _overflow_buf"),
-    *_served("apex.amp._amp_state.loss_scalers", "dynamic _scale_seq_len _min_loss_scale _max_loss_scale update_scale"),
-    *_served("apex.amp._amp_state.loss_scalers", "clear_overflow_state unscale unscale_with_stashed"),
-    Served("apex.amp._amp_state.handle"),
-    *_served("apex.amp._amp_state.handle", "is_active _is_active has_cache cache remove_cache verbose"),
-    *_served("apex.amp._amp_state.handle", "_disable_casts _clear_cache _deactivate wrap_optimizer"),
-    Missing(
-        "apex.amp._amp_state.handle.scale_loss",
-        "refused in apex, too: write amp.initialize(model, optimizer), then amp.scale_loss(loss, optimizer)",
-    ),
-    # --- what initialize adds to an optimizer ---
-    Served("optimizer._amp_stash"),
-    *_served("optimizer._amp_stash", "lazy_init_called already_patched params_have_scaled_gradients"),
-    *_served("optimizer._amp_stash", "fp16_groups fp32_from_fp16_groups fp32_from_fp32_groups"),
-    *_served("optimizer._amp_stash", "all_fp16_params all_fp32_from_fp16_params all_fp32_from_fp32_params"),
-    *_served("optimizer", "_lazy_init_maybe_master_weights _amp_lazy_init _prepare_amp_backward _post_amp_backward"),
-    Served("optimizer._master_params_to_model_params"),
-    # --- apex.fp16_utils ---
-    *_served("apex.fp16_utils", "BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads"),
-    *_served("apex.fp16_utils", "master_params_to_model_params tofp16 to_python_float clip_grad_norm convert_module"),
-    *_served("apex.fp16_utils", "convert_network FP16Model FP16_Optimizer LossScaler DynamicLossScaler"),
-    *_served("apex.fp16_utils", "fp16_optimizer fp16util loss_scaler"),
-    *_served("apex.fp16_utils.fp16_optimizer", "FP16_Optimizer"),
-    *_served("apex.fp16_utils.loss_scaler", "LossScaler DynamicLossScaler"),
-    *_served("apex.fp16_utils.fp16util", "BN_convert_float network_to_half prep_param_lists convert_module"),
-    *_served("apex.fp16_utils.fp16util", "model_grads_to_master_grads master_params_to_model_params tofp16"),
-    *_served("apex.fp16_utils.fp16util", "to_python_float clip_grad_norm convert_network FP16Model"),
-    # --- kernels ---
-    *_served("apex.multi_tensor_apply", "MultiTensorApply multi_tensor_applier"),
-    Served("apex.multi_tensor_apply.multi_tensor_apply"),
-    *_served("apex.multi_tensor_apply.multi_tensor_apply", "MultiTensorApply"),
-    Served("amp_C"),
-    *_served("amp_C", "multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_l2norm_mp"),
-    *_served("amp_C", "multi_tensor_l2norm_scale multi_tensor_unscale_l2norm multi_tensor_sgd multi_tensor_adam"),
-    *_served("amp_C", "multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_lamb"),
-    *_served("amp_C", "multi_tensor_lamb_mp multi_tensor_novograd multi_tensor_adagrad update_scale_hysteresis"),
-    *_missing(
-        "amp_C",
-        "multi_tensor_lamb_stage1_cuda multi_tensor_lamb_stage2_cuda",
-        "call amp_C.multi_tensor_lamb, which does both stages",
-    ),
-    Served("apex_C"),
-    *_served("apex_C", "flatten unflatten"),
-    Missing("fused_layer_norm_cuda", "import apex.normalization.FusedLayerNorm, or write torch.nn.LayerNorm"),
-    Missing("fused_weight_gradient_mlp_cuda", "use Megatron-Core without gradient accumulation fusion"),
-    Missing("scaled_masked_softmax_cuda", "write torch.nn.functional.scaled_dot_product_attention"),
-    Missing("scaled_upper_triang_masked_softmax_cuda", "write torch.nn.functional.scaled_dot_product_attention"),
-    Missing("xentropy_cuda", "write torch.nn.functional.cross_entropy(logits, labels, label_smoothing=...)"),
-    # --- apex.optimizers ---
-    *_served("apex.optimizers", "FusedSGD FusedAdam FusedNovoGrad FusedLAMB FusedAdagrad FusedMixedPrecisionLamb"),
-    *_served("apex.optimizers", "fused_sgd fused_adam fused_novograd fused_lamb fused_adagrad"),
-    *_served("apex.optimizers", "fused_mixed_precision_lamb"),
-    Served("apex.optimizers.fused_sgd.FusedSGD"),
-    Served("apex.optimizers.fused_adam.FusedAdam"),
-    Served("apex.optimizers.fused_novograd.FusedNovoGrad"),
-    Served("apex.optimizers.fused_lamb.FusedLAMB"),
-    Served("apex.optimizers.fused_adagrad.FusedAdagrad"),
-    Served("apex.optimizers.fused_mixed_precision_lamb.FusedMixedPrecisionLamb"),
-    Different(
-        "apex.optimizers.FP16_Optimizer",
-        "is that of apex.fp16_utils; checkpoints of the class that apex had here until 2019 do not load",
-    ),
-    Missing("apex.optimizers.fp16_optimizer", "from apex.fp16_utils import FP16_Optimizer"),
-    Missing("apex.optimizers.NpuFused*", "of a fork for Ascend devices: write FusedAdam, FusedSGD or FusedLAMB"),
-    # --- apex.parallel ---
-    *_served("apex.parallel", "DistributedDataParallel Reducer SyncBatchNorm convert_syncbn_model"),
-    *_served("apex.parallel", "create_syncbn_process_group LARC distributed sync_batchnorm"),
-    *_served("apex.parallel", "optimized_sync_batchnorm"),
-    *_served("apex.parallel.distributed", "DistributedDataParallel Reducer flat_dist_call"),
-    Served("apex.parallel.sync_batchnorm.SyncBatchNorm"),
-    Served("apex.parallel.optimized_sync_batchnorm.SyncBatchNorm"),
-    Missing("apex.parallel.multiproc", "type torchrun --nproc_per_node=... script.py"),
-    # --- apex.normalization, apex.mlp, apex.fused_dense ---
-    *_served("apex.normalization", "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm"),
-    Served("apex.normalization.fused_layer_norm"),
-    *_served("apex.normalization.fused_layer_norm", "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm"),
-    *_served("apex.normalization.fused_layer_norm", "MixedFusedRMSNorm fused_layer_norm fused_layer_norm_affine"),
-    *_served("apex.normalization.fused_layer_norm", "fused_rms_norm fused_rms_norm_affine"),
-    *_served("apex.normalization.fused_layer_norm", "mixed_dtype_fused_layer_norm_affine"),
-    *_served("apex.normalization.fused_layer_norm", "mixed_dtype_fused_rms_norm_affine"),
-    *_served("apex.mlp", "MLP mlp"),
-    Served("apex.mlp.mlp.MLP"),
-    *_served("apex.fused_dense", "FusedDense FusedDenseGeluDense fused_dense"),
-    *_served("apex.fused_dense.fused_dense", "FusedDense FusedDenseGeluDense"),
-    # --- not in the scope of amp_engine ---
-    Missing("apex.contrib", "nothing of it is offered: write the torch.nn modules; torch.compile fuses them"),
-    Missing(
-        "apex.contrib.xentropy",
-        "write torch.nn.functional.cross_entropy(logits, labels, label_smoothing=..., ignore_index=...)",
-    ),
-    Missing(
-        "apex.contrib.clip_grad",
-        "write torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm), "
-        "or clip_grad_norm_(optimizer, max_norm) of amp_engine.amp",
-    ),
-    Missing(
-        "apex.contrib.multihead_attn",
-        "write torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention",
-    ),
-    Missing("apex.contrib.fmha", "write torch.nn.functional.scaled_dot_product_attention"),
-    Missing("apex.contrib.group_norm", "write torch.nn.GroupNorm; torch.compile fuses it"),
-    Missing("apex.contrib.layer_norm", "write torch.nn.LayerNorm, or apex.normalization.FusedLayerNorm"),
-    Missing(
-        "apex.contrib.groupbn",
-        "write torch.nn.BatchNorm2d on channels_last tensors; across GPUs torch.nn.SyncBatchNorm",
-    ),
-    Missing("apex.contrib.cudnn_gbn", "write torch.nn.SyncBatchNorm"),
-    Missing("apex.contrib.conv_bias_relu", "write torch.nn.functional.conv2d and relu; torch.compile fuses them"),
-    Missing("apex.contrib.bottleneck", "write torchvision.models.resnet.Bottleneck"),
-    Missing("apex.contrib.index_mul_2d", "write x[index] * y; torch.compile fuses it"),
-    Missing("apex.contrib.focal_loss", "write torchvision.ops.sigmoid_focal_loss"),
-    Missing("apex.contrib.transducer", "write torchaudio.functional.rnnt_loss, where your torchaudio has it"),
-    Missing(
-        "apex.contrib.sparsity",
-        "2:4 pruning is not offered: see torch.sparse.to_sparse_semi_structured and torchao.sparsity",
-    ),
-    Missing("apex.contrib.optimizers", "write apex.optimizers.FusedAdam, FusedLAMB or FusedSGD"),
-    *_missing(
-        "apex.contrib.optimizers",
-        "fp16_optimizer FP16_Optimizer",
-        "write amp.initialize(model, optimizer, opt_level='O2'), or from apex.fp16_utils import FP16_Optimizer",
-    ),
-    *_missing(
-        "apex.contrib.optimizers",
-        "distributed_fused* DistributedFused*",
-        "shard with torch.distributed.fsdp.fully_shard, at O4",
-    ),
-    Missing("apex.transformer", "use Megatron-Core (megatron.core), or torch.distributed.tensor.parallel"),
-    Missing("apex.transformer.amp", "write torch.amp.GradScaler"),
-    Missing("apex.transformer.functional", "write torch.nn.functional.scaled_dot_product_attention"),
-    Missing("apex.transformer.layers", "write torch.nn.LayerNorm, or apex.normalization.FusedLayerNorm"),
-    Missing(
-        "apex.transformer.pipeline_parallel",
-        "use Megatron-Core (megatron.core.pipeline_parallel), or torch.distributed.pipelining",
-    ),
-    Missing("apex.RNN", "write torch.nn.LSTM, GRU or RNN"),
-    Missing("apex.reparameterization", "write torch.nn.utils.parametrizations.weight_norm(module)"),
-    Missing("apex.pyprof", "write torch.profiler.profile, or torch.autograd.profiler.emit_nvtx for nsys"),
-)
+# A package, a module or an object, and the names in it; it is served itself, too, but for "optimizer".
+SERVED: dict[str, str] = {
+    "apex": "",
+    "apex.amp": f"{_PUBLIC} __version__",
+    "apex.amp.amp": f"{_PUBLIC} AmpHandle NoOpHandle",
+    "apex.amp.frontend": "initialize state_dict load_state_dict Properties opt_levels",
+    "apex.amp.handle": "scale_loss disable_casts AmpHandle NoOpHandle",
+    "apex.amp.scaler": "LossScaler",
+    "apex.amp.opt": "OptimWrapper",
+    "apex.amp.lists": "",
+    "apex.amp.lists.functional_overrides": "MODULE FP16_FUNCS FP32_FUNCS CASTS",
+    "apex.amp.lists.torch_overrides": "MODULE FP16_FUNCS FP32_FUNCS CASTS",
+    "apex.amp.lists.tensor_overrides": "MODULE FP16_FUNCS FP32_FUNCS CASTS",
+    "apex.amp._initialize": "applier",
+    "apex.amp._process_optimizer": "AmpOptimizerState",
+    "apex.amp.rnn_compat": "has_old_rnns",
+    "apex.amp.compat": "filter_attrs",
+    "apex.amp.utils": "is_fp_tensor",
+    "apex.amp._amp_state": """
+        AmpState maybe_print warn_or_err master_params hard_override verbosity min_loss_scale max_loss_scale
+    """,
+    "apex.amp._amp_state.opt_properties": """
+        options enabled opt_level cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights loss_scale
+    """,
+    "apex.amp._amp_state.loss_scalers": """
+        loss_scale _loss_scale _unskipped _has_overflow _overflow_buf dynamic _scale_seq_len _min_loss_scale
+        _max_loss_scale update_scale clear_overflow_state unscale unscale_with_stashed
+    """,
+    "apex.amp._amp_state.handle": """
+        is_active _is_active has_cache cache remove_cache verbose _disable_casts _clear_cache _deactivate wrap_optimizer
+    """,
+    "optimizer": """
+        _lazy_init_maybe_master_weights _amp_lazy_init _prepare_amp_backward _post_amp_backward
+        _master_params_to_model_params
+    """,
+    "optimizer._amp_stash": """
+        lazy_init_called already_patched params_have_scaled_gradients fp16_groups fp32_from_fp16_groups
+        fp32_from_fp32_groups all_fp16_params all_fp32_from_fp16_params all_fp32_from_fp32_params
+    """,
+    "apex.fp16_utils": """
+        BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads master_params_to_model_params
+        tofp16 to_python_float clip_grad_norm convert_module convert_network FP16Model FP16_Optimizer LossScaler
+        DynamicLossScaler
+    """,
+    "apex.fp16_utils.fp16_optimizer": "FP16_Optimizer",
+    "apex.fp16_utils.loss_scaler": "LossScaler DynamicLossScaler",
+    "apex.fp16_utils.fp16util": """
+        BN_convert_float network_to_half prep_param_lists convert_module model_grads_to_master_grads
+        master_params_to_model_params tofp16 to_python_float clip_grad_norm convert_network FP16Model
+    """,
+    "apex.multi_tensor_apply": "MultiTensorApply multi_tensor_applier",
+    "apex.multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
+    "amp_C": """
+        multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_l2norm_mp multi_tensor_l2norm_scale
+        multi_tensor_unscale_l2norm multi_tensor_sgd multi_tensor_adam multi_tensor_adam_capturable
+        multi_tensor_adam_capturable_master multi_tensor_lamb multi_tensor_lamb_mp multi_tensor_novograd
+        multi_tensor_adagrad update_scale_hysteresis
+    """,
+    "apex_C": "flatten unflatten",
+    "apex.optimizers": "FusedSGD FusedAdam FusedNovoGrad FusedLAMB FusedAdagrad FusedMixedPrecisionLamb",
+    "apex.optimizers.fused_sgd": "FusedSGD",
+    "apex.optimizers.fused_adam": "FusedAdam",
+    "apex.optimizers.fused_novograd": "FusedNovoGrad",
+    "apex.optimizers.fused_lamb": "FusedLAMB",
+    "apex.optimizers.fused_adagrad": "FusedAdagrad",
+    "apex.optimizers.fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
+    "apex.parallel": """
+        DistributedDataParallel Reducer SyncBatchNorm convert_syncbn_model create_syncbn_process_group LARC
+    """,
+    "apex.parallel.distributed": "DistributedDataParallel Reducer flat_dist_call",
+    "apex.parallel.sync_batchnorm": "SyncBatchNorm",
+    "apex.parallel.optimized_sync_batchnorm": "SyncBatchNorm",
+    "apex.normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    "apex.normalization.fused_layer_norm": """
+        FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm fused_layer_norm fused_layer_norm_affine
+        fused_rms_norm fused_rms_norm_affine mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine
+    """,
+    "apex.mlp": "MLP",
+    "apex.mlp.mlp": "MLP",
+    "apex.fused_dense": "FusedDense FusedDenseGeluDense",
+    "apex.fused_dense.fused_dense": "FusedDense FusedDenseGeluDense",
+}
 
+# A name, and the difference.
+DIFFERENT = {
+    "apex.DeprecatedFeatureWarning": "never warned with: nothing is deprecated here",
+    "apex.amp._amp_state.allow_incoming_model_not_fp32": (
+        "lets half weights through at O1 and O4, with a warning; the other levels take or cast them either way"
+    ),
+    "apex.optimizers.FP16_Optimizer": (
+        "is that of apex.fp16_utils; checkpoints of the class that apex had here until 2019 do not load"
+    ),
+}
+
+# One name or several, and what to write.
+MISSING = {
+    "apex.amp.wrap": "write half_function, float_function or promote_function of apex.amp",
+    "apex.amp.initialize(combine_grad=)": (
+        "leave it out: it is of a fork for Ascend devices; the step here reads gradients in one pass as they are"
+    ),
+    "apex.amp.initialize(combine_ddp=) apex.amp.initialize(ddp_replica_count=)": (
+        "leave it out: it is of a fork for Ascend devices; wrap the model in DistributedDataParallel after initialize"
+    ),
+    "apex.amp.initialize(dtype=)": "write opt_level='O4' (functions in bfloat16) or 'O5' (the model in bfloat16)",
+    "apex.amp._amp_state.handle.scale_loss": (
+        "refused in apex, too: write amp.initialize(model, optimizer), then amp.scale_loss(loss, optimizer)"
+    ),
+    "amp_C.multi_tensor_lamb_stage1_cuda amp_C.multi_tensor_lamb_stage2_cuda": (
+        "call amp_C.multi_tensor_lamb, which does both stages"
+    ),
+    "fused_layer_norm_cuda": "import apex.normalization.FusedLayerNorm, or write torch.nn.LayerNorm",
+    "fused_weight_gradient_mlp_cuda": "use Megatron-Core without gradient accumulation fusion",
+    "scaled_masked_softmax_cuda scaled_upper_triang_masked_softmax_cuda": (
+        "write torch.nn.functional.scaled_dot_product_attention"
+    ),
+    "apex.contrib.fmha apex.transformer.functional": "write torch.nn.functional.scaled_dot_product_attention",
+    "xentropy_cuda": "write torch.nn.functional.cross_entropy(logits, labels, label_smoothing=...)",
+    "apex.optimizers.fp16_optimizer": "from apex.fp16_utils import FP16_Optimizer",
+    "apex.optimizers.NpuFused*": "of a fork for Ascend devices: write FusedAdam, FusedSGD or FusedLAMB",
+    "apex.parallel.multiproc": "type torchrun --nproc_per_node=... script.py",
+    "apex.contrib": "nothing of it is offered: write the torch.nn modules; torch.compile fuses them",
+    "apex.contrib.xentropy": (
+        "write torch.nn.functional.cross_entropy(logits, labels, label_smoothing=..., ignore_index=...)"
+    ),
+    "apex.contrib.clip_grad": (
+        "write torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm), or clip_grad_norm_(optimizer, "
+        "max_norm) of amp_engine.amp"
+    ),
+    "apex.contrib.multihead_attn": (
+        "write torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention"
+    ),
+    "apex.contrib.group_norm": "write torch.nn.GroupNorm; torch.compile fuses it",
+    "apex.contrib.layer_norm apex.transformer.layers": "write torch.nn.LayerNorm, or apex.normalization.FusedLayerNorm",
+    "apex.contrib.groupbn": "write torch.nn.BatchNorm2d on channels_last tensors; across GPUs torch.nn.SyncBatchNorm",
+    "apex.contrib.cudnn_gbn": "write torch.nn.SyncBatchNorm",
+    "apex.contrib.conv_bias_relu": "write torch.nn.functional.conv2d and relu; torch.compile fuses them",
+    "apex.contrib.bottleneck": "write torchvision.models.resnet.Bottleneck",
+    "apex.contrib.index_mul_2d": "write x[index] * y; torch.compile fuses it",
+    "apex.contrib.focal_loss": "write torchvision.ops.sigmoid_focal_loss",
+    "apex.contrib.transducer": "write torchaudio.functional.rnnt_loss, where your torchaudio has it",
+    "apex.contrib.sparsity": (
+        "2:4 pruning is not offered: see torch.sparse.to_sparse_semi_structured and torchao.sparsity"
+    ),
+    "apex.contrib.optimizers": "write apex.optimizers.FusedAdam, FusedLAMB or FusedSGD",
+    "apex.contrib.optimizers.fp16_optimizer apex.contrib.optimizers.FP16_Optimizer": (
+        "write amp.initialize(model, optimizer, opt_level='O2'), or from apex.fp16_utils import FP16_Optimizer"
+    ),
+    "apex.contrib.optimizers.distributed_fused* apex.contrib.optimizers.DistributedFused*": (
+        "shard with torch.distributed.fsdp.fully_shard, at O4"
+    ),
+    "apex.transformer": "use Megatron-Core (megatron.core), or torch.distributed.tensor.parallel",
+    "apex.transformer.amp": "write torch.amp.GradScaler",
+    "apex.transformer.pipeline_parallel": (
+        "use Megatron-Core (megatron.core.pipeline_parallel), or torch.distributed.pipelining"
+    ),
+    "apex.RNN": "write torch.nn.LSTM, GRU or RNN",
+    "apex.reparameterization": "write torch.nn.utils.parametrizations.weight_norm(module)",
+    "apex.pyprof": "write torch.profiler.profile, or torch.autograd.profiler.emit_nvtx for nsys",
+}
+
+
+def _rows() -> Iterator[Row]:
+    for owner, names in SERVED.items():
+        if owner != "optimizer":
+            yield Served(owner)
+        yield from (Served(f"{owner}.{name}") for name in names.split())
+    yield from itertools.starmap(Different, DIFFERENT.items())
+    for names, instead in MISSING.items():
+        yield from (Missing(name, instead) for name in names.split())
+
+
+TABLE: tuple[Row, ...] = tuple(_rows())
 ROWS: dict[str, Row] = {row.name: row for row in TABLE}
 # The first parts of names that are apex's, wherever they stand.
 ROOTS = frozenset(name.split(".")[0] for name in ROWS) - {"optimizer"}

@@ -26,12 +26,12 @@ _HEAD = ("level", "losses", "differ by", "ms a step", "speed", "memory", "", "lo
 
 @dataclass(frozen=True)
 class Advice:
-    """A script, a few steps of it at each level, and what follows.
+    """A few steps of a script at each level, and the level that they speak for.
 
     Attributes:
-        script: what was run, as it is typed after `python`.
-        steps: that each level was asked for.
-        warmup: how many of the first are left out of times.
+        script: the script with its arguments, as typed after `python`.
+        steps: number of steps that each level was asked for.
+        warmup: times leave out so many of the first steps.
         base: the first run at O0.
         levels: the runs at other levels, in the order in which they were asked for.
         again: the second run at O0, after the others, with perturbed weights.
@@ -56,11 +56,11 @@ class Advice:
 
     @property
     def level(self) -> str | None:
-        """The recommended one; None where levels cannot be compared, as `recommendation.sentence` says."""
+        """The recommended level; None where levels cannot be compared, as `recommendation.sentence` says."""
         return self.recommendation.level
 
     def to_json(self) -> str:
-        """All of it, in JSON of plain types; numbers that are not finite are the strings "nan", "inf" and "-inf"."""
+        """All records as JSON; numbers that are not finite are the strings "nan", "inf" and "-inf"."""
         fields = {"format": FORMAT, **dataclasses.asdict(self)}
         fields["comparison"] = dataclasses.asdict(self.comparison)
         fields["recommendation"] = dataclasses.asdict(self.recommendation)
@@ -151,7 +151,7 @@ def _ended_early(trial: Trial, steps: int) -> str:
 
 
 def _dropped(advice: Advice) -> Iterator[str]:
-    """What was left out, and at which levels."""
+    """A sentence for each argument that was left out, with the levels."""
     levels: dict[Dropped, list[str]] = {}
     for trial in (advice.base, *advice.levels):
         for one in trial.dropped:

@@ -17,8 +17,8 @@ NAME = "python -m amp_engine advise"
 def main(arguments: Sequence[str]) -> int:
     """Run the command.
 
-    Returns an exit status: 2 for a command line that is not understood, 1 if the script failed or the file of `--json`
-    could not be written; the advice was printed then.
+    Returns the exit status: 2 for a command line that is not understood, 1 if the script failed, or if the file of
+    `--json` could not be written after the advice was printed.
     """
     parser = _parser()
     own, target = _split(parser, list(arguments))
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _split(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Our options, which stand first, and the script with its own, whatever they are called."""
+    """Split a command line into our options, which stand first, and the script with its own arguments."""
     end = 0
     while end < len(arguments) and arguments[end].startswith("-") and arguments[end] != "-m":
         known = parser._option_string_actions.get(arguments[end])

@@ -1,4 +1,4 @@
-"""What trials say of levels: pure functions from what was seen to the figures that levels are compared by."""
+"""The figures that levels are compared by: pure functions of trials."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ LEAST_STEPS = 3
 
 @dataclass(frozen=True)
 class Figures:
-    """One level, compared with O0.
+    """A level compared with O0.
 
     Attributes:
         level: its name.
         dtype: its low-precision type; None at O0.
         error: what the script printed at its end if it failed.
-        steps, skips: how many steps there were, and how many of them were skipped.
-        is_finite: whether all losses were.
+        steps, skips: numbers of the steps, and of those that were skipped.
+        is_finite: True if all losses were finite.
         difference: of the losses from O0's, as `loss_difference` says; None if there is nothing to compare.
-        agrees: whether the difference is within the limit.
-        seconds: of a step, the median after the warm-up; None if there was none.
+        agrees: True if the difference is within the limit.
+        seconds: the median of a step after the warm-up; None if there was none.
         speed: O0's seconds over these.
-        bytes: that it takes, and
-        memory: as a share of O0's.
-        lost: of O0's nonzero weight gradients, the share that float16 rounds to 0 at the lowest loss scale of the end,
-            0 to 1; 0 in bfloat16 and FP32, None if they were not counted.
-        lost_dynamic: the same at the scale that "dynamic" begins with.
+        bytes: the memory that it takes.
+        memory: `bytes` as a share of O0's.
+        lost: share of O0's nonzero weight gradients that float16 rounds to 0 at the lowest loss scale of the end, 0 to
+            1; 0 in bfloat16 and FP32, None if they were not counted.
+        lost_dynamic: `lost` at the scale that "dynamic" begins with.
         loss_scale: the lowest at the end; None where no loss is scaled.
-        dynamic: whether it moves.
+        dynamic: True if it moves.
     """
 
     level: str
@@ -70,16 +70,16 @@ class Figures:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All levels.
+    """The figures of all levels.
 
     Attributes:
-        machine: that they ran on, in words.
+        machine: the device that they ran on, in words.
         base: O0.
         levels: the others.
-        noise: how far O0's losses are from themselves after a perturbation; None if that run failed.
-        limit: up to which difference losses agree.
-        drift: how much longer a step of O0 took in the slower of its two runs, as a share; None where there is one.
-        obstacle: why losses cannot be compared, as a sentence; None if they can. No level agrees then.
+        noise: difference of O0's losses in its two runs, the second with perturbed weights; None if that run failed.
+        limit: the largest difference at which losses agree.
+        drift: share by which a step of O0 took longer in the slower of its two runs; None if there is one run.
+        obstacle: the reason why losses cannot be compared, as a sentence; None if they can. With one no level agrees.
     """
 
     machine: str
@@ -92,13 +92,13 @@ class Comparison:
 
 
 def compared(base: Trial, levels: Sequence[Trial], again: Trial | None, warmup: int) -> Comparison:
-    """The figures of all levels.
+    """Compare trials with those at O0.
 
     Args:
         base: the first run at O0.
-        levels: those of other levels.
+        levels: the runs at other levels.
         again: the second run at O0, with perturbed weights, after the others.
-        warmup: how many of the first steps are left out of times.
+        warmup: times leave out so many of the first steps.
 
     O0's time is the median over the steps of both of its runs: what slows the machine for a while then counts for all.
     """
@@ -151,7 +151,7 @@ def compared(base: Trial, levels: Sequence[Trial], again: Trial | None, warmup: 
 
 
 def obstacle_to_comparison(base: Trial, again: Trial | None) -> str | None:
-    """Why two runs at O0 give nothing that other levels could be compared with, as a sentence; None if they do.
+    """The reason why other levels cannot be compared with two runs at O0, as a sentence; None if they can.
 
     Args:
         base, again: as in `compared`. Until the second step both have the same weights.

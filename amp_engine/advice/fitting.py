@@ -1,4 +1,4 @@
-"""Which arguments of a script's `initialize` a trial at another level keeps."""
+"""Fits the arguments of a script's `initialize` to the level of a trial."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _PROPERTIES = (*_OF_ANOTHER_LEVEL, "keep_batchnorm_fp32", "loss_scale", "cast_mo
 
 
 def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], list[Dropped], str]:
-    """The arguments of `initialize` with `level` in place of the script's level, what does not fit it, and that level.
+    """Put `level` in place of the script's level, and leave out the arguments that do not fit it.
 
-    What a policy says is taken as if it had been passed; of the policy itself a trial keeps the modules in FP32. At the
-    script's own level all are kept, errors included: that is the script. O0 is what others are compared with, so
-    nothing that would make it other than plain FP32 is kept there. Elsewhere a property that makes another level of it
-    is dropped, and so is what `Policy.complaints` is about, and a loss scale where the level scales no losses.
+    Arguments in a policy count as if they had been passed; of the policy itself a trial keeps the modules in FP32. At
+    the script's own level all arguments are kept, wrong ones too. At O0, which other levels are compared with, only
+    those are kept that leave it plain FP32. Elsewhere these are dropped: a property that makes another level of it, a
+    property that `Policy.complaints` is about, and a loss scale where the level scales no losses.
 
     Args:
-        arguments: by name; what was not passed is not in it.
+        arguments: those that were passed, by name.
         level: of the trial.
 
     Returns:
@@ -47,7 +47,7 @@ def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], li
 
 
 def _why_not(name: str, value: Any, level: str) -> str | None:
-    """Why `level` is tried without this property; None if it is tried with it."""
+    """The reason why `level` is tried without this property; None if it is tried with it."""
     if value is None:
         return None
     defaults = LEVELS[level]

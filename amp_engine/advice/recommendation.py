@@ -1,4 +1,4 @@
-"""Which level the figures speak for: a pure function."""
+"""The level that figures speak for: a pure function."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ none."""
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A level, None where levels cannot be compared, and a sentence that says why."""
+    """A level, or None where levels cannot be compared, and a sentence with the reason."""
 
     level: str | None
     sentence: str
 
 
 def recommend(comparison: Comparison) -> Recommendation:
-    """The fastest level that trains as O0 does; else the one that takes least memory; else O0.
+    """Take the fastest level that trains as O0 does; else the level that takes least memory; else O0.
 
-    Only levels count that ran, whose losses are finite and agree with O0's, that took at least half of their steps, and
-    that lose at most 1% of gradient values. For speed a level has to be at least 5% faster than O0, and faster by more
-    than O0's two runs differ. Of levels within 3% of the fastest that with less memory is taken, then the simpler one.
-    If none is fast enough, the level that takes least memory is recommended if that is at least 10% less, and a step
-    takes at most half as long again. Else it is O0. None where the losses of O0 are no ground to compare with.
+    A level trains as O0 does if it ran, its losses are finite and agree with O0's, it skipped at most half of its
+    steps, and it loses at most 1% of gradient values. For speed it has to be at least 5% faster than O0, and faster by
+    more than O0's two runs differ. Of levels within 3% of the fastest the smaller is taken, then the simpler one. If
+    none is fast enough, the smallest level is taken, if it takes at least 10% less memory and at most half as much time
+    again. None is recommended where O0's losses are no ground to compare with.
     """
     base, machine = comparison.base, comparison.machine
     if comparison.obstacle is not None:
@@ -76,7 +76,7 @@ def recommend(comparison: Comparison) -> Recommendation:
 
 
 def why_not(level: Figures) -> str | None:
-    """Why a level is not recommended whatever it saves, or None."""
+    """The reason why a level is not recommended whatever it saves, or None."""
     if level.error is not None:
         return "it failed"
     if level.steps == 0 or level.difference is None:
@@ -93,7 +93,7 @@ def why_not(level: Figures) -> str | None:
 
 
 def _lighter(levels: Sequence[Figures]) -> Figures:
-    """That with least memory, up to 1%, then the simplest."""
+    """Take the level with least memory; of levels within 1% the simplest."""
     known = [one.memory for one in levels if one.memory is not None]
     if len(known) == len(levels):
         levels = [one for one in levels if (one.memory or 0.0) <= min(known) * 1.01]

@@ -1,4 +1,4 @@
-"""What a trial is told, and what it saw: frozen values of plain types."""
+"""The task and the result of a trial, as frozen records of plain types."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BASE = "O0"
 
 @dataclass(frozen=True)
 class Task:
-    """What a trial is told.
+    """The task of a trial.
 
     Attributes:
         level: "O0" to "O5", in place of the script's own.
-        steps: of the first optimizer, after which the script is ended.
-        deadline: of `time.monotonic()`: the first step that ends later is the last one.
+        steps: the script is ended after so many steps of its first optimizer.
+        deadline: by `time.monotonic()`; the first step that ends later is the last one.
         seed: of random, numpy and torch, before the script; and of the perturbation.
         perturb: multiply the weights by 1 + 2^-11 * uniform(-1, 1) after the first step, and count gradients.
         path: of the file that the trial is written to.
@@ -47,7 +47,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Trial:
-    """What was seen of a few steps of a script at one level.
+    """A few steps of a script at one level.
 
     Attributes:
         level: that it ran at.
@@ -55,16 +55,16 @@ class Trial:
         losses: for each step, the value of each loss that was passed to `scale_loss` for it, in their order.
         seconds: of each step but the first: from the end of the step before to its own end, without what the trial
             itself did meanwhile. On a GPU between CUDA events.
-        skips: how many steps were skipped, of the optimizer that skipped most.
+        skips: number of the skipped steps of the optimizer that skipped most.
         dtype: the low-precision type of the level; None at O0.
         loss_scales: at the end, by loss_id.
-        dynamic: whether the scales move.
+        dynamic: True if the scales move.
         memory: by class, at the end of the last backward that was looked at.
-        peak_bytes: the most that torch's allocator gave out on all GPUs; None without one.
-        gradients: how large the gradients of weights were after the backwards of the last steps; None: not counted.
-        dropped: what was left out of the script's `initialize`.
-        machine: what it ran on, in words.
-        out_of_time: whether it was ended before its last step, since its time was over.
+        peak_bytes: the peak of torch's allocator on all GPUs; None without a GPU.
+        gradients: magnitudes of the weights' gradients after the backwards of the last steps; None if not counted.
+        dropped: arguments that were left out of the script's `initialize`.
+        machine: the device that it ran on, in words.
+        out_of_time: True if it was ended before its last step, since its time was over.
         error: the end of what the script printed, if it failed; None if it did not.
     """
 
@@ -86,12 +86,12 @@ class Trial:
 
     @property
     def steps(self) -> int:
-        """How many there were."""
+        """Number of the steps that were done."""
         return len(self.losses)
 
     @property
     def bytes(self) -> int | None:
-        """What it takes: the peak on GPUs, elsewhere the sum over the classes. None if nobody looked."""
+        """The peak on GPUs, elsewhere the sum over the classes; None if memory was not looked at."""
         if self.peak_bytes is not None:
             return self.peak_bytes
         return sum(one.bytes for one in self.memory) if self.memory else None

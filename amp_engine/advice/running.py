@@ -48,7 +48,7 @@ def advise(
     say: Callable[[str], None] | None = None,
     run: Callable[[Sequence[str], Task], Trial] | None = None,
 ) -> Advice:
-    """Run a few steps of an unmodified training script at each level, and say which level to take.
+    """Run a few steps of an unmodified training script at each level, and recommend a level.
 
         print(advise(["train.py", "--data", "cifar"]))
         print(advise(["-m", "package.train"], steps=50, levels=["O0", "O2", "O5"]))
@@ -59,12 +59,12 @@ def advise(
 
     Args:
         argv: a script with its arguments, or "-m", a module and its arguments.
-        steps: of the first optimizer that was passed to `initialize`.
-        warmup: how many of the first steps are left out of times.
-        levels: those to try.
-        seconds: after which a level is ended early, from the start of its process on.
+        steps: number of steps of the first optimizer that was passed to `initialize`.
+        warmup: times leave out so many of the first steps.
+        levels: the levels to try.
+        seconds: a level is ended early so long after the start of its process.
         seed: of random, numpy, torch and the order of sets, before the script; 0 to 2^32 - 1.
-        say: told what is run next.
+        say: called before each run with a line about it.
         run: does one trial of `argv`; default: in a process of its own.
 
     Returns:
@@ -98,7 +98,7 @@ def advise(
 
 
 def run_in_process(argv: Sequence[str], task: Task) -> Trial:
-    """One trial, in a process of its own, which is ended `GRACE` seconds after its deadline at the latest."""
+    """Do one trial in a process of its own, which is ended `GRACE` seconds after its deadline at the latest."""
     with tempfile.TemporaryDirectory(prefix="amp_advise_") as folder:
         result, printed = Path(folder, "trial"), Path(folder, "printed")
         environment = dict(os.environ)
@@ -128,12 +128,12 @@ def run_in_process(argv: Sequence[str], task: Task) -> Trial:
 
 
 def judged(trial: Trial | None, task: Task, status: int | None, printed: str) -> Trial:
-    """The trial as it counts, with what is wrong with it.
+    """Add to a trial the error of its process, if it failed.
 
     Args:
-        trial: that the process wrote; None if it wrote none.
-        status: that the process ended with; None if it was ended from outside.
-        printed: by the script.
+        trial: the trial that the process wrote, or None.
+        status: the exit status of the process; None if it was ended from outside.
+        printed: the output of the script.
     """
     trial = trial or Trial(task.level)
     if trial.out_of_time or trial.steps >= task.steps:  # whatever its end was like
@@ -152,7 +152,7 @@ def judged(trial: Trial | None, task: Task, status: int | None, printed: str) ->
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float, result: Path) -> int | None:
-    """Its exit status, or None if it does not end in time."""
+    """Wait for the exit status; None if the process does not end in time."""
     latest = deadline + GRACE
     while (now := time.monotonic()) < latest:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -163,7 +163,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float, result: Path) -> in
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Also what it has started, such as loaders of data; nothing if all of that is gone."""
+    """Kill the process and all that it has started, such as loaders of data."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""An engine that runs a script at another level than its own, records what it sees, and ends it after some steps."""
+"""An engine that runs a script at the level of a trial, records it, and ends it after some steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SIGNATURE = inspect.signature(Engine.initialize)
 
 
 def begin(task: Mapping[str, Any]) -> None:
-    """Make the current engine one that does `task`, the fields of a Task, in this process."""
+    """Have the current engine of this process do a task, given as the fields of a Task."""
     told = Task(**task)
     engine = TrialEngine(told, lambda trial: _write(trial, told.path))
     amp.replace_engine(engine)
@@ -53,10 +53,10 @@ class TrialEngine(Engine):
     """The engine of a trial.
 
     Args:
-        task: what to do.
-        write: takes the trial: once its last step is done, or when `write` is called before.
+        task: level, steps and deadline.
+        write: called with the trial, once its last step is done, or when `write` is called before.
         clock: tells the time of steps.
-        now: as `time.monotonic`.
+        now: tells the time of the deadline, as `time.monotonic` does.
         exit_now: ends the process at once, where the script caught SystemExit and went on.
     """
 
@@ -73,7 +73,7 @@ class TrialEngine(Engine):
         self._seen = _Seen(self, task, clock or SystemClock())
 
     def initialize(self, *args: Any, **keywords: Any) -> Any:
-        """As Engine's, at the level of the trial, without what does not fit it."""
+        """Initialize at the level of the trial, without the arguments that do not fit it."""
         self._leave_if_over()
         if self._seen.first() is None:  # nothing was initialized yet, or that training is over
             self._seen.closing()
@@ -89,19 +89,19 @@ class TrialEngine(Engine):
         return result
 
     def scale_loss(self, loss: Tensor, *args: Any, **keywords: Any) -> AbstractContextManager[Tensor]:
-        """As Engine's; the loss is written down."""
+        """Record the loss, and scale it."""
         self._leave_if_over()
         backward = super().scale_loss(loss, *args, **keywords)
         self._seen.loss(loss)
         return self._seen.looking_after(backward) if self._seen.looks_next else backward
 
     def close(self) -> None:
-        """As Engine's; what goes with it is written down before."""
+        """Record scales and skips, and close."""
         self._seen.closing()
         super().close()
 
     def write(self) -> None:
-        """Write down what was seen, unless that was done. Waits for the device."""
+        """Write the trial, unless it was written. Waits for the device."""
         if not self._seen.is_over and os.getpid() == self._seen.process:
             self._seen.is_over = True
             self._write(self._seen.trial())
@@ -126,7 +126,7 @@ class TrialEngine(Engine):
 
 
 class _Seen:
-    """What a trial has seen by now. It outlives `close`, and models and optimizers, which the engine holds weakly."""
+    """The record of a trial. It outlives `close`, and models and optimizers, which the engine holds weakly."""
 
     def __init__(self, engine: Engine, task: Task, clock: Clock) -> None:
         self.process = os.getpid()
@@ -151,7 +151,7 @@ class _Seen:
 
     @property
     def steps(self) -> int:
-        """How many are over."""
+        """Number of the steps that are over."""
         return len(self._ends)
 
     @property
@@ -225,7 +225,7 @@ class _Seen:
         )
 
     def _hear(self) -> int:
-        """All skips by now; scales are kept. Waits for the device."""
+        """Count all skips so far, and keep the scales. Waits for the device."""
         for pending in self._pendings:
             pending.hear(wait=True)
         if self._engine.policy is not None and self._engine.scalers:
@@ -294,7 +294,7 @@ def _low_precision(policy: Policy | None) -> str | None:
 
 
 def _write(trial: Trial, path: str) -> None:
-    """Whole or not at all: who runs the script looks for the file while the script may still be running."""
+    """Write the file whole or not at all: it may be looked for at any time."""
     with open(f"{path}.part", "wb") as file:
         pickle.dump(trial, file)
     os.replace(f"{path}.part", path)

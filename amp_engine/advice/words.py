@@ -1,4 +1,4 @@
-"""How figures are written, in the table and in the recommendation alike."""
+"""Figures in words, for the table and for the recommendation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """Of 0 to 1 as percent; what is not 0 is not written as 0."""
+    """A share from 0 to 1 as percent; a share above 0 is never written as 0."""
     if value is None:
         return NOTHING
     if not math.isfinite(value):

@@ -1,1 +1,1 @@
-"""How tables and pages look, as text and as HTML."""
+"""Pages and tables, written as text and as HTML."""

@@ -1,4 +1,4 @@
-"""HTML of what a notebook or a page shows: tables that a narrow window does not cut, names that are never markup."""
+"""Elements of HTML: tables scroll where a window is narrow, and text is escaped, so names are never markup."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def table(
     numbers: Container[int] = (),
     classes: Sequence[str] | None = None,
 ) -> str:
-    """A table of texts, which are escaped. Names may be broken behind a dot or an underscore.
+    """A table of texts, which are escaped. Lines may break behind a dot or an underscore.
 
     Args:
-        head: of the columns; all empty: none.
+        head: names of the columns; empty: the table has no head.
         rows: a text for each column.
         numbers: the columns that are aligned to the right.
         classes: one for each row, "" for none.
@@ -75,17 +75,17 @@ def table(
 
 
 def name(text: str) -> str:
-    """A text, escaped, that a line may end in behind each dot and underscore."""
+    """Escape a text, and let lines break behind each dot and underscore."""
     return escape(text).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def paragraph(text: str, kind: str = "", link: str = "") -> str:
-    """A paragraph of a text, which is escaped, and of an address to follow."""
+    """A paragraph: a text, which is escaped, and an address to follow."""
     opened = f'<p class="{kind}">' if kind else "<p>"
     linked = f' <a href="{escape(link)}">{escape(link)}</a>' if link else ""
     return f"{opened}{escape(text)}{linked}</p>"
 
 
 def preformatted(text: str) -> str:
-    """Lines as they are, of a text, which is escaped."""
+    """Lines that are not wrapped, in a font of fixed width; the text is escaped."""
     return f"<pre>{escape(text)}</pre>"

@@ -7,7 +7,7 @@ from textwrap import wrap
 
 
 def table(rows: Sequence[Sequence[str]], words: int, has_total: bool = False) -> str:
-    """The rows as lines of columns, the first as the head.
+    """Align the cells of rows, with a rule below the first row, the head.
 
     Args:
         rows: as many cells in each.
@@ -26,7 +26,7 @@ def ruled(lines: Sequence[str], has_total: bool) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]], numbers: Container[int], width: int | None = None) -> list[str]:
-    """The rows as lines of columns.
+    """Align the cells of rows in columns, two spaces apart.
 
     Args:
         rows: as many cells in each.

@@ -1,4 +1,4 @@
-"""`amp.scalars()` for TensorBoard and Weights & Biases: any object with their methods will do, none is imported."""
+"""`amp.scalars()` for TensorBoard and Weights & Biases. Neither is imported: any object with their methods will do."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from amp_engine.telemetry.scalars import scalars
 
 
 class ScalarWriter(Protocol):
-    """What a torch.utils.tensorboard.SummaryWriter can do."""
+    """Writes numbers as a torch.utils.tensorboard.SummaryWriter does."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
         """Write one number."""
 
 
 class Run(Protocol):
-    """What a wandb.Run can do."""
+    """Logs numbers as a wandb.Run does."""
 
     def log(self, data: dict[str, float], *, step: int) -> object:
         """Write some numbers."""
@@ -35,7 +35,7 @@ class TensorBoardScalars:
 
     Args:
         writer: a SummaryWriter.
-        engine: whose scalars; None: that of `amp`.
+        engine: its scalars are written; None: those of `amp`.
 
     No host sync. Raises AmpStateError where `amp.scalars` does.
     """
@@ -55,7 +55,7 @@ class WandbScalars:
 
     Args:
         run: what `wandb.init()` returned.
-        engine: whose scalars; None: that of `amp`.
+        engine: its scalars are written; None: those of `amp`.
     """
 
     def __init__(self, run: Run, engine: Engine | None = None) -> None:

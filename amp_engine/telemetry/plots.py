@@ -1,4 +1,4 @@
-"""The two plots of a receipt as inline SVG: lines and bars scale with the window, their words are HTML and do not."""
+"""The two plots of a receipt as inline SVG. Lines and bars scale with the window; words are HTML, and do not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STYLE = """
 
 
 def scale_over_backwards(loss: Loss) -> str:
-    """The loss scale as a stair, on a logarithmic axis, and a tick at the bottom for each overflow.
+    """The loss scale as a stair on a logarithmic axis, with a tick at the bottom for each overflow.
 
     Args:
         loss: with two points at least.
@@ -64,7 +64,7 @@ def scale_over_backwards(loss: Loss) -> str:
 
 
 def memory_bar(memory: Sequence[Memory], kinds: Sequence[str]) -> str:
-    """One bar, a part for each class, as wide as its share of the bytes, and which colour is which class."""
+    """A bar with a part for each class, as wide as its share of the bytes, and a legend of the colours."""
     total = sum(one.bytes for one in memory)
     parts, start = [], 0.0
     colours = {one.kind: COLOURS[kinds.index(one.kind) % len(COLOURS)] for one in memory}

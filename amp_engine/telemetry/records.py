@@ -1,6 +1,6 @@
-"""What a receipt says, section by section: frozen values of plain types, so that JSON holds them as they are.
+"""The sections of a receipt as frozen records of plain types, so that JSON holds them as they are.
 
-Types are named as torch's, without `torch.`: "float16". Bytes are of this process, without torch's allocator.
+Types are named as in torch, without `torch.`: "float16". Bytes are of this process.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Property:
-    """One of the properties of a level.
+    """A property of a level.
 
     Attributes:
         name: the keyword of `initialize`.
-        value: that counts.
-        default: what the level alone would have decided.
+        value: the value that counts.
+        default: the value that the level has by itself.
     """
 
     name: str
@@ -24,18 +24,18 @@ class Property:
 
     @property
     def is_override(self) -> bool:
-        """Whether somebody decided otherwise than the level."""
+        """True if the value is not the default of the level."""
         return self.value != self.default
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What `initialize` was asked for.
+    """The arguments of `initialize`.
 
     Attributes:
-        enabled: False: nothing was done.
+        enabled: False if amp does nothing.
         level: "O0" to "O5"; None if not enabled.
-        brief: what the level is.
+        brief: the level in a sentence.
         properties: in the order in which `initialize` prints them.
     """
 
@@ -60,7 +60,7 @@ class OfType:
     Attributes:
         kind: "parameters" or "buffers".
         dtype: their type.
-        tensors, elements, bytes: how many; a tensor under two names counts once.
+        tensors, elements, bytes: numbers of them; a tensor under two names counts once.
     """
 
     kind: str
@@ -77,8 +77,8 @@ class Kept:
     Attributes:
         module: its name in the model; "" is the model itself.
         class_name: of the module.
-        dtype: of the tensors; None: of all of them, at a level that casts functions and no weights.
-        tensors, elements: how many.
+        dtype: of the tensors; None where the level casts functions and no weights, and the module is kept whole.
+        tensors, elements: numbers of them.
         why: the reason.
     """
 
@@ -92,13 +92,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Model:
-    """One initialized model.
+    """An initialized model.
 
     Attributes:
-        name: "" where there is one, else "models[0]" and so on.
+        name: "" for a single model, else "models[0]" and so on.
         class_name: of the model.
-        types: what it is made of.
-        kept: what is not in half there, and why.
+        types: of its parameters and buffers.
+        kept: its tensors that are not in half.
     """
 
     name: str
@@ -122,13 +122,13 @@ class Op:
 
 @dataclass(frozen=True)
 class Functions:
-    """What is patched.
+    """The patched functions.
 
     Attributes:
-        dtype: that functions on the list "half" run in; None: no function is cast.
-        lists: name of a list and how many functions of this torch are on it.
-        changes: what users added and took off, in words.
-        ops: what ran in which type; None: no explanation was given.
+        dtype: functions on the list "half" run in it; None if no function is cast.
+        lists: the name of a list, and the number of functions of this torch on it.
+        changes: the functions that users added and removed, in words.
+        ops: calls by function and type; None if no explanation was given.
         note: why there are no casts, or how to get `ops`; "" if there is nothing to say.
     """
 
@@ -147,7 +147,7 @@ class Shape:
         module: its name, behind that of the model where there are several.
         class_name: of the module.
         dimension: as the module's class calls it, such as "out_features".
-        size: what it is.
+        size: of the dimension.
         pad_to: the next multiple of 8.
     """
 
@@ -163,7 +163,7 @@ class Shapes:
     """The audit of shapes for tensor cores.
 
     Attributes:
-        audited: how many modules compute matrix products in half.
+        audited: number of the modules that compute matrix products in half.
         found: the dimensions to pad.
     """
 
@@ -173,13 +173,13 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one class of tensors takes on one device.
+    """The memory of one class of tensors on one device.
 
     Attributes:
         kind: "parameters", "buffers", "FP32 masters", "remainders", "optimizer state", "weight copies", "gradients".
         device: "cpu", "cuda:0".
-        tensors: how many.
-        bytes: of all of them; of DTensors this rank's part. Memory that two have in common counts where it comes first.
+        tensors: number of them.
+        bytes: of all of them; of DTensors the part of this rank. Memory that two classes share counts in the first.
     """
 
     kind: str
@@ -190,7 +190,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """As `history.Point`."""
+    """A point of a scale's history: see `history.Point`."""
 
     backward: int
     scale: float
@@ -199,14 +199,14 @@ class ScalePoint:
 
 @dataclass(frozen=True)
 class Loss:
-    """One loss scaler.
+    """A loss scaler.
 
     Attributes:
         loss_id: its number.
-        dynamic: whether the scale moves.
-        scale: that the next backward uses.
-        backwards: how many were looked at since `initialize`, and
-        overflows: how many of them had a gradient that is not finite. Both are 0 where nobody looks at gradients.
+        dynamic: True if the scale moves.
+        scale: the scale of the next backward.
+        backwards: number of the checked backwards since `initialize`; 0 where gradients are not checked.
+        overflows: number of these with a gradient that is not finite.
         history: where the scale moved or a backward overflowed; at most 1000 points, thinned.
     """
 
@@ -220,17 +220,17 @@ class Loss:
 
 @dataclass(frozen=True)
 class Stepped:
-    """One optimizer.
+    """An optimizer.
 
     Attributes:
         class_name: of the optimizer.
-        weights: how many tensors it steps.
-        by: "compiled kernels", "plain PyTorch kernels" or "its own class".
+        weights: number of the tensors that it steps.
+        by: the code that steps it: "compiled kernels", "plain PyTorch kernels" or "its own class".
         why: the reason.
-        masters: what its low-precision parameters are stepped through, in words; "" where there are none.
-        steps: how many steps it was asked for since `initialize`, and
-        skips: how many of them were skipped.
-        skips_in_a_row: how many of the last ones were.
+        masters: its masters and the type of its moments, in words; "" where there is nothing to say.
+        steps: number of the calls of `step` since `initialize`.
+        skips: number of these that were skipped.
+        skips_in_a_row: number of the last ones that were skipped.
     """
 
     class_name: str
@@ -249,7 +249,7 @@ class Phase:
 
     Attributes:
         name: "backward", "scale_loss", "step" or "other".
-        what: is in it.
+        what: its contents, in words.
         host_seconds: on the host.
         device_seconds: between the CUDA events around it; None without a GPU.
     """
@@ -262,18 +262,18 @@ class Phase:
 
 @dataclass(frozen=True)
 class Times:
-    """Where the time of iterations went.
+    """The time of iterations, by phase.
 
     Attributes:
-        steps: how many `optimizer.step()` there were.
-        phases: which add up to all of the time.
+        steps: number of the calls of `optimizer.step()`.
+        phases: they add up to all of the time.
     """
 
     steps: int
     phases: tuple[Phase, ...]
 
     def share(self, phase: Phase) -> float:
-        """Of the whole time, 0 to 1: on the device where that was measured, else on the host."""
+        """The share of a phase, 0 to 1: of the device's time where that was measured, else of the host's."""
         on_device = all(p.device_seconds is not None for p in self.phases)
         seconds = [(p.device_seconds or 0.0) if on_device else p.host_seconds for p in self.phases]
         return seconds[self.phases.index(phase)] / total if (total := sum(seconds)) > 0 else 0.0

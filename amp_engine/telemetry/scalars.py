@@ -1,4 +1,4 @@
-"""`amp.scalars()`: numbers to log every iteration, of what the host knows without waiting."""
+"""`amp.scalars()`: numbers to log every iteration, which the host knows without waiting."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from amp_engine.errors import AmpStateError
 
 
 def scalars(engine: Engine) -> dict[str, float]:
-    """What the host has heard by now, by a name to log it under. No host sync; on a GPU the last steps may be missing.
+    """Scales and skips that the host has heard of, by a name to log them under.
 
     Returns:
-        "amp/loss_scale": that the next backward uses; with several losses "amp/loss_scale/0" and so on. Left out while
-        nobody knows it. "amp/skipped_steps": since `initialize`, of all optimizers together. "amp/skips_in_a_row": the
-        most that one of them has now. "amp/overflow_share": of the backwards since `initialize` that were looked at, 0
-        to 1. Empty if not enabled.
+        "amp/loss_scale": the scale of the next backward; with several losses "amp/loss_scale/0" and so on. Left out
+        while the host does not know it. "amp/skipped_steps": since `initialize`, of all optimizers together.
+        "amp/skips_in_a_row": of the optimizer that has most now. "amp/overflow_share": of the checked backwards since
+        `initialize`, 0 to 1. Empty if not enabled.
+
+    No host sync; on a GPU the last steps may be missing.
 
     Raises AmpStateError before `initialize` and after `close`.
     """
@@ -30,7 +32,7 @@ def scalars(engine: Engine) -> dict[str, float]:
     tracks = [history.track(loss_id) for loss_id in range(len(scalers))]
     found: dict[str, float] = {}
     for loss_id, (scaler, track) in enumerate(zip(scalers, tracks, strict=True)):
-        # One that is on the CPU is asked itself, and has followed what was loaded or written since.
+        # A scale on the CPU is read itself: it may have been loaded or written since the track heard of it.
         scale = float(scaler.scale) if scaler.scale.is_cpu else track.scale
         if scale is not None:
             found["amp/loss_scale" if len(scalers) == 1 else f"amp/loss_scale/{loss_id}"] = scale

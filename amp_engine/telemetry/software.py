@@ -1,4 +1,4 @@
-"""What is installed, what was compiled, and why something is missing."""
+"""The installed software, what was compiled, and why something is missing."""
 
 import platform
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`amp.step_times()`: where the time of iterations goes, measured at the doors that amp has anyway."""
+"""`amp.step_times()`: the time of iterations by phase, measured at `scale_loss` and at steps."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Clock(Protocol):
         """A mark of this moment."""
 
     def between(self, start: Any, end: Any) -> tuple[float, float | None]:
-        """Seconds on the host, and on the device: None where that is none. May wait for the device."""
+        """Seconds on the host, and on the device, or None without a device. May wait for the device."""
 
 
 class SystemClock:
-    """time.perf_counter, and CUDA events on the current stream of the current device, once a GPU is in use."""
+    """Reads time.perf_counter, and records CUDA events on the current stream once a GPU is in use."""
 
     def now(self) -> tuple[float, torch.cuda.Event | None]:
-        """A mark of this moment; on a GPU of when its stream gets here. No host sync."""
+        """A mark of this moment, and of the moment when the GPU's stream gets here. No host sync."""
         event = None
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event(enable_timing=True)
@@ -55,7 +55,7 @@ class SystemClock:
 
 
 class StepTimes:
-    """What iterations inside of `with amp.step_times() as times:` spent where: what part of them is amp's.
+    """Measures how much of the iterations inside of `with amp.step_times() as times:` is spent in amp.
 
     Seconds on the host, and on the GPU of the current device: in the bodies of `scale_loss`, its entries and exits, and
     `optimizer.step()`. `str(times)` is a table, `amp.receipt(times=times)` has it. Outside of the `with` nothing is
@@ -110,7 +110,7 @@ class StepTimes:
         self._marks.clear()
 
     def measured(self) -> Times:
-        """Seconds by phase, of the last `with`; empty before its end."""
+        """Seconds by phase of the last `with`; empty before its end."""
         return self._times
 
     def __str__(self) -> str:

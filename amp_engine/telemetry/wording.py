@@ -1,4 +1,4 @@
-"""How numbers and types are written in tables and sentences."""
+"""Numbers and types in words, for tables and sentences."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class _AfterImport:
 
 
 class _Loader:
-    """Loads as another loader does, and calls the function of the module after that, if nobody has called it."""
+    """Loads as another loader does, and calls the function of the module after that, once."""
 
     def __init__(self, real: Any, name: str, functions: dict[str, Callable[[], object]]) -> None:
         self._real, self._name, self._functions = real, name, functions

@@ -1,4 +1,4 @@
-"""The section about what `initialize` was asked for."""
+"""The section about the arguments of `initialize`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_ENABLED = Asked(False, None, "enabled=False: amp leaves everything as it is.
 
 
 def described(engine: Engine, policy: Policy) -> Asked:
-    """The level, and each property beside what the level alone says. Changes nothing. No host sync."""
+    """The level, and each property beside the default of the level. Changes nothing. No host sync."""
     level = str(policy.opt_level)
     defaults = levels.level(level).properties()
     rows = [(name, value, defaults[name]) for name, value in policy.properties().items()]
@@ -30,7 +30,7 @@ def described(engine: Engine, policy: Policy) -> Asked:
 
 
 def section(asked: Asked) -> Section:
-    """The level in a sentence, and its properties; what was decided otherwise stands out."""
+    """The level in a sentence, and its properties; overrides stand out."""
     found = asked.properties
     rows = [(p.name, p.value, f"the level alone: {p.default}" if p.is_override else "") for p in found]
     table = [Table(rows, marked=[i for i, p in enumerate(found) if p.is_override])] if rows else []

@@ -37,7 +37,7 @@ _NO_GRADIENTS = (
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a run was asked for, what became of it, and what it takes. See `records` for the sections.
+    """A run: its arguments, what they did, and its memory, scales and skips. `telemetry.records` has the sections.
 
     `str(receipt)` is a page of text, `receipt.save("run.html")` a page of HTML in one file; a notebook shows the same.
     """
@@ -139,7 +139,7 @@ def receipt(
     times: StepTimes | None = None,
     gradients: GradientHistogram | None = None,
 ) -> Receipt:
-    """One page about a run, as it is now: what was asked for, what was cast and kept, and why, memory, loss scale.
+    """Describe a run as it is now: arguments, casts and what is kept in FP32, with reasons; memory; loss scales.
 
         with amp.explain() as explanation:
             ...  # one iteration
@@ -147,7 +147,7 @@ def receipt(
         amp.receipt(explanation).save("run.html")  # or .txt, .json
 
     Args:
-        engine: whose run; `amp.receipt` takes none.
+        engine: runs the models and optimizers; `amp.receipt` takes none.
         explanation: of some iterations, for the table of functions and types. It is not collected otherwise.
         times: of some iterations, for the shares of time: what `with amp.step_times() as times:` gives.
         gradients: of a batch, for the picture of what underflows: what `amp.gradient_histogram(step_fn)` gives.
@@ -155,9 +155,9 @@ def receipt(
     Returns:
         A frozen record; `str()`, a notebook, `save(path)` and `to_json()` render it.
 
-    Waits for the device, and for other ranks where they agree on an overflow. Changes nothing, but that skips are
-    reported of which the host hears by it. Counts begin at the last `initialize` for losses, and for an optimizer where
-    it came.
+    Waits for the device, and for other ranks where they agree on an overflow. Changes nothing, but reports the skips
+    that the host hears of now. Losses are counted from the last `initialize` on, steps from the `initialize` of their
+    optimizer on.
 
     Raises AmpStateError before `initialize`, after `close`, and inside of a CUDA graph's capture; AmpTypeError.
     """
@@ -198,7 +198,7 @@ def receipt(
 
 
 def _built(kind: Any, value: Any) -> Any:
-    """`value`, of JSON, as what an annotation says: a record, a tuple, an optional one, or a plain value."""
+    """Convert a value of JSON to the type of an annotation: a record, a tuple, an optional type, or a plain value."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(**{name: _built(hints[name], inner) for name, inner in value.items()})  # type: ignore[operator]

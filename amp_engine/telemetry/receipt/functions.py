@@ -1,4 +1,4 @@
-"""The section about patched functions: how many, and which of them ran in which type."""
+"""The section about patched functions: their lists, and the types that calls ran in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HOW_TO_EXPLAIN = (
 
 
 def described(engine: Engine, explanation: Explanation | None) -> Functions:
-    """What is patched, and what an explanation counted. Changes nothing. No host sync."""
+    """The patched functions, and the calls that an explanation counted. Changes nothing. No host sync."""
     casts = engine.function_casts.casts
     why_not = engine.function_casts.why_nothing_is_cast(engine.policy)
     ops, note = None, why_not or ""
@@ -49,7 +49,7 @@ def described(engine: Engine, explanation: Explanation | None) -> Functions:
 
 
 def section(functions: Functions) -> Section:
-    """The lists, what users changed, and what ran."""
+    """The lists, the changes of users, and the calls."""
     return Section("Functions", list(_blocks(functions)))
 
 
@@ -65,7 +65,7 @@ def _blocks(functions: Functions) -> Iterator[Block]:
 
 
 def _table(ops: Sequence[Op]) -> Table:
-    """How often each function ran in each type; casts and bytes of all types. Most bytes first."""
+    """Rows are functions, columns the calls in each type; casts and bytes are sums. Most bytes come first."""
     dtypes = sorted({op.dtype or "-" for op in ops}, key=lambda name: (name == "-", name))
     by_function: dict[tuple[str, str], list[Op]] = {}
     for op in ops:
@@ -83,7 +83,7 @@ def _table(ops: Sequence[Op]) -> Table:
 
 
 def _lists(casts: FunctionCasts) -> tuple[tuple[str, int], ...]:
-    """How many functions of this torch are on each list, with what users added and without what they took off."""
+    """Count the functions of this torch on each list, after what users added and removed."""
     taken = {(id(r.module), r.name): r.kind for r in casts.registrations[::-1]}
     removed = {(id(owner), name) for owner, name in casts.removals}
     counts = Counter(taken.values())

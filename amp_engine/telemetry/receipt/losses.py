@@ -12,7 +12,7 @@ from amp_engine.telemetry.wording import number, percent, plural, scale
 
 
 def described(engine: Engine) -> tuple[Loss, ...]:
-    """Each loss scaler, as far as the host has heard. Waits for the device, to read the scale."""
+    """Describe each loss scaler. Waits for the device, to read the scale."""
     return tuple(_losses(engine))
 
 
@@ -24,7 +24,7 @@ def _losses(engine: Engine) -> Iterator[Loss]:
 
 
 def section(losses: Sequence[Loss]) -> Section:
-    """A sentence for each scaler, and a picture of its scale if that moved."""
+    """A sentence for each scaler, and a picture of its scale if that moved or overflowed."""
     blocks: list[Block] = []
     for one in losses:
         blocks.append(Sentence(_sentence(one)))

@@ -1,4 +1,4 @@
-"""The section about memory, by class of tensors: counted tensor by tensor, not asked of torch's allocators."""
+"""The section about memory by class of tensors. Tensors are counted; torch's allocators are not asked."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ KINDS = (PARAMETERS, BUFFERS, MASTERS, REMAINDERS, STATE, COPIES, AT_MOST, GRADI
 
 
 def described(engine: Engine) -> tuple[Memory, ...]:
-    """The bytes of each class on each device, as they are now. Changes nothing. No host sync, but of sparse gradients.
+    """Count the bytes of each class on each device, as they are now. Changes nothing.
 
-    Memory under two names counts once, in the class that comes first: what two optimizers step, a gradient that both a
-    master and a parameter have. Not in here: activations, averages, tables of kernels, what torch's allocators keep.
+    Memory under two names counts once, in the class that comes first, such as a gradient that both a master and its
+    parameter have. Activations, averages, tables of kernels and the reserve of torch's allocators are not counted. No
+    host sync, except for sparse gradients.
     """
     models, stepped, casts = engine._initialized.models, engine._initialized.stepped, engine.function_casts.casts
     params = [p for model in models for p in measured(model.parameters())]
@@ -47,8 +48,8 @@ def described(engine: Engine) -> tuple[Memory, ...]:
         count.add(STATE, _tensors_in(list(one.optimizer.state.values())))
     if casts is not None:
         _add_copies(count, params, stepped, casts.cache)
-    # Of parameters, of masters without making them FP32, and for the step, but where the parameter still has its own:
-    # that is the same memory, shared copy-on-write.
+    # Gradients of masters are not made FP32 by this. A gradient held for the step is not counted while its parameter
+    # still has one: both are the same memory, shared copy-on-write.
     count.add(GRADIENTS, (p.grad for p in params if not isinstance(p, MasterParameter)))
     for one in stepped:
         count.add(GRADIENTS, (master.gradient() for master in one.rows.masters))
@@ -71,10 +72,10 @@ def section(memory: Sequence[Memory]) -> Section:
 def _add_copies(
     count: _Count, params: Sequence[Tensor], stepped: Sequence[SteppedOptimizer], cache: WeightCache
 ) -> None:
-    """The half copies of FP32 weights: those of Python's cache, or what the kernels' steps write beside the weights.
+    """Count the half copies of FP32 weights.
 
-    The compiled cache hands out none of the others; it tells how many are casts of their weights now, and so do we, at
-    the size of as many of the largest weights.
+    Python's cache lists its copies. The compiled cache tells their number only: the copies that the kernels' steps
+    write are known, and for each of the others the size of one of the largest weights is counted.
     """
     kept = cache.kept()
     if kept is not None:
@@ -90,7 +91,7 @@ def _add_copies(
 
 
 class _Count:
-    """Sums by class and device, of tensors that were not seen before."""
+    """Sums by class and device; memory that was seen before is not counted again."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], list[int]] = {}
@@ -121,7 +122,7 @@ class _Count:
         sums[1] += count
 
     def records(self) -> tuple[Memory, ...]:
-        """In the order of the classes."""
+        """The sums, in the order of the classes."""
         order = sorted(self._sums, key=lambda key: (KINDS.index(key[0]), key[1]))
         return tuple(Memory(*key, *self._sums[key]) for key in order)
 
@@ -137,7 +138,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in the state of an optimizer, which holds dictionaries and lists of them at any depth."""
+    """Find the tensors in an optimizer's state: dictionaries and lists may be nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):

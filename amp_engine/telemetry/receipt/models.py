@@ -1,4 +1,4 @@
-"""The section about models: their types, which of their modules a level leaves in FP32, and why."""
+"""The section about models: their types, and the modules that are not in half, with reasons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAME_SINCE = "in this type since initialize: the module was added, or cast, afte
 
 
 def described(engine: Engine, policy: Policy) -> tuple[Model, ...]:
-    """Each initialized model, under the policy that counts now. Changes nothing. No host sync."""
+    """Describe each initialized model under a policy. Changes nothing. No host sync."""
     return tuple(
         Model(name, type(model).__name__, tuple(_types(model)), tuple(_kept(model, policy)))
         for name, model in named(engine)
@@ -42,7 +42,7 @@ def named(engine: Engine) -> list[tuple[str, nn.Module]]:
 
 
 def measured(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that have a shape by now: a lazy module's have none before its first forward."""
+    """The tensors that have a shape; parameters of lazy modules have none before the first forward."""
     return [tensor for tensor in tensors if not nn.parameter.is_lazy(tensor)]
 
 

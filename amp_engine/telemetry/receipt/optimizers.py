@@ -1,4 +1,4 @@
-"""The section about optimizers: what each is stepped by, why, and how many of its steps were skipped."""
+"""The section about optimizers: the code that steps each, the reason, and skipped steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILED, REFERENCE, OWN = "compiled kernels", "plain PyTorch kernels", "its own
 
 
 def described(engine: Engine) -> tuple[Stepped, ...]:
-    """Each optimizer, as its next step would be done, or as its steps were. Changes nothing. No host sync."""
+    """Describe how each optimizer is stepped. Changes nothing. No host sync."""
     has_part = engine._scaling.is_active or engine.function_casts.casts is not None
     return tuple(_described(one, has_part) for one in engine._initialized.stepped)
 

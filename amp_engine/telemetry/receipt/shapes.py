@@ -37,11 +37,11 @@ NONE = Shapes(0, ())
 
 
 def described(engine: Engine) -> Shapes:
-    """How many modules compute matrix products in half, and which of their dimensions are to be padded.
+    """Count the modules that compute matrix products in half, and find the dimensions to pad.
 
-    Linear, convolutions, attention, recurrent networks and their cells, and what embeddings hand on; what else uses a
-    parameter in a product is not known. The rows of an embedding are looked up, and no dimension of a product: where
-    they are the weight of a Linear as well, that one tells. Depthwise convolutions are no matrix product.
+    Known are Linear, convolutions, attention, recurrent networks and their cells, and the outputs of embeddings. The
+    number of an embedding's rows is no dimension of a product, unless a Linear shares the weight, which is looked at
+    itself. Depthwise convolutions are no matrix product.
     """
     audits = [_audited(name, model, engine.function_casts.casts) for name, model in named(engine)]
     return Shapes(sum(count for count, _ in audits), tuple(shape for _, found in audits for shape in found))
@@ -71,7 +71,7 @@ def _audited(prefix: str, model: nn.Module, casts: FunctionCasts | None) -> tupl
 
 
 def section(shapes: Shapes) -> Section:
-    """The dimensions to pad: those of one size in modules of one class together."""
+    """The dimensions to pad; modules of one class with dimensions of one size share a line."""
     groups: dict[str, list[str]] = {}
     for one in shapes.found:
         words = f"{one.class_name}: {one.dimension} = {one.size}, pad to {one.pad_to}"
@@ -87,7 +87,7 @@ def section(shapes: Shapes) -> Section:
 
 
 def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """The dimensions of the products that `module` computes, but for batches and sequences."""
+    """Names and sizes of the dimensions of a module's products, without batches and sequences."""
     if isinstance(module, nn.Linear):
         yield from (("in_features", module.in_features), ("out_features", module.out_features))
     elif isinstance(module, _CONVOLUTIONS):
@@ -110,7 +110,7 @@ def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _function(module: nn.Module) -> str | None:
-    """What `module` calls, on the list "half"; None of an embedding, which is on no list."""
+    """The function of the list "half" that a module calls; None for embeddings, whose function is on no list."""
     if isinstance(module, (nn.Linear, nn.MultiheadAttention)):
         return "linear"
     if isinstance(module, _CONVOLUTIONS):
@@ -121,7 +121,7 @@ def _function(module: nn.Module) -> str | None:
 
 
 def _is_half(casts: FunctionCasts, function: str | None) -> bool:
-    """Whether nobody took the function off its list, or put it on another one."""
+    """True unless a user took the function off its list, or put it on another list."""
     removed = {(id(owner), name) for owner, name in casts.removals}
     moved = {(id(r.module), r.name) for r in casts.registrations if r.kind != "half"}
     return not any((id(owner), function) in removed | moved for owner in (F, torch))

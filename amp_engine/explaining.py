@@ -173,7 +173,6 @@ class Explaining:
                 backwards,
                 self.scalers,
                 initialized.parameter_places(),
-                lambda loss: backwards.of(loss, initialized.stepped, self.scalers[0], 0),
                 scale,
             )
 

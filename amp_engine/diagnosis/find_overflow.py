@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from amp_engine.diagnosis.module_names import Module, ModuleNames, tensors_in
 from amp_engine.diagnosis.post_mortem import Place
-from amp_engine.diagnosis.rehearsal import check_callable, check_shapes, rehearsal
+from amp_engine.diagnosis.recorder import Module, Recorder, tensors_in
+from amp_engine.diagnosis.rehearsal import check_callable, check_shapes, rehearse
 from amp_engine.diagnosis.relative_error import stored
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import local_of
-from amp_engine.ground.torch_private import DispatchMode, is_in_backward
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.forward_order import name_of, parameters_of
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
@@ -94,35 +92,32 @@ class OverflowSource:
         return f"{module}" if self.operation is None else f"{self.operation}{of} in {module}"
 
 
-class _Recording(DispatchMode):
+class _Search(Recorder):
     """Looks at each operation of a forward, and by hooks at each node of a backward, until something is not finite."""
 
-    def __init__(self, places: Mapping[int, Place]) -> None:
-        super().__init__()
-        self.names = ModuleNames()
+    sees_operations = True
+
+    def __init__(self, models: Sequence[nn.Module], places: Mapping[int, Place]) -> None:
+        super().__init__(models)
         self.loss: Tensor | None = None
         self.scale = 1.0  # of this loss
-        self.was_backward = False  # or one was announced by a `scale_loss`
         self.has_gradient = False
         self._places = places
-        self._is_forward = True
-        self._is_looking = False  # so that an operation is ours
+        self._owner: dict[Node, Module | None] = {}  # the module that made each node
         self._found: OverflowSource | None = None
         self._maybe: OverflowSource | None = None  # -inf of a cast, which may be a mask
-        self._handles: list[Any] = []
         # Memory that was not written when it was made, so that nobody has computed what is in there. Alive, so that no
         # other is taken for it.
         self._unwritten: dict[int, torch.UntypedStorage] = {}
 
     @property
     def found(self) -> OverflowSource:
-        """What was found."""
+        """The first that is sure, or else the first that may be a mask."""
         return self._found or self._maybe or OverflowSource(None)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and look at what it took and gave."""
-        kwargs = kwargs or {}
-        if self._found is not None or self._is_looking or not self._is_forward or is_in_backward():
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note an operation that was given, or gave, what is not finite."""
+        if self._found is not None:
             return func(*args, **kwargs)
         given = self._written(tensors_in((args, kwargs)))
         came_bad = [one for one in given if _is_bad(one)]
@@ -153,42 +148,52 @@ class _Recording(DispatchMode):
         return [one for one in _floats(tensors) if one.untyped_storage()._cdata not in self._unwritten]
 
     def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """A module is about to be run."""
-        if self.names.innermost is not None:
+        """Look at what a model is given."""
+        self._claim(tensors)
+        if self.innermost is not None:
             return
-        self._is_forward, self._is_looking = True, True
-        for one in _floats(tensors):
-            if self._found is None and _is_bad(one):
-                self._note("data", one, None, None, module=Module("", type(module).__name__))
-        self._is_looking = False
+        with self.paused():
+            for one in _floats(tensors):
+                if self._found is None and _is_bad(one):
+                    self._note("data", one, None, None, module=Module("", type(module).__name__))
+        self.is_paused = False
 
     def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """A module was run."""
-        if self.names.innermost is None:
-            self._watch_backward(tensors)
+        """Watch the backward of what a model gave."""
+        self._claim(tensors)
+        if len(self.running) <= 1:
+            self._watch_backward()
 
     def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
-        """A loss is about to be scaled."""
+        """Watch the backward of a loss that is scaled."""
         self.loss, self.scale = loss.detach(), float(scale)
         self.was_backward = True
         self.has_gradient |= loss.is_leaf and loss.requires_grad  # which has no node that could be watched
-        self._is_forward = False
-        self.names.running.clear()
-        self._watch_backward([loss])
+        self.is_paused = True
+        self.running.clear()
+        self._claim([loss])
+        self._watch_backward()
 
-    def remove_hooks(self) -> None:
-        """Take the hooks of nodes off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def end(self) -> None:
+        """Let go of the graph."""
+        super().end()
+        self._owner.clear()
 
-    def _watch_backward(self, tensors: Sequence[Tensor]) -> None:
-        """Have each node behind these tensors looked at when its backward is run."""
-        self.names.claim(tensors)
-        watched = len(self._handles) // 2
-        for node in list(self.names.owner)[watched:]:
-            self._handles.append(node.register_prehook(lambda grads, node=node: self._arrives(node, grads)))
-            self._handles.append(node.register_hook(lambda gave, took, node=node: self._gives(node, gave, took)))
+    def _claim(self, tensors: Sequence[Tensor]) -> None:
+        """Note that the module that is being run made these tensors, as far as nodes behind them are new."""
+        left: list[Node | None] = [tensor.grad_fn for tensor in tensors]
+        while left:
+            node = left.pop()
+            if node is not None and node not in self._owner:
+                self._owner[node] = self.innermost
+                left += [following for following, _ in node.next_functions]
+
+    def _watch_backward(self) -> None:
+        """Have each node that was claimed looked at when its backward is run."""
+        watched = len(self.handles) // 2
+        for node in list(self._owner)[watched:]:
+            self.handles.append(node.register_prehook(lambda grads, node=node: self._arrives(node, grads)))
+            self.handles.append(node.register_hook(lambda gave, took, node=node: self._gives(node, gave, took)))
 
     def _arrives(self, node: Node, grads: Sequence[Tensor | None]) -> None:
         self.was_backward = self.has_gradient = True
@@ -212,8 +217,8 @@ class _Recording(DispatchMode):
         is_sure: bool = True,
     ) -> None:
         if node is not None:
-            module = self.names.owner.get(node)
-        module = module or self.names.innermost
+            module = self._owner.get(node)
+        module = module or self.innermost
         own = [] if node is None else [self._places[i].parameter for i in parameters_of(node) if i in self._places]
         source = OverflowSource(
             phase=phase,
@@ -239,7 +244,6 @@ def find_overflow(
     backwards: ScaledBackwards,
     scalers: Sequence[LossScaler],
     places: Mapping[int, Place],
-    scale_loss: Callable[[Tensor], Any],
     loss_scale: float | None,
 ) -> OverflowSource:
     """As the function `amp.find_overflow`.
@@ -249,26 +253,16 @@ def find_overflow(
         backwards: of the engine, whose steps do nothing meanwhile.
         scalers: all of them.
         places: of parameters, by id.
-        scale_loss: enters a scaled backward of a loss that `step_fn` returned without one.
         loss_scale: what dynamic scalers are set to meanwhile; None leaves them.
     """
     check_callable(step_fn, "find_overflow")
     check_shapes(models, "find_overflow")
     parameters = [(p, places[id(p)]) for m in models for p in m.parameters()]
     bad = [(values, place) for p, place in parameters for values in _floats([p]) if not bool(values.isfinite().all())]
-    recording = _Recording(places)
-    with ExitStack() as stack:
-        events = stack.enter_context(rehearsal("find_overflow", step_fn, models, backwards, scalers, loss_scale))
-        events.entered.subscribe(recording.before_backward)
-        stack.callback(recording.remove_hooks)
-        stack.enter_context(recording.names.following(models, recording.given, recording.gave))
-        stack.enter_context(recording)
-        loss = step_fn()
-        if isinstance(loss, Tensor) and loss.requires_grad and not recording.was_backward:
-            with scale_loss(loss) as scaled_loss:
-                scaled_loss.sum().backward()
-    source = _completed(recording, bad)
-    if source.phase is None and not recording.has_gradient:
+    search = _Search(models, places)
+    rehearse(search, "find_overflow", step_fn, models, backwards, scalers, loss_scale)
+    source = _completed(search, bad)
+    if source.phase is None and not search.has_gradient:
         raise AmpStateError(
             "find_overflow() saw no gradient, and nothing that is not finite before: the function neither ran a "
             "backward nor returned a loss that has one.  Call amp.find_overflow(lambda: loss_fn(model(x), y))."
@@ -276,9 +270,9 @@ def find_overflow(
     return source
 
 
-def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]]) -> OverflowSource:
+def _completed(search: _Search, bad: Sequence[tuple[Tensor, Place]]) -> OverflowSource:
     """What was found, with what is known of the loss; of parameters that are not finite, the first."""
-    source = recording.found
+    source = search.found
     if bad:
         values, place = bad[0]
         source = OverflowSource(
@@ -291,9 +285,9 @@ def _completed(recording: _Recording, bad: Sequence[tuple[Tensor, Place]]) -> Ov
             numel=values.numel(),
             dtype=values.dtype,
         )
-    if recording.loss is None:
+    if search.loss is None:
         return source
-    return dataclasses.replace(source, loss=float(recording.loss.float().sum()), loss_scale=recording.scale)
+    return dataclasses.replace(source, loss=float(search.loss.float().sum()), loss_scale=search.scale)
 
 
 def _floats(tensors: Sequence[Tensor | None]) -> list[Tensor]:

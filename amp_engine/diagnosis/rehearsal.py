@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from amp_engine.diagnosis.put_back import put_back
+from amp_engine.diagnosis.recorder import Recorder
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.scaling.scaler import LossScaler
-from amp_engine.stepping.events import Events
 from amp_engine.stepping.scaled_backwards import ScaledBackwards
 
 
@@ -38,22 +38,23 @@ def check_shapes(models: Sequence[nn.Module], call: str) -> None:
                     )
 
 
-@contextmanager
-def rehearsal(
+def rehearse(
+    recorder: Recorder,
     call: str,
     step_fn: Callable[[], Any],
     models: Sequence[nn.Module],
     backwards: ScaledBackwards,
     scalers: Sequence[LossScaler],
     loss_scale: float | None = None,
-) -> Iterator[Events]:
-    """What is run inside takes no step and leaves no trace: what `put_back` says, and loss scales.
+) -> None:
+    """Run one batch before a recorder, and the backward of its loss if it runs none. It takes no step.
 
-    What torch.compile compiled is run without it. Gives the Events of this batch, which no other observer hears of.
+    It leaves no trace, as `put_back` says, and in loss scales neither. What torch.compile compiled is run without it.
 
     Args:
+        recorder: hears of the batch, which no other observer does.
         call: the name of the public function, for errors.
-        step_fn: what is run. What it refers to is put back, too.
+        step_fn: runs it. What it refers to is put back, too.
         models: that are run.
         backwards: of the engine.
         scalers: all of its scalers.
@@ -80,7 +81,17 @@ def rehearsal(
         for scaler in scalers:
             if loss_scale is not None and scaler.dynamic:
                 scaler.scale.fill_(scaler.bounded(loss_scale))
-        yield events
+        events.entered.subscribe(recorder.before_backward)
+        events.closed.subscribe(recorder.closed)
+        try:
+            with recorder.following(), recorder if recorder.sees_operations else nullcontext():
+                loss = step_fn()
+                if isinstance(loss, Tensor) and loss.requires_grad and not recorder.was_backward:
+                    with backwards.of(loss, backwards.all, scalers[0], 0) as scaled_loss:
+                        scaled_loss.sum().backward()
+            recorder.finish()
+        finally:
+            recorder.end()
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_engine.diagnosis.module_names import ModuleNames, names_of, tensors_in
+from amp_engine.diagnosis.recorder import Recorder, tensors_in
 from amp_engine.diagnosis.relative_error import distance, growth
 from amp_engine.errors import AmpValueError
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION
-from amp_engine.ground.torch_private import DispatchMode, is_in_backward, written_arguments
+from amp_engine.ground.torch_private import written_arguments
 from amp_engine.telemetry.comparison import ComparedModule, ComparedOperation
 
 # They move or convert numbers: what casts are made of, and what torch does around them in one type and not in another.
@@ -72,28 +72,23 @@ class _Recorded:
     gave: _Held
 
 
-class Follower(DispatchMode):
-    """Sees each operation of a forward, what modules are given and give, and the gradients of what they give.
+class Follower(Recorder):
+    """Gives each operation of a forward a key, and what modules are given and give, and the gradients of that.
 
     Args:
         model: that is run.
     """
 
+    sees_operations = True
+
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.names = ModuleNames()
-        self.modules = names_of([model])
+        super().__init__([model])
         self._calls: Counter[str] = Counter()
         self._counts: Counter[tuple[str | None, int, str]] = Counter()
-        self._handles: list[Any] = []
-        self._inputs_seen = False
-        self._is_paused = False
+        self._has_begun = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and look at what it took and gave."""
-        kwargs = kwargs or {}
-        if self._is_paused or is_in_backward():
-            return func(*args, **kwargs)
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Look at an operation, but for those that only move numbers."""
         name: str = func.overloadpacket.__name__
         given = _floats(tensors_in((args, kwargs)))
         outputs = _floats(tensors_in(written_arguments(func, args, kwargs)))
@@ -117,35 +112,25 @@ class Follower(DispatchMode):
         return result
 
     def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """A module is about to be run."""
+        """Look at what a module is given."""
         name = self.modules[module].name
         self._calls[name] += 1
-        with self._paused():
-            if self.names.innermost is None and not self._inputs_seen:
-                self._inputs_seen = True
+        with self.paused():
+            if not self._has_begun:
+                self._has_begun = True
                 self._begins(tensors)
             for i, one in enumerate(_floats(tensors)):
-                self._saw_input(Key(name, self._calls[name], "input", i), one)
+                self._saw_value(Key(name, self._calls[name], "input", i), one)
 
     def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """A module was run."""
+        """Look at what a module gave, and at the gradient of that when it comes."""
         name = self.modules[module].name
-        with self._paused():
+        with self.paused():
             for i, one in enumerate(_floats(tensors)):
-                key = Key(name, self._calls[name], "output", i)
-                self._saw_output(key, one)
+                self._saw_value(Key(name, self._calls[name], "output", i), one)
                 if one.requires_grad:
-                    hook = one.register_hook(lambda grad, key=key: self._saw_gradient(key, grad))
-                    self._handles.append(hook)
-
-    def end(self) -> None:
-        """The batch is over, or something has raised: its graph, and the model, may go."""
-        # From here to the graph, and from the graph's hooks to here: a cycle that the garbage collector cannot see.
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.names.owner.clear()
-        self.modules.clear()
+                    key = Key(name, self._calls[name], "gradient", i)
+                    self.handles.append(one.register_hook(lambda grad, key=key: self._saw_value(key, grad)))
 
     def _drawn(self, name: str, func: Any, args: Any, given: Sequence[Tensor], gave: Sequence[Tensor]) -> None:
         """If an operation has drawn random numbers, have both runs go on with the same: types draw differently."""
@@ -157,12 +142,9 @@ class Follower(DispatchMode):
             self._drew(self._key(f"random {name}"), gave[1])
             gave[0].copy_(given[0] * gave[1] * (1.0 / (1.0 - args[1]) if args[1] < 1.0 else 0.0))
 
-    def _paused(self) -> _Pause:
-        return _Pause(self)
-
     def _key(self, operation: str) -> Key:
         """That of the operation that was just run."""
-        module = self.names.innermost
+        module = self.innermost
         name, call = (None, 0) if module is None else (module.name, self._calls[module.name])
         self._counts[name, call, operation] += 1
         return Key(name, call, operation, self._counts[name, call, operation])
@@ -179,27 +161,8 @@ class Follower(DispatchMode):
     def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
         """An operation was run."""
 
-    def _saw_input(self, key: Key, given: Tensor) -> None:
-        """A module is given this."""
-
-    def _saw_output(self, key: Key, output: Tensor) -> None:
-        """A module gave this."""
-
-    def _saw_gradient(self, key: Key, gradient: Tensor) -> None:
-        """This is the gradient, still scaled, of what a module gave."""
-
-
-class _Pause:
-    """While inside, operations are ours."""
-
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
-
-    def __enter__(self) -> None:
-        self._follower._is_paused = True
-
-    def __exit__(self, *error: object) -> None:
-        self._follower._is_paused = False
+    def _saw_value(self, key: Key, value: Tensor) -> None:
+        """By `key.operation` the input or the output of a module, or the gradient, still scaled, of an output."""
 
 
 class Recording(Follower):
@@ -213,11 +176,8 @@ class Recording(Follower):
     def __init__(self, model: nn.Module, loss_scale: float) -> None:
         super().__init__(model)
         self.operations: dict[Key, _Recorded] = {}
-        self.inputs: dict[Key, _Held] = {}
-        self.outputs: dict[Key, _Held] = {}
-        self.gradients: dict[Key, Tensor] = {}
+        self.values: dict[Key, _Held] = {}  # of modules, and random numbers
         self.batch: list[Tensor] = []
-        self.random: dict[Key, _Held] = {}
         self._loss_scale = loss_scale
         self._of_storage: dict[int, list[_Held]] = {}
 
@@ -241,19 +201,14 @@ class Recording(Follower):
         self.batch = [t.detach().clone() for t in tensors]
 
     def _drew(self, key: Key, numbers: Tensor) -> None:
-        self.random[key] = self._hold(numbers)
+        self.values[key] = self._hold(numbers)
 
     def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
         self.operations[key] = _Recorded([self._hold(t) for t in given], self._hold(gave))
 
-    def _saw_input(self, key: Key, given: Tensor) -> None:
-        self.inputs[key] = self._hold(given)
-
-    def _saw_output(self, key: Key, output: Tensor) -> None:
-        self.outputs[key] = self._hold(output)
-
-    def _saw_gradient(self, key: Key, gradient: Tensor) -> None:
-        self.gradients[key] = unscaled(gradient, self._loss_scale)
+    def _saw_value(self, key: Key, value: Tensor) -> None:
+        is_gradient = key.operation == "gradient"
+        self.values[key] = _Held(unscaled(value, self._loss_scale)) if is_gradient else self._hold(value)
 
 
 class Comparing(Follower):
@@ -269,9 +224,7 @@ class Comparing(Follower):
     def __init__(self, model: nn.Module, reference: Recording, roundoff: float, loss_scale: float) -> None:
         super().__init__(model)
         self.operations: list[ComparedOperation] = []
-        self.input_errors: dict[str, float] = {}
-        self.output_errors: dict[str, float] = {}
-        self.gradient_errors: dict[str, float] = {}
+        self._errors: dict[tuple[str | None, str], float] = {}  # by the module, and which value of it
         self.unmatched: list[tuple[str | None, bool]] = []  # the module of each, and whether it took or gave half
         self._reference, self._roundoff, self._loss_scale = reference, roundoff, loss_scale
         self._types: dict[str, str] = {module.name: module.type for module in self.modules.values()}
@@ -283,9 +236,9 @@ class Comparing(Follower):
             own = [o for o in self.operations if o.module == name]
             others = [low for module, low in self.unmatched if module == name]
             largest = max((o.growth for o in own), default=0.0)
-            error = None if name is None else self.output_errors.get(name)
-            if others and error is not None and name is not None:
-                largest = max(largest, growth(error, self.input_errors.get(name, 0.0), self._roundoff))
+            error = self._errors.get((name, "output"))
+            if others and error is not None:
+                largest = max(largest, growth(error, self._errors.get((name, "input"), 0.0), self._roundoff))
             modules.append(
                 ComparedModule(
                     module=name,
@@ -295,7 +248,7 @@ class Comparing(Follower):
                     in_low_precision=sum(o.in_low_precision for o in own) + sum(others),
                     growth=largest,
                     error=error,
-                    gradient_error=None if name is None else self.gradient_errors.get(name),
+                    gradient_error=self._errors.get((name, "gradient")),
                 )
             )
         return tuple(sorted(modules, key=lambda m: -m.growth))
@@ -310,7 +263,7 @@ class Comparing(Follower):
             )
 
     def _drew(self, key: Key, numbers: Tensor) -> None:
-        held = self._reference.random.get(key)
+        held = self._reference.values.get(key)
         if held is not None and held.value.shape == numbers.shape:
             numbers.copy_(held.value)
 
@@ -341,16 +294,14 @@ class Comparing(Follower):
             )
         )
 
-    def _saw_input(self, key: Key, given: Tensor) -> None:
-        held = self._reference.inputs.get(key)
-        _note(self.input_errors, key, given, None if held is None else held.value)
-
-    def _saw_output(self, key: Key, output: Tensor) -> None:
-        held = self._reference.outputs.get(key)
-        _note(self.output_errors, key, output, None if held is None else held.value)
-
-    def _saw_gradient(self, key: Key, gradient: Tensor) -> None:
-        _note(self.gradient_errors, key, gradient, self._reference.gradients.get(key), 1.0 / self._loss_scale)
+    def _saw_value(self, key: Key, value: Tensor) -> None:
+        held = self._reference.values.get(key)
+        if held is None or held.value.shape != value.shape:
+            return
+        factor = 1.0 / self._loss_scale if key.operation == "gradient" else 1.0
+        error = distance(value, held.value, factor).relative
+        place = key.module, key.operation
+        self._errors[place] = max(self._errors.get(place, 0.0), error)
 
 
 def unscaled(gradient: Tensor, loss_scale: float) -> Tensor:
@@ -361,13 +312,6 @@ def unscaled(gradient: Tensor, loss_scale: float) -> Tensor:
     if loss_scale == 1.0:
         return gradient
     return (gradient if gradient.dtype is torch.float64 else gradient.float()) / loss_scale
-
-
-def _note(errors: dict[str, float], key: Key, a: Tensor, b: Tensor | None, factor: float = 1.0) -> None:
-    """Keep the largest relative error of a module."""
-    if b is not None and b.shape == a.shape:
-        assert key.module is not None
-        errors[key.module] = max(errors.get(key.module, 0.0), distance(a, b, factor).relative)
 
 
 def _floats(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -141,7 +141,7 @@ class Trials:
         """The loss of a copy that was initialized, and its gradients without the scale."""
         with ExitStack() as stack:
             if follower is not None:
-                stack.enter_context(follower.names.following([model], follower.given, follower.gave))
+                stack.enter_context(follower.following())
                 stack.enter_context(follower)
             loss = self._step_fn(model)
         self._check_loss(loss, model)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
-from amp_engine.diagnosis.module_names import ModuleNames
-from amp_engine.diagnosis.rehearsal import check_callable, check_shapes, rehearsal
+from amp_engine.diagnosis.recorder import Recorder
+from amp_engine.diagnosis.rehearsal import check_callable, check_shapes, rehearse
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import local_of
@@ -31,18 +29,17 @@ _HEADROOM = 1
 _LOWER = 2.0**-8
 
 
-class _Counting:
+class _Counting(Recorder):
     """Counts the gradients of one batch by hooks, with the losses multiplied by `factor` besides their scales."""
 
-    def __init__(self, params: Sequence[Tensor], stepped: Sequence[SteppedOptimizer], factor: float) -> None:
+    def __init__(self, models: Sequence[nn.Module], stepped: Sequence[SteppedOptimizer], factor: float) -> None:
+        super().__init__(models)
         self.activations = MagnitudeCounter()
-        self.names = ModuleNames()
         self.scale = 1.0  # of the loss whose backward is run, without the factor
-        self.was_backward = False
-        self._params, self._stepped = params, stepped
+        self._params = list({id(p): p for model in models for p in model.parameters()}.values())
+        self._stepped = stepped
         self._factor = factor
         self._hooked: set[tuple[Node, int]] = set()  # alive, so that no other is taken for one of them
-        self._handles: list[RemovableHandle] = []
         self._weights: dict[int, MagnitudeCounter] = {}  # by id: of several backwards the sum counts, which comes last
 
     @property
@@ -53,11 +50,8 @@ class _Counting:
             counter.merge(one)
         return counter.read()
 
-    def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """A module is about to be run."""
-
     def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """A module was run: watch for the gradients of its results. A cast of a result is the same result."""
+        """Watch for the gradients of what a module gave. A cast of a result is the same result."""
         for tensor in tensors:
             node, place = tensor.grad_fn, tensor.output_nr
             if node is None or not tensor.is_floating_point() or tensor.dim() == 0:  # a loss, whose gradient is 1
@@ -66,14 +60,14 @@ class _Counting:
                 node, place = following[0], following[1]
             if (node, place) not in self._hooked:
                 self._hooked.add((node, place))
-                self._handles.append(tensor.register_hook(self._arrives))
+                self.handles.append(tensor.register_hook(self._arrives))
 
     def _arrives(self, grad: Tensor) -> None:
         self.was_backward = True
         self.activations.add([grad], 1.0 / (self.scale * self._factor))
 
     def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
-        """A loss is about to be scaled."""
+        """Have the backward of a loss multiplied by the factor."""
         self.was_backward = True
         self.scale = used = float(scale)
 
@@ -83,16 +77,16 @@ class _Counting:
             return grad * self._factor if self._factor != 1.0 else grad
 
         if loss.requires_grad:
-            self._handles.append(loss.register_hook(begins))
+            self.handles.append(loss.register_hook(begins))
 
     def closed(self, rows: Sequence[Rows], backward: Backward | None) -> None:
-        """A `scale_loss` was left."""
+        """Count the gradients of weights."""
         scale = 1.0 if backward is None else float(backward.snapshot.scale)
         for one in closed_gradients(rows, backward):
             self._count(one.param, one.values, scale if one.is_scaled else 1.0, self._factor)
 
     def finish(self) -> None:
-        """What no `scale_loss` told of is in `.grad`, as it arrived: scaled where `delay_unscale` left it so."""
+        """Count what no `scale_loss` told of, in `.grad` as it arrived: scaled where `delay_unscale` left it so."""
         for one in self._stepped:
             if one.window.is_left_open:
                 scale = float(one.window.backward.snapshot.scale)
@@ -105,12 +99,9 @@ class _Counting:
                     self._count(unscaled, arithmetic.values(local_of(unscaled.grad)), 1.0, 1.0)
 
     def end(self) -> None:
-        """Let go of the graph. Its nodes hold the hooks, which hold this: a cycle that Python cannot see."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Let go of the graph."""
+        super().end()
         self._hooked.clear()
-        self.names.owner.clear()
 
     def _count(self, param: Tensor, values: Tensor, scale: float, factor: float) -> None:
         counter = self._weights[id(param)] = MagnitudeCounter()
@@ -203,18 +194,6 @@ def _measured(engine: Engine, step_fn: Callable[[], Any], is_narrow: bool) -> tu
 def _run(engine: Engine, step_fn: Callable[[], Any], factor: float) -> _Counting:
     """One batch, with its gradients counted."""
     initialized, backwards = engine._initialized, engine.backwards
-    models = initialized.models
-    params = list({id(p): p for model in models for p in model.parameters()}.values())
-    counting = _Counting(params, initialized.stepped, factor)
-    with ExitStack() as stack:
-        stack.callback(counting.end)
-        events = stack.enter_context(rehearsal("gradient_histogram", step_fn, models, backwards, engine.scalers))
-        events.entered.subscribe(counting.before_backward)
-        events.closed.subscribe(counting.closed)
-        stack.enter_context(counting.names.following(models, counting.given, counting.gave))
-        loss = step_fn()
-        if isinstance(loss, Tensor) and loss.requires_grad and not counting.was_backward:
-            with backwards.of(loss, initialized.stepped, engine.scalers[0], 0) as scaled_loss:
-                scaled_loss.sum().backward()
-        counting.finish()
+    counting = _Counting(initialized.models, initialized.stepped, factor)
+    rehearse(counting, "gradient_histogram", step_fn, initialized.models, backwards, engine.scalers)
     return counting

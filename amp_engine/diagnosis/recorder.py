@@ -1,0 +1,132 @@
+"""Follows one batch: which module is run, what it is given and gives, and each operation of the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from amp_engine.ground.torch_private import DispatchMode, is_in_backward, leaves_of
+from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.rows import Rows
+
+
+class Module(NamedTuple):
+    """A module: its name in the model, "" for the model itself, and its class."""
+
+    name: str
+    type: str
+
+
+class Recorder(DispatchMode):
+    """Calls its own methods as a batch is run: `given` and `gave` inside of `following`, `run` inside of `with` it.
+
+    Args:
+        models: that are followed with all modules in them, but those that torch.jit has compiled, which run no hooks.
+
+    Attributes:
+        sees_operations: `run` is to be called as well, which costs a call of Python for each operation.
+        modules: each module, and its name.
+        running: the modules that are being run, the innermost last.
+        handles: of hooks on the graph, until `end`.
+        is_paused: operations are not looked at.
+        was_backward: a backward was seen, or announced by a `scale_loss`.
+    """
+
+    sees_operations = False
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.modules = names_of(models)
+        self.running: list[Module] = []
+        self.handles: list[RemovableHandle] = []
+        self.is_paused = False
+        self.was_backward = False
+
+    @property
+    def innermost(self) -> Module | None:
+        """The module that is being run, or None outside of all."""
+        return self.running[-1] if self.running else None
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """While inside, hear of modules."""
+        handles: list[RemovableHandle] = []
+        try:
+            for module in self.modules:
+                if not isinstance(module, torch.jit.ScriptModule):
+                    handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+                    handles.append(module.register_forward_hook(self._exit, always_call=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While inside, operations are ours."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def end(self) -> None:
+        """The batch is over, or something has raised: its graph, and the model, may go."""
+        # From here to the graph, and from the graph's hooks to here: a cycle that the garbage collector cannot see.
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.modules.clear()
+
+    def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """A module is about to be run, inside of `innermost`."""
+
+    def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """A module was run, and is `innermost` still."""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and look at what it takes and gives."""
+        return func(*args, **kwargs)
+
+    def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
+        """A `scale_loss` was entered."""
+
+    def closed(self, rows: Sequence[Rows], backward: Backward | None) -> None:
+        """A `scale_loss` was left."""
+
+    def finish(self) -> None:
+        """The batch has been run, and what it changed is not put back yet."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **kwargs) if self.is_paused or is_in_backward() else self.run(func, args, kwargs)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.given(module, tensors_in((args, kwargs)))
+        self.running.append(self.modules[module])
+
+    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.gave(module, tensors_in(output))
+        if self.running:
+            self.running.pop()
+
+
+def names_of(models: Sequence[nn.Module]) -> dict[nn.Module, Module]:
+    """Each module and its name: behind that of its model where there are several, without what torch.compile adds."""
+    names = {}
+    for i, model in enumerate(models):
+        for path, module in model.named_modules():
+            parts = [f"models[{i}]"] if len(models) > 1 else []
+            parts += [part for part in path.split(".") if part not in ("", "_orig_mod")]
+            names[module] = Module(".".join(parts), type(module).__name__)
+    return names
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a structure of containers."""
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,8 +112,18 @@ class _Search(Recorder):
 
     @property
     def found(self) -> OverflowSource:
-        """The first that is sure, or else the first that may be a mask."""
-        return self._found or self._maybe or OverflowSource(None)
+        """The first that is sure, or else the first that may be a mask; with what is known of the loss."""
+        found = self._found or self._maybe or OverflowSource(None)
+        if self.loss is None:
+            return found
+        return dataclasses.replace(found, loss=float(self.loss.float().sum()), loss_scale=self.scale)
+
+    def look_at_weights(self, params: Iterable[nn.Parameter]) -> None:
+        """Note the first parameter that is not finite."""
+        for param in params:
+            if (bad := self._first_bad([param])) is not None:
+                place = self._places[id(param)]
+                self._note("weights", bad, Module(place.module, place.module_type), parameter=place.parameter)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Note an operation that was given, or gave, what is not finite."""
@@ -133,13 +143,14 @@ class _Search(Recorder):
                 self._unwritten[storage._cdata] = storage
             return result
         if came_bad:  # what operations before have made was found then
-            self._note("data", came_bad[0], name, None)
+            self._note("data", came_bad[0], self.innermost, name)
             return result
         for one in self._written(tensors_in(result)):
             only_minus = not _is_bad(one)
             if only_minus and (has_masks or not bool(one.isneginf().any()) or (name in _FILLS and name != "_to_copy")):
                 continue
-            self._note("forward", one, name, largest, is_sure=not (only_minus and name in _FILLS))
+            is_sure = not (only_minus and name in _FILLS)
+            self._note("forward", one, self.innermost, name, largest=largest, is_sure=is_sure)
             break
         return result
 
@@ -155,7 +166,7 @@ class _Search(Recorder):
         with self.paused():
             for one in _floats(tensors):
                 if self._found is None and _is_bad(one):
-                    self._note("data", one, None, None, module=Module("", type(module).__name__))
+                    self._note("data", one, Module("", type(module).__name__))
         self.is_paused = False
 
     def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -197,35 +208,39 @@ class _Search(Recorder):
 
     def _arrives(self, node: Node, grads: Sequence[Tensor | None]) -> None:
         self.was_backward = self.has_gradient = True
-        for one in _floats(grads):
-            if self._found is None and not bool(one.isfinite().all()):
-                self._note("backward", one, f"a sum of gradients, or a hook, before {name_of(node)}", None, node)
+        if (bad := self._first_bad(grads)) is not None:
+            self._note_backward(node, bad, f"a sum of gradients, or a hook, before {name_of(node)}", None)
 
     def _gives(self, node: Node, gave: Sequence[Tensor | None], took: Sequence[Tensor | None]) -> None:
-        for one in _floats(gave):
-            if self._found is None and not bool(one.isfinite().all()):
-                self._note("backward", one, name_of(node), _largest(_floats(took)), node)
+        if (bad := self._first_bad(gave)) is not None:
+            self._note_backward(node, bad, name_of(node), _largest(_floats(took)))
+
+    def _first_bad(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """The first that is not finite; None once something was found."""
+        looked_at = _floats(tensors) if self._found is None else ()
+        return next((one for one in looked_at if not bool(one.isfinite().all())), None)
+
+    def _note_backward(self, node: Node, tensor: Tensor, operation: str, largest: float | None) -> None:
+        own = [self._places[i].parameter for i in parameters_of(node) if i in self._places]
+        module = self._owner.get(node) or self.innermost
+        self._note("backward", tensor, module, operation, own[-1] if own else None, largest)
 
     def _note(
         self,
         phase: Phase,
         tensor: Tensor,
-        operation: str | None,
-        largest: float | None,
-        node: Node | None = None,
-        module: Module | None = None,
+        module: Module | None,
+        operation: str | None = None,
+        parameter: str | None = None,
+        largest: float | None = None,
         is_sure: bool = True,
     ) -> None:
-        if node is not None:
-            module = self._owner.get(node)
-        module = module or self.innermost
-        own = [] if node is None else [self._places[i].parameter for i in parameters_of(node) if i in self._places]
         source = OverflowSource(
             phase=phase,
             module=None if module is None else module.name,
             module_type=None if module is None else module.type,
             operation=operation,
-            parameter=own[-1] if own else None,
+            parameter=parameter,
             kind="nan" if bool(tensor.isnan().any()) else "inf",
             elements=int((~tensor.isfinite()).sum()),
             numel=tensor.numel(),
@@ -257,37 +272,15 @@ def find_overflow(
     """
     check_callable(step_fn, "find_overflow")
     check_shapes(models, "find_overflow")
-    parameters = [(p, places[id(p)]) for m in models for p in m.parameters()]
-    bad = [(values, place) for p, place in parameters for values in _floats([p]) if not bool(values.isfinite().all())]
     search = _Search(models, places)
+    search.look_at_weights(p for model in models for p in model.parameters())
     rehearse(search, "find_overflow", step_fn, models, backwards, scalers, loss_scale)
-    source = _completed(search, bad)
-    if source.phase is None and not search.has_gradient:
+    if search.found.phase is None and not search.has_gradient:
         raise AmpStateError(
             "find_overflow() saw no gradient, and nothing that is not finite before: the function neither ran a "
             "backward nor returned a loss that has one.  Call amp.find_overflow(lambda: loss_fn(model(x), y))."
         )
-    return source
-
-
-def _completed(search: _Search, bad: Sequence[tuple[Tensor, Place]]) -> OverflowSource:
-    """What was found, with what is known of the loss; of parameters that are not finite, the first."""
-    source = search.found
-    if bad:
-        values, place = bad[0]
-        source = OverflowSource(
-            phase="weights",
-            module=place.module,
-            module_type=place.module_type,
-            parameter=place.parameter,
-            kind="nan" if bool(values.isnan().any()) else "inf",
-            elements=int((~values.isfinite()).sum()),
-            numel=values.numel(),
-            dtype=values.dtype,
-        )
-    if search.loss is None:
-        return source
-    return dataclasses.replace(source, loss=float(search.loss.float().sum()), loss_scale=search.scale)
+    return search.found
 
 
 def _floats(tensors: Sequence[Tensor | None]) -> list[Tensor]:

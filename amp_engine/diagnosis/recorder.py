@@ -19,7 +19,7 @@ class Module(NamedTuple):
     """A module: its name in the model, "" for the model itself, and its class."""
 
     name: str
-    type: str
+    type: str | None
 
 
 class Recorder(DispatchMode):

@@ -1,4 +1,4 @@
-"""One batch, operation by operation: what a reference gave, and how far another run is from it."""
+"""One batch, operation by operation: the results of a reference, and how far another run is from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import written_arguments
 from amp_engine.telemetry.comparison import ComparedModule, ComparedOperation
 
-# They move or convert numbers: what casts are made of, and what torch does around them in one type and not in another.
+# They move or convert numbers: casts consist of them, and torch calls them beside casts in one type and not in another.
 _MOVES = {"_to_copy", "to", "copy_", "copy", "clone", "contiguous", "lift_fresh", "detach", "set_", "resize_"}
 # They overwrite what they are given.
 _MOVES |= {"fill_", "zero_", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_full"}
@@ -35,7 +35,7 @@ _ANOTHER_BATCH = 0.1
 
 
 class Key(NamedTuple):
-    """What is the same operation in two runs: the `nth` of its name in the `call`-th call of a module.
+    """Names the same operation in two runs: the `nth` of its name in the `call`-th call of a module.
 
     Attributes:
         module: name of the innermost module; None outside of all.
@@ -51,7 +51,7 @@ class Key(NamedTuple):
 
 
 class _Held:
-    """A tensor as it was when it was seen: a reference until somebody is about to write into its memory."""
+    """A tensor as it was when it was seen: a reference until an operation is about to write into its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.value = tensor.detach()
@@ -66,14 +66,14 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """An operation of the reference: what it was given and what it gave."""
+    """The inputs and the result of an operation of the reference."""
 
     given: list[_Held]
     gave: _Held
 
 
 class Follower(Recorder):
-    """Gives each operation of a forward a key, and what modules are given and give, and the gradients of that.
+    """Names by keys each operation of a forward, inputs and outputs of modules, and the gradients of outputs.
 
     Args:
         model: that is run.
@@ -143,7 +143,7 @@ class Follower(Recorder):
             gave[0].copy_(given[0] * gave[1] * (1.0 / (1.0 - args[1]) if args[1] < 1.0 else 0.0))
 
     def _key(self, operation: str) -> Key:
-        """That of the operation that was just run."""
+        """The key of the operation that was just run."""
         module = self.innermost
         name, call = (None, 0) if module is None else (module.name, self._calls[module.name])
         self._counts[name, call, operation] += 1
@@ -166,7 +166,7 @@ class Follower(Recorder):
 
 
 class Recording(Follower):
-    """The reference: holds what each operation and module gave, and the gradients of that.
+    """The reference: holds the results of operations and modules, and the gradients of outputs.
 
     Args:
         model: that is run.
@@ -176,7 +176,7 @@ class Recording(Follower):
     def __init__(self, model: nn.Module, loss_scale: float) -> None:
         super().__init__(model)
         self.operations: dict[Key, _Recorded] = {}
-        self.values: dict[Key, _Held] = {}  # of modules, and random numbers
+        self.values: dict[Key, _Held] = {}  # inputs, outputs and gradients of modules, and random numbers
         self.batch: list[Tensor] = []
         self._loss_scale = loss_scale
         self._of_storage: dict[int, list[_Held]] = {}
@@ -224,10 +224,10 @@ class Comparing(Follower):
     def __init__(self, model: nn.Module, reference: Recording, roundoff: float, loss_scale: float) -> None:
         super().__init__(model)
         self.operations: list[ComparedOperation] = []
-        self._errors: dict[tuple[str | None, str], float] = {}  # by the module, and which value of it
+        self._errors: dict[tuple[str | None, str], float] = {}  # the largest of each module's inputs, outputs, ...
         self.unmatched: list[tuple[str | None, bool]] = []  # the module of each, and whether it took or gave half
         self._reference, self._roundoff, self._loss_scale = reference, roundoff, loss_scale
-        self._types: dict[str, str] = {module.name: module.type for module in self.modules.values()}
+        self._types = dict[str | None, str | None](self.modules.values())
 
     def by_module(self) -> tuple[ComparedModule, ...]:
         """The modules that have operations of their own: not finite first, then by growth."""
@@ -242,7 +242,7 @@ class Comparing(Follower):
             modules.append(
                 ComparedModule(
                     module=name,
-                    module_type=None if name is None else self._types[name],
+                    module_type=self._types.get(name),
                     operations=len(own) + len(others),
                     unmatched=len(others),
                     in_low_precision=sum(o.in_low_precision for o in own) + sum(others),
@@ -282,7 +282,7 @@ class Comparing(Follower):
             ComparedOperation(
                 operation=key.operation,
                 module=key.module,
-                module_type=None if key.module is None else self._types[key.module],
+                module_type=self._types.get(key.module),
                 call=key.call,
                 nth=key.nth,
                 order=len(self.operations),

@@ -88,6 +88,7 @@ def test_whatever_an_import_reaches_any_test_may_notice():
         (0, [], ""),
         (1, ["f::b"], "f::b"),
         (None, [], "f::a (did not end)"),
+        (5, [], ""),
         (-11, [], "f::a (pytest ended with -11)"),
     ],
 )

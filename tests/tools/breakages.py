@@ -37,7 +37,9 @@ HERE = Path(__file__).parent
 PACKAGE = "amp_engine"
 # These read sources, run all day, or test this tool.
 LEFT_OUT = ["test_architecture.py", "test_benchmarks.py", "test_docs.py", "test_gpu_run.py", "test_tools.py"]
-FIRST = 60  # as many tests run before the others that reach a breakage
+NO_TEST_RAN = 5  # pytest's exit status
+HANGS = 200  # a test that takes more seconds hangs
+FIRST = 20  # as many tests run before the others that reach a breakage
 
 
 @dataclass
@@ -157,9 +159,12 @@ class Session:
 
     def _note_reached(self, records: Path) -> None:
         tree = Tree(self.of, self.out / "tree-0")
+        # Tests that copy the package to elsewhere have no plugin to import there.
+        code = (tree.root / "breakages_plugin.py").read_text()
+        first = f'if not hasattr(__import__("builtins"), "__reached__"): exec({code!r}, {{}})'
         for path, source in tree.sources().items():
             if inside := [breakage for breakage in self.breakages if breakage.path == path]:
-                tree.write(path, instrumented(source, inside, "from breakages_plugin import __reached__"))
+                tree.write(path, instrumented(source, inside, first))
         side_by_side = ["-n", str(self.workers), "--dist", "loadfile", "--no-loadscope-reorder"]
         status = tree.pytest([*side_by_side, *self.arguments], **{plugin.RECORDS: str(records)})
         if status not in (0, 1):
@@ -210,8 +215,10 @@ class Session:
         try:
             for part in (reaching[:FIRST], reaching[FIRST : self.at_most]):
                 if part and not by:
-                    limit = 120 + 5 * sum(tests[test].seconds for test in part)
-                    status, started, failed = tree.run(part, limit, ["-x", *self.arguments])
+                    seconds = [tests[test].seconds for test in part]
+                    hang = max(HANGS, 10 * max(seconds))  # much more than by itself: the machine may be busy
+                    options = ["-x", "-o", f"faulthandler_timeout={hang}", *self.arguments]
+                    status, started, failed = tree.run(part, 300 + hang + 20 * sum(seconds), options)
                     ran += len(started)
                     by = noticed(status, started, failed)
         finally:
@@ -223,7 +230,7 @@ def noticed(status: int | None, started: list[str], failed: list[str]) -> str:
     """The test that noticed, or how the breakage showed otherwise; empty if all passed."""
     if failed:
         return failed[0]
-    if status == 0:
+    if status in (0, NO_TEST_RAN):
         return ""
     last = started[-1] if started else "the import"
     return f"{last} ({'did not end' if status is None else f'pytest ended with {status}'})"

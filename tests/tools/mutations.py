@@ -78,7 +78,7 @@ def _hash(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 
-def instrumented(source: bytes, breakages: Ways, imports: str) -> bytes:
+def instrumented(source: bytes, breakages: Ways, first: str) -> bytes:
     """The source of one file, which calls `__reached__` with a breakage's name before it runs what would be broken."""
     marks = []
     for breakage in breakages:
@@ -89,7 +89,7 @@ def instrumented(source: bytes, breakages: Ways, imports: str) -> bytes:
     for place, _, _, text in sorted(marks, reverse=True):
         source = source[:place] + text.encode() + source[place:]
     lines = source.decode().splitlines(keepends=True)
-    lines.insert(_first_line_of_code(source), imports + "\n")
+    lines.insert(_first_line_of_code(source), first + "\n")
     return "".join(lines).encode()
 
 

@@ -231,6 +231,8 @@ def test_other_objects_are_refused() -> None:
         amp.receipt({})  # type: ignore[arg-type]
     with pytest.raises(AmpTypeError, match=r"amp\.step_times\(\)"):
         amp.receipt(times=1.0)  # type: ignore[arg-type]
+    with pytest.raises(AmpTypeError, match=r"gradients is what amp\.gradient_histogram\(step_fn\) gives, not a list"):
+        amp.receipt(gradients=[])  # type: ignore[arg-type]
 
 
 # --- optimizers and loss scale --------------------------------------------------------------------
@@ -469,6 +471,10 @@ def test_shards_are_counted_and_audited_as_what_they_are_gathered_to() -> None:
         memory = memory_of(found)
         assert (memory["parameters"], memory["gradients"]) == (4 * count, 4 * count)
         assert [(shape.dimension, shape.size) for shape in found.shapes.found] == [("out_features", 3)]
+
+
+def test_text_is_a_hundred_wide_where_names_allow() -> None:
+    assert max(map(len, str(trained("O2")).splitlines())) <= 100
 
 
 # --- the record -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.page.page import Figure, Page, Section, Sentence, Table
 from amp_engine.telemetry import histogram_picture, plots
-from amp_engine.telemetry.gradient_histogram import GradientHistogram
+from amp_engine.telemetry.histogram_picture import GradientHistogram
 from amp_engine.telemetry.receipt import asked, functions, losses, memory, models, optimizers, shapes
 from amp_engine.telemetry.records import Asked, Fact, Functions, Loss, Memory, Model, Shapes, Stepped, Times
 from amp_engine.telemetry.software import describe
@@ -167,16 +167,13 @@ def receipt(
             "There is no run to give a receipt for: amp.initialize() was not called, or amp.close() was.  Call model, "
             "optimizer = amp.initialize(model, optimizer, opt_level=...) first, and amp.receipt() before amp.close()."
         )
-    if not isinstance(explanation, (Explanation, types.NoneType)):
-        raise AmpTypeError(
-            f"explanation is what `with amp.explain() as explanation:` gives, not a {type(explanation).__name__}."
-        )
-    if not isinstance(times, (StepTimes, types.NoneType)):
-        raise AmpTypeError(f"times is what `with amp.step_times() as times:` gives, not a {type(times).__name__}.")
-    if not isinstance(gradients, (GradientHistogram, types.NoneType)):
-        raise AmpTypeError(
-            f"gradients is what amp.gradient_histogram(step_fn) gives, not a {type(gradients).__name__}."
-        )
+    for name, given, kind, source in (
+        ("explanation", explanation, Explanation, "`with amp.explain() as explanation:`"),
+        ("times", times, StepTimes, "`with amp.step_times() as times:`"),
+        ("gradients", gradients, GradientHistogram, "amp.gradient_histogram(step_fn)"),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise AmpTypeError(f"{name} is what {source} gives, not a {type(given).__name__}.")
     software = tuple(Fact(name, value) for name, value in describe())
     if not policy.enabled:
         return Receipt(asked.NOT_ENABLED, (), functions.NONE, (), (), (), shapes.NONE, None, None, software)

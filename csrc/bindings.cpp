@@ -103,7 +103,7 @@ Formula formula_of(std::string const& name) {
 #define X(formula, type) known += (known.empty() ? "" : ", ") + std::string(#formula);
   AMP_OPTIMIZERS(X)
 #undef X
-  throw py::value_error("StepTable: formula is '" + name + "', but must be one of " + known + ".");
+  C10_THROW_ERROR(ValueError, "StepTable: formula is '" + name + "', but must be one of " + known + ".");
 }
 
 char const* name_of(Formula formula) {
@@ -135,10 +135,8 @@ Group group_of(Formula formula, py::handle h, at::Device device, std::vector<at:
   group.maximize = h.attr("maximize").cast<bool>();
   with_optimizer(formula, [&](auto update) {
     HyperOf<decltype(update)>::in(group).visit([&](char const* name, auto& value) {
-      if (!py::hasattr(h, name)) {
-        throw py::type_error("StepTable.step: groups holds no hyperparameters of " + std::string(name_of(formula)) +
-                             ": there is no " + name + " in it.");
-      }
+      TORCH_CHECK_TYPE(py::hasattr(h, name), "StepTable.step: groups holds no hyperparameters of ", name_of(formula),
+                       ": there is no ", name, " in it.");
       if constexpr (std::is_same_v<std::decay_t<decltype(value)>, double>) {
         value = h.attr(name).cast<double>();
       } else {
@@ -149,25 +147,27 @@ Group group_of(Formula formula, py::handle h, at::Device device, std::vector<at:
   return group;
 }
 
-py::tuple check(OptionalTensors const& xs, std::optional<OptionalTensors> const& outs, OptionalTensor const& factor,
-                bool reciprocal) {
-  return as_tuple(ListOperation().run(outs ? "scale_" : "check", xs, outs ? &*outs : nullptr, nullptr, factor,
-                                      reciprocal, {}, {}, {}, {}, true));
+py::tuple check(OptionalTensors const& tensors) {
+  return as_tuple(ListOperation().run("check", tensors, nullptr, nullptr, {}, false, {}, {}, {}, {}, true));
 }
 
-void copy(OptionalTensors const& outs, OptionalTensors const& xs) {
-  ListOperation().run("cast_copy_", xs, &outs, nullptr, {}, false, {}, {}, {}, {}, false);
+py::tuple scale_(OptionalTensors const& outputs, OptionalTensors const& inputs, at::Tensor const& factor) {
+  return as_tuple(ListOperation().run("scale_", inputs, &outputs, nullptr, factor, false, {}, {}, {}, {}, true));
 }
 
-py::tuple axpby(OptionalTensors const& outs, OptionalTensors const& xs, OptionalTensors const& ys,
-                OptionalTensor const& a, OptionalTensor const& b) {
-  return as_tuple(ListOperation().run("axpby_", xs, &outs, &ys, a, false, b, {}, {}, {}, true));
+void cast_copy_(OptionalTensors const& outputs, OptionalTensors const& inputs) {
+  ListOperation().run("cast_copy_", inputs, &outputs, nullptr, {}, false, {}, {}, {}, {}, false);
 }
 
-py::tuple l2norm(OptionalTensors const& xs) {
-  at::Device const device = !xs.empty() && xs[0] ? xs[0]->device() : at::Device(at::kCPU);
+py::tuple axpby_(OptionalTensors const& outputs, OptionalTensors const& xs, OptionalTensors const& ys,
+                 OptionalTensor const& a, OptionalTensor const& b) {
+  return as_tuple(ListOperation().run("axpby_", xs, &outputs, &ys, a, false, b, {}, {}, {}, true));
+}
+
+py::tuple l2norm(OptionalTensors const& tensors) {
+  at::Device const device = !tensors.empty() && tensors[0] ? tensors[0]->device() : at::Device(at::kCPU);
   at::Tensor const norm = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
-  Checks const checks = ListOperation().run("l2norm", xs, nullptr, nullptr, {}, false, {}, {}, norm, {}, true);
+  Checks const checks = ListOperation().run("l2norm", tensors, nullptr, nullptr, {}, false, {}, {}, norm, {}, true);
   return py::make_tuple(norm, checks.sum_squares.sqrt().to(at::kFloat));
 }
 
@@ -194,6 +194,21 @@ bool same_entries(py::list const& dicts, py::str const& name, py::list const& ob
   return true;
 }
 
+// Refusals are errors of amp_engine.errors.
+void translate(std::exception_ptr thrown) {
+  auto const raise = [](char const* kind, c10::Error const& error) {
+    py::object const type = py::module_::import("amp_engine.errors").attr(kind);
+    PyErr_SetString(type.ptr(), error.what_without_backtrace());
+  };
+  try {
+    std::rethrow_exception(thrown);
+  } catch (c10::ValueError const& error) {
+    raise("AmpValueError", error);
+  } catch (c10::TypeError const& error) {
+    raise("AmpTypeError", error);
+  }
+}
+
 py::dict build_info() {
   py::dict info;
   info["torch"] = TORCH_VERSION;
@@ -216,26 +231,28 @@ py::dict build_info() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Native kernels of amp_engine. Use amp_engine.kernels, which falls back to PyTorch without them.";
   m.attr("has_cuda") = has_cuda();
+  py::register_local_exception_translator(&translate);
   patch::bind(m);
   m.def("build_info", &build_info, "What this module was compiled against, and the instruction set that it chose.");
-  m.def("check", &check, py::arg("xs"), py::arg("outputs") = py::none(), py::arg("factor") = py::none(),
-        py::arg("reciprocal") = false, "outputs = xs * factor where there are outputs; the sums of xs.");
-  m.def("cast_copy", &copy, py::arg("outputs"), py::arg("inputs"), "outputs = inputs, rounded to nearest even.");
-  m.def("axpby", &axpby, "outputs = fma(a, xs, b * ys); the sums of xs.");
-  m.def("l2norm", &l2norm, "(norm over the list, norm of each tensor), float32.");
+  // Of amp_engine.kernels.ops, which documents them.
+  m.def("check", &check);
+  m.def("l2norm", &l2norm);
+  m.def("scale_", &scale_);
+  m.def("axpby_", &axpby_);
+  m.def("cast_copy_", &cast_copy_);
   m.def(
-      "update_scale",
-      [](at::Tensor const& scale, at::Tensor const& growth_tracker, OptionalTensor const& hysteresis_tracker,
-         at::Tensor const& found_inf, OptionalTensor const& inv_scale_used, double growth_factor, double backoff_factor,
-         int growth_interval, int hysteresis, double min_scale, double max_scale, bool dynamic,
-         OptionalTensor const& found_inf_used) {
+      "update_scale_",
+      [](at::Tensor const& scale, at::Tensor const& growth_tracker, at::Tensor const& found_inf,
+         OptionalTensor const& hysteresis_tracker, OptionalTensor const& inv_scale_used,
+         OptionalTensor const& found_inf_used, double growth_factor, double backoff_factor, int growth_interval,
+         double min_scale, double max_scale, int hysteresis, bool dynamic) {
         update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, inv_scale_used, found_inf_used,
                      {growth_factor, backoff_factor, min_scale, max_scale, growth_interval, hysteresis, dynamic});
       },
-      py::arg("scale"), py::arg("growth_tracker"), py::arg("hysteresis_tracker"), py::arg("found_inf"),
-      py::arg("inv_scale_used"), py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("growth_interval"),
-      py::arg("hysteresis"), py::arg("min_scale"), py::arg("max_scale"), py::arg("dynamic") = true,
-      py::arg("found_inf_used") = py::none(), "The dynamic loss scale after one backward, in place.");
+      py::arg("scale"), py::arg("growth_tracker"), py::arg("found_inf"), py::arg("hysteresis_tracker") = py::none(),
+      py::arg("inv_scale_used") = py::none(), py::arg("found_inf_used") = py::none(), py::kw_only(),
+      py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("growth_interval"), py::arg("min_scale"),
+      py::arg("max_scale"), py::arg("hysteresis") = 1, py::arg("dynamic") = true);
 
   py::class_<Params, std::shared_ptr<Params>>(m, "Params", "Tensors whose Python list was read once.")
       .def(py::init<py::iterable const&>())
@@ -300,26 +317,19 @@ PYBIND11_MODULE(_C, m) {
   m.def("watch_collectives", &watch_collectives, py::arg("writing"), py::arg("reading"), py::arg("listener"),
         "Calls listener(tensors, is_broadcast) after each of the writing operators of c10d, from now on.");
 
-  py::class_<ListOperation>(m, "ListOperation", "check and scale over one list, again and again.")
+  py::class_<ListOperation>(m, "ListCheck")
       .def(py::init<>())
-      .def(
-          "check",
-          [](ListOperation& self, TensorsOrList const& xs, std::optional<TensorsOrList> const& outs,
-             OptionalTensor const& factor, bool reciprocal, OptionalTensor const& found_inf, OptionalTensor const& norm,
-             OptionalTensor const& norm_scale) {
-            return as_tuple(self.run("check", in(xs), outs ? &in(*outs) : nullptr, nullptr, factor, reciprocal, {}, found_inf,
-                                     norm, norm_scale, true));
-          },
-          py::arg("xs"), py::arg("outputs") = py::none(), py::arg("factor") = py::none(), py::arg("reciprocal") = false,
-          py::arg("found_inf") = py::none(), py::arg("norm") = py::none(), py::arg("norm_scale") = py::none())
-      .def(
-          "multiply",
-          [](ListOperation& self, TensorsOrList const& xs, at::Tensor const& factor) {
-            self.run("multiply_", in(xs), &in(xs), nullptr, factor, false, {}, {}, {}, {}, false);
-          },
-          py::arg("xs"), py::arg("factor"));
+      .def("run",
+           [](ListOperation& self, TensorsOrList const& tensors, std::optional<TensorsOrList> const& outputs,
+              at::Tensor const& scale, at::Tensor const& found_inf, at::Tensor const& norm) {
+             return as_tuple(self.run("check", in(tensors), outputs ? &in(*outputs) : nullptr, nullptr, scale, true, {},
+                                      found_inf, norm, scale, true));
+           })
+      .def("multiply_", [](ListOperation& self, TensorsOrList const& tensors, at::Tensor const& factor) {
+        self.run("multiply_", in(tensors), &in(tensors), nullptr, factor, false, {}, {}, {}, {}, false);
+      });
 
-  py::class_<StepTable>(m, "StepTable", "The tensors of one optimizer, stepped together.")
+  py::class_<StepTable>(m, "StepTable")
       .def(py::init([](std::string const& formula, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1,
                        OptionalTensors state2, std::vector<uint32_t> const& groups, at::Tensor steps,
                        OptionalTensor norms, std::optional<bool> stream_copies) {
@@ -335,8 +345,12 @@ PYBIND11_MODULE(_C, m) {
           "step",
           [](StepTable& self, TensorsOrList const& grads, std::vector<bool> const& scaled, py::list const& groups,
              OptionalTensor const& inv_scale, OptionalTensor const& found_inf, OptionalTensor const& norm,
-             double max_norm, OptionalTensor const& sum_squares, OptionalTensor const& largest,
+             double max_norm, std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> const& checks,
              OptionalTensor const& gradient_norm) {
+            OptionalTensor sum_squares, largest;
+            if (checks) {
+              std::tie(std::ignore, sum_squares, largest) = *checks;
+            }
             std::vector<at::Tensor> learning_rates;
             std::vector<Group> native;
             for (py::handle group : groups) {
@@ -347,10 +361,10 @@ PYBIND11_MODULE(_C, m) {
             self.step(in(grads), scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest,
                       gradient_norm);
           },
-          py::arg("grads"), py::arg("scaled"), py::arg("groups"), py::arg("inv_scale") = py::none(),
+          py::arg("grads"), py::arg("scaled"), py::arg("groups"), py::kw_only(), py::arg("inv_scale") = py::none(),
           py::arg("found_inf") = py::none(), py::arg("norm") = py::none(),
-          py::arg("max_norm") = std::numeric_limits<double>::infinity(), py::arg("sum_squares") = py::none(),
-          py::arg("largest") = py::none(), py::arg("gradient_norm") = py::none());
+          py::arg("max_norm") = std::numeric_limits<double>::infinity(), py::arg("checks") = py::none(),
+          py::arg("gradient_norm") = py::none());
 }
 
 }  // namespace amp_engine

@@ -20,9 +20,9 @@ both stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,28 +30,70 @@ from torch import Tensor
 from amp_engine import kernels
 from amp_engine.apex import float64_steps
 from amp_engine.errors import AmpValueError
-from amp_engine.kernels.formulas import Adagrad, Adam
+from amp_engine.kernels.formulas import Adagrad, Adam, Formula, Lamb, NovoGrad, Sgd
 from amp_engine.kernels.refusals import check_apart, check_lists
 from amp_engine.levels.policy import LOWEST_SCALE
 
 TensorList = Sequence[Tensor]
 TensorLists = Sequence[TensorList]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@torch.no_grad()
+class _RefusedError(AmpValueError):
+    """An argument that is not allowed, in words that lack the operation's name."""
+
+
+def _operation(
+    *names: str, optional: int = 0, written: Sequence[int] = (), writes_gradients: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make an operation of a function: its flag and its lists are looked at before, and refusals name it and its lists.
+
+    Args:
+        names: of the lists, of which the last `optional` ones may be left out.
+        written: places of the lists that the kernels write.
+        writes_gradients: the first list is written after the kernels.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        op = function.__name__
+
+        @wraps(function)
+        def operation(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *args: Any, **kwargs: Any) -> Any:
+            try:
+                _check_lists(noop_flag, tensor_lists, names, optional)
+                if writes_gradients:
+                    check_apart(op, {"tensor_lists[0]": tensor_lists[0]}, {})
+                with torch.no_grad():
+                    return function(chunk_size, noop_flag, tensor_lists, *args, **kwargs)  # type: ignore[arg-type]
+            except _RefusedError as refusal:
+                raise AmpValueError(f"{op}: {refusal}") from None
+            except AmpValueError:
+                # A kernel names its own lists, where the caller knows places.
+                check_lists(
+                    op,
+                    {f"tensor_lists[{i}]": tensors for i, tensors in enumerate(tensor_lists)},
+                    [f"tensor_lists[{i}]" for i in written if i < len(tensor_lists)],
+                )
+                raise
+
+        return operation  # type: ignore[return-value]
+
+    return decorate
+
+
+@_operation("inputs", "outputs", written=[1])
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
     """out = in * scale, for lists [in, out], whose types are independent; out may be in.
 
     The flag is set if an element of `in` is not finite. What overflows in the rounding to `out` does not set it.
     """
-    op, names = "multi_tensor_scale", ("inputs", "outputs")
-    inputs, outputs = _lists(op, noop_flag, tensor_lists, names)
-    with _refusals_by_place(op, tensor_lists, written=[1]):
-        checks = kernels.scale_(outputs, inputs, _constant(scale, noop_flag))
+    inputs, outputs = tensor_lists
+    checks = kernels.scale_(outputs, inputs, _constant(scale, noop_flag))
     _set_where(noop_flag, checks.nonfinite)
 
 
-@torch.no_grad()
+@_operation("xs", "ys", "outputs", written=[2])
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, a: float, b: float, arg_to_check: int
 ) -> None:
@@ -60,21 +102,19 @@ def multi_tensor_axpby(
     Args:
         arg_to_check: the flag is set if an element of x (0), of y (1) or of either (-1) is not finite.
     """
-    op, names = "multi_tensor_axpby", ("xs", "ys", "outputs")
-    xs, ys, outputs = _lists(op, noop_flag, tensor_lists, names)
     if arg_to_check not in (-1, 0, 1):
-        raise AmpValueError(f"{op}: arg_to_check={arg_to_check!r}.  Use -1 (both), 0 (x) or 1 (y).")
-    with _refusals_by_place(op, tensor_lists, written=[2]):
-        # Before an output that is its y is written.
-        of_y = None if arg_to_check == 0 else kernels.check(ys)
-        of_x = kernels.axpby_(outputs, xs, ys, _constant(a, noop_flag), _constant(b, noop_flag))
+        raise _RefusedError(f"arg_to_check={arg_to_check!r}.  Use -1 (both), 0 (x) or 1 (y).")
+    xs, ys, outputs = tensor_lists
+    # Before an output that is its y is written.
+    of_y = None if arg_to_check == 0 else kernels.check(ys)
+    of_x = kernels.axpby_(outputs, xs, ys, _constant(a, noop_flag), _constant(b, noop_flag))
     if arg_to_check != 1:
         _set_where(noop_flag, of_x.nonfinite)
     if of_y is not None:
         _set_where(noop_flag, of_y.nonfinite)
 
 
-@torch.no_grad()
+@_operation("xs")
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -86,29 +126,23 @@ def multi_tensor_l2norm(
     Returns:
         (norm over all: float32, shape [1]; norm of each: float32, shape [n], or shape [0] unless `per_tensor`).
     """
-    op = "multi_tensor_l2norm"
-    (xs,) = _lists(op, noop_flag, tensor_lists, ("xs",))
-    with _refusals_by_place(op, tensor_lists):
-        total, each = kernels.l2norm(xs)
+    total, each = kernels.l2norm(tensor_lists[0])
     return _norms(noop_flag, total, each, per_tensor)
 
 
-@torch.no_grad()
+@_operation("xs")
 def multi_tensor_l2norm_mp(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """`multi_tensor_l2norm`, which returns zeros where the flag was set before."""
-    op = "multi_tensor_l2norm_mp"
-    (xs,) = _lists(op, noop_flag, tensor_lists, ("xs",))
-    with _refusals_by_place(op, tensor_lists):
-        total, each = kernels.l2norm(xs)
+    total, each = kernels.l2norm(tensor_lists[0])
     was_set = _is_set(noop_flag)
-    if xs:
+    if tensor_lists[0]:
         total, each = total.masked_fill(was_set, 0), each.masked_fill(was_set, 0)
     return _norms(noop_flag, total, each, per_tensor)
 
 
-@torch.no_grad()
+@_operation("inputs", "outputs", written=[1])
 def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -117,14 +151,13 @@ def multi_tensor_l2norm_scale(
     The norm is of the values before they are rounded to the type of `out`. Flag and returns are those of
     `multi_tensor_l2norm`.
     """
-    op, names = "multi_tensor_l2norm_scale", ("inputs", "outputs")
-    inputs, outputs = _lists(op, noop_flag, tensor_lists, names)
-    with _refusals_by_place(op, tensor_lists, written=[1]):
-        sum_squares = kernels.scale_(outputs, inputs, _constant(scale, noop_flag)).sum_squares
-    return _norms_of_squares(noop_flag, sum_squares, _constant(scale, noop_flag), per_tensor)
+    inputs, outputs = tensor_lists
+    factor = _constant(scale, noop_flag)
+    sum_squares = kernels.scale_(outputs, inputs, factor).sum_squares
+    return _norms_of_squares(noop_flag, sum_squares, factor, per_tensor)
 
 
-@torch.no_grad()
+@_operation("xs")
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, inv_scale: Tensor, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -135,15 +168,12 @@ def multi_tensor_unscale_l2norm(
 
     Flag and returns are those of `multi_tensor_l2norm`.
     """
-    op = "multi_tensor_unscale_l2norm"
-    (xs,) = _lists(op, noop_flag, tensor_lists, ("xs",))
-    factor = _scalar(op, "inv_scale", inv_scale, noop_flag)
-    with _refusals_by_place(op, tensor_lists):
-        sum_squares = kernels.check(xs).sum_squares
+    factor = _scalar("inv_scale", inv_scale, noop_flag)
+    sum_squares = kernels.check(tensor_lists[0]).sum_squares
     return _norms_of_squares(noop_flag, sum_squares, factor, per_tensor)
 
 
-@torch.no_grad()
+@_operation("gradients", "parameters", "momentum buffers", "copies", optional=1, written=[1, 2, 3])
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: Tensor,
@@ -167,27 +197,19 @@ def multi_tensor_sgd(
     Buffers are not read or written if `momentum` is 0. Nothing is written where the flag is set. `first_run` is of all
     tensors of the call; a tensor whose first gradient comes later needs a call of its own.
     """
-    op, names = "multi_tensor_sgd", ("gradients", "parameters", "momentum buffers", "copies")
-    grads, params, buffers, *copies = _lists(op, noop_flag, tensor_lists, names, optional=1)
-    with _refusals_by_place(op, tensor_lists, written=[1, 2, 3]), _in_float32(buffers) as buffers_f32:
-        kernels.sgd_(
-            grads,
-            params,
-            buffers_f32 if momentum else None,
-            _steps(0 if first_run else 1, params, noop_flag),
-            copies[0] if copies else None,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=bool(nesterov),
-            decay_after_momentum=bool(wd_after_momentum),
-            inv_scale=_constant(scale, noop_flag),
-            found_inf=_is_set(noop_flag).float(),
-        )
+    sgd = Sgd(
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=bool(nesterov),
+        decay_after_momentum=bool(wd_after_momentum),
+    )
+    done = 0 if first_run else 1
+    _step(sgd, noop_flag, tensor_lists, done, inv_scale=_constant(scale, noop_flag), skips=_is_set(noop_flag))
 
 
-@torch.no_grad()
+@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", written=[1, 2, 3])
 def multi_tensor_adam(
     chunk_size: int,
     noop_flag: Tensor,
@@ -214,12 +236,11 @@ def multi_tensor_adam(
 
     The flag is left alone and not read.
     """
-    op, names = "multi_tensor_adam", ("gradients", "parameters", "exp_avg", "exp_avg_sq")
-    lists = _lists(op, noop_flag, tensor_lists, names)
-    _adam(op, lists, None, noop_flag, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+    adam = _adam(lr, beta1, beta2, epsilon, mode, bias_correction, weight_decay)
+    _step(adam, noop_flag, tensor_lists, step - 1)
 
 
-@torch.no_grad()
+@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", written=[1, 2, 3], writes_gradients=True)
 def multi_tensor_adam_capturable(
     chunk_size: int,
     noop_flag: Tensor,
@@ -242,13 +263,11 @@ def multi_tensor_adam_capturable(
 
     Nothing is written where the flag is set.
     """
-    op, names = "multi_tensor_adam_capturable", ("gradients", "parameters", "exp_avg", "exp_avg_sq")
-    lists = _lists(op, noop_flag, tensor_lists, names)
-    scalars = (beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
-    _adam(op, lists, None, noop_flag, lr, *scalars, inv_scale)
+    adam = _adam(_scalar("lr", lr, noop_flag), beta1, beta2, epsilon, mode, bias_correction, weight_decay)
+    _step_and_unscale(adam, noop_flag, tensor_lists, step, inv_scale)
 
 
-@torch.no_grad()
+@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", "masters", written=[1, 2, 3, 4], writes_gradients=True)
 def multi_tensor_adam_capturable_master(
     chunk_size: int,
     noop_flag: Tensor,
@@ -267,13 +286,11 @@ def multi_tensor_adam_capturable_master(
 
     The masters are stepped, and the parameters become the masters, rounded.
     """
-    op, names = "multi_tensor_adam_capturable_master", ("gradients", "parameters", "exp_avg", "exp_avg_sq", "masters")
-    grads, params, exp_avgs, exp_avg_sqs, masters = _lists(op, noop_flag, tensor_lists, names)
-    scalars = (beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
-    _adam(op, (grads, masters, exp_avgs, exp_avg_sqs), params, noop_flag, lr, *scalars, inv_scale)
+    adam = _adam(_scalar("lr", lr, noop_flag), beta1, beta2, epsilon, mode, bias_correction, weight_decay)
+    _step_and_unscale(adam, noop_flag, tensor_lists, step, inv_scale, has_masters=True)
 
 
-@torch.no_grad()
+@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", written=[1, 2, 3], writes_gradients=True)
 def multi_tensor_lamb(
     chunk_size: int,
     noop_flag: Tensor,
@@ -305,15 +322,18 @@ def multi_tensor_lamb(
 
     The flag is left alone and not read.
     """
-    op, names = "multi_tensor_lamb", ("gradients", "parameters", "exp_avg", "exp_avg_sq")
-    lists = _lists(op, noop_flag, tensor_lists, names)
-    norm = _scalar(op, "global_grad_norm", global_grad_norm, noop_flag)
+    norm = _scalar("global_grad_norm", global_grad_norm, noop_flag)
     norm = norm / max_grad_norm if max_grad_norm > 0 else torch.zeros_like(norm)
-    scalars = (beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging, mode)
-    _lamb(op, lists, None, noop_flag, lr, *scalars, norm, use_nvlamb)
+    lamb = _lamb(lr, beta1, beta2, epsilon, bias_correction, weight_decay, grad_averaging, mode, use_nvlamb)
+    _step_into_gradients(lamb, noop_flag, tensor_lists, step, norm)
 
 
-@torch.no_grad()
+@_operation(
+    *("gradients", "parameters", "exp_avg", "exp_avg_sq", "copies"),
+    optional=1,
+    written=[1, 2, 3, 4],
+    writes_gradients=True,
+)
 def multi_tensor_lamb_mp(
     chunk_size: int,
     noop_flag: Tensor,
@@ -343,19 +363,17 @@ def multi_tensor_lamb_mp(
             unscaled gradients.
         step: one element of any type: the number of this step, from 1. It is not advanced.
     """
-    op, names = "multi_tensor_lamb_mp", ("gradients", "parameters", "exp_avg", "exp_avg_sq", "copies")
-    *lists, last = _lists(op, noop_flag, tensor_lists, names, optional=1)
-    copies: TensorList | None = last
-    if len(tensor_lists) == 4:
-        lists, copies = [*lists, last], None
-    norm = _scalar(op, "global_grad_norm", global_grad_norm, noop_flag)
-    max_norm = _scalar(op, "max_grad_norm", max_grad_norm, noop_flag)
+    norm = _scalar("global_grad_norm", global_grad_norm, noop_flag)
+    max_norm = _scalar("max_grad_norm", max_grad_norm, noop_flag)
     norm = torch.where(max_norm > 0, norm / max_norm, 0.0)
-    scalars = (beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging, mode)
-    _lamb(op, lists, copies, noop_flag, lr, *scalars, norm, use_nvlamb, inv_scale, found_inf)
+    lr, step = _scalar("lr", lr, noop_flag), _scalar("step", step, noop_flag)
+    factor = _scalar("inv_scale", inv_scale, noop_flag)
+    skips = _is_set(noop_flag) | (_scalar("found_inf", found_inf, noop_flag) != 0)
+    lamb = _lamb(lr, beta1, beta2, epsilon, bias_correction, weight_decay, grad_averaging, mode, use_nvlamb)
+    _step_into_gradients(lamb, noop_flag, tensor_lists, step, norm, factor, skips)
 
 
-@torch.no_grad()
+@_operation("gradients", "parameters", "exp_avg", written=[1, 2])
 def multi_tensor_novograd(
     chunk_size: int,
     noop_flag: Tensor,
@@ -388,73 +406,50 @@ def multi_tensor_novograd(
 
     The flag is set if a gradient is not finite, and not read.
     """
-    op, names = "multi_tensor_novograd", ("gradients", "parameters", "exp_avg")
-    grads, params, exp_avgs = _lists(op, noop_flag, tensor_lists, names)
+    grads, params, _ = tensor_lists
     if grad_norms.shape != (len(grads),) or grad_norms.device != noop_flag.device:
-        raise AmpValueError(
-            f"{op}: grad_norms has shape {list(grad_norms.shape)} on {grad_norms.device}, but must have one norm a "
+        raise _RefusedError(
+            f"grad_norms has shape {list(grad_norms.shape)} on {grad_norms.device}, but must have one norm a "
             f"tensor: shape [{len(grads)}] on {noop_flag.device}."
         )
     if norm_type not in (0, 2):
-        raise AmpValueError(f"{op}: norm_type={norm_type!r}.  Use 2, or 0 for the largest magnitude.")
+        raise _RefusedError(f"norm_type={norm_type!r}.  Use 2, or 0 for the largest magnitude.")
     if not grads:
         return
-    is_double = params[0].dtype is torch.float64
+    if _is_float64(tensor_lists, params):
+        # The maximum of no element is an error.
+        size = torch.stack([g.norm() if norm_type == 2 or not g.numel() else g.abs().max() for g in grads])
+        nonfinite = kernels.nonfinite(grads)
+    else:
+        checks = kernels.check(grads)
+        size = checks.sum_squares.sqrt() if norm_type == 2 else checks.largest.double()
+        nonfinite = checks.nonfinite
+    norms = grad_norms.double()
+    if norm_type == 2:
+        norms = (beta2 * norms.square() + (1 - beta2) * size.square()).sqrt()
+    else:
+        norms = beta2 * norms + (1 - beta2) * size
+    # The formula starts a tensor's norm itself at its first step. Here the caller did, so the norms come blended and
+    # corrected, for a later step (1 was done) with beta2 = 1, which leaves them as they are.
     bias1, bias2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-    beta3 = 1 - beta1 if grad_averaging else 1.0
     inside = mode == 0
-    if is_double:
-        _check_float64(op, tensor_lists)
-    with _refusals_by_place(op, tensor_lists, written=[1, 2]):
-        if is_double:
-            # The maximum of no element is an error.
-            size = torch.stack([g.norm() if norm_type == 2 or not g.numel() else g.abs().max() for g in grads])
-            nonfinite = kernels.nonfinite(grads)
-        else:
-            checks = kernels.check(grads)
-            size = checks.sum_squares.sqrt() if norm_type == 2 else checks.largest.double()
-            nonfinite = checks.nonfinite
-        norms = grad_norms.double()
-        if norm_type == 2:
-            norms = (beta2 * norms.square() + (1 - beta2) * size.square()).sqrt()
-        else:
-            norms = beta2 * norms + (1 - beta2) * size
-        if is_double:
-            float64_steps.novograd_(
-                (grads, params, exp_avgs),
-                norms / bias2**0.5 + epsilon,
-                lr=lr,
-                beta1=beta1,
-                beta3=beta3,
-                bias1=bias1,
-                decay_inside_moment=inside,
-                weight_decay=weight_decay,
-            )
-        else:
-            # The kernel starts a tensor's norm itself at its first step. Here the caller did, so the norms come
-            # blended and corrected, for a later step (1 was done) with beta2 = 1, which leaves them as they are.
-            with _in_float32(exp_avgs) as exp_avgs_f32:
-                kernels.novograd_(
-                    grads,
-                    params,
-                    exp_avgs_f32,
-                    (norms / bias2**0.5).float(),
-                    _steps(1, params, noop_flag),
-                    lr=lr / bias1,
-                    beta1=beta1,
-                    beta2=1.0,
-                    eps=epsilon,
-                    weight_decay=weight_decay if inside else weight_decay * bias1,
-                    bias_correction=False,
-                    grad_averaging=bool(grad_averaging),
-                    decay_inside_moment=inside,
-                    infinity_norm=norm_type == 0,
-                )
+    novograd = NovoGrad(
+        lr=lr / bias1,
+        beta1=beta1,
+        beta2=1.0,
+        eps=epsilon,
+        weight_decay=weight_decay if inside else weight_decay * bias1,
+        bias_correction=False,
+        grad_averaging=bool(grad_averaging),
+        decay_inside_moment=inside,
+        infinity_norm=norm_type == 0,
+    )
+    _step(novograd, noop_flag, tensor_lists, 1, norms=norms / bias2**0.5)
     grad_norms.copy_(norms)
     _set_where(noop_flag, nonfinite)
 
 
-@torch.no_grad()
+@_operation("gradients", "parameters", "sums", written=[1, 2])
 def multi_tensor_adagrad(
     chunk_size: int,
     noop_flag: Tensor,
@@ -471,25 +466,8 @@ def multi_tensor_adagrad(
 
     The flag is left alone and not read.
     """
-    op, names = "multi_tensor_adagrad", ("gradients", "parameters", "sums")
-    lists = _lists(op, noop_flag, tensor_lists, names)
-    grads, params, sums = lists
-    if params and params[0].dtype is torch.float64:
-        _check_float64(op, tensor_lists)
-        adagrad = Adagrad(lr=lr, eps=epsilon, decoupled=mode == 1, weight_decay=weight_decay)
-        float64_steps.step_(adagrad, lists)
-        return
-    with _refusals_by_place(op, tensor_lists, written=[1, 2]), _in_float32(sums) as sums_f32:
-        kernels.adagrad_(
-            grads,
-            params,
-            sums_f32,
-            _steps(0, params, noop_flag),
-            lr=lr,
-            eps=epsilon,
-            weight_decay=weight_decay,
-            decoupled=mode == 1,
-        )
+    adagrad = Adagrad(lr=lr, eps=epsilon, weight_decay=weight_decay, decoupled=mode == 1)
+    _step(adagrad, noop_flag, tensor_lists, 0)
 
 
 @torch.no_grad()
@@ -549,236 +527,200 @@ def __getattr__(name: str) -> NoReturn:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _adam(
-    op: str,
-    lists: TensorLists,
-    copies: TensorList | None,
+def _adam(lr: Any, beta1: float, beta2: float, eps: float, mode: int, corrects: int, decay: float) -> Adam:
+    return Adam(
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=decay,
+        decoupled=mode == 1,
+        bias_correction=bool(corrects),
+    )
+
+
+def _lamb(
+    lr: Any, beta1: float, beta2: float, eps: float, corrects: int, decay: float, averages: int, mode: int, nv: Any
+) -> Lamb:
+    return Lamb(
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=decay,
+        max_grad_norm=1.0,
+        decoupled=mode == 1,
+        bias_correction=bool(corrects),
+        grad_averaging=bool(averages),
+        use_nvlamb=bool(nv),
+    )
+
+
+def _step(
+    formula: Formula,
     noop_flag: Tensor,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int | Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    tensor_lists: TensorLists,
+    done: int | Tensor,
+    *,
+    has_masters: bool = False,
+    norms: Tensor | None = None,
     inv_scale: Tensor | None = None,
+    skips: Tensor | None = None,
+    gradient_norm: Tensor | None = None,
+) -> Sequence[TensorList]:
+    """Step once.
+
+    Args:
+        tensor_lists: gradients, parameters, the states of the formula, and maybe copies of the parameters, or masters.
+        done: how many steps the parameters had before.
+        norms: NovoGrad's, shape [n].
+        inv_scale, gradient_norm: float32, shape [].
+        skips: bool, shape []; nothing is written where it is true.
+
+    Returns:
+        The states as they were computed, before they were rounded.
+    """
+    n = 2 if formula.needs_state2 else 1
+    grads, params = tensor_lists[:2]
+    states = tensor_lists[2 : 2 + n] if formula.needs_state1 else []
+    copies = tensor_lists[2 + n] if len(tensor_lists) > 2 + n else None
+    if has_masters and copies is not None:
+        params, copies = copies, params
+    if isinstance(formula, (Adam, Adagrad, NovoGrad)) and _is_float64(tensor_lists, params):
+        lists = [grads, params, *states]
+        float64_steps.step_(formula, lists, copies, step=done + 1, norms=norms, inv_scale=inv_scale, skips=skips)
+        return states
+    wide: list[TensorList] = [
+        state if not state or state[0].dtype is torch.float32 else [t.float() for t in state] for state in states
+    ]
+    kernels.step_once(
+        formula,
+        grads,
+        params,
+        wide[0] if wide else None,
+        wide[1] if n == 2 else None,
+        _steps(done, params, noop_flag),
+        None if norms is None else norms.float(),
+        copies,
+        inv_scale=inv_scale,
+        found_inf=None if skips is None else skips.float(),
+        gradient_norm=gradient_norm,
+    )
+    for state, state_f32 in zip(states, wide, strict=True):
+        if state is not state_f32:
+            kernels.cast_copy_(state, state_f32)
+    return wide
+
+
+def _step_and_unscale(
+    adam: Adam,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    step: Tensor,
+    inv_scale: Tensor,
+    *,
+    has_masters: bool = False,
 ) -> None:
-    """Adam; with `inv_scale` the capturable kind, which reads the flag and unscales the gradients."""
-    grads, params, exp_avgs, exp_avg_sqs = lists
-    skips = None
-    if inv_scale is not None:
-        _check_once(op, grads)
-        lr = _scalar(op, "lr", lr, noop_flag)
-        step = _scalar(op, "step", step, noop_flag)
-        inv_scale = _scalar(op, "inv_scale", inv_scale, noop_flag)
-        skips = _is_set(noop_flag)
-    # Masters are the fifth of the caller's lists.
-    places = list(lists) if copies is None else [grads, copies, exp_avgs, exp_avg_sqs, params]
-    is_decoupled, is_corrected = mode == 1, bool(bias_correction)
-    if params and params[0].dtype is torch.float64:
-        _check_float64(op, places)
-        adam = Adam(
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            decoupled=is_decoupled,
-            bias_correction=is_corrected,
-        )
-        float64_steps.step_(adam, lists, copies, step=step, inv_scale=inv_scale, skips=skips)
-    else:
-        with (
-            _refusals_by_place(op, places, written=range(1, len(places))),
-            _in_float32(exp_avgs) as exp_avgs_f32,
-            _in_float32(exp_avg_sqs) as exp_avg_sqs_f32,
-        ):
-            kernels.adam_(
-                grads,
-                params,
-                exp_avgs_f32,
-                exp_avg_sqs_f32,
-                _steps(step - 1, params, noop_flag),
-                copies,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                weight_decay=weight_decay,
-                decoupled=is_decoupled,
-                bias_correction=is_corrected,
-                inv_scale=inv_scale,
-                found_inf=None if skips is None else skips.float(),
-            )
-    if inv_scale is not None and skips is not None and grads:
-        factor = torch.where(skips, 1.0, inv_scale)
+    """Step by unscaled gradients, and write these back, both unless the flag is set."""
+    done = _scalar("step", step, noop_flag) - 1
+    factor = _scalar("inv_scale", inv_scale, noop_flag)
+    skips = _is_set(noop_flag)
+    _step(adam, noop_flag, tensor_lists, done, has_masters=has_masters, inv_scale=factor, skips=skips)
+    grads = tensor_lists[0]
+    if grads:
+        factor = torch.where(skips, 1.0, factor)
         if grads[0].dtype is torch.float64:
             torch._foreach_mul_(list(grads), factor)
         else:
             kernels.scale_(grads, grads, factor)
 
 
-def _lamb(
-    op: str,
-    lists: TensorLists,
-    copies: TensorList | None,
+def _step_into_gradients(
+    lamb: Lamb,
     noop_flag: Tensor,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    tensor_lists: TensorLists,
     step: int | Tensor,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
     norm_over_max: Tensor,
-    use_nvlamb: bool | None,
     inv_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    skips: Tensor | None = None,
 ) -> None:
-    """LAMB; with `inv_scale` and `found_inf` the capturable kind. Then the updates, into the gradients."""
-    grads, params, exp_avgs, exp_avg_sqs = lists
-    skips: Tensor | None = None
-    if inv_scale is not None and found_inf is not None:
-        lr = _scalar(op, "lr", lr, noop_flag)
-        step = _scalar(op, "step", step, noop_flag)
-        inv_scale = _scalar(op, "inv_scale", inv_scale, noop_flag)
-        skips = _is_set(noop_flag) | (_scalar(op, "found_inf", found_inf, noop_flag) != 0)
+    """Step by LAMB, and write the updates into the gradients, both unless `skips`."""
+    grads, params = tensor_lists[:2]
     if not params:
         return
-    _check_once(op, grads)
-    is_decoupled = mode == 1
-    places = list(lists) if copies is None else [*lists, copies]
-    with (
-        _refusals_by_place(op, places, written=range(1, len(places))),
-        _in_float32(exp_avgs) as exp_avgs_f32,
-        _in_float32(exp_avg_sqs) as exp_avg_sqs_f32,
-    ):
-        before = [p.to(torch.float32, copy=True) for p in params] if is_decoupled and weight_decay != 0 else None
-        kernels.lamb_(
-            grads,
-            params,
-            exp_avgs_f32,
-            exp_avg_sqs_f32,
-            _steps(step - 1, params, noop_flag),
-            copies,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            decoupled=is_decoupled,
-            bias_correction=bool(bias_correction),
-            grad_averaging=bool(grad_averaging),
-            max_grad_norm=1.0,
-            use_nvlamb=bool(use_nvlamb),
-            grad_norm=norm_over_max,
-            inv_scale=inv_scale,
-            found_inf=None if skips is None else skips.float(),
+    decays = lamb.decoupled and lamb.weight_decay != 0
+    before = [p.to(torch.float32, copy=True) for p in params] if decays else None
+    exp_avgs_f32, exp_avg_sqs_f32 = _step(
+        lamb, noop_flag, tensor_lists, step - 1, inv_scale=inv_scale, skips=skips, gradient_norm=norm_over_max
+    )
+    denominators = list(torch._foreach_sqrt(list(exp_avg_sqs_f32)))
+    updates = list(exp_avgs_f32)
+    if lamb.bias_correction:
+        t = step.double() if isinstance(step, Tensor) else step
+        # Foreach would widen 0-d updates to a factor's float64.
+        inv_bias1, inv_root2 = (
+            x.float() if isinstance(x, Tensor) else x for x in (1 / (1 - lamb.beta1**t), (1 - lamb.beta2**t) ** -0.5)
         )
-        denominators = list(torch._foreach_sqrt(list(exp_avg_sqs_f32)))
-        updates = list(exp_avgs_f32)
-        if bias_correction:
-            t = step.double() if isinstance(step, Tensor) else step
-            # Foreach would widen 0-d updates to a factor's float64.
-            inv_bias1, inv_root2 = (
-                x.float() if isinstance(x, Tensor) else x for x in (1 / (1 - beta1**t), (1 - beta2**t) ** -0.5)
-            )
-            torch._foreach_mul_(denominators, inv_root2)
-            updates = list(torch._foreach_mul(updates, inv_bias1))
-        torch._foreach_add_(denominators, eps)
-        updates = list(torch._foreach_div(updates, denominators))
-        if before is not None:
-            torch._foreach_add_(updates, before, alpha=weight_decay)
-        if skips is not None:
-            updates = [torch.where(skips, g.float(), u) for g, u in zip(grads, updates, strict=True)]
-        torch._foreach_copy_(list(grads), updates)
+        torch._foreach_mul_(denominators, inv_root2)
+        updates = list(torch._foreach_mul(updates, inv_bias1))
+    torch._foreach_add_(denominators, lamb.eps)
+    updates = list(torch._foreach_div(updates, denominators))
+    if before is not None:
+        torch._foreach_add_(updates, before, alpha=lamb.weight_decay)
+    if skips is not None:
+        updates = [torch.where(skips, g.float(), u) for g, u in zip(grads, updates, strict=True)]
+    torch._foreach_copy_(list(grads), updates)
 
 
-def _lists(
-    op: str, noop_flag: Tensor, tensor_lists: TensorLists, names: Sequence[str], optional: int = 0
-) -> Sequence[TensorList]:
-    """`tensor_lists`, after a look at their number, their lengths, their types and the flag.
-
-    The last `optional` of `names` may be left out.
-    """
+def _check_lists(noop_flag: Tensor, tensor_lists: TensorLists, names: Sequence[str], optional: int) -> None:
+    """Refuse another flag, another number of lists, lists of unequal lengths or of mixed types."""
     if noop_flag.numel() != 1 or noop_flag.dtype is not torch.int32:
-        raise AmpValueError(
-            f"{op}: noop_flag is a {_type_name(noop_flag)} tensor of shape {list(noop_flag.shape)}, but must be one "
+        raise _RefusedError(
+            f"noop_flag is a {_type_name(noop_flag)} tensor of shape {list(noop_flag.shape)}, but must be one "
             "int32.  Call torch.zeros(1, dtype=torch.int32, device=...)."
         )
-    if not len(names) - optional <= len(tensor_lists) <= len(names):
-        last = f", and {' and '.join(names[-optional:])} if wanted" if optional else ""
-        raise AmpValueError(
-            f"{op}: tensor_lists holds {len(tensor_lists)} lists, but takes {len(names) - optional}: "
-            f"{', '.join(names[: len(names) - optional])}{last}."
+    needed = len(names) - optional
+    if not needed <= len(tensor_lists) <= len(names):
+        last = f", and {' and '.join(names[needed:])} if wanted" if optional else ""
+        raise _RefusedError(
+            f"tensor_lists holds {len(tensor_lists)} lists, but takes {needed}: {', '.join(names[:needed])}{last}."
         )
     for i, tensors in enumerate(tensor_lists):
         if len(tensors) != len(tensor_lists[0]):
-            raise AmpValueError(
-                f"{op}: tensor_lists[{i}] ({names[i]}) has {len(tensors)} entries, but tensor_lists[0] ({names[0]}) "
+            raise _RefusedError(
+                f"tensor_lists[{i}] ({names[i]}) has {len(tensors)} entries, but tensor_lists[0] ({names[0]}) "
                 f"has {len(tensor_lists[0])}.  All lists of one call are of one length."
             )
-        if len({tensor.dtype for tensor in tensors}) > 1:
-            j = next(j for j, tensor in enumerate(tensors) if tensor.dtype != tensors[0].dtype)
-            raise AmpValueError(
-                f"{op}: tensor_lists[{i}][{j}] ({names[i]}) is {_type_name(tensors[j])}, but tensor_lists[{i}][0] is "
-                f"{_type_name(tensors[0])}.  One list holds one type; make a call for each."
-            )
+        for j, tensor in enumerate(tensors):
+            if tensor.dtype != tensors[0].dtype:
+                raise _RefusedError(
+                    f"tensor_lists[{i}][{j}] ({names[i]}) is {_type_name(tensor)}, but tensor_lists[{i}][0] is "
+                    f"{_type_name(tensors[0])}.  One list holds one type; make a call for each."
+                )
     if tensor_lists[0] and tensor_lists[0][0].device != noop_flag.device:
-        raise AmpValueError(
-            f"{op}: noop_flag is on {noop_flag.device}, but the tensors are on {tensor_lists[0][0].device}.  Make a "
+        raise _RefusedError(
+            f"noop_flag is on {noop_flag.device}, but the tensors are on {tensor_lists[0][0].device}.  Make a "
             "flag for each device."
         )
-    return tensor_lists
 
 
-@contextmanager
-def _refusals_by_place(op: str, lists: TensorLists, written: Sequence[int] = ()) -> Iterator[None]:
-    """What a kernel refuses is said in terms of the caller's lists, of which `written` are written."""
-    try:
-        yield
-    except AmpValueError:
-        check_lists(
-            op,
-            {f"tensor_lists[{i}]": tensors for i, tensors in enumerate(lists)},
-            [f"tensor_lists[{i}]" for i in written if i < len(lists)],
-        )
-        raise
-
-
-def _check_once(op: str, grads: TensorList) -> None:
-    """Raise AmpValueError for gradients that share memory, before they are written."""
-    check_apart(op, {"tensor_lists[0]": grads}, {})
-
-
-def _check_float64(op: str, lists: TensorLists) -> None:
-    """The checks of lists with float64 in them, which plain PyTorch computes: in any order in memory."""
+def _is_float64(lists: TensorLists, params: TensorList) -> bool:
+    """True for float64 parameters, which plain PyTorch computes: in any order in memory. Refuses lists of others."""
+    if not params or params[0].dtype is not torch.float64:
+        return False
     for i, tensors in enumerate(lists):
         for j, tensor in enumerate(tensors):
             if tensor.dtype not in (torch.float64, torch.float32):
-                raise AmpValueError(
-                    f"{op}: tensor_lists[{i}][{j}] is {_type_name(tensor)}, but beside float64 parameters only float64 "
+                raise _RefusedError(
+                    f"tensor_lists[{i}][{j}] is {_type_name(tensor)}, but beside float64 parameters only float64 "
                     "and float32 are allowed."
                 )
             if tensor.shape != lists[0][j].shape or tensor.device != lists[0][j].device:
-                raise AmpValueError(
-                    f"{op}: tensor_lists[{i}][{j}] has shape {list(tensor.shape)} on {tensor.device}, but "
+                raise _RefusedError(
+                    f"tensor_lists[{i}][{j}] has shape {list(tensor.shape)} on {tensor.device}, but "
                     f"tensor_lists[0][{j}] has {list(lists[0][j].shape)} on {lists[0][j].device}."
                 )
-
-
-@contextmanager
-def _in_float32(state: TensorList) -> Iterator[TensorList]:
-    """`state` as float32, which is all that kernels keep state in; what was written is rounded back at the end."""
-    if not state or state[0].dtype is torch.float32:
-        yield state
-        return
-    wide = [tensor.float() for tensor in state]
-    yield wide
-    kernels.cast_copy_(state, wide)
+    return True
 
 
 def _norms(noop_flag: Tensor, total: Tensor, each: Tensor, per_tensor: bool | None) -> tuple[Tensor, Tensor]:
@@ -819,11 +761,11 @@ def _constant(value: float, noop_flag: Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=noop_flag.device)
 
 
-def _scalar(op: str, name: str, value: float | Tensor, noop_flag: Tensor) -> Tensor:
+def _scalar(name: str, value: float | Tensor, noop_flag: Tensor) -> Tensor:
     """`value` as a float32 tensor of shape [] on the device of the call. No host sync."""
     if not isinstance(value, Tensor) or value.numel() != 1 or value.device != noop_flag.device:
         found = f"shape {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)
-        raise AmpValueError(f"{op}: {name} is {found}, but must be a tensor of one element on {noop_flag.device}.")
+        raise _RefusedError(f"{name} is {found}, but must be a tensor of one element on {noop_flag.device}.")
     return value.detach().float().view(())
 
 

@@ -28,7 +28,6 @@ from amp_engine.ground.torch_private import (
     lazy_clone,
     storage_users,
 )
-from amp_engine.kernels.backend import CompiledCasts, CompiledWeightCache
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class WeightCache:
     a collection of garbage.
     """
 
-    native: CompiledWeightCache | None = None
+    native: Any = None
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -151,9 +150,7 @@ class NativeWeightCache(WeightCache):
     weights that a step writes inside of a CUDA graph no copy is read any more: nobody is told of its replays.
     """
 
-    native: CompiledWeightCache
-
-    def __init__(self, casts: CompiledCasts) -> None:
+    def __init__(self, casts: Any) -> None:
         self.native = casts.WeightCache()
         self._steps = threading.local()  # of this thread: the one that has copies, whether it told what it wrote
 
@@ -210,7 +207,7 @@ class NativeWeightCache(WeightCache):
         self._steps.told = False
 
 
-def weight_cache(casts: CompiledCasts | None) -> WeightCache:
+def weight_cache(casts: Any) -> WeightCache:
     """The compiled cache, or that in Python if there are no compiled casts to read it."""
     return WeightCache() if casts is None else NativeWeightCache(casts)
 

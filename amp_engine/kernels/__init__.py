@@ -11,22 +11,17 @@ from amp_engine.kernels.layout import is_lazy as is_lazy
 from amp_engine.kernels.layout import same_layout as same_layout
 from amp_engine.kernels.layout import stamp as stamp
 from amp_engine.kernels.list_check import ListCheck as ListCheck
+from amp_engine.kernels.ops import accumulate_ as accumulate_
 from amp_engine.kernels.ops import axpby_ as axpby_
 from amp_engine.kernels.ops import cast_copy_ as cast_copy_
 from amp_engine.kernels.ops import check as check
 from amp_engine.kernels.ops import l2norm as l2norm
+from amp_engine.kernels.ops import nonfinite as nonfinite
 from amp_engine.kernels.ops import scale_ as scale_
-from amp_engine.kernels.ops import unscale_ as unscale_
-from amp_engine.kernels.ops import unscaled as unscaled
 from amp_engine.kernels.ops import update_scale_ as update_scale_
-from amp_engine.kernels.reference_lists import accumulate_ as accumulate_
-from amp_engine.kernels.reference_lists import nonfinite as nonfinite
-from amp_engine.kernels.steps import adagrad_ as adagrad_
-from amp_engine.kernels.steps import adam_ as adam_
-from amp_engine.kernels.steps import lamb_ as lamb_
-from amp_engine.kernels.steps import novograd_ as novograd_
-from amp_engine.kernels.steps import sgd_ as sgd_
-from amp_engine.kernels.table import StepTable as StepTable
+from amp_engine.kernels.steps import StepTable as StepTable
+from amp_engine.kernels.steps import step_once as step_once
+from amp_engine.kernels.steps import step_table as step_table
 
 __all__ = [
     "FLOATS",
@@ -37,8 +32,6 @@ __all__ = [
     "ListCheck",
     "StepTable",
     "accumulate_",
-    "adagrad_",
-    "adam_",
     "axpby_",
     "cast_copy_",
     "check",
@@ -46,14 +39,11 @@ __all__ = [
     "is_dense",
     "is_lazy",
     "l2norm",
-    "lamb_",
     "nonfinite",
-    "novograd_",
     "same_layout",
     "scale_",
-    "sgd_",
     "stamp",
-    "unscale_",
-    "unscaled",
+    "step_once",
+    "step_table",
     "update_scale_",
 ]

@@ -1,18 +1,12 @@
-"""What computes: the compiled kernels (native.py), or plain PyTorch (reference.py). `choice.py` says which, and where.
-
-Both give the same answers to the bit but for what reference.py says, and raise the same errors.
-"""
+"""The types of the kernels' arguments and results, and the loops that there are twice: compiled, and in Python."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from amp_engine.kernels.formulas import Formula
 
 TensorList = Sequence[Tensor | None]
 
@@ -43,123 +37,6 @@ class Gradients(NamedTuple):
     tensors: TensorList
     accesses: bytes
     devices: list[torch.device]
-
-
-class RepeatedCheck(Protocol):
-    """`check` and `unscale_` over one list in one pass, again and again."""
-
-    def run(
-        self, tensors: TensorList, outputs: TensorList | None, scale: Tensor, found_inf: Tensor, norm: Tensor, /
-    ) -> Checks:
-        """See `kernels.ListCheck.run`."""
-        ...
-
-    def multiply_(self, tensors: TensorList, factor: Tensor, /) -> None:
-        """See `kernels.ListCheck.multiply_`."""
-        ...
-
-
-class BuiltTable(Protocol):
-    """The tensors of one optimizer, stepped together."""
-
-    def is_current(self) -> bool:
-        """Whether every tensor still has the memory that it had when the table was built."""
-        ...
-
-    def step(
-        self,
-        grads: TensorList,
-        scaled: Sequence[bool],
-        groups: Sequence[Formula],
-        inv_scale: Tensor | None,
-        found_inf: Tensor | None,
-        norm: Tensor | None,
-        max_norm: float,
-        checks: Checks | None,
-        gradient_norm: Tensor | None,
-        /,
-    ) -> None:
-        """See `kernels.StepTable.step`."""
-        ...
-
-
-class Backend(Protocol):
-    """Multi-tensor operations on one type of device. Arguments are those of the functions in ops.py and table.py."""
-
-    def check(self, tensors: Sequence[Tensor], /) -> Checks:
-        """Look at every element once."""
-        ...
-
-    def l2norm(self, tensors: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
-        """2-norm over all of them, and of each of them."""
-        ...
-
-    def unscaled(self, tensors: Sequence[Tensor], inv_scale: Tensor, /) -> list[Tensor]:
-        """`[t.float() * inv_scale for t in tensors]`."""
-        ...
-
-    def unscale_(self, tensors: Sequence[Tensor], inv_scale: Tensor, /) -> Checks:
-        """`t *= inv_scale` for each."""
-        ...
-
-    def scale_(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: Tensor, /) -> Checks:
-        """`output[...] = input * factor` pairwise."""
-        ...
-
-    def axpby_(
-        self,
-        outputs: Sequence[Tensor],
-        xs: Sequence[Tensor],
-        ys: Sequence[Tensor],
-        a: Tensor | None,
-        b: Tensor | None,
-        /,
-    ) -> Checks:
-        """`output[...] = fma(a, x, b * y)` triple by triple."""
-        ...
-
-    def cast_copy_(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> None:
-        """`output[...] = input` pairwise."""
-        ...
-
-    def update_scale_(
-        self,
-        scale: Tensor,
-        growth_tracker: Tensor,
-        found_inf: Tensor,
-        hysteresis_tracker: Tensor | None,
-        inv_scale_used: Tensor | None,
-        found_inf_used: Tensor | None,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        hysteresis: int,
-        min_scale: float,
-        max_scale: float,
-        dynamic: bool,
-        /,
-    ) -> None:
-        """Adjust a loss scale after one backward. In the order of the operator."""
-        ...
-
-    def repeated_check(self) -> RepeatedCheck:
-        """One for a list that is checked again and again."""
-        ...
-
-    def built_table(
-        self,
-        formula: str,
-        weights: Sequence[Tensor],
-        copies: TensorList,
-        state1: TensorList,
-        state2: TensorList,
-        groups: Sequence[int],
-        steps: Tensor,
-        norms: Tensor | None,
-        /,
-    ) -> BuiltTable:
-        """The table of one optimizer's tensors."""
-        ...
 
 
 class Marks(Protocol):
@@ -277,70 +154,4 @@ class TensorLists(Protocol):
 
         listener(tensors, is_broadcast): called after each of the `writing` ones.
         """
-        ...
-
-
-class CompiledWeightCache(Protocol):
-    """The copies of weights that patched functions read. `casting.cache.NativeWeightCache` says when each is called."""
-
-    def __len__(self) -> int: ...
-
-    def cast(self, weight: Tensor, dtype: torch.dtype, /) -> tuple[Tensor, bool]:
-        """The copy of a weight, and whether it was made."""
-        ...
-
-    def discard(self, weight: Tensor, /) -> None:
-        """Discard the copy of one weight."""
-        ...
-
-    def after_backward(self) -> None:
-        """Anybody may have written any weight."""
-        ...
-
-    def discard_orphans(self) -> None:
-        """Free the weights that nobody but their own copies keeps alive."""
-        ...
-
-    def clear(self) -> None:
-        """Discard every copy."""
-        ...
-
-    def copies(self, weights: Sequence[Tensor], unfinished: int, /) -> tuple[int, list[Tensor | None]]:
-        """A number for this step and what it is to write beside the weights; `unfinished`: a step that has copies."""
-        ...
-
-    def written(self, weights: Sequence[Tensor], step: int, /) -> None:
-        """The step wrote them and no other weight."""
-        ...
-
-    def leave(self, weights: Sequence[Tensor], /) -> None:
-        """Keep no copy of these from now on."""
-        ...
-
-
-class CompiledCasts(Protocol):
-    """What the casts of O1 have of the compiled module; without it casting/ does the same in Python."""
-
-    WeightCache: Callable[[], CompiledWeightCache]
-
-    def patched_function(
-        self, original: Any, reference: Any, name: str, doc: str, module: str, kind: str, torch_promotes: bool, /
-    ) -> Any:
-        """A builtin that casts the arguments of `original`, and leaves what is not plain to `reference`."""
-        ...
-
-    def patched_method(
-        self, original: Any, reference: Any, name: str, doc: str, kind: str, torch_promotes: bool, /
-    ) -> Any:
-        """A method descriptor of torch.Tensor that does so; None when all are given out."""
-        ...
-
-    def put_in_force(
-        self, dtype: torch.dtype, cache: CompiledWeightCache, caching: bool, observed: bool, everywhere: bool, /
-    ) -> None:
-        """What patched functions do now."""
-        ...
-
-    def put_out_of_force(self) -> None:
-        """Patched functions are the originals."""
         ...

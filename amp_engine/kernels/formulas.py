@@ -283,8 +283,10 @@ class Lamb(Formula):
         return State(minus(weight, lr, update), exp_avg, exp_avg_sq)
 
 
-FORMULAS: dict[str, type[Formula]] = {"adam": Adam, "sgd": Sgd, "adagrad": Adagrad, "novograd": NovoGrad, "lamb": Lamb}
-"""By the `formula` of a `StepTable`."""
+FORMULAS: dict[str, type[Formula]] = {
+    formula.__name__.lower(): formula for formula in (Adam, Sgd, Adagrad, NovoGrad, Lamb)
+}
+"""By the `formula` of a `step_table`."""
 
 
 def _bias(corrects: bool, step: Tensor, beta: float) -> Tensor:

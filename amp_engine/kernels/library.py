@@ -1,32 +1,77 @@
-"""Operations as operators of torch.library, for what traces.
+"""Operations: functions of tensors that the compiled kernels compute where they can, and what traces as an operator.
 
-In eager mode a function computes directly: the dispatcher takes microseconds per tensor. Where something traces
-(torch.compile, fake tensors) it calls `torch.ops.amp_engine.<name>`.
+In eager mode an operation computes directly: the dispatcher takes microseconds per tensor. Where something traces
+(torch.compile, fake tensors) it calls its operator of torch.library, `torch.ops.amp_engine.<name>`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from amp_engine.ground.torch_private import disabled_torch_dispatch, dispatch_modes
+from amp_engine.kernels.choice import NATIVE
 
 _LIBRARY = torch.library.Library("amp_engine", "DEF")  # its operators live as long as it does
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def call(name: str, eager: Callable[..., Any], tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """The operator where something traces `tensors`, else `eager`."""
-    if torch.compiler.is_compiling() or dispatch_modes() or (len(tensors) and _is_dispatched(tensors[0])):
-        with torch.no_grad():
-            return getattr(torch.ops.amp_engine, name)(*args, **kwargs)
-    return eager(*args, **kwargs)
+def operation(
+    schema: str, fake: Callable[..., Any], returns: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make an operation of a function in plain PyTorch, which computes where there are no kernels.
+
+    Args:
+        schema: the arguments and results of its operator.
+        fake: the operator on tensors that hold nothing.
+        returns: makes the function's result of the operator's.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        name = function.__name__
+        reference = torch.no_grad()(function)
+
+        def computing(device: str) -> Callable[..., Any]:
+            module = NATIVE.get(device)
+            return reference if module is None else getattr(module, name)
+
+        def compute(first: Tensor | Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Any:
+            tensor = _one_of(first)
+            return computing("cpu" if tensor is None else tensor.device.type)(first, *args, **kwargs)
+
+        @wraps(function)
+        def call(first: Tensor | Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Any:
+            tensor = _one_of(first)
+            if is_traced(tensor):
+                found = call_operator(name, first, *args, **kwargs)
+            else:
+                found = computing("cpu" if tensor is None else tensor.device.type)(first, *args, **kwargs)
+            return found if returns is None else returns(*found)
+
+        define(name, compute, schema, fake)
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
-def _is_dispatched(tensor: Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not disabled_torch_dispatch
+def is_traced(tensor: Tensor | None) -> bool:
+    """True if something traces what is computed of `tensor`."""
+    return (
+        torch.compiler.is_compiling()
+        or dispatch_modes()
+        or (tensor is not None and type(tensor).__torch_dispatch__ is not disabled_torch_dispatch)
+    )
+
+
+def call_operator(name: str, *args: Any, **kwargs: Any) -> Any:
+    """`torch.ops.amp_engine.<name>`, of which nothing is differentiated."""
+    with torch.no_grad():
+        return getattr(torch.ops.amp_engine, name)(*args, **kwargs)
 
 
 def define(name: str, eager: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> None:
@@ -39,4 +84,10 @@ def define(name: str, eager: Callable[..., Any], schema: str, fake: Callable[...
 
 
 def fake_nothing(*args: Any, **kwargs: Any) -> None:
-    """What an operator that only writes does with tensors that hold nothing."""
+    """An operator that only writes, on tensors that hold nothing."""
+
+
+def _one_of(first: Tensor | Sequence[Tensor]) -> Tensor | None:
+    if isinstance(first, Tensor):
+        return first
+    return first[0] if len(first) else None

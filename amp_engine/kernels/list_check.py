@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from amp_engine.kernels.backend import Checks, RepeatedCheck, TensorList
-from amp_engine.kernels.choice import backend_for
+from amp_engine.kernels.backend import Checks, TensorList
+from amp_engine.kernels.choice import NATIVE
+from amp_engine.kernels.ops import checks_of
+from amp_engine.kernels.refusals import check_lists
 
 
 class ListCheck:
-    """`check` and `unscale_` over one list in one pass, again and again; on a GPU what did not change stays there."""
+    """Check and unscale one list in one pass, again and again; on a GPU what did not change stays there."""
 
     def __init__(self) -> None:
         # By device, since what stays on one of them is of its own tensors: a list may be checked on each in turn.
-        self._checks: dict[torch.device, RepeatedCheck] = {}
+        self._checks: dict[torch.device, Any] = {}
 
     def run(
-        self,
-        tensors: TensorList,
-        outputs: TensorList | None,
-        scale: Tensor,
-        found_inf: Tensor,
-        norm: Tensor,
+        self, tensors: TensorList, outputs: TensorList | None, scale: Tensor, found_inf: Tensor, norm: Tensor
     ) -> Checks:
         """Check `tensors`; where there is an output, write `tensor / scale` into it. No host sync.
 
@@ -36,7 +35,7 @@ class ListCheck:
         Returns:
             What was found, of the values before; 0 where a tensor takes no part.
         """
-        return self._on(norm.device).run(tensors, outputs, scale, found_inf, norm)
+        return Checks(*self._on(norm.device).run(tensors, outputs, scale, found_inf, norm))
 
     def multiply_(self, tensors: TensorList, factor: Tensor) -> None:
         """`t *= factor` for each, computed in float32 and rounded once to the type of t. No host sync.
@@ -47,8 +46,39 @@ class ListCheck:
         """
         self._on(factor.device).multiply_(tensors, factor)
 
-    def _on(self, device: torch.device) -> RepeatedCheck:
+    def _on(self, device: torch.device) -> Any:
         check = self._checks.get(device)
         if check is None:
-            check = self._checks[device] = backend_for(device).repeated_check()
+            module = NATIVE.get(device.type)
+            check = self._checks[device] = _ReferenceCheck() if module is None else module.ListCheck()
         return check
+
+
+class _ReferenceCheck:
+    """The same in plain PyTorch, which keeps nothing from one run to the next."""
+
+    @torch.no_grad()
+    def run(
+        self, tensors: TensorList, outputs: TensorList | None, scale: Tensor, found_inf: Tensor, norm: Tensor
+    ) -> Checks:
+        """See `ListCheck.run`."""
+        lists = {"xs": tensors} if outputs is None else {"xs": tensors, "outputs": outputs}
+        check_lists("check", lists, ["outputs"][: len(lists) - 1], device=norm.device)
+        checks = checks_of(tensors, norm.device)
+        found_inf.copy_(torch.maximum(found_inf, checks.nonfinite.any().float()))
+        norm.copy_((checks.sum_squares.sum().sqrt() / scale.double()).float())
+        if outputs is not None:
+            _scale(outputs, tensors, scale.double().reciprocal().float())
+        return checks
+
+    @torch.no_grad()
+    def multiply_(self, tensors: TensorList, factor: Tensor) -> None:
+        """See `ListCheck.multiply_`."""
+        check_lists("multiply_", {"xs": tensors, "outputs": tensors}, ["outputs"], device=factor.device)
+        _scale(tensors, tensors, factor)
+
+
+def _scale(outputs: TensorList, tensors: TensorList, factor: Tensor) -> None:
+    for output, tensor in zip(outputs, tensors, strict=True):
+        if output is not None and tensor is not None:
+            output.copy_(tensor.float() * factor)

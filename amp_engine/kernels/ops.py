@@ -1,180 +1,26 @@
-"""The list operations as callers know them, and their operators (library.py)."""
+"""The operations on lists of tensors. None of them waits for a device.
+
+Each body is plain PyTorch: it computes where there are no compiled kernels, and the kernels are held to it.
+Wrong arguments raise AmpValueError before anything is written.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_engine.kernels.backend import Backend, Checks
-from amp_engine.kernels.choice import backend_for
-from amp_engine.kernels.library import call, define, fake_nothing
+from amp_engine.kernels.backend import Checks, TensorList
+from amp_engine.kernels.library import fake_nothing, operation
+from amp_engine.kernels.refusals import check_lists, check_scalars
 
-_CPU = torch.device("cpu")
-
-
-def check(tensors: Sequence[Tensor]) -> Checks:
-    """Look at every element once: non-finite or not, sum of squares and largest magnitude of each tensor.
-
-    Args:
-        tensors: n dense tensors of float16, bfloat16 or float32, mixed freely, on one device.
-
-    Returns:
-        See `Checks`. The largest magnitude decides: a finite tensor whose squares overflow is not reported.
-
-    Raises AmpValueError for other lists, as all operations do before anything is written. No host sync.
-    """
-    return Checks(*call("check", _check, tensors, tensors))
-
-
-def l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """2-norm over all of `tensors`, and of each of them: float32, shapes [] and [n]. No host sync."""
-    return call("l2norm", _l2norm, tensors, tensors)
-
-
-def unscaled(tensors: Sequence[Tensor], inv_scale: Tensor) -> list[Tensor]:
-    """`[t.float() * inv_scale for t in tensors]`: float32, shapes and strides as given. No host sync.
-
-    Args:
-        inv_scale: float32, shape [], on the device of `tensors`.
-    """
-    return call("unscaled", _unscaled, tensors, tensors, inv_scale)
-
-
-def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor) -> Checks:
-    """`t *= inv_scale` for each t, computed in float32 and rounded once to the type of t. No host sync.
-
-    Args:
-        inv_scale: float32, shape [], on the device of `tensors`.
-
-    Returns:
-        What was found before.
-    """
-    return Checks(*call("unscale_", _unscale_, tensors, tensors, inv_scale))
-
-
-def scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: Tensor) -> Checks:
-    """`output[...] = input * factor` pairwise, in float32, rounded once to the type of each output. No host sync.
-
-    Args:
-        outputs: of the shapes and strides of `inputs`, each possibly the input itself.
-        factor: float32, shape [], on the device of `inputs`.
-
-    Returns:
-        What was found in `inputs`.
-    """
-    return Checks(*call("scale_", _scale_, inputs, outputs, inputs, factor))
-
-
-def axpby_(
-    outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], a: Tensor | None, b: Tensor | None
-) -> Checks:
-    """`output[...] = fma(a, x, b * y)` triple by triple, in float32, rounded once to each output's type. No host sync.
-
-    Args:
-        outputs, xs, ys: of equal shapes and strides; an output may be its x or its y.
-        a, b: float32, shape [], on the device of `xs`; None is 1.
-
-    Returns:
-        What was found in `xs`.
-    """
-    return Checks(*call("axpby_", _axpby_, xs, outputs, xs, ys, a, b))
-
-
-def cast_copy_(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """`output[...] = input` pairwise, rounded to nearest even into the type of each output. No host sync."""
-    call("cast_copy_", _cast_copy_, inputs, outputs, inputs)
-
-
-def update_scale_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis_tracker: Tensor | None = None,
-    hysteresis: int = 1,
-    dynamic: bool = True,
-    inv_scale_used: Tensor | None = None,
-    found_inf_used: Tensor | None = None,
-) -> None:
-    """Adjust a dynamic loss scale after one backward, in place; `reference_lists.update_scale_` says how. No host sync.
-
-    Args:
-        scale: float32, shape [].
-        growth_tracker: int32, shape []: clean backwards since the scale last moved.
-        found_inf: float32, shape []. Tested `!= 0`, since it may be a sum over devices or ranks.
-        hysteresis_tracker: int32, shape []: overflows that are still let pass. None: the first one counts.
-        dynamic: False: the scale stays, and the count runs on.
-        inv_scale_used: float32, shape []; receives 1 / scale of before.
-        found_inf_used: float32, shape []; takes `found_inf` over, which is then 0.
-    """
-    call(
-        "update_scale_",
-        _update_scale_,
-        [scale],
-        scale,
-        growth_tracker,
-        found_inf,
-        hysteresis_tracker,
-        inv_scale_used,
-        found_inf_used,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
-        min_scale,
-        max_scale,
-        dynamic,
-    )
-
-
-def _check(tensors: Sequence[Tensor]) -> Checks:
-    return _backend_of(tensors).check(tensors)
-
-
-def _l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    return _backend_of(tensors).l2norm(tensors)
-
-
-def _unscaled(tensors: Sequence[Tensor], inv_scale: Tensor) -> list[Tensor]:
-    return _backend_of(tensors).unscaled(tensors, inv_scale)
-
-
-def _unscale_(tensors: Sequence[Tensor], inv_scale: Tensor) -> Checks:
-    return _backend_of(tensors).unscale_(tensors, inv_scale)
-
-
-def _scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: Tensor) -> Checks:
-    return _backend_of(inputs).scale_(outputs, inputs, factor)
-
-
-def _axpby_(
-    outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], a: Tensor | None, b: Tensor | None
-) -> Checks:
-    return _backend_of(xs).axpby_(outputs, xs, ys, a, b)
-
-
-def _cast_copy_(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    _backend_of(inputs).cast_copy_(outputs, inputs)
-
-
-def _update_scale_(*args: Any) -> None:
-    backend_for(args[0].device).update_scale_(*args)
-
-
-def _backend_of(tensors: Sequence[Tensor]) -> Backend:
-    return backend_for(tensors[0].device if tensors else _CPU)
+_CHECKS = "(Tensor, Tensor, Tensor)"
 
 
 def _fake_checks(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    n, device = len(tensors), tensors[0].device if tensors else None
+    n, device = len(tensors), _device(tensors)
     return (
         torch.empty(n, dtype=torch.bool, device=device),
         torch.empty(n, dtype=torch.float64, device=device),
@@ -183,43 +29,222 @@ def _fake_checks(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    device = tensors[0].device if tensors else None
+    device = _device(tensors)
     return torch.empty((), device=device), torch.empty(len(tensors), device=device)
 
 
-_CHECKS = "(Tensor, Tensor, Tensor)"
-define("check", _check, f"(Tensor[] tensors) -> {_CHECKS}", _fake_checks)
-define("l2norm", _l2norm, "(Tensor[] tensors) -> (Tensor, Tensor)", _fake_l2norm)
-define(
-    "unscaled",
-    _unscaled,
-    "(Tensor[] tensors, Tensor inv_scale) -> Tensor[]",
-    lambda tensors, inv_scale: [torch.empty_like(t, dtype=torch.float32) for t in tensors],
-)
-define(
-    "unscale_",
-    _unscale_,
-    f"(Tensor(a!)[] tensors, Tensor inv_scale) -> {_CHECKS}",
-    lambda tensors, inv_scale: _fake_checks(tensors),
-)
-define(
-    "scale_",
-    _scale_,
+@torch.no_grad()
+def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+    """Find the tensors that hold an inf or a NaN, by PyTorch alone.
+
+    Args:
+        tensors: n dense floating tensors of any shapes and floating types, all on one device.
+
+    Returns:
+        bool tensor of shape [n] on that device. The largest magnitude decides: a *finite* tensor whose
+        squares overflow is not reported.
+    """
+    return ~torch.isfinite(_per_tensor(tensors, math.inf, torch.float64))
+
+
+@operation(f"(Tensor[] tensors) -> {_CHECKS}", _fake_checks, Checks)
+def check(tensors: Sequence[Tensor], /) -> Checks:
+    """Look at every element once: non-finite or not, sum of squares and largest magnitude of each tensor.
+
+    Args:
+        tensors: n dense tensors of float16, bfloat16 or float32, mixed freely, on one device.
+
+    Returns:
+        See `Checks`. The largest magnitude decides: a finite tensor whose squares overflow is not reported.
+    """
+    check_lists("check", {"tensors": tensors})
+    return checks_of(tensors)
+
+
+@operation("(Tensor[] tensors) -> (Tensor, Tensor)", _fake_l2norm)
+def l2norm(tensors: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
+    """2-norm over all of `tensors`, and of each of them: float32, shapes [] and [n]."""
+    check_lists("l2norm", {"tensors": tensors})
+    sum_squares = _sum_squares(tensors)
+    return sum_squares.sum().sqrt().float(), sum_squares.sqrt().float()
+
+
+@operation(
     f"(Tensor(a!)[] outputs, Tensor[] inputs, Tensor factor) -> {_CHECKS}",
     lambda outputs, inputs, factor: _fake_checks(inputs),
+    Checks,
 )
-define(
-    "axpby_",
-    _axpby_,
+def scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], /, factor: Tensor) -> Checks:
+    """`output[...] = input * factor` pairwise, in float32, rounded once to the type of each output.
+
+    Args:
+        outputs: of the shapes and strides of `inputs`, each possibly the input itself.
+        inputs: as `check` takes them.
+        factor: float32, shape [], on the device of `inputs`.
+
+    Returns:
+        What was found in `inputs`.
+    """
+    check_lists("scale_", {"inputs": inputs, "outputs": outputs}, ["outputs"])
+    check_scalars("scale_", _device(inputs), factor=factor)
+    checks = checks_of(inputs)
+    for output, given in zip(outputs, inputs, strict=True):
+        # A 0-d factor takes the type of the tensor it multiplies, and 1/scale may be below half's range.
+        output.copy_(given.float() * factor)
+    return checks
+
+
+@operation(
     f"(Tensor(a!)[] outputs, Tensor[] xs, Tensor[] ys, Tensor? a, Tensor? b) -> {_CHECKS}",
     lambda outputs, xs, ys, a, b: _fake_checks(xs),
+    Checks,
 )
-define("cast_copy_", _cast_copy_, "(Tensor(a!)[] outputs, Tensor[] inputs) -> ()", fake_nothing)
-define(
-    "update_scale_",
-    _update_scale_,
-    "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) found_inf, Tensor(d!)? hysteresis_tracker, "
-    "Tensor(e!)? inv_scale_used, Tensor(f!)? found_inf_used, float growth_factor, float backoff_factor, "
-    "int growth_interval, int hysteresis, float min_scale, float max_scale, bool dynamic) -> ()",
+def axpby_(
+    outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], /, a: Tensor | None, b: Tensor | None
+) -> Checks:
+    """`output[...] = fma(a, x, b * y)` triple by triple, in float32, rounded once to the type of each output.
+
+    Args:
+        outputs, xs, ys: of equal shapes and strides; an output may be its x or its y.
+        a, b: float32, shape [], on the device of `xs`; None is 1.
+
+    Returns:
+        What was found in `xs`.
+    """
+    check_lists("axpby_", {"xs": xs, "ys": ys, "outputs": outputs}, ["outputs"])
+    check_scalars("axpby_", _device(xs), a=a, b=b)
+    checks = checks_of(xs)
+    for output, x, y in zip(outputs, xs, ys, strict=True):
+        by = y.float() if b is None else y.float() * b
+        # In float64 the product is exact, so the sum is rounded as by an fma, but for ties of float32.
+        ax = x.double() if a is None else x.double() * a.double()
+        output.copy_((ax + by.double()).float())
+    return checks
+
+
+@torch.no_grad()
+def accumulate_(totals: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """`total += tensor` pairwise, in the type of `totals`, which may be any."""
+    if totals:
+        torch._foreach_add_(list(totals), list(tensors))
+
+
+@operation("(Tensor(a!)[] outputs, Tensor[] inputs) -> ()", fake_nothing)
+def cast_copy_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> None:
+    """`output[...] = input` pairwise, rounded to nearest even into the type of each output."""
+    check_lists("cast_copy_", {"inputs": inputs, "outputs": outputs}, ["outputs"])
+    if outputs:
+        torch._foreach_copy_(list(outputs), list(inputs))
+
+
+@operation(
+    "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) found_inf, Tensor(d!)? hysteresis_tracker=None, "
+    "Tensor(e!)? inv_scale_used=None, Tensor(f!)? found_inf_used=None, *, float growth_factor, float backoff_factor, "
+    "int growth_interval, float min_scale, float max_scale, int hysteresis=1, bool dynamic=True) -> ()",
     fake_nothing,
 )
+def update_scale_(
+    scale: Tensor,
+    /,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    hysteresis_tracker: Tensor | None = None,
+    inv_scale_used: Tensor | None = None,
+    found_inf_used: Tensor | None = None,
+    *,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int = 1,
+    dynamic: bool = True,
+) -> None:
+    """Adjust a dynamic loss scale after one backward, in place.
+
+        inv_scale_used = 1 / scale
+        found_inf_used, found_inf = found_inf, 0
+        if not dynamic:
+            growth_tracker += 1
+        elif found_inf_used != 0:
+            growth_tracker = 0
+            hysteresis_tracker -= 1
+            if hysteresis_tracker <= 0:
+                scale = max(min_scale, scale * backoff_factor)
+        else:
+            growth_tracker += 1
+            hysteresis_tracker = hysteresis
+            if growth_tracker >= growth_interval:
+                grown = min(max_scale, scale * growth_factor)
+                scale = grown if isfinite(grown) else scale
+                growth_tracker = 0
+
+    Args:
+        scale: float32, shape []. Computed in float64, rounded once.
+        growth_tracker: int32, shape []: clean backwards since the scale last moved.
+        found_inf: float32, shape []. Tested `!= 0`, since it may be a sum over devices or ranks. Left alone unless
+            there is a `found_inf_used`.
+        hysteresis_tracker: int32, shape []: overflows that are still let pass. None: the first one counts.
+        dynamic: False: the scale stays, and the count runs on.
+        inv_scale_used: float32, shape [], written.
+        found_inf_used: float32, shape [], written.
+    """
+    device = scale.device
+    check_scalars(
+        "update_scale_",
+        device,
+        scale=scale,
+        found_inf=found_inf,
+        inv_scale_used=inv_scale_used,
+        found_inf_used=found_inf_used,
+    )
+    check_scalars(
+        "update_scale_", device, torch.int32, growth_tracker=growth_tracker, hysteresis_tracker=hysteresis_tracker
+    )
+    wide = scale.double()
+    bad = found_inf != 0
+    if inv_scale_used is not None:
+        inv_scale_used.copy_(wide.reciprocal())
+    if found_inf_used is not None:
+        found_inf_used.copy_(found_inf)
+        found_inf.zero_()
+    if not dynamic:
+        growth_tracker.add_(1)
+        return
+    backs_off = bad
+    if hysteresis_tracker is not None:
+        left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
+        hysteresis_tracker.copy_(left)
+        backs_off = bad & (left <= 0)
+    clean = torch.where(bad, 0, growth_tracker + 1)
+    grows = clean >= growth_interval
+    backed_off = (wide * backoff_factor).clamp(min=min_scale).float()
+    grown = (wide * growth_factor).clamp(max=max_scale).float()
+    raised = grows & ~bad & torch.isfinite(grown)
+    scale.copy_(torch.where(backs_off, backed_off, torch.where(raised, grown, scale)))
+    growth_tracker.copy_(torch.where(grows, 0, clean))
+
+
+def checks_of(tensors: TensorList, device: torch.device | None = None) -> Checks:
+    """`check` of lists that are known to be fine, on `device`; 0 where there is no tensor."""
+    largest = _per_tensor(tensors, math.inf, torch.float32, device)
+    return Checks(~torch.isfinite(largest), _sum_squares(tensors, device), largest)
+
+
+def _sum_squares(tensors: TensorList, device: torch.device | None = None) -> Tensor:
+    return _per_tensor(tensors, 2, torch.float64, device).square()
+
+
+def _per_tensor(tensors: TensorList, order: float, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """The norm of each tensor, shape [n]; 0 where there is none, or no element."""
+    filled = [t for t in tensors if t is not None and t.numel()]
+    # A maximum needs no wider type than the values have.
+    found = iter(torch._foreach_norm(filled, order, dtype=None if order == math.inf else dtype) if filled else [])
+    zero = torch.zeros((), dtype=dtype, device=device or _device(tensors))
+    norms = [next(found).to(dtype) if t is not None and t.numel() else zero for t in tensors]
+    return torch.stack(norms) if norms else zero.new_zeros(0)
+
+
+def _device(tensors: TensorList) -> torch.device | None:
+    """The device of the first tensor; None, the default device, if there is none."""
+    return next((t.device for t in tensors if t is not None), None)

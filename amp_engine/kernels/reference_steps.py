@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -13,12 +14,12 @@ from amp_engine.kernels import halves
 from amp_engine.kernels.backend import Checks, TensorList
 from amp_engine.kernels.formulas import FORMULAS, Formula, Row, State, one_or, times
 from amp_engine.kernels.layout import FLOATS
-from amp_engine.kernels.reference_lists import checks_of
+from amp_engine.kernels.ops import checks_of
 from amp_engine.kernels.refusals import check_apart, check_lists, check_scalars, check_vector
 
 
 class StepTable:
-    """The tensors of one optimizer, stepped together; see `kernels.StepTable`."""
+    """The tensors of one optimizer, stepped together; see `kernels.step_table`."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class StepTable:
         self._built_on = self._memory()
 
     def is_current(self) -> bool:
-        """Whether every tensor still has the memory that it had."""
+        """See `kernels.StepTable.is_current`."""
         return self._memory() == self._built_on
 
     @torch.no_grad()
@@ -66,12 +67,13 @@ class StepTable:
         grads: TensorList,
         scaled: Sequence[bool],
         groups: Sequence[Formula],
-        inv_scale: Tensor | None,
-        found_inf: Tensor | None,
-        norm: Tensor | None,
-        max_norm: float,
-        checks: Checks | None,
-        gradient_norm: Tensor | None,
+        *,
+        inv_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        norm: Tensor | None = None,
+        max_norm: float = math.inf,
+        checks: Checks | None = None,
+        gradient_norm: Tensor | None = None,
     ) -> None:
         """See `kernels.StepTable.step`."""
         self._check_step(grads, scaled, groups)

@@ -47,7 +47,7 @@ class Table:
             known = [float(state.get(NORM) or 0.0) for state in inner]
             norms = moved(torch.tensor(known, dtype=torch.float32, device="cpu"), device)
             self._norms = _put(inner, NORM, norms)
-        self.native = kernels.StepTable(
+        self.native = kernels.step_table(
             rule.formula, weights, copies, _local(self.state1), _local(self.state2), groups, self.steps, norms
         )
 

@@ -86,7 +86,7 @@ def kernels_alone(count: int, numel: int, dtype: torch.dtype, rounds: int) -> Re
     gradients = [torch.randn(numel).to(dtype) for _ in range(count)]
     moments = [[torch.zeros(numel) for _ in range(count)] for _ in range(2)]
     copies = [master.to(dtype) for master in masters]
-    table = kernels.StepTable("adam", masters, copies, *moments, [0] * count, torch.zeros(count))
+    table = kernels.step_table("adam", masters, copies, *moments, [0] * count, torch.zeros(count))
     look = kernels.ListCheck()
     settings = [kernels.FORMULAS["adam"](lr=LEARNING_RATE, weight_decay=0.01, decoupled=True)]
     scale, found_inf, norm = torch.tensor(2.0**16), torch.zeros(()), torch.zeros(())

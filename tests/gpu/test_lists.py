@@ -86,19 +86,15 @@ def test_norm_is_right_in_any_order(sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_unscale_is_right_and_the_same_on_the_cpu(sizes):
+def test_scale_in_place_is_right_and_the_same_on_the_cpu(sizes):
     tensors, inv_scale = mixed(sizes), scalar(1 / 3)
     on_device, device_scale = on_gpu(tensors), inv_scale.to(GPU)
     exact = [t.double() * inv_scale.double() for t in tensors]
     with no_sync():
-        copies = kernels.unscaled(on_device, device_scale)
-        checks = kernels.unscale_(on_device, device_scale)
-    for copy, in_place, expected in zip(copies, on_device, exact, strict=True):
-        assert_rounded(copy, expected)
+        checks = kernels.scale_(on_device, on_device, device_scale)
+    for in_place, expected in zip(on_device, exact, strict=True):
         assert_rounded(in_place, expected)
-    expected_copies = kernels.unscaled(tensors, inv_scale)
-    expected_checks = kernels.unscale_(tensors, inv_scale)
-    assert_same_bits(copies, expected_copies)
+    expected_checks = kernels.scale_(tensors, tensors, inv_scale)
     assert_same_bits(on_device, tensors)
     assert_same_bits(tuple(checks), tuple(expected_checks))
 
@@ -179,7 +175,8 @@ def test_small_update_scale_follows_the_cpu():
 def test_channels_last_is_walked_in_memory_order():
     images = torch.randn(4, 3, 17, 5).to(memory_format=torch.channels_last)
     on_device = images.to(GPU)
-    (copy,) = kernels.unscaled([on_device], scalar(0.5).to(GPU))
+    copy = torch.empty_like(on_device)
+    kernels.scale_([copy], [on_device], scalar(0.5).to(GPU))
     assert copy.stride() == on_device.stride() == images.stride()
     assert torch.equal(copy.cpu(), images * 0.5)
 
@@ -187,8 +184,9 @@ def test_channels_last_is_walked_in_memory_order():
 @pytest.mark.parametrize(("shape", "strides"), [((4, 3), (6, 2)), ((3,), (2,)), ((5,), (0,)), ((4, 4), (2, 1))])
 def test_gaps_and_overlaps_are_refused_before_anything_is_written(shape, strides):
     good = torch.ones(5, device=GPU)
+    given, half = [good, torch.zeros(24, device=GPU).as_strided(shape, strides)], scalar(0.5).to(GPU)
     with pytest.raises(AmpValueError, match="1"):
-        kernels.unscale_([good, torch.zeros(24, device=GPU).as_strided(shape, strides)], scalar(0.5).to(GPU))
+        kernels.scale_(given, given, half)
     assert torch.equal(good.cpu(), torch.ones(5))
 
 

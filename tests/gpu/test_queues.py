@@ -180,14 +180,15 @@ def test_a_captured_step_is_replayed_and_eager_steps_go_on(kind, h):
 
 
 def test_a_captured_function_reads_tables_that_its_call_left_behind():
-    """The tables of kernels.unscale_ are gone when the graph is replayed, their memory must not be."""
+    """The tables of kernels.scale_ are gone when the graph is replayed, their memory must not be."""
     x = randn(40000)
     y = on_gpu(x)
     half = torch.tensor(0.5, device=GPU)
-    kernels.unscale_([y.clone()], half)
-    replay = captured(lambda: kernels.unscale_([y], half))
+    kernels.scale_([y.clone()], [y], half)
+    replay = captured(lambda: kernels.scale_([y], [y], half))
     for _ in range(3):
-        kernels.unscale_([torch.ones(n, device=GPU) for n in (5, 7)], half)
+        others = [torch.ones(n, device=GPU) for n in (5, 7)]
+        kernels.scale_(others, others, half)
         replay()
     assert_same_bits(y, x / 8)
 
@@ -322,7 +323,7 @@ def test_work_is_queued_on_the_current_stream():
     with cuda.stream(stream):
         cuda._sleep(50_000_000)
         x.fill_(4.0)
-        kernels.unscale_([x], half)
+        kernels.scale_([x], [x], half)
     stream.synchronize()
     assert x.eq(2.0).all().item()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from amp_engine import kernels
+from amp_engine.kernels.formulas import Sgd
 from tests.gpu.support import FLOATS, GPU, STANDS_IN, assert_same_bits, cuda, on_gpu, randn
 
 pytestmark = pytest.mark.cuda
@@ -21,11 +22,11 @@ def test_ten_thousand_tensors():
     assert_same_bits(tuple(kernels.check(on_device)), tuple(kernels.check(tensors)))
     weights = [randn(t.numel()) for t in tensors]
     ours = on_gpu(weights)
-    lists = (on_device, ours, [torch.zeros_like(w) for w in ours], torch.zeros(MANY, device=GPU))
-    kernels.sgd_(*lists, lr=0.1, momentum=0.9)
-    expected = (tensors, weights, [torch.zeros_like(w) for w in weights], torch.zeros(MANY))
-    kernels.sgd_(*expected, lr=0.1, momentum=0.9)
-    assert_same_bits(list(lists[1:]), list(expected[1:]))
+    lists = (on_device, ours, [torch.zeros_like(w) for w in ours], None, torch.zeros(MANY, device=GPU))
+    kernels.step_once(Sgd(lr=0.1, momentum=0.9), *lists)
+    expected = (tensors, weights, [torch.zeros_like(w) for w in weights], None, torch.zeros(MANY))
+    kernels.step_once(Sgd(lr=0.1, momentum=0.9), *expected)
+    assert_same_bits([*lists[1:3], lists[4]], [*expected[1:3], expected[4]])
 
 
 @pytest.mark.slow
@@ -37,7 +38,7 @@ def test_more_elements_than_an_int_counts():
     assert found.sum_squares.item() == HUGE
     assert found.largest.item() == 1.0
     weight = torch.zeros(HUGE, dtype=torch.float16, device=GPU)
-    kernels.sgd_([gradient], [weight], None, torch.zeros(1, device=GPU), lr=-1.0)
+    kernels.step_once(Sgd(lr=-1.0), [gradient], [weight], None, None, torch.zeros(1, device=GPU))
     stepped = kernels.check([weight])
     assert stepped.sum_squares.item() == HUGE  # each element once
     assert stepped.largest.item() == 1.0

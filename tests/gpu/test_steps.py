@@ -78,7 +78,7 @@ class Problem:
     def table(self) -> kernels.StepTable:
         groups = [0] * len(self.weights)
         lists = self.weights, self.copies, self.state1, self.state2
-        return kernels.StepTable(self.kind, *lists, groups, self.steps, self.norms)
+        return kernels.step_table(self.kind, *lists, groups, self.steps, self.norms)
 
     def step(self, table: kernels.StepTable, k: int, h: Formula, **keywords: object) -> None:
         scaled = [True] * len(self.weights)
@@ -174,18 +174,17 @@ def test_small_overflow_changes_nothing(kind, h):
         assert_same_bits(ours.outcome(), before)
 
 
-def test_small_functions_are_the_table():
-    """kernels.adam_ and a table of one group give the same."""
+def test_small_one_step_is_the_tables():
+    """kernels.step_once and a table of one group give the same."""
     a, b = (problem("adam", (1, 4096)).on_gpu() for _ in range(2))
     for mine, theirs in zip(a.weights + a.gradients[0], b.weights + b.gradients[0], strict=True):
         theirs.copy_(mine)
     h = replace(BASE, decoupled=True)
-    keywords = {"lr": h.lr, "beta1": h.beta1, "beta2": h.beta2, "eps": h.eps, "weight_decay": h.weight_decay}
     inv_scale = torch.tensor(INV_SCALE, device=GPU)
     a.step(a.table(), 0, h, inv_scale=inv_scale)
-    lists = b.gradients[0], b.weights, b.state1, b.state2, b.steps, b.copies
+    lists = b.gradients[0], b.weights, b.state1, b.state2, b.steps, None, b.copies
     with no_sync():
-        kernels.adam_(*lists, **keywords, decoupled=True, inv_scale=inv_scale)
+        kernels.step_once(h, *lists, inv_scale=inv_scale)
     assert_same_bits(a.outcome(), b.outcome())
 
 
@@ -200,7 +199,7 @@ def test_small_sgd_is_torchs_to_the_bit():
         for p, g in zip(theirs, gradients, strict=True):
             p.grad = g.clone()
         optimizer.step()
-        kernels.sgd_(gradients, ours, buffers, steps, **settings)
+        kernels.step_once(Sgd(**settings), gradients, ours, buffers, None, steps)
         assert_same_bits(ours, [p.detach() for p in theirs])
 
 
@@ -209,5 +208,5 @@ def test_channels_last_gradients_are_walked_in_memory_order():
     weight = torch.randn(shape).to(memory_format=torch.channels_last)
     gradient = torch.randn(shape).to(memory_format=torch.channels_last)
     ours = weight.to(GPU, copy=True)
-    kernels.sgd_([gradient.to(GPU)], [ours], None, torch.zeros(1, device=GPU), lr=0.5)
+    kernels.step_once(Sgd(lr=0.5), [gradient.to(GPU)], [ours], None, None, torch.zeros(1, device=GPU))
     assert torch.equal(ours.cpu(), weight - 0.5 * gradient)

@@ -38,7 +38,7 @@ def step(kind: str, device: torch.device) -> None:
     steps = torch.zeros(len(mixed), device=device)
     state2 = states[1] if kind in ("adam", "lamb") else [None] * len(mixed)
     norms = torch.zeros(len(mixed), device=device) if kind == "novograd" else None
-    table = kernels.StepTable(kind, weights, copies, states[0], state2, [0] * len(mixed), steps, norms)
+    table = kernels.step_table(kind, weights, copies, states[0], state2, [0] * len(mixed), steps, norms)
     inv_scale, norm = torch.full((), 0.25, device=device), torch.full((), 3.0, device=device)
     for found_inf in (0.0, 0.0, 1.0):
         keywords = {"inv_scale": inv_scale, "norm": norm, "found_inf": torch.full((), found_inf, device=device)}
@@ -56,7 +56,7 @@ def lists(device: torch.device) -> None:
         listed.run(tensors, outputs, scale, found_inf, norm)
     copies = [torch.zeros_like(t, dtype=torch.bfloat16) for t in tensors]
     kernels.cast_copy_(copies, tensors)
-    kernels.unscale_(tensors, scale)
+    kernels.scale_(tensors, tensors, scale)
     growth = torch.zeros((), dtype=torch.int32, device=device)
     factors = {"growth_factor": 2.0, "backoff_factor": 0.5, "min_scale": 1.0, "max_scale": 2.0**24}
     kernels.update_scale_(scale, growth, found_inf, growth_interval=1, **factors)

@@ -96,7 +96,7 @@ class Kernels:
         copies = none if dtype == torch.float32 else [shape.empty(dtype, offset) for _ in weights]
         steps = torch.zeros(shape.count, device=device)
         state2 = states[1] if len(states) > 1 else none
-        self._table = kernels.StepTable(kind, weights, copies, states[0], state2, [0] * shape.count, steps)
+        self._table = kernels.step_table(kind, weights, copies, states[0], state2, [0] * shape.count, steps)
         self._scaled, self._hyperparameters = [True] * shape.count, [FORMULAS[kind]()]
         self._scale, self._inv_scale = torch.full((), 2.0**16, device=device), torch.full((), 2.0**-16, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)

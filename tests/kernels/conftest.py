@@ -16,7 +16,8 @@ TENSOR_LISTS = [name for name in vars(TensorLists) if not name.startswith("_")]
 @pytest.fixture(params=["reference", "native"], autouse=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "reference":
-        monkeypatch.setattr(choice, "_NATIVE", {})
+        for device in [*choice.NATIVE]:
+            monkeypatch.delitem(choice.NATIVE, device)
         for name in TENSOR_LISTS:
             monkeypatch.setattr(tensor_lists, name, getattr(reference_tensor_lists, name))
     elif _native.module is None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_engine import kernels
-from amp_engine.kernels import _native, choice, native, tensor_lists
+from amp_engine.kernels import _native, choice, reference_steps, tensor_lists
 
 from .conftest import TENSOR_LISTS
 
@@ -23,16 +23,18 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
     ids=["nothing", "cpu", "cuda"],
 )
 def test_the_reference_computes_where_nothing_is_compiled(monkeypatch, module, computed):
-    monkeypatch.setattr(choice, "_NATIVE", choice.native_backends(module))
+    for device in ("cpu", "cuda"):
+        monkeypatch.delitem(choice.NATIVE, device, raising=False)
+    for device, native in choice.native_by_device(module).items():
+        monkeypatch.setitem(choice.NATIVE, device, native)
     assert (kernels.has_native(CPU), kernels.has_native(CUDA)) == computed
     assert not kernels.has_native(torch.device("meta"))
-    for device, is_native in zip((CPU, CUDA), computed, strict=True):
-        assert (choice.backend_for(device) is choice.REFERENCE) is not is_native
 
 
 def test_every_test_runs_on_the_backend_that_it_asks_for(backend):
-    computes = native.NativeBackend if backend == "native" else type(choice.REFERENCE)
-    assert isinstance(choice.backend_for(CPU), computes)
+    assert kernels.has_native(CPU) == (backend == "native")
+    table = kernels.step_table("sgd", [], [], [], [], [], torch.zeros(0))
+    assert isinstance(table, reference_steps.StepTable) == (backend == "reference")
     for name in TENSOR_LISTS:
         is_reference = (
             getattr(getattr(tensor_lists, name), "__module__", None) == "amp_engine.kernels.reference_tensor_lists"

@@ -96,7 +96,7 @@ class Tensors:
         steps = torch.full((n,), 6.0)
         weights, copies = (self.rounded, self.remainders) if split else (self.wide, [None] * n)
         state = self.narrow_state if narrow else self.wide_state
-        return kernels.StepTable(formula, weights, copies, *state, [0] * n, steps, torch.ones(n)), steps
+        return kernels.step_table(formula, weights, copies, *state, [0] * n, steps, torch.ones(n)), steps
 
 
 def take(table: kernels.StepTable, formula: str, grads: list[Tensor], found_inf: Tensor | None = None) -> None:
@@ -182,6 +182,6 @@ def test_what_cannot_be_stepped_is_refused(formula, weight, copy, state1, state2
         return [None if dtype is None else torch.zeros(4, dtype=dtype)]
 
     with pytest.raises(AmpValueError, match=text):
-        kernels.StepTable(
+        kernels.step_table(
             formula, [torch.zeros(4, dtype=weight)], zeros(copy), zeros(state1), zeros(state2), [0], torch.zeros(1)
         )

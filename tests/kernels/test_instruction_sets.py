@@ -47,13 +47,7 @@ def stepped(formula: str, stream_copies: bool) -> list[Tensor]:
             r.grads,
             [True] * 36,
             [FORMULAS[formula](**ARGUMENTS[formula])],
-            torch.tensor(1 / SCALE),
-            None,
-            None,
-            float("inf"),
-            None,
-            None,
-            None,
+            inv_scale=torch.tensor(1 / SCALE),
         )
     return r.tensors()
 

@@ -8,6 +8,7 @@ import torch
 
 from amp_engine import kernels
 from amp_engine.errors import AmpValueError
+from amp_engine.kernels import choice
 
 from . import oracle
 from .lists import FLOATS, Arena, copies, same_bits
@@ -72,7 +73,7 @@ def test_each_device_has_a_check_of_its_own(monkeypatch):
     """What a GPU keeps between calls is of its own tensors, and the list of another one would put it out of date."""
     made = []
 
-    class RepeatedCheck:
+    class Check:
         def __init__(self):
             self.devices = []
             made.append(self)
@@ -80,8 +81,8 @@ def test_each_device_has_a_check_of_its_own(monkeypatch):
         def multiply_(self, tensors, factor):
             self.devices.append(factor.device.type)
 
-    backend = SimpleNamespace(repeated_check=RepeatedCheck)
-    monkeypatch.setattr("amp_engine.kernels.list_check.backend_for", lambda device: backend)
+    for device in ("cpu", "meta"):
+        monkeypatch.setitem(choice.NATIVE, device, SimpleNamespace(ListCheck=Check))
     list_check = kernels.ListCheck()
     for device in ("cpu", "meta") * 2:
         list_check.multiply_([], torch.empty((), device=device))

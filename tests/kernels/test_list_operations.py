@@ -1,4 +1,4 @@
-"""check, l2norm, unscaled, unscale_, scale_, axpby_, cast_copy_, nonfinite and accumulate_ against float64."""
+"""check, l2norm, scale_, axpby_, cast_copy_, nonfinite and accumulate_ against float64."""
 
 import math
 
@@ -75,7 +75,6 @@ def test_subnormals_and_zeros_are_looked_at(arena, dtype):
 
 def test_nothing_is_checked_to_nothing():
     assert [t.shape for t in kernels.check([])] == [(0,)] * 3
-    assert kernels.unscaled([], INV_SCALE) == []
     kernels.cast_copy_([], [])
     total, per_tensor = kernels.l2norm([])
     assert (total.item(), per_tensor.shape) == (0.0, (0,))
@@ -89,24 +88,17 @@ def test_l2norm_of_all_and_of_each(mixed):
     assert per_tensor.tolist() == pytest.approx([oracle.norm([t]) for t in mixed], rel=1e-6)
 
 
-def test_unscaled_is_float32_and_leaves_its_input(mixed):
+def test_scale_in_place_rounds_once_and_checks_what_was_there(mixed):
     before = copies(mixed)
-    for t, b, r in zip(mixed, before, kernels.unscaled(mixed, INV_SCALE), strict=True):
-        assert same_bits(t, b)
-        assert same_bits(r, t.float() * INV_SCALE)
-
-
-def test_unscale_rounds_once_and_checks_what_was_there(mixed):
-    before = copies(mixed)
-    checks = kernels.unscale_(mixed, INV_SCALE)
+    checks = kernels.scale_(mixed, mixed, INV_SCALE)
     assert_checks(checks, before)
     for t, b in zip(mixed, before, strict=True):
         assert same_bits(t, (b.float() * INV_SCALE).to(b.dtype))
 
 
-def test_unscaling_half_survives_an_inverse_below_half():
+def test_scaling_half_survives_an_inverse_below_half():
     grad = torch.full((4,), 2.0**14, dtype=torch.float16)
-    kernels.unscale_([grad], torch.tensor(2.0**-26))
+    kernels.scale_([grad], [grad], torch.tensor(2.0**-26))
     assert torch.equal(grad, torch.full((4,), 2.0**-12, dtype=torch.float16))
 
 
@@ -199,8 +191,8 @@ def channels_last(dtype):
 
 def test_channels_last_is_walked_in_its_own_order():
     x = channels_last(torch.float16)
-    (result,) = kernels.unscaled([x], INV_SCALE)
-    assert result.stride() == x.stride()
+    result = torch.empty_like(x, dtype=torch.float32)
+    kernels.scale_([result], [x], INV_SCALE)
     assert torch.equal(result, x.float() * INV_SCALE)
     y = channels_last(torch.float32)
     expected = x.float() + y
@@ -218,10 +210,9 @@ def test_strides_of_dimensions_of_one_element_do_not_matter():
 def test_tensors_that_want_gradients_may_be_written():
     param = torch.nn.Parameter(torch.ones(5))
     version = param._version
-    kernels.unscale_([param], torch.tensor(0.5))
+    kernels.scale_([param], [param], torch.tensor(0.5))
     assert param.tolist() == [0.5] * 5
     assert param._version > version
-    assert not kernels.unscaled([param], INV_SCALE)[0].requires_grad
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])

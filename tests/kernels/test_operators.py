@@ -4,13 +4,16 @@ from dataclasses import fields
 
 import pytest
 import torch
+from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_engine import kernels
 from amp_engine.errors import AmpValueError
+from amp_engine.kernels.formulas import Adam, NovoGrad, Sgd
 
 from .lists import copies, same_bits
 
+STEPS = [f"{name}_" for name in kernels.FORMULAS]
 OPS = torch.ops.amp_engine
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -52,26 +55,25 @@ def step_arguments(formula):
 def scale_arguments(kept):
     tracker, left = torch.tensor(0, dtype=torch.int32), torch.tensor(2, dtype=torch.int32)
     optional = (left, scalar(), scalar()) if kept else (None, None, None)
-    return (scalar(4.0), tracker, scalar(1.0), *optional, 2.0, 0.5, 3, 2, 1.0, 16.0, True), {}
+    rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "min_scale": 1.0, "max_scale": 16.0}
+    return (scalar(4.0), tracker, scalar(1.0), *optional), rule
 
 
 CALLS = {
     "check": lambda: ((tensors(HALF, FLOAT, torch.bfloat16),), {}),
     "l2norm": lambda: ((tensors(HALF, FLOAT),), {}),
-    "unscaled": lambda: ((tensors(HALF, FLOAT), scalar()), {}),
-    "unscale_": lambda: ((tensors(HALF, FLOAT), scalar()), {}),
     "scale_": lambda: ((tensors(HALF, FLOAT), tensors(FLOAT, HALF), scalar()), {}),
     "axpby_": lambda: ((tensors(HALF, FLOAT), tensors(FLOAT, HALF), tensors(FLOAT, FLOAT), scalar(), None), {}),
     "cast_copy_": lambda: ((tensors(HALF, FLOAT), tensors(FLOAT, HALF)), {}),
     "update_scale_": lambda: scale_arguments(kept=True),
     "update_scale_ alone": lambda: scale_arguments(kept=False),
-    **{name: lambda name=name: step_arguments(name) for name in ("adam_", "sgd_", "adagrad_", "novograd_", "lamb_")},
+    **{name: lambda name=name: step_arguments(name) for name in STEPS},
 }
 
 
 def test_every_operation_is_an_operator():
     names = {name.split()[0] for name in CALLS}
-    assert names == {n for n in kernels.__all__ if isinstance(getattr(OPS, n, None), torch._ops.OpOverloadPacket)}
+    assert names == {n for n in [*kernels.__all__, *STEPS] if isinstance(getattr(OPS, n, None), OpOverloadPacket)}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -80,19 +82,19 @@ def test_opcheck(name):
     torch.library.opcheck(getattr(OPS, name.split()[0]).default, args, kwargs)
 
 
+ADAM = Adam(lr=0.1, beta2=0.99, weight_decay=0.1, decoupled=True)
+
+
 def adam(grads, params, exp_avgs, exp_avg_sqs, steps, half, inv_scale, found_inf):
-    kernels.adam_(
+    kernels.step_once(
+        ADAM,
         grads,
         params,
         exp_avgs,
         exp_avg_sqs,
         steps,
+        None,
         half,
-        lr=0.1,
-        beta1=0.9,
-        beta2=0.99,
-        eps=1e-8,
-        weight_decay=0.1,
         inv_scale=inv_scale,
         found_inf=found_inf,
     )
@@ -107,7 +109,7 @@ def adam_arguments():
 
 
 def novograd(grads, params, exp_avgs, norms, steps):
-    kernels.novograd_(grads, params, exp_avgs, norms, steps, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+    kernels.step_once(NovoGrad(lr=0.1, beta2=0.99, weight_decay=0.1), grads, params, exp_avgs, None, steps, norms)
     return norms * 2
 
 
@@ -126,16 +128,15 @@ def update_scale(scale, tracker, found_inf, inverse):
     return scale * inverse
 
 
-def unscale(given, inv_scale):
-    checks = kernels.unscale_(given, inv_scale)
+def scale_in_place(given, factor):
+    checks = kernels.scale_(given, given, factor)
     return checks.largest, [t + 1 for t in given]
 
 
 COMPILED = {
     "check": (lambda given: kernels.check(given).sum_squares.sum(), lambda: (tensors(HALF, FLOAT),)),
     "l2norm": (lambda given: kernels.l2norm(given)[0] + 1, lambda: (tensors(HALF, FLOAT),)),
-    "unscaled": (lambda given, inv: kernels.unscaled(given, inv)[0] + 1, lambda: (tensors(HALF, FLOAT), scalar())),
-    "unscale_": (unscale, lambda: (tensors(HALF, FLOAT), scalar())),
+    "scale_ in place": (scale_in_place, lambda: (tensors(HALF, FLOAT), scalar())),
     "scale_": (lambda *lists: kernels.scale_(*lists)[0], lambda: (tensors(HALF), tensors(FLOAT), scalar())),
     "axpby_": (
         lambda *lists: kernels.axpby_(*lists)[0],
@@ -145,7 +146,7 @@ COMPILED = {
     "update_scale_": (update_scale, lambda: (scalar(4.0), torch.tensor(2, dtype=torch.int32), scalar(0.0), scalar())),
     "adam_": (adam, adam_arguments),
     "sgd_": (
-        lambda grads, params, steps: kernels.sgd_(grads, params, None, steps, lr=0.1) or params[0] + 1,
+        lambda grads, params, steps: kernels.step_once(Sgd(lr=0.1), grads, params, None, None, steps) or params[0] + 1,
         lambda: (tensors(HALF, FLOAT), tensors(FLOAT, FLOAT), torch.zeros(2)),
     ),
     "novograd_": (
@@ -178,7 +179,7 @@ def test_compiled_whole_and_equal(name):
 def test_fake_tensors_are_not_computed():
     with FakeTensorMode() as mode:
         checks = kernels.check([torch.ones(3), torch.ones(4).half()])
-        kernels.unscale_([torch.ones(3)], torch.tensor(0.5))
+        kernels.scale_([torch.ones(3)], [torch.ones(3)], torch.tensor(0.5))
     assert [t.shape for t in checks] == [(2,)] * 3
     outside = mode.from_tensor(torch.ones(3))
     assert kernels.check([outside]).nonfinite.fake_mode is mode
@@ -188,5 +189,5 @@ def test_an_operator_refuses_as_its_function_does():
     given = [torch.ones(3), torch.ones(3, dtype=torch.float64)]
     before = copies(given)
     with pytest.raises(AmpValueError, match=r"\[1\]"):
-        OPS.unscale_(given, scalar())
+        OPS.scale_(given, given, scalar())
     assert all(map(same_bits, given, before))

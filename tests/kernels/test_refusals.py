@@ -11,6 +11,7 @@ from amp_engine.kernels.formulas import Adam, Sgd
 from .lists import copies, same_bits
 
 ONE = torch.tensor(0.5)
+SGD = Sgd(lr=0.1)
 
 
 def made(n=3, dtype=torch.float32):
@@ -21,31 +22,19 @@ def made(n=3, dtype=torch.float32):
 OPERATIONS = {
     "check": (("tensors",), lambda tensors: kernels.check(tensors)),
     "l2norm": (("tensors",), lambda tensors: kernels.l2norm(tensors)),
-    "unscaled": (("tensors",), lambda tensors: kernels.unscaled(tensors, ONE)),
-    "unscale_": (("tensors",), lambda tensors: kernels.unscale_(tensors, ONE)),
     "scale_": (("inputs", "outputs"), lambda inputs, outputs: kernels.scale_(outputs, inputs, ONE)),
     "cast_copy_": (("inputs", "outputs"), lambda inputs, outputs: kernels.cast_copy_(outputs, inputs)),
     "axpby_": (("xs", "ys", "outputs"), lambda xs, ys, outputs: kernels.axpby_(outputs, xs, ys, ONE, ONE)),
     "sgd_": (
         ("params", "grads", "copies", "momentum_buffers"),
-        lambda params, grads, copies, momentum_buffers: kernels.sgd_(
-            grads, params, momentum_buffers, torch.zeros(3), copies, lr=0.1, momentum=0.9
+        lambda params, grads, copies, momentum_buffers: kernels.step_once(
+            Sgd(lr=0.1, momentum=0.9), grads, params, momentum_buffers, None, torch.zeros(3), None, copies
         ),
     ),
     "adam_": (
         ("params", "grads", "copies", "exp_avgs", "exp_avg_sqs"),
-        lambda params, grads, copies, exp_avgs, exp_avg_sqs: kernels.adam_(
-            grads,
-            params,
-            exp_avgs,
-            exp_avg_sqs,
-            torch.zeros(3),
-            copies,
-            lr=0.1,
-            beta1=0.9,
-            beta2=0.99,
-            eps=1e-8,
-            weight_decay=0.0,
+        lambda params, grads, copies, exp_avgs, exp_avg_sqs: kernels.step_once(
+            Adam(lr=0.1), grads, params, exp_avgs, exp_avg_sqs, torch.zeros(3), None, copies
         ),
     ),
 }
@@ -59,8 +48,7 @@ ALSO = {
     "exp_avgs": ("state1",),
     "exp_avg_sqs": ("state2",),
 }
-LISTS = [(op, name) for op, (names, _) in OPERATIONS.items() for name in names]
-LISTS_BESIDE = [(op, name) for op, (names, _) in OPERATIONS.items() for name in names[1:]]
+SEVERAL_LISTS = [op for op, (names, _) in OPERATIONS.items() if len(names) > 1]
 
 
 def called(op, lists, place):
@@ -95,38 +83,44 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_a_tensor_that_is_not_walked_in_any_list(op):
+    for name in OPERATIONS[op][0]:
+        lists = lists_of(op)
+        lists[name][1] = BAD["float64"]()
+        called(op, lists, (name, 1))
+
+
 @pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize(("op", "name"), LISTS)
-def test_a_tensor_that_is_not_walked(op, name, kind):
-    lists = lists_of(op)
-    lists[name][1] = BAD[kind]()
-    called(op, lists, (name, 1))
+def test_a_tensor_that_is_not_walked_of_any_kind(kind):
+    for name in OPERATIONS["adam_"][0]:
+        lists = lists_of("adam_")
+        lists[name][1] = BAD[kind]()
+        called("adam_", lists, (name, 1))
 
 
-@pytest.mark.parametrize(("op", "name"), LISTS_BESIDE)
-@pytest.mark.parametrize("kind", ["other shape", "other order", "smaller"])
-def test_a_tensor_unlike_its_partner(op, name, kind):
-    lists = lists_of(op)
-    lists[name][2] = {
-        "other shape": torch.ones(6, 4),
-        "other order": torch.ones(6, 4).t(),
-        "smaller": torch.ones(4, 5),
-    }[kind]
-    # Whichever of the two is named: the message has both.
-    assert "[2]" in called(op, lists, (name, 2))
+@pytest.mark.parametrize("op", SEVERAL_LISTS)
+def test_a_tensor_unlike_its_partner(op):
+    for name in OPERATIONS[op][0][1:]:
+        for unlike in (torch.ones(6, 4), torch.ones(6, 4).t(), torch.ones(4, 5)):
+            lists = lists_of(op)
+            lists[name][2] = unlike
+            # Whichever of the two is named: the message has both.
+            assert "[2]" in called(op, lists, (name, 2))
 
 
 def test_the_message_says_what_was_given_and_what_is_allowed():
-    message = called("unscale_", {"tensors": [*made(1), torch.ones(3, dtype=torch.float64)]}, ("tensors", 1))
+    message = called("check", {"tensors": [*made(1), torch.ones(3, dtype=torch.float64)]}, ("tensors", 1))
     assert "shape [3]" in message
     assert "on cpu" in message
     assert "the type must be float32, float16 or bfloat16" in message
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize(("op", "name"), LISTS_BESIDE)
-def test_lists_of_unequal_lengths(op, name, n):
-    called(op, {**lists_of(op), name: made(n)}, (name, None))
+@pytest.mark.parametrize("op", SEVERAL_LISTS)
+def test_lists_of_unequal_lengths(op):
+    for name in OPERATIONS[op][0][1:]:
+        for n in (2, 4):
+            called(op, {**lists_of(op), name: made(n)}, (name, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -141,7 +135,6 @@ def test_state_is_float32_or_both_moments_are_bfloat16(name, dtype):
 
 
 WRITTEN = [
-    ("unscale_", "tensors", "tensors"),
     ("scale_", "outputs", "outputs"),
     ("cast_copy_", "outputs", "outputs"),
     ("axpby_", "outputs", "outputs"),
@@ -178,52 +171,51 @@ def beside_each_other(distance, dtypes=(torch.float32, torch.float32)):
     return [memory[at : at + 24 * dtype.itemsize].view(dtype).view(4, 6).fill_(1) for at, dtype in spans]
 
 
-@pytest.mark.parametrize("distance", [-92, -4, 4, 48, 92])
 @pytest.mark.parametrize(("op", "first", "second"), WRITTEN + READ)
-def test_memory_that_overlaps_partly(op, first, second, distance):
-    lists = lists_of(op)
-    lists[first][0], lists[second][2] = beside_each_other(distance)
-    message = called(op, lists, (second, 2))
-    assert "shares memory with" in message
-    assert "[0]" in message
-
-
-@pytest.mark.parametrize("place", [0, 2])
-@pytest.mark.parametrize(("op", "first", "second"), READ)
-def test_memory_that_is_written_and_read_elsewhere(op, first, second, place):
-    """Of another index, or of the same but shifted, which is no work in place."""
-    lists = lists_of(op)
-    lists[first][0], lists[second][place] = beside_each_other(0 if place else 40)
-    called(op, lists, (second, place))
-
-
-@pytest.mark.parametrize(
-    ("op", "first", "second"), [one for one in READ if one[0] in ("scale_", "cast_copy_", "axpby_")]
-)
-def test_memory_that_is_read_as_one_type_and_written_as_another(op, first, second):
-    lists = lists_of(op)
-    lists[first][1], lists[second][1] = beside_each_other(0, (torch.float16, torch.float32))
-    called(op, lists, (second, 1))
-
-
-@pytest.mark.parametrize(("op", "first", "second"), WRITTEN + READ)
-def test_tensors_that_touch_are_walked(op, first, second):
-    for distance in (-96, 96):
+def test_memory_that_overlaps_partly(op, first, second):
+    for distance in (-92, -4, 4, 48, 92):
         lists = lists_of(op)
         lists[first][0], lists[second][2] = beside_each_other(distance)
+        message = called(op, lists, (second, 2))
+        assert "shares memory with" in message
+        assert "[0]" in message
+
+
+@pytest.mark.parametrize(("op", "first", "second"), READ)
+def test_memory_that_is_written_and_read_elsewhere(op, first, second):
+    """Of another index, or of the same but shifted, which is no work in place."""
+    for place, distance in ((2, 0), (0, 40)):
+        lists = lists_of(op)
+        lists[first][0], lists[second][place] = beside_each_other(distance)
+        called(op, lists, (second, place))
+
+
+IN_PLACE = [one for one in READ if one[0] in ("scale_", "cast_copy_", "axpby_")]
+
+
+def test_memory_that_is_read_as_one_type_and_written_as_another():
+    for op, first, second in IN_PLACE:
+        lists = lists_of(op)
+        lists[first][1], lists[second][1] = beside_each_other(0, (torch.float16, torch.float32))
+        called(op, lists, (second, 1))
+
+
+def test_tensors_that_touch_are_walked():
+    for op, first, second in WRITTEN + READ:
+        for distance in (-96, 96):
+            lists = lists_of(op)
+            lists[first][0], lists[second][2] = beside_each_other(distance)
+            OPERATIONS[op][1](**lists)
+
+
+def test_work_in_place_and_what_is_read_twice_are_walked():
+    for op, first, second in IN_PLACE:
+        lists = lists_of(op)
+        lists[second] = lists[first]
         OPERATIONS[op][1](**lists)
-
-
-@pytest.mark.parametrize(
-    ("op", "first", "second"), [one for one in READ if one[0] in ("scale_", "cast_copy_", "axpby_")]
-)
-def test_work_in_place_and_what_is_read_twice_are_walked(op, first, second):
-    lists = lists_of(op)
-    lists[second] = lists[first]
-    OPERATIONS[op][1](**lists)
-    lists = lists_of(op)
-    lists[second] = [lists[second][0]] * 3
-    OPERATIONS[op][1](**lists)
+        lists = lists_of(op)
+        lists[second] = [lists[second][0]] * 3
+        OPERATIONS[op][1](**lists)
 
 
 @pytest.mark.parametrize("counts", ["params", "exp_avgs", "grads"])
@@ -233,17 +225,13 @@ def test_counts_in_the_memory_of_something_else(counts):
     lists[counts][1] = steps
     before = copies([t for tensors in lists.values() for t in tensors])
     with pytest.raises(AmpValueError, match="memory"):
-        kernels.adam_(
+        kernels.step_once(
+            Adam(lr=0.1),
             lists["grads"],
             lists["params"],
             lists["exp_avgs"],
             lists["exp_avg_sqs"],
             steps.view(24)[6:9],
-            lr=0.1,
-            beta1=0.9,
-            beta2=0.99,
-            eps=1e-8,
-            weight_decay=0.0,
         )
     assert all(map(same_bits, [t for tensors in lists.values() for t in tensors], before))
 
@@ -254,13 +242,12 @@ def test_counts_in_the_memory_of_something_else(counts):
 def test_factors_are_one_float32_on_the_device(scalar):
     tensors = made(2)
     for call in (
-        lambda: kernels.unscale_(tensors, scalar),
-        lambda: kernels.unscaled(tensors, scalar),
+        lambda: kernels.scale_(tensors, tensors, scalar),
         lambda: kernels.scale_(tensors, made(2), scalar),
         lambda: kernels.axpby_(tensors, made(2), made(2), scalar, None),
         lambda: kernels.axpby_(tensors, made(2), made(2), None, scalar),
-        lambda: kernels.sgd_(made(2), tensors, None, torch.zeros(2), lr=0.1, inv_scale=scalar),
-        lambda: kernels.sgd_(made(2), tensors, None, torch.zeros(2), lr=0.1, found_inf=scalar),
+        lambda: kernels.step_once(SGD, made(2), tensors, None, None, torch.zeros(2), inv_scale=scalar),
+        lambda: kernels.step_once(SGD, made(2), tensors, None, None, torch.zeros(2), found_inf=scalar),
     ):
         with pytest.raises(AmpValueError, match=r"must be one float32|must be one Float"):
             call()
@@ -271,10 +258,10 @@ def test_factors_are_one_float32_on_the_device(scalar):
 def test_factors_are_what_lies_in_their_memory(lazy):
     tensors = made(2)
     for call in (
-        lambda: kernels.unscaled(tensors, lazy),
+        lambda: kernels.scale_(tensors, tensors, lazy),
         lambda: kernels.axpby_(tensors, made(2), made(2), None, lazy),
-        lambda: kernels.sgd_(made(2), tensors, None, torch.zeros(2), lr=0.1, inv_scale=lazy),
-        lambda: kernels.sgd_(made(2), tensors, None, torch._neg_view(torch.zeros(2)), lr=0.1),
+        lambda: kernels.step_once(SGD, made(2), tensors, None, None, torch.zeros(2), inv_scale=lazy),
+        lambda: kernels.step_once(SGD, made(2), tensors, None, None, torch._neg_view(torch.zeros(2))),
     ):
         with pytest.raises(AmpValueError, match=r"not those in its memory.*\.clone"):
             call()
@@ -287,13 +274,13 @@ def test_factors_are_what_lies_in_their_memory(lazy):
 def test_steps_are_one_float32_each(steps):
     params = made()
     with pytest.raises(AmpValueError, match=r"steps is .* \[3\]"):
-        kernels.sgd_(made(), params, None, steps, lr=0.1)
+        kernels.step_once(SGD, made(), params, None, None, steps)
     assert all(map(same_bits, params, made()))
 
 
 def table(formula="sgd", **changes):
     given = {"weights": made(), "copies": [None] * 3, "state1": [None] * 3, "state2": [None] * 3, "groups": [0] * 3}
-    return kernels.StepTable(formula, **{**given, "steps": torch.zeros(3), "norms": None, **changes})
+    return kernels.step_table(formula, **{**given, "steps": torch.zeros(3), "norms": None, **changes})
 
 
 def test_a_table_is_of_a_known_formula():

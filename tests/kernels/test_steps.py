@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from amp_engine import kernels
 from amp_engine.kernels import FORMULAS, _native
-from amp_engine.kernels.formulas import Sgd
+from amp_engine.kernels.formulas import Adam, Lamb, Sgd
 
 from . import oracle
 from .lists import SIZES, Arena, Rows, copies, rows, same_bits, same_values
@@ -52,22 +52,18 @@ NATIVE = pytest.mark.parametrize("backend", ["native"], indirect=True)
 
 
 def step(formula: str, r: Rows, h: dict, **scalars) -> None:
-    """By the function of this formula."""
-    state = {
-        "adam": (r.first, r.second, r.steps),
-        "sgd": (r.first if h.get("momentum") else None, r.steps),
-        "adagrad": (r.first, r.steps),
-        "novograd": (r.first, r.norms, r.steps),
-        "lamb": (r.first, r.second, r.steps),
-    }[formula]
-    getattr(kernels, f"{formula}_")(r.grads, r.params, *state, r.copies, **h, **scalars)
+    hyperparameters = FORMULAS[formula](**h)
+    first = r.first if hyperparameters.needs_state1 else None
+    second = r.second if hyperparameters.needs_state2 else None
+    norms = r.norms if hyperparameters.keeps_norm else None
+    kernels.step_once(hyperparameters, r.grads, r.params, first, second, r.steps, norms, r.copies, **scalars)
 
 
 def table(formula: str, r: Rows, groups: list[int] | None = None) -> kernels.StepTable:
     n = len(r.params)
     second = r.second if formula in ("adam", "lamb") else [None] * n
     groups = [0] * n if groups is None else groups
-    return kernels.StepTable(formula, r.params, r.copies, r.first, second, groups, r.steps, r.norms)
+    return kernels.step_table(formula, r.params, r.copies, r.first, second, groups, r.steps, r.norms)
 
 
 def states(r: Rows) -> list[oracle.State]:
@@ -211,14 +207,14 @@ def test_table_of_two_groups_partly_scaled_and_clipped(formula, give_checks):
 @pytest.mark.parametrize(("norm", "factor"), [(1.0, 1.0), (4.0, 0.5)])
 def test_clipping_only_shrinks(norm, factor):
     grad, weight = torch.ones(5), torch.zeros(5)
-    steps = kernels.StepTable("sgd", [weight], [None], [None], [None], [0], torch.zeros(1))
+    steps = kernels.step_table("sgd", [weight], [None], [None], [None], [0], torch.zeros(1))
     steps.step([grad], [True], [Sgd(lr=1.0)], norm=torch.tensor(norm), max_norm=2.0)
     assert weight.tolist() == pytest.approx([-factor] * 5, rel=1e-6)
 
 
 def test_lamb_is_clipped_by_the_norm_that_it_is_given():
     a, b = rows(Arena(), sizes=(31, 4096)), rows(Arena(), sizes=(31, 4096))
-    step("lamb", a, LAMB, grad_norm=torch.tensor(10.0))
+    step("lamb", a, LAMB, gradient_norm=torch.tensor(10.0))
     b.grads = [g.float() / 10 for g in b.grads]
     step("lamb", b, {**LAMB, "max_grad_norm": 0.0})
     for x, y in zip(a.params, b.params, strict=True):
@@ -230,7 +226,7 @@ def test_lamb_has_no_trust_ratio_where_a_norm_is_zero(weight, grad):
     p = torch.full((9,), weight)
     h = {**LAMB, "weight_decay": 0.0, "use_nvlamb": True, "eps": 1e-6}
     state = [torch.zeros(9)], [torch.zeros(9)], torch.zeros(1)
-    kernels.lamb_([torch.full((9,), grad)], [p], *state, **h)
+    kernels.step_once(Lamb(**h), [torch.full((9,), grad)], [p], *state)
     assert p.tolist() == pytest.approx([weight - LAMB["lr"] * grad] * 9, rel=1e-5)
 
 
@@ -305,7 +301,7 @@ def test_a_table_knows_when_memory_moved():
 def test_parameters_that_want_gradients_are_stepped():
     param = torch.nn.Parameter(torch.ones(5))
     version = param._version
-    kernels.sgd_([torch.ones(5)], [param], None, torch.zeros(1), lr=0.5)
+    kernels.step_once(Sgd(lr=0.5), [torch.ones(5)], [param], None, None, torch.zeros(1))
     assert param.tolist() == [0.5] * 5
     assert param._version > version
 
@@ -320,7 +316,7 @@ def test_a_late_first_gradient_resets_no_other_buffer():
         for w, g in zip(weights, grads, strict=True):
             w.grad = g
         optimizer.step()
-        kernels.sgd_(grads, ours, buffers, steps, lr=0.1, momentum=0.9)
+        kernels.step_once(Sgd(lr=0.1, momentum=0.9), grads, ours, buffers, None, steps)
     assert steps.tolist() == [4.0, 4.0, 2.0]
     for w, o in zip(weights, ours, strict=True):
         torch.testing.assert_close(o, w.detach())
@@ -352,7 +348,7 @@ def test_sgd_is_torch_to_the_bit(backend, options, foreach):
         for w, g in zip(weights, grads, strict=True):
             w.grad = g.clone()  # the foreach variant overwrites it
         optimizer.step()
-        kernels.sgd_(grads, ours, buffers if options["momentum"] else None, steps, lr=0.1, **options)
+        kernels.step_once(Sgd(lr=0.1, **options), grads, ours, buffers if options["momentum"] else None, None, steps)
         assert all(same_bits(o, w) for o, w in zip(ours, weights, strict=True))
 
 
@@ -374,7 +370,7 @@ def test_adam_errs_at_most_twice_as_much_as_torch(decoupled):
     ours, state = start.clone(), ([torch.zeros(5000)], [torch.zeros(5000)], torch.zeros(1))
     for g in grads:
         h = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-        kernels.adam_([g], [ours], *state, decoupled=decoupled, **h)
+        kernels.step_once(Adam(decoupled=decoupled, **h), [g], [ours], *state)
     truth = by_torch(torch.float64)
 
     def error(values):
@@ -449,7 +445,7 @@ def test_lamb_takes_no_more_scratch_than_its_tensors(backend):
     """And not a chunk, which is 128 KB, for each of them."""
     n = 1000
     grads, weights, first, second = ([torch.ones(10) for _ in range(n)] for _ in range(4))
-    lamb = kernels.StepTable("lamb", weights, [None] * n, first, second, [0] * n, torch.zeros(n))
+    lamb = kernels.step_table("lamb", weights, [None] * n, first, second, [0] * n, torch.zeros(n))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         lamb.step(grads, [False] * n, [FORMULAS["lamb"](**LAMB)])
     taken = sum(max(event.self_cpu_memory_usage, 0) for event in recorded.events())
@@ -461,7 +457,7 @@ def test_two_threads_do_not_step_one_table_at_once(backend):
     """Each step is done, or refused because one is under way."""
     n = 1 << 16
     weight, momentum, counts = torch.zeros(n), torch.zeros(n), torch.zeros(1)
-    one = kernels.StepTable("sgd", [weight], [None], [momentum], [None], [0], counts)
+    one = kernels.step_table("sgd", [weight], [None], [momentum], [None], [0], counts)
     hyperparameters = Sgd(lr=1.0, momentum=0.5)
 
     def run() -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from amp_engine import kernels
+from amp_engine.errors import AmpValueError
 
 from . import oracle
 
@@ -123,8 +124,9 @@ def test_what_the_backward_used_is_kept(flag, dynamic):
 )
 def test_other_tensors_are_refused_by_name(name, given):
     named = {"scale": f32(4.0), "growth_tracker": i32(0), "found_inf": f32(1.0), name: given}
-    with pytest.raises(ValueError, match=f"update_scale_: {name} is"):
-        kernels.update_scale_(**named, **RULES)
+    others = {key: tensor for key, tensor in named.items() if key != "scale"}
+    with pytest.raises(AmpValueError, match=f"update_scale_: {name} is"):
+        kernels.update_scale_(named["scale"], **others, **RULES)
     if name != "scale":
         assert named["scale"].item() == 4.0
     if name != "growth_tracker":

@@ -254,10 +254,10 @@ PYBIND11_MODULE(_C, m) {
       py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("growth_interval"), py::arg("min_scale"),
       py::arg("max_scale"), py::arg("hysteresis") = 1, py::arg("dynamic") = true);
 
-  py::class_<Params, std::shared_ptr<Params>>(m, "Params", "Tensors whose Python list was read once.")
+  py::class_<Params, std::shared_ptr<Params>>(m, "params", "Tensors whose Python list was read once.")
       .def(py::init<py::iterable const&>())
       .def("__len__", [](Params const& self) { return self.objects.size(); });
-  py::class_<ParamMarks>(m, "Marks", "Some tensors as they were when each was last marked.")
+  py::class_<ParamMarks>(m, "marks", "Some tensors as they were when each was last marked.")
       .def(py::init<py::iterable const&>())
       .def("mark", [](ParamMarks& self) { self.marks.mark(self.params.list()); })
       .def("mark_at", [](ParamMarks& self, size_t i) { self.marks.mark(i, self.params.at(i)); })
@@ -269,16 +269,17 @@ PYBIND11_MODULE(_C, m) {
       .def("has_moved", [](ParamMarks const& self, size_t i) { return self.marks.has_moved(i, self.params.at(i)); })
       .def("has_other_memory",
            [](ParamMarks const& self, size_t i) { return self.marks.has_other_memory(i, self.params.at(i)); });
-  py::class_<ParamGradientMarks>(m, "GradientMarks", "The gradients of some parameters as they were.")
+  py::class_<ParamGradientMarks>(m, "gradient_marks", "The gradients of some parameters as they were.")
       .def(py::init([](std::shared_ptr<Params> const& params) { return ParamGradientMarks(params); }))
       .def_property_readonly("params", [](ParamGradientMarks const& self) { return self.params; })
       .def("have_moved", [](ParamGradientMarks const& self) { return self.marks.have_moved(self.params->list()); })
       .def("moved", [](ParamGradientMarks const& self) { return self.marks.moved(self.params->list()); });
   m.def(
       "gradients",
-      [](ParamsOrList const& params) {
+      [named = py::object(py::module_::import("amp_engine.kernels.backend").attr("Gradients"))](
+          ParamsOrList const& params) {
         Gradients found = gradients(in(params));
-        return py::make_tuple(TensorList{std::move(found.tensors)}, py::bytes(found.accesses), std::move(found.devices));
+        return named(TensorList{std::move(found.tensors)}, py::bytes(found.accesses), std::move(found.devices));
       },
       "The gradient of each parameter, how the kernels can take it, and on which devices they find them.");
   py::class_<TensorList>(m, "TensorList", "Tensors and Nones that have no Python objects until somebody looks.")
@@ -314,8 +315,13 @@ PYBIND11_MODULE(_C, m) {
       "discard_gradients", [](ParamsOrList const& tensors) { discard_gradients(in(tensors)); },
       "tensor.grad = None for each.");
 
-  m.def("watch_collectives", &watch_collectives, py::arg("writing"), py::arg("reading"), py::arg("listener"),
-        "Calls listener(tensors, is_broadcast) after each of the writing operators of c10d, from now on.");
+  m.def(
+      "watch_collectives",
+      [](std::vector<std::string> const& writing, std::vector<std::string> const& reading, py::object listener) {
+        watch_collectives(writing, reading, std::move(listener));
+        return true;
+      },
+      "Calls listener(tensors, is_broadcast) after each of the writing operators of c10d, from now on.");
 
   py::class_<ListOperation>(m, "ListCheck")
       .def(py::init<>())

@@ -724,7 +724,7 @@ def _is_float64(lists: TensorLists, params: TensorList) -> bool:
 
 
 def _norms(noop_flag: Tensor, total: Tensor, each: Tensor, per_tensor: bool | None) -> tuple[Tensor, Tensor]:
-    """What the norms return, as float32; the flag is set if `total` is not finite."""
+    """Return two norms as float32, and set the flag if `total` is not finite."""
     total = total.float().reshape(1).to(noop_flag.device)
     _set_where(noop_flag, ~total.isfinite())
     return total, each.float() if per_tensor else each.new_empty(0, dtype=torch.float32)

@@ -23,7 +23,7 @@ else:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What setup.py wrote: the mode that it built, the torch it built against, and why it built no better one."""
+    """Read what setup.py wrote: the mode that it built, the torch it built against, and why it built no better one."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, TypeError, ValueError):
@@ -33,7 +33,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def refuse_other_torch(built: str | None) -> str:
     """The reason of an extension that was compiled against a torch that is not the installed one: also a warning.
 
-    The other reasons are silent: nothing was compiled there that could be lost, or somebody switched it off.
+    The other reasons are silent: nothing was compiled there that could be lost, or they are switched off.
     """
     reason = f"they were compiled against torch {built}, and torch {torch.__version__} is installed; run: {INSTALL}"
     warnings.warn(f"amp_engine does not use its compiled kernels, only speed is lost: {reason}", AmpRuntimeWarning, 2)

@@ -12,10 +12,10 @@ TensorList = Sequence[Tensor | None]
 
 
 class Checks(NamedTuple):
-    """What one pass over n tensors found, of the values before the pass wrote any; on the device of the tensors.
+    """Findings of one pass over n tensors, of the values before the pass wrote any; on the device of the tensors.
 
     Attributes:
-        nonfinite: bool, shape [n]: whether the tensor holds an inf or a NaN.
+        nonfinite: bool, shape [n]: true where the tensor holds an inf or a NaN.
         sum_squares: float64, shape [n].
         largest: float32, shape [n]: largest magnitude; NaN if there is one.
     """
@@ -120,11 +120,11 @@ class TensorLists(Protocol):
         ...
 
     def watch_gradients(self, params: Sequence[Tensor], /) -> None:
-        """Have torch tell of whoever asks for the memory of the gradients from now on, where it can (since 2.13)."""
+        """Have torch note requests for the memory of the gradients from now on, where it can (since 2.13)."""
         ...
 
     def are_gradients_unwritten(self, params: Sequence[Tensor], /) -> bool:
-        """True if nobody has asked for the memory of any gradient since it was watched, or has it from before."""
+        """True if no memory of a gradient was asked for since it was watched, or is known from before."""
         ...
 
     def either(self, mask: bytes, first: TensorList, second: TensorList | None = None, /) -> TensorList:
@@ -132,15 +132,15 @@ class TensorLists(Protocol):
         ...
 
     def any_gradient(self, tensors: Sequence[Tensor], /) -> bool:
-        """Whether one of them has a gradient."""
+        """True if one of them has a gradient."""
         ...
 
     def same_objects(self, a: Sequence[object], b: Sequence[object], /) -> bool:
-        """Whether two lists or tuples have the very same objects. `==` would ask tensors, and compare elements."""
+        """True if two lists or tuples have the very same objects. `==` would ask tensors, and compare elements."""
         ...
 
     def same_entries(self, dicts: list[dict[str, Any]], name: str, objects: Sequence[object], /) -> bool:
-        """Whether `dicts[i].get(name) is objects[i]` for every i."""
+        """True if `dicts[i].get(name) is objects[i]` for every i."""
         ...
 
     def discard_gradients(self, tensors: Sequence[Tensor], /) -> None:
@@ -150,7 +150,7 @@ class TensorLists(Protocol):
     def watch_collectives(
         self, writing: Sequence[str], reading: Sequence[str], listener: Callable[[list[Tensor], bool], None], /
     ) -> bool:
-        """Have operators of c10d find memory that was asked for, and tell what they write. Whether that is possible.
+        """Have operators of c10d find memory that was asked for, and tell what they write. True if that is possible.
 
         listener(tensors, is_broadcast): called after each of the `writing` ones.
         """

@@ -1,4 +1,4 @@
-"""What computes where: chosen once, by what is compiled."""
+"""The compiled kernels by the device that they compute on, chosen once; elsewhere plain PyTorch computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 
 from amp_engine.kernels import _native, reference_tensor_lists
 from amp_engine.kernels.backend import TensorLists
-from amp_engine.kernels.native import NativeTensorLists
 
 
 # At import, not at each call: asking took a third of a call over four tensors.
@@ -20,7 +19,7 @@ def native_by_device(module: Any) -> dict[str, Any]:
 
 
 NATIVE = native_by_device(_native.module)
-TENSOR_LISTS: TensorLists = reference_tensor_lists if _native.module is None else NativeTensorLists(_native.module)
+TENSOR_LISTS: TensorLists = reference_tensor_lists if _native.module is None else _native.module
 CASTS: Any = _native.module
 """The compiled casts of O1; None where casting/ does the same in Python."""
 

@@ -12,7 +12,7 @@ from amp_engine.kernels.backend import Checks
 
 
 class State(NamedTuple):
-    """What one tensor's update reads and returns; None where there is none. All float32, or all float64."""
+    """The weight and state that an update reads and returns; None where there is none. All float32, or all float64."""
 
     weight: Tensor
     state1: Tensor | None
@@ -21,7 +21,7 @@ class State(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What else one tensor's update reads. Tensors have shape []."""
+    """All else that one tensor's update reads. Tensors have shape []."""
 
     step: Tensor  # the number of this step, from 1
     factor: Tensor | None  # float64, of the gradient
@@ -32,15 +32,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """What a step reads besides tensors, of one parameter group, and what it computes.
+    """The hyperparameters of one parameter group, and the update that they belong to.
 
     Attributes:
         lr: learning rate; a float, or a float32 tensor of shape [].
         maximize: the gradient is negated.
-        needs_state2: whether there is a second state beside the first.
-        keeps_norm: whether a tensor has a norm as state.
-        reads_sums: whether the step needs the norm of each gradient,
-        reads_norm_of_all: and that of all of them.
+        needs_state2: True if tensors have a second state beside the first.
+        keeps_norm: True if a tensor has a norm as state.
+        reads_sums: True if the step needs the norm of each gradient.
+        reads_norm_of_all: True if the step needs the norm of all gradients.
     """
 
     lr: float | Tensor
@@ -52,7 +52,7 @@ class Formula:
 
     @property
     def needs_state1(self) -> bool:
-        """Whether tensors have the first state."""
+        """True if tensors have the first state."""
         return True
 
     def update(self, grad: Tensor, old: State, row: Row) -> State:

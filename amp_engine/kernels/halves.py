@@ -30,7 +30,7 @@ def split(value_f32: Tensor) -> tuple[Tensor, Tensor]:
 def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
     """The float32 tensor that `split` gave these of. No host sync.
 
-    A remainder of another value, because somebody wrote `rounded`, changes less than half of bfloat16's unit.
+    A remainder of another value, because `rounded` was written, changes less than half of bfloat16's unit.
     """
     high, low = _long(rounded.detach().view(torch.int16)), _long(remainder)
     was_rounded_up = low > _HALF

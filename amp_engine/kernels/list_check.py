@@ -55,7 +55,7 @@ class ListCheck:
 
 
 class _ReferenceCheck:
-    """The same in plain PyTorch, which keeps nothing from one run to the next."""
+    """A `ListCheck` in plain PyTorch, which keeps nothing from one run to the next."""
 
     @torch.no_grad()
     def run(

@@ -101,7 +101,7 @@ def _kept(model: nn.Module, policy: Policy) -> Iterator[Kept]:
 def _kept_in_half_model(model: nn.Module, policy: Policy) -> Iterator[Kept]:
     by_user = {part for module, _ in kept_modules(model) for part in module.modules()}
     names = {module: name for name, module in model.named_modules()}
-    reasons: dict[int, str] = {}  # by id of a tensor that a module of its own is kept for
+    reasons: dict[int, str] = {}  # why a tensor is kept, by its id; and the module that it is kept with
     owners: dict[int, str] = {}
     for module, name in names.items():
         is_norm = isinstance(module, BatchNormBase) and module.affine and bool(policy.keep_batchnorm_fp32)

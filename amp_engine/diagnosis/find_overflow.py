@@ -36,7 +36,7 @@ class OverflowSource:
     """Where a batch stopped to be finite.
 
     Attributes:
-        phase: "weights": before the batch, in a parameter; "data": in what the model, or an operation, was given;
+        phase: "weights": before the batch, in a parameter; "data": in an input of the model, or of an operation;
             "forward", "backward": in the operation named; None: everything was finite.
         module: name of the module that the operation is in, or that was given the data; "" for the model itself; None
             outside of every module of the models that were initialized, as in a loss function.
@@ -48,7 +48,7 @@ class OverflowSource:
         elements: how many were not finite.
         numel: of how many; of a sparse tensor those that it stores.
         dtype: of the result.
-        largest_input: largest finite magnitude among what the operation was given; None where it was given no number.
+        largest_input: largest finite magnitude among the inputs of the operation; None where it has no number.
         loss: before scaling; None if it was never seen.
         loss_scale: that the loss was multiplied by; None if it was never seen.
         finite_at: the present loss scale, if the batch was run at an earlier one and overflows at the present one no
@@ -106,13 +106,13 @@ class _Search(Recorder):
         self._owner: dict[Node, Module | None] = {}  # the module that made each node
         self._found: OverflowSource | None = None
         self._maybe: OverflowSource | None = None  # -inf of a cast, which may be a mask
-        # Memory that was not written when it was made, so that nobody has computed what is in there. Alive, so that no
-        # other is taken for it.
+        # Memory that was not written when it was made, so that its values were never computed. Alive, so that no other
+        # is taken for it.
         self._unwritten: dict[int, torch.UntypedStorage] = {}
 
     @property
     def found(self) -> OverflowSource:
-        """The first that is sure, or else the first that may be a mask; with what is known of the loss."""
+        """The first place that is sure, or else the first that may be a mask; and the loss."""
         found = self._found or self._maybe or OverflowSource(None)
         if self.loss is None:
             return found
@@ -126,7 +126,7 @@ class _Search(Recorder):
                 self._note("weights", bad, Module(place.module, place.module_type), parameter=place.parameter)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note an operation that was given, or gave, what is not finite."""
+        """Note an operation with an input, or a result, that is not finite."""
         if self._found is not None:
             return func(*args, **kwargs)
         given = self._written(tensors_in((args, kwargs)))
@@ -159,7 +159,7 @@ class _Search(Recorder):
         return [one for one in _floats(tensors) if one.untyped_storage()._cdata not in self._unwritten]
 
     def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Look at what a model is given."""
+        """Look at the inputs of a model."""
         self._claim(tensors)
         if self.innermost is not None:
             return
@@ -170,7 +170,7 @@ class _Search(Recorder):
         self.is_paused = False
 
     def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Watch the backward of what a model gave."""
+        """Watch the backward of the outputs of a model."""
         self._claim(tensors)
         if len(self.running) <= 1:
             self._watch_backward()
@@ -261,7 +261,7 @@ def find_overflow(
     places: Mapping[int, Place],
     loss_scale: float | None,
 ) -> OverflowSource:
-    """As the function `amp.find_overflow`.
+    """Run one batch once more and find where it stopped to be finite: `amp.find_overflow`.
 
     Args:
         models: that are followed by hooks.
@@ -284,13 +284,13 @@ def find_overflow(
 
 
 def _floats(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """What this rank has of those that are floating; of sparse ones, what they store."""
+    """The values of floating tensors on this rank; of sparse ones, those that are stored."""
     found = [local_of(one.detach()) for one in tensors if one is not None and one.is_floating_point()]
     return [one for one in map(stored, found) if one.numel()]
 
 
 def _is_bad(tensor: Tensor) -> bool:
-    """Whether it holds a NaN or +inf. -inf may be a mask."""
+    """True if it holds a NaN or +inf. -inf may be a mask."""
     return bool((tensor.isnan() | tensor.isposinf()).any())
 
 

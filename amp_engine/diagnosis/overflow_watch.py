@@ -1,4 +1,4 @@
-"""What is said and noted of overflows: each skip, one diagnosis of many in a row, one word of static scales."""
+"""Says and notes overflows: each skip, one diagnosis of many in a row, and one word of static scales."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class OverflowWatch:
         return OverflowReport(list(self._records), self._count - len(self._records))
 
     def begin(self) -> None:
-        """Nothing is left of those models whose overflows are noted."""
+        """Forget the records: their models are gone."""
         self._records.clear()
         self._count = 0
 
     def skipped(self, skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
-        """A step was skipped because of `backwards`, which are not empty."""
+        """Say that a step was skipped, and note why: `backwards` has at least one."""
         for loss_id, b in {b.loss_id: b for b in backwards}.items():
             scale = b.outcome.next_scale() if b.scaler.dynamic else b.scaler.loss_scale()
             is_told_here = self._reporter.says(b.is_first)
@@ -80,7 +80,7 @@ class OverflowWatch:
                 )
 
     def stepped_on(self, backward: Backward) -> None:
-        """A static scaler overflowed, or one left gradients of 0 at a scale too low, and the step was taken."""
+        """Say that a step was taken at a static scale that overflowed, or at a scale too low for its gradients."""
         if backward.outcome.has_flushed():
             loss_id, scale = backward.loss_id, backward.outcome.scale()
             text = flushed_message(loss_id, scale, backward.outcome.next_scale())
@@ -95,7 +95,7 @@ class OverflowWatch:
             self._note(self._record(backward, skipped=False))
 
     def unchecked_loss(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
-        """A loss that is not finite, and whose gradients nobody checks."""
+        """Note a loss that is not finite, where gradients are not checked."""
         places = self._places()
         earlier = self._scaling.history.losses_before(loss_id, backward)
         weights = self._bad_weights(places)
@@ -136,7 +136,7 @@ class OverflowWatch:
             )
 
     def _record(self, backward: Backward, skipped: bool, looks_at_weights: bool = False) -> OverflowRecord:
-        """What is known of `backward`. Waits for the device."""
+        """The record of `backward`. Waits for the device."""
         places = self._places()
         loss = backward.outcome.loss()
         nonfinite = backward.nonfinite()
@@ -185,7 +185,7 @@ class OverflowWatch:
 
 
 def _is_of_this_rank(record: OverflowRecord, backward: Backward) -> bool:
-    """Whether this rank knows what the first one of those that agreed does not. Waits for the device."""
+    """True if this rank has details that rank 0 of the group lacks. Waits for the device."""
     if record.cause == "elsewhere":
         return False
     return not record.loss_is_finite or not backward.is_the_same_on_all_ranks()

@@ -1,4 +1,4 @@
-"""What is known of an overflow afterwards: records, the likely cause, and the lines that are said of it."""
+"""Explains an overflow afterwards: records, the likely cause, and the lines that are said of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cause = Literal["data", "forward", "backward", "divergence", "weights", "elsewhe
 # and a learning rate that is too high passes it within a few steps. Chosen by us; there is no source.
 EXPLOSION = 10.0
 RISES = 3
-"""So many times in a row, with none much lower in between, the loss has to double at least."""
+"""The loss has to double at least so many times in a row, with none much lower in between."""
 
 
 class Place(NamedTuple):
@@ -35,29 +35,29 @@ class OverflowRecord:
         backward: its number among the scaled backwards of the engine, from 1.
         loss_id: whose scaler.
         loss_scale: that the loss was multiplied by.
-        loss: before scaling; the sum if there are several; None if the engine was never given it.
+        loss: before scaling; the sum if there are several; None if the engine does not know it.
         cause: "data": a value that is not finite came into the graph from outside; "forward": an operation of the
             forward made it, or the graph does not tell; "backward": the loss was finite and a gradient was not;
             "divergence": losses have risen from step to step until they exploded; "weights": a parameter is not finite;
             "elsewhere": on another rank, or in an earlier backward of the step.
         parameter: name of the first parameter whose gradient was not finite, as the backward goes from the loss to the
             input; None without any.
-        module: name of the module that it is of, "encoder.0"; "" if that is the model itself.
+        module: name of its module, "encoder.0"; "" for the model itself.
         module_type: class of that module.
-        kind: "inf" or "nan": what is in that gradient; None without any.
+        kind: "nan" if that gradient has a NaN, else "inf"; None without any.
         elements: how many of its elements were not finite; None where the host heard of it too late, as on GPUs.
         numel: how many elements it has.
-        operation: what gave the first value that is not finite in the forward, or took it from outside, by autograd's
-            name ("softmax"); None where the forward is not the cause, or its graph did not tell.
-        is_exact: whether all that `operation` was given is known to have been finite. If not, one before it may have
-            made the value: not everything is kept for the backward.
+        operation: the one that gave the first value that is not finite in the forward, or took it from outside, by
+            autograd's name ("softmax"); None where the forward is not the cause, or its graph did not tell.
+        is_exact: all inputs of `operation` are known to have been finite. If not, one before it may have made the
+            value: not everything is kept for the backward.
         near: name of the parameter that the operation used, or else of the last one used before it.
         nonfinite: names of all parameters whose gradients were not finite, in the order of the optimizer.
         checked: how many gradients were looked at.
         weights: names of the parameters that are not finite themselves; looked for if the loss is not finite. A float16
             copy is inf where its FP32 master is beyond 65,520, which no gradient shows.
-        skipped: whether the step was skipped.
-        growth: the loss over the median of the losses before; None without both.
+        skipped: the step was skipped.
+        growth: the loss over the median of the losses before; None where either is not known.
     """
 
     backward: int
@@ -82,7 +82,7 @@ class OverflowRecord:
 
     @property
     def loss_is_finite(self) -> bool:
-        """Whether the loss, before scaling, was; true if it is not known."""
+        """True if the loss before scaling is finite, or not known."""
         return self.loss is None or math.isfinite(self.loss)
 
     def __str__(self) -> str:
@@ -148,14 +148,14 @@ def likely_cause(
     has_bad_weights: bool,
     came_from_outside: bool,
 ) -> Cause:
-    """Why gradients are not finite.
+    """The likely reason why gradients are not finite.
 
     Args:
         loss: before scaling, if it is known.
         earlier: losses of the clean backwards before, oldest first, finite.
-        has_gradient: whether a gradient of this process is not finite.
-        has_bad_weights: whether a parameter is not.
-        came_from_outside: whether the forward was given a value that is not.
+        has_gradient: a gradient of this process is not finite.
+        has_bad_weights: a parameter is not finite.
+        came_from_outside: an input of the forward is not finite.
     """
     is_finite = loss is None or math.isfinite(loss)
     if not is_finite and came_from_outside and not has_bad_weights:
@@ -181,10 +181,10 @@ def growth_of(loss: float | None, earlier: Sequence[float]) -> float | None:
 
 
 def has_exploded(loss: float | None, earlier: Sequence[float]) -> bool:
-    """Whether losses rise step after step, as where training diverges.
+    """True if losses rise step after step, as where training diverges.
 
-    Not in one bad batch after many good ones, nor where a trained model is fed batches that are all far worse: that is
-    one rise. A loss that is not finite is higher than any other.
+    One bad batch after many good ones is one rise, and so are batches that are all far worse than those that a model
+    was trained on. A loss that is not finite is higher than any other.
     """
     growth = growth_of(loss, earlier)
     if growth is None or growth <= EXPLOSION:
@@ -248,12 +248,12 @@ def _what_happened(record: OverflowRecord) -> str:
 
 
 def diagnosis(record: OverflowRecord, skips: int, loss_scale: float) -> str:
-    """What is said once of many skips in a row.
+    """The message after many skips in a row.
 
     Args:
         record: of the last of them.
         skips: how many.
-        loss_scale: what the scale is now.
+        loss_scale: the scale now.
     """
     if record.weights:
         advice = (

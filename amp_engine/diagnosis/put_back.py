@@ -1,4 +1,4 @@
-"""What a batch that is only looked at may change, and how it is put back."""
+"""Puts back all that a batch changes that is only looked at."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def put_back(
     other optimizers with their state, and other tensors that dictionaries and lists hold. Gradients are None at first.
 
     Args:
-        models: that are run; nobody steps their parameters meanwhile.
+        models: that are run; their parameters are not stepped meanwhile.
         optimizers: whose steps do nothing meanwhile.
         roots: a step function, say.
         params: more that get gradients.
@@ -146,7 +146,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _copied_for_nothing(tensor: Tensor) -> Tensor | None:
-    """A copy that takes no memory until somebody writes; None where there is none."""
+    """A copy that takes no memory until it or the tensor is written; None where torch has no such copy."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if is_plain and not (tensor.is_inference() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):
         with suppress(RuntimeError):  # memory that is shared with other processes, or of an array
@@ -184,7 +184,7 @@ def _restore_gradient(param: Tensor, grad: Tensor | None, values: Tensor | None)
 
 
 def _of_optimizer(optimizer: Optimizer, is_stepped: bool) -> tuple[list[dict[str, Any]], dict[Any, Any] | None]:
-    """What groups say besides their parameters, and the state of one that is stepped."""
+    """The options of all groups, and the state of an optimizer that is stepped."""
     groups = [
         {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
@@ -221,5 +221,5 @@ def _restore_optimizer(optimizer: Optimizer, groups: Sequence[dict[str, Any]], s
 def _set_cudnn(enabled: bool, benchmark: bool, deterministic: bool) -> None:
     cudnn = torch.backends.cudnn
     before = enabled, benchmark, deterministic
-    if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != before:  # torch may have been told to let nobody write
+    if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != before:  # torch may have been told to refuse writes
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before

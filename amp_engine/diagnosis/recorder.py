@@ -1,4 +1,4 @@
-"""Follows one batch: which module is run, what it is given and gives, and each operation of the forward."""
+"""Follows one batch: the modules that are run, their inputs and outputs, and each operation of the forward."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Recorder(DispatchMode):
         """A module was run, and is `innermost` still."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation, and look at what it takes and gives."""
+        """Run an operation, and look at its inputs and results."""
         return func(*args, **kwargs)
 
     def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
@@ -100,7 +100,7 @@ class Recorder(DispatchMode):
         """A `scale_loss` was left."""
 
     def finish(self) -> None:
-        """The batch has been run, and what it changed is not put back yet."""
+        """The batch was run, and its changes are not put back yet."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -27,7 +27,7 @@ def check_callable(step_fn: Any, call: str) -> None:
 
 
 def check_shapes(models: Sequence[nn.Module], call: str) -> None:
-    """Raise AmpStateError for lazy modules that were not run yet; `call` is what the user called."""
+    """Raise AmpStateError for lazy modules that were not run yet; `call` is the function that the user called."""
     for model in models:
         for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
             for name, one in named:
@@ -54,7 +54,7 @@ def rehearse(
     Args:
         recorder: hears of the batch, which no other observer does.
         call: the name of the public function, for errors.
-        step_fn: runs it. What it refers to is put back, too.
+        step_fn: runs the batch. All that it refers to is put back, too.
         models: that are run.
         backwards: of the engine.
         scalers: all of its scalers.

@@ -20,7 +20,7 @@ class Distance(NamedTuple):
     """How far a is from b.
 
     Attributes:
-        difference: ||a - b||; infinity where one of the two has an element that is not finite and the other has not.
+        difference: ||a - b||; infinity where only one of a and b has an element that is not finite.
         norm: ||b||.
     """
 
@@ -37,7 +37,7 @@ class Distance(NamedTuple):
         return self.difference / self.norm
 
     def __add__(self, other: object) -> Distance:
-        """That of two tensors as if they were one."""
+        """The distance of two pairs of tensors as if each pair were concatenated."""
         if not isinstance(other, Distance):
             return NotImplemented
         return Distance(math.hypot(self.difference, other.difference), math.hypot(self.norm, other.norm))
@@ -71,7 +71,7 @@ def norm(tensor: Tensor) -> float:
 def stored(tensor: Tensor) -> Tensor:
     """The elements that a sparse tensor stores, in one dimension more or less; a dense one itself.
 
-    What is stored of one element several times is added up, as whoever uses the tensor does.
+    Values that are stored several times for one element are added up, as in any use of the tensor.
     """
     if tensor.layout is torch.strided:
         return tensor
@@ -79,7 +79,7 @@ def stored(tensor: Tensor) -> Tensor:
 
 
 def growth(error: float, error_in: float, roundoff: float) -> float:
-    """By how much an operation made the relative error of what it was given larger: error / max(error_in, u).
+    """The factor by which an operation made the relative error of its inputs larger: error / max(error_in, u).
 
     An estimate of its condition number from one input, at least of what one rounding of an input does: Higham, as
     above, section 1.6, "forward error <= condition number * backward error". Infinity where it is the first that gave

@@ -36,7 +36,7 @@ class Event(Generic[P]):
 
 @dataclass(frozen=True)
 class Events:
-    """What observers can subscribe to.
+    """The events that observers can subscribe to.
 
     Attributes:
         entering: the context that `scale_loss` gave is about to be entered.

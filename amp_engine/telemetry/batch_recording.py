@@ -112,7 +112,7 @@ class Follower(Recorder):
         return result
 
     def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Look at what a module is given."""
+        """Look at the inputs of a module."""
         name = self.modules[module].name
         self._calls[name] += 1
         with self.paused():
@@ -123,7 +123,7 @@ class Follower(Recorder):
                 self._saw_value(Key(name, self._calls[name], "input", i), one)
 
     def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Look at what a module gave, and at the gradient of that when it comes."""
+        """Look at the outputs of a module, and at their gradients when these come."""
         name = self.modules[module].name
         with self.paused():
             for i, one in enumerate(_floats(tensors)):
@@ -212,7 +212,7 @@ class Recording(Follower):
 
 
 class Comparing(Follower):
-    """Another run of the batch: holds numbers only.
+    """Another run of the batch: holds relative errors only.
 
     Args:
         model: that is run.
@@ -315,7 +315,7 @@ def unscaled(gradient: Tensor, loss_scale: float) -> Tensor:
 
 
 def _floats(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those whose elements can be compared."""
+    """The tensors whose elements can be compared."""
     return [t for t in tensors if t.is_floating_point() and t.layout is torch.strided and not is_sharded(t)]
 
 

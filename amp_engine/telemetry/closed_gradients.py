@@ -17,8 +17,8 @@ class ClosedGradient(NamedTuple):
     """One parameter's gradient.
 
     Attributes:
-        param: the model's own.
-        values: what is stored of its gradient, on this rank.
+        param: the model's own parameter.
+        values: the stored values of its gradient, on this rank.
         is_scaled: they are multiplied by the loss scale still, as half gradients of masters are.
     """
 

@@ -97,7 +97,7 @@ class Trials:
             return run
 
         def fits(exponent: int) -> bool:
-            return self._run(policy, _nobody, 2.0**exponent).has_finite_gradients
+            return self._run(policy, _no_follower, 2.0**exponent).has_finite_gradients
 
         # Exponents: `low` fits, or is below all that are tried; `high` does not.
         low, high = _LOWEST - 1, math.ceil(math.log2(run.loss_scale))
@@ -120,8 +120,8 @@ class Trials:
         """One batch of a copy.
 
         Args:
-            policy: what the copy is initialized with.
-            follow: gives who looks on, if anybody.
+            policy: of the copy.
+            follow: gives the follower of the run, or None.
             loss_scale: None: the first of the policy.
         """
         self._randomness.restore()
@@ -253,7 +253,7 @@ def compare_levels(
         views are left out. For each
 
             error    = ||a - b|| / ||b||, in the 2-norm, a at the level and b at the reference
-            error_in = the largest of that among what it was given
+            error_in = the largest error of its inputs
             growth   = error / max(error_in, u), u the unit roundoff of the level's type
 
         (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM 2002, sections 1.2, 1.6 and 2.2). So
@@ -264,7 +264,7 @@ def compare_levels(
     A dynamic loss scale is at its first value, by default 65536; if gradients overflow there it is the largest power of
     two, from 2**-24 on, at which they do not. Random numbers are those of the reference.
 
-    Holds what each operation of one batch gives at the reference, as much as all intermediate results together, and
+    Holds the result of each operation of one batch at the reference, as much as all intermediate results together, and
     looks at each operation, so it takes many times as long as a step, and waits for the device at each. Copies the
     model; its parameters, gradients, buffers and hooks, and the random numbers of torch, Python and NumPy, are as
     before, also if something raises. Of several ranks each compares alone. What torch.compile compiled is run without
@@ -277,12 +277,12 @@ def compare_levels(
     return Trials(model, step_fn, reference, "compare_levels").compare(as_policy(level))
 
 
-def _nobody(model: nn.Module, loss_scale: float) -> None:
-    """Nobody looks on."""
+def _no_follower(model: nn.Module, loss_scale: float) -> None:
+    """Follows no operation, for the gradients alone."""
 
 
 def as_policy(level: str | RunPolicy) -> RunPolicy:
-    """A level as a policy. Raises AmpStateError for what is no level, in apex's words."""
+    """A level as a policy. Raises AmpStateError for any other string, in apex's words."""
     if isinstance(level, RunPolicy):
         return level
     levels.level(level)

@@ -1,4 +1,4 @@
-"""What `amp.compare_levels` found: records of operations, modules and gradients, as text and as HTML."""
+"""Results of `amp.compare_levels`: records of operations, modules and gradients, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ComparedOperation:
         nth: which operation of this name in that call, from 1.
         order: its place among all that were compared, from 0.
         dtype: of its result at the level, such as "float16".
-        in_low_precision: whether it took or gave float16 or bfloat16 at the level.
-        error_in: the largest relative error of what it was given, ||a - b|| / ||b||; 0 if it was given the same.
-        error: the relative error of what it gave: infinity where that is not finite and the reference is; 1 where the
-            reference is 0 and it is not.
-        growth: error / max(error_in, unit roundoff). 1 where it was given what is not finite and gave such as well.
+        in_low_precision: an input or the result is float16 or bfloat16 at the level.
+        error_in: the largest relative error of its inputs, ||a - b|| / ||b||; 0 if they are the same.
+        error: the relative error of its result: infinity where that is not finite and the reference is; 1 where the
+            reference is 0 and the result is not.
+        growth: error / max(error_in, unit roundoff). 1 where both an input and the result are not finite.
     """
 
     operation: str
@@ -47,18 +47,18 @@ class ComparedOperation:
 
 @dataclass(frozen=True)
 class ComparedModule:
-    """What is known of a module: its own operations, without those of modules in it.
+    """One module by its own operations, without operations of modules in it.
 
     Attributes:
-        module: its name; "" for the model itself, None for what is outside.
+        module: its name; "" for the model itself, None for operations outside of it.
         module_type: its class.
         operations: how many of its own there are at the level, and
         unmatched: how many of them the reference has not, as where torch has other kernels for half;
         in_low_precision: how many took or gave float16 or bfloat16.
         growth: the largest growth of one of them. Where some are unmatched at least that of the whole module, from the
-            error of what it was given to the error of what it gave.
-        error: the largest relative error of what the module gave; None where it gave no floating tensor.
-        gradient_error: the same of the gradient of that; None where it has none.
+            error of its inputs to the error of its outputs.
+        error: the largest relative error of its outputs; None where none is floating.
+        gradient_error: the largest relative error of their gradients; None where they have none.
     """
 
     module: str | None
@@ -100,7 +100,7 @@ class LevelComparison:
         loss_error: |loss - reference_loss| / |reference_loss|.
         gradient_error: of the gradients of all parameters as one vector, unscaled: ||a - b|| / ||b||.
         loss_scale: that the level's loss was multiplied by.
-        overflowed: whether its gradients are not finite at that scale, while the loss is.
+        overflowed: its gradients are not finite at that scale, while the loss is.
         operations: those that were paired; not finite first, then by growth.
         modules: that have operations of their own, by the largest growth of one.
         parameters: by error.
@@ -125,7 +125,7 @@ class LevelComparison:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and every gradient are finite at the level."""
+        """True if the loss and every gradient are finite at the level."""
         return math.isfinite(self.loss) and not self.overflowed and math.isfinite(self.gradient_error)
 
     def __str__(self) -> str:

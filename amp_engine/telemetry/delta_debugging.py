@@ -9,16 +9,15 @@ T = TypeVar("T")
 
 
 def reduced(items: Sequence[T], is_enough: Callable[[Sequence[T]], bool]) -> list[T]:
-    """A part of `items` that is enough, and of which no single item can be left out.
+    """A part of `items` that is enough, and that is not without any single one of its items.
 
     The algorithm ddmin: A. Zeller and R. Hildebrandt, Simplifying and Isolating Failure-Inducing Input, IEEE
     Transactions on Software Engineering 28(2), 2002, figure 3. It gives what they call 1-minimal, after at most n**2 +
-    3n trials of n items, and about log2(n) where one item is enough. There may be a smaller part that is enough, which
-    leaving out one item after the other does not lead to.
+    3n trials of n items, and about log2(n) where one item is enough. Another part that is enough may be smaller.
 
     Args:
         items: known to be enough.
-        is_enough: whether a part is; the empty one is known not to be. Asked for the same part more than once.
+        is_enough: True for a part that is enough. Never called with the empty part, and more than once with others.
     """
     left = list(items)
     parts = 2

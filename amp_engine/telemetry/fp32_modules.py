@@ -39,12 +39,12 @@ class FP32Modules:
         policy: of the level, with them, for `initialize`.
         before: the comparison without them.
         after: the comparison with them; `before` if there are none.
-        is_acceptable: whether `after` is.
-        is_minimal: whether it was seen of each module that without it the others are not enough.
+        is_acceptable: `after` is good enough.
+        is_minimal: each module was left out once, and the others were not enough.
         tolerance: of the relative errors of the loss and of the whole gradient; None where `accept` decided.
         runs: how many times a level was run, beside the reference.
         failures: how many of them raised, which counts as not acceptable: types that do not fit each other.
-        failure: what the first of these said.
+        failure: the message of the first of these.
     """
 
     modules: tuple[str, ...]
@@ -104,8 +104,8 @@ class _Search:
     Args:
         trials: runs them.
         policy: that the lists are added to.
-        accept: whether a comparison is good enough.
-        looks_at_operations: whether `accept` may ask for them.
+        accept: True for a comparison that is good enough.
+        looks_at_operations: `accept` may ask for them.
         max_runs: how many may be run.
     """
 
@@ -124,12 +124,12 @@ class _Search:
         return dataclasses.replace(self._policy, keep_float=tuple(dict.fromkeys((*self._policy.keep_float, *names))))
 
     def compare(self, names: Sequence[str], operations: bool = True) -> LevelComparison:
-        """One run. Raises what it raises."""
+        """Run the level once, and count it. Errors of the run are passed on."""
         self.runs += 1
         return self._trials.compare(self.with_kept(names), operations)
 
     def is_enough(self, names: Sequence[str]) -> bool:
-        """Whether it is good enough with these kept. Raises _OutOfRunsError."""
+        """True if the level is good enough with these kept. Raises _OutOfRunsError."""
         key = frozenset(names)
         if key not in self._known:
             if self.runs >= self._max_runs - 1:  # one is for the comparison afterwards
@@ -193,23 +193,22 @@ def find_fp32_modules(
         model, step_fn, reference: as `amp.compare_levels` takes them.
         level: "O1" to "O5", or an `amp.RunPolicy`, whose modules are kept in any case.
         tolerance: of the relative error of the loss and of that of the whole gradient; everything has to be finite too.
-            Default 64 times the unit roundoff of the level's type, 3 % in float16 and 25 % in bfloat16: what thousands
-            of roundings add up to, and far below the 100 % of what loses its digits.
+            Default 64 times the unit roundoff of the level's type, 3 % in float16 and 25 % in bfloat16: thousands of
+            roundings add up to that, and a module that loses its digits is off by 100 %.
         accept: decides instead; given the LevelComparison of a run.
         max_runs: how often a level may be run, at least 3. A search for which overflows have to be avoided by a lower
             loss scale runs more often.
 
     Returns:
         A frozen record; `str()` is a sentence, `.modules` the names, `.before` and `.after` the comparisons, `.policy`
-        what to initialize with. If the level does without, or if even the whole model in FP32 is not acceptable, the
-        list is empty, and `.is_acceptable` tells which.
+        the policy to initialize with. If the level needs none, or if even the whole model in FP32 is not acceptable,
+        the list is empty, and `.is_acceptable` tells which.
 
-    Tried are the modules in which operations of their own took or gave half, in the order of the largest growth of one
-    (see `amp.compare_levels`): the first 8 alone, then the first 2, 4, 8, ... together, until they are enough. From
-    these as many are left out as can be, by delta debugging (Zeller and Hildebrandt, 2002), so that no single one of
-    those that are left can be: there may be another list that is shorter. A module with others in it keeps them as
-    well. So it is not tried alone, and comes after them, unless its own operations are the most suspicious; the model
-    itself is the last.
+    The search tries modules whose own operations took or gave half, in the order of their largest growth (see
+    `amp.compare_levels`): the first 8 alone, then the first 2, 4, 8, ... together, until they are enough. Delta
+    debugging (Zeller and Hildebrandt, 2002) then leaves out as many of these as it can: no single module of the result
+    can be left out, though another list may be shorter. A module keeps the modules in it as well, so it is not tried
+    alone, and comes after them, unless its own operations are the most suspicious; the model itself is the last.
 
     Takes the time of `max_runs` batches at most, and holds what `amp.compare_levels` holds. A run that raises a
     RuntimeError with modules kept counts as not acceptable, and is told of; without any it is passed on.

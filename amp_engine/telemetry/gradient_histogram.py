@@ -44,14 +44,14 @@ class _Counting(Recorder):
 
     @property
     def weights(self) -> Magnitudes:
-        """Those of parameters. Waits for the device."""
+        """The gradients of parameters. Waits for the device."""
         counter = MagnitudeCounter()
         for one in self._weights.values():
             counter.merge(one)
         return counter.read()
 
     def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Watch for the gradients of what a module gave. A cast of a result is the same result."""
+        """Watch for the gradients of the outputs of a module. A cast of an output is the same output."""
         for tensor in tensors:
             node, place = tensor.grad_fn, tensor.output_nr
             if node is None or not tensor.is_floating_point() or tensor.dim() == 0:  # a loss, whose gradient is 1
@@ -72,7 +72,7 @@ class _Counting(Recorder):
         self.scale = used = float(scale)
 
         def begins(grad: Tensor) -> Tensor:
-            """Of several losses the one whose backward begins."""
+            """Note which of several losses it is whose backward begins."""
             self.scale = used
             return grad * self._factor if self._factor != 1.0 else grad
 
@@ -86,7 +86,7 @@ class _Counting(Recorder):
             self._count(one.param, one.values, scale if one.is_scaled else 1.0, self._factor)
 
     def finish(self) -> None:
-        """Count what no `scale_loss` told of, in `.grad` as it arrived: scaled where `delay_unscale` left it so."""
+        """Count gradients that no `scale_loss` told of, as they arrived: scaled where `delay_unscale` left them so."""
         for one in self._stepped:
             if one.window.is_left_open:
                 scale = float(one.window.backward.snapshot.scale)
@@ -127,7 +127,7 @@ def gradient_histogram(
         dtype: whose limits are marked. Default: the type that the level computes in; at O0 float16.
 
     Returns:
-        A frozen record. What the batch changes is put back, as `amp.find_overflow` does.
+        A frozen record. All that the batch changes is put back, as `amp.find_overflow` does.
 
     Waits for the device. Counting takes some passes over each gradient. Of several ranks all have to call it, and each
     counts its own. Raises AmpStateError before `initialize`, inside of a `scale_loss`, while gradients wait for a step,

@@ -1,4 +1,4 @@
-"""`amp.watch_gradients()`: what each gradient is like, noted where it is and read when somebody asks."""
+"""`amp.watch_gradients()`: statistics of each gradient, taken on its device and read when they are asked for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GradientRecord:
         elements: how many values it has.
         largest: of the magnitudes, without the loss scale; not finite where a value is not.
         norm: 2-norm without the loss scale, before any clipping.
-        zeros: share that is 0, 0 to 1; with what was lost to a half type on the way.
+        zeros: share that is 0, 0 to 1; values that a half type lost on the way are among them.
         flushed: share that a half type would make 0 at the loss scale: 0 < |scale * g| < half of its smallest number.
             0 for gradients that are in half already.
         subnormal: share that is not 0 and, at the loss scale, keeps fewer bits than a half type has or none.
@@ -60,7 +60,7 @@ class GradientRecord:
 
 
 class _Noted(NamedTuple):
-    """What one backward left on one device: the scale and six numbers a gradient, on their way to the host."""
+    """The scale and six numbers of each gradient of one backward on one device, on their way to the host."""
 
     backward: int
     names: list[str]
@@ -77,8 +77,8 @@ class GradientWatch:
         for record in watch.records: ...
 
     Norm and largest magnitude are those that the check of `scale_loss` found, where it looks; the shares take some
-    passes over the gradients. All of it stays on the device until somebody reads, and nothing is done for the other
-    backwards. Of several backwards before a step each one's record is of the sum so far. No host sync before `records`
+    passes over the gradients. All of it stays on the device until it is read, and nothing is done for the other
+    backwards. The record of one of several backwards before a step is of the sum so far. No host sync before `records`
     is read. A backward that a CUDA graph captures is left out.
 
     Args:
@@ -122,7 +122,7 @@ class GradientWatch:
 
     @property
     def records(self) -> list[GradientRecord]:
-        """Of the newest 100 backwards that were looked at, oldest first. Waits for the device."""
+        """Records of the newest 100 backwards that were looked at, oldest first. Waits for the device."""
         return [record for noted in self._noted for record in self._read(noted)]
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ class GradientWatch:
         return markup.fragment(markup.table(_HEAD, rows, numbers=range(1, len(_HEAD))))
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Those of the newest backward: those that lose most first."""
+        """Rows of the newest backward, by the share that is lost."""
         if not self._noted:
             return []
         last = self._noted[-1].backward
@@ -172,7 +172,7 @@ class GradientWatch:
         return info.tiny * info.eps / 2, info.tiny
 
     def _look(self, rows: Sequence[Rows], backward: Backward | None) -> None:
-        """A `scale_loss` was left."""
+        """Take the numbers of a backward, if its turn has come."""
         self._count += 1
         if (self._count - 1) % self._every:
             return

@@ -1,4 +1,4 @@
-"""What `amp.gradient_histogram` found, and its pictures: text, inline SVG, and matplotlib's where that is installed."""
+"""The result of `amp.gradient_histogram` and its pictures: text, inline SVG, and matplotlib's if that is installed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class GradientHistogram:
     def lost(self, scale: float | None = None) -> float:
         """Share of the nonzero gradients of both kinds that are 0 in `dtype` at a loss scale; default that of the run.
 
-        0 to 1. What is 0 at `measured_at` already is counted as a zero, and not among them.
+        0 to 1. Values that are 0 at `measured_at` already are counted as zeros, and not among them.
         """
         both = self.activations + self.weights
         return both.lost(getattr(torch, self.dtype), self.loss_scale if scale is None else scale)

@@ -22,7 +22,7 @@ LOWEST = -_BIAS
 
 @dataclass(frozen=True)
 class Limits:
-    """What a floating type can hold, as exponents of two.
+    """The range of a floating type, as exponents of two.
 
     Attributes:
         largest: of its largest power of two; float16: 15, since its largest number is 65504.
@@ -36,7 +36,7 @@ class Limits:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Limits:
-        """Those of `torch.finfo(dtype)`."""
+        """The limits of `torch.finfo(dtype)`."""
         info = torch.finfo(dtype)
         normal = math.frexp(info.tiny)[1] - 1
         return cls(math.frexp(info.max)[1] - 1, normal, normal + round(math.log2(info.eps)))
@@ -47,7 +47,7 @@ class Magnitudes:
     """How many values there are of each power of two.
 
     Attributes:
-        counts: (e, n), ascending: n values with 2^e <= |x| < 2^(e+1). What is below 2^-126 is under `LOWEST`.
+        counts: (e, n), ascending: n values with 2^e <= |x| < 2^(e+1). Values below 2^-126 are under `LOWEST`.
         zeros: how many are 0.
         nonfinite: how many are inf or NaN.
     """
@@ -125,7 +125,7 @@ class MagnitudeCounter:
         self._counts[counted.device] = counted if so_far is None else so_far.add_(counted)
 
     def read(self) -> Magnitudes:
-        """What was counted so far. Waits for the device."""
+        """The counts so far. Waits for the device."""
         sums = [0] * (_FIELDS + 1)
         for counted in self._counts.values():
             sums = [a + b for a, b in zip(sums, counted.tolist(), strict=True)]

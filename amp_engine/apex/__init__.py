@@ -1,7 +1,7 @@
-"""What answers to `import apex`: its packages, on amp_engine and today's PyTorch.
+"""Answers to `import apex`: apex's packages, on amp_engine and today's PyTorch.
 
 Three ways in: `from amp_engine import amp`; `import amp_engine.apex.install` at the top of a program; `python -m
-amp_engine.apex train.py` for a script that nobody edits. See docs/migrating_from_apex.md.
+amp_engine.apex train.py` for a script that stays as it is. See docs/migrating_from_apex.md.
 """
 
 import importlib
@@ -20,7 +20,7 @@ _PARTS = (
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """What apex warned with. Nothing here is deprecated, so it is only there to be filtered."""
+    """Is never warned with, since nothing here is deprecated; scripts filter it by this name."""
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -35,9 +35,7 @@ def main(arguments: list[str]) -> int:
         if option == "--check":
             if len(arguments) == 1:
                 return _fail("--check needs files or directories: --check path [path ...]")
-            from amp_engine.apex.check_sources import (
-                check,
-            )  # it reads sources; those who run a script do not wait for it
+            from amp_engine.apex.check_sources import check  # here, so that a script that is run does not wait for it
 
             return check.main(arguments[1:])
         if option not in ("--replace", "--no-children"):
@@ -54,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _complaint(target: list[str]) -> str | None:
-    """What is wrong with `target`, what is allowed and what to type, None if python can be given it."""
+    """Return a sentence on a wrong `target`: what is wrong, allowed, and to type; None if python can run it."""
     first = target[0]
     if first in ("-m", "-c"):
         return None if len(target) > 1 else f"{first} needs {'a module' if first == '-m' else 'code'} after it"
@@ -91,7 +89,7 @@ def _run(target: list[str], *, replace: bool, once: bool) -> NoReturn:
 
 
 def _interpreter_options() -> list[str]:
-    """What stood between `python` and `-m amp_engine.apex`: `-u`, `-W error`, `-m pdb`."""
+    """Return the options between `python` and `-m amp_engine.apex`: `-u`, `-W error`, `-m pdb`."""
     options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
     last = options.pop() if options else ""
     if last == _NAME:

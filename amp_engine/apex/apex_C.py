@@ -12,12 +12,12 @@ from amp_engine.ground.torch_private import flatten_dense_tensors, unflatten_den
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements of `tensors` in one contiguous 1-d tensor: a copy, differentiable. No host sync.
+    """Copy all elements of `tensors` into one contiguous 1-d tensor, differentiably. No host sync.
 
     Args:
         tensors: at least one; dense, of one type, on one device.
 
-    Raises AmpValueError for none, or for mixed types, which torch would widen silently.
+    Raises AmpValueError for an empty list, and for mixed types, which torch would widen silently.
     """
     if not tensors:
         raise AmpValueError("flatten: there are no tensors.  Pass a list of at least one.")
@@ -32,7 +32,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Views of `flat` in the shapes of `tensors`, in their order. No host sync.
+    """Return views of `flat` in the shapes of `tensors`, in their order. No host sync.
 
     Raises AmpValueError unless `flat` has exactly as many elements as `tensors` together.
     """

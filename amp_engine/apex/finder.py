@@ -1,11 +1,11 @@
-"""Who answers to `import apex`: an import finder that gives `amp_engine.apex` the names of apex.
+"""An import finder that gives `amp_engine.apex` the names of apex, so that it answers to `import apex`.
 
 Under it `apex.X` is the module object `amp_engine.apex.X`, in `sys.modules` under both names, and `amp_C` and `apex_C`
-are `amp_engine.apex.amp_C` and `.apex_C`; `importlib.metadata` knows a distribution named apex. An apex of NVIDIA's
-that is installed and has amp is left alone; one without amp is given the parts that it lacks.
+are `amp_engine.apex.amp_C` and `.apex_C`; `importlib.metadata` knows a distribution named apex. An installed apex of
+NVIDIA's with amp is left alone; one without amp is given the parts that it lacks.
 
-Loadable from this file alone, on the standard library: child processes install it at their start (see
-children/sitecustomize.py), and torch is imported once somebody imports apex, not before.
+This file loads alone, on the standard library: child processes install the finder at their start (see
+children/sitecustomize.py), and only an import of apex may import torch.
 """
 
 import importlib
@@ -24,7 +24,7 @@ _ROOT = os.path.dirname(os.path.dirname(_DIRECTORY))
 _CHILDREN = os.path.join(_DIRECTORY, "children")
 
 _TOP_LEVEL = ("apex", "amp_C", "apex_C")
-# One of these in it makes a package named apex NVIDIA's. PyPI has another of that name, a toolkit for Pyramid.
+# A package named apex with one of these in it is NVIDIA's. PyPI has another of that name, a toolkit for Pyramid.
 _NVIDIA = ("amp", "contrib", "multi_tensor_apply", "normalization", "optimizers", "parallel", "transformer")
 
 # For child processes: "replace" and "once" (not for the children of the child), in any order.
@@ -32,13 +32,14 @@ VARIABLE = "AMP_ENGINE_APEX"
 
 
 class Decision(NamedTuple):
-    """Who answers to `import apex`, and why.
+    """Says which package answers to `import apex`, and why.
 
     Attributes:
-        serves: "all" (apex, amp_C and apex_C are amp_engine's), "missing" (what the installed apex lacks) or "nothing".
+        serves: "all" (apex, amp_C and apex_C are amp_engine's), "missing" (parts that the installed apex lacks) or
+            "nothing".
         reason: a sentence on the other apex that was found, or on its absence.
-        other: where that other apex is, None without one.
-        nvidia: whether the other apex is NVIDIA's.
+        other: the path of the other apex, None without one.
+        nvidia: true if the other apex is NVIDIA's.
     """
 
     serves: str
@@ -48,7 +49,7 @@ class Decision(NamedTuple):
 
     @property
     def hides_unrelated(self) -> bool:
-        """Whether a package or module that only shares the name cannot be imported any more."""
+        """True if a package or module that only shares the name cannot be imported any more."""
         return self.serves == "all" and self.other is not None and not self.nvidia
 
     def __str__(self) -> str:
@@ -61,7 +62,7 @@ class Decision(NamedTuple):
 
 
 def decide(*, replace: bool = False) -> Decision:
-    """Who would answer to `import apex` after `install(replace=replace)`; changes nothing and imports nothing."""
+    """Return the decision that `install(replace=replace)` would come to; changes and imports nothing."""
     loaded = sys.modules.get("apex")
     if loaded is not None and not _is_ours(loaded):
         where, locations = getattr(loaded, "__file__", None), list(getattr(loaded, "__path__", ()))
@@ -90,15 +91,15 @@ def decide(*, replace: bool = False) -> Decision:
 def install(*, replace: bool = False, children: bool = False) -> Decision:
     """Let `import apex` find `amp_engine.apex`.
 
-    What is installed already stays installed, with the wider of the two calls' arguments.
+    A finder that is installed already stays, with the wider of both calls' arguments.
 
     Args:
-        replace: also in place of an apex of NVIDIA's that has amp.
-        children: in child processes too (multiprocessing, subprocesses, workers of torchrun), through PYTHONPATH. Not
-            in those started with python's -E, -I or -S.
+        replace: also take the place of an apex of NVIDIA's that has amp.
+        children: install in child processes too (multiprocessing, subprocesses, workers of torchrun), through
+            PYTHONPATH. Python's -E, -I and -S keep it out of a child.
 
     Returns:
-        What was decided. `installed()` has it later. Where it serves nothing, nothing was changed.
+        The decision, which `installed()` returns later. Where it serves nothing, nothing was changed.
 
     Warns:
         AmpRuntimeWarning: an unrelated package or module named apex is hidden.
@@ -112,7 +113,7 @@ def install(*, replace: bool = False, children: bool = False) -> Decision:
         uninstall()
         finder.start()
         if finder.decision.hides_unrelated:
-            # Nothing of ours is imported here: the class is there where somebody else has imported it.
+            # Nothing of ours is imported here: the class is used only if it is imported already.
             category = getattr(sys.modules.get("amp_engine.errors"), "AmpRuntimeWarning", RuntimeWarning)
             warnings.warn(f"{finder.decision}.", category, stacklevel=2)
     finder.replace |= replace
@@ -123,20 +124,20 @@ def install(*, replace: bool = False, children: bool = False) -> Decision:
 
 
 def uninstall() -> None:
-    """Undo `install`: the finder, the modules under apex's names, and PYTHONPATH. Without an install, nothing."""
+    """Undo `install`: remove the finder and the modules under apex's names, and restore PYTHONPATH."""
     finder = _installed()
     if finder is not None:
         finder.stop()
 
 
 def installed() -> Decision | None:
-    """What the finder that is installed serves, None where there is none."""
+    """Return the decision of the installed finder, None without one."""
     finder = _installed()
     return None if finder is None else finder.decision
 
 
 def add_children(environment: MutableMapping[str, str], *, replace: bool = False, once: bool = False) -> None:
-    """Make an environment install the finder in the processes started with it, in theirs too unless `once`."""
+    """Make an environment install the finder in processes started with it, and in their children unless `once`."""
     remove_children(environment)
     words = [word for word, wanted in (("replace", replace), ("once", once)) if wanted]
     if words:
@@ -160,7 +161,7 @@ def remove_children(environment: MutableMapping[str, str]) -> None:
 def start_child() -> None:
     """Install in a process that was started with `add_children`'s environment.
 
-    Who answers is decided at the first import of apex: when this runs, `sys.path` still lacks the script's directory.
+    The decision is made at the first import of apex: when this runs, `sys.path` still lacks the script's directory.
     """
     words = os.environ.get(VARIABLE, "").split()
     if "once" in words:
@@ -172,7 +173,7 @@ def start_child() -> None:
 
 
 class ApexFinder:
-    """The finder on `sys.meta_path`. It stands first there and, to serve what is missing, asks the others first."""
+    """The finder on `sys.meta_path`. It stands first, and to serve missing parts it asks the others first."""
 
     def __init__(self, replace: bool) -> None:
         self.replace = replace
@@ -182,7 +183,7 @@ class ApexFinder:
 
     @property
     def decision(self) -> Decision:
-        """Who answers to `import apex`; decided when it is first asked for."""
+        """The decision, made when it is first asked for."""
         if self._decision is None:
             self._decision = decide(replace=self.replace)
         return self._decision
@@ -213,7 +214,7 @@ class ApexFinder:
             remove_children(os.environ)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The official hook. Imports nothing."""
+        """Find the spec of a module named apex's; importlib calls it. Imports nothing."""
         if name == "amp_engine":  # a child process is to have the amp_engine of this finder, on its sys.path or not
             return PathFinder.find_spec(name, [_ROOT])
         real = _real_name(name)
@@ -237,7 +238,7 @@ class ApexFinder:
         return not (parent and _is_ours(sys.modules.get(parent))) and _find_elsewhere(name, path) is not None
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
-        """The official hook of importlib.metadata: a distribution named apex, unless NVIDIA's has its own."""
+        """Yield a distribution named apex, unless NVIDIA's has its own; importlib.metadata calls it."""
         asked = getattr(context, "name", None)
         if (asked is None or asked.lower() == "apex") and self.decision.serves == "all":
             yield _distribution()
@@ -311,7 +312,7 @@ def _real_name(name: str) -> str | None:
 
 
 def _find_elsewhere(name: str, path: Any = None) -> ModuleSpec | None:
-    """The spec that the other finders have, for a submodule only if it is more than a directory without __init__.py."""
+    """Return the other finders' spec; None for a submodule that is only a directory without __init__.py."""
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
         if find_spec is not None and not _is_apex_finder(finder):
@@ -322,8 +323,8 @@ def _find_elsewhere(name: str, path: Any = None) -> ModuleSpec | None:
 
 
 def _version() -> str:
-    """amp_engine's, read and not imported, as a local version of apex's last one."""
-    import re  # only those who ask for the version pay for it
+    """Return amp_engine's version, read and not imported, as a local version of apex's last one."""
+    import re  # only a caller who asks for the version pays for it
 
     spec = PathFinder.find_spec("amp_engine", [_ROOT])
     source = spec.loader.get_source("amp_engine") if spec is not None else ""  # type: ignore[union-attr]
@@ -332,7 +333,7 @@ def _version() -> str:
 
 
 def _distribution() -> Any:
-    from importlib.metadata import Distribution  # who asks for distributions has it already
+    from importlib.metadata import Distribution  # a caller who asks for distributions has imported it
 
     class ApexDistribution(Distribution):
         def read_text(self, filename: str) -> str | None:

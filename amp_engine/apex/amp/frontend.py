@@ -12,11 +12,11 @@ from amp_engine.levels.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class OptLevel:
-    """One of `opt_levels`.
+    """An optimization level, called to set properties.
 
     Attributes:
         brief: the line that `initialize` prints about it.
-        policy: the properties that it stands for.
+        policy: holds its properties.
     """
 
     brief: str

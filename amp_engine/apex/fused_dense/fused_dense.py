@@ -15,11 +15,11 @@ class FusedDense(nn.Linear):
 class FusedDenseGeluDense(nn.Module):
     """Linear, GELU, linear.
 
-    The GELU is the approximation by tanh: cuBLASLt's epilogue, which apex ran on, computes that one.
+    The GELU is the approximation by tanh, as in cuBLASLt's epilogue, which apex ran on.
 
     Parameters are `weight1` and `weight2` of shapes `(intermediate, in)` and `(out, intermediate)`, `bias1` and `bias2`
-    (None without bias), with torch.nn.Linear's initial values. Under O1 and O4 the linear layers run in the type of low
-    precision and the GELU in float32.
+    (None without bias), with torch.nn.Linear's initial values. Under O1 and O4 the linear layers run in low precision
+    and the GELU in float32.
     """
 
     weight1: nn.Parameter
@@ -38,7 +38,7 @@ class FusedDenseGeluDense(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values as in torch.nn.Linear: uniform within 1/sqrt(in)."""
+        """Draw initial values as torch.nn.Linear does: uniform within 1/sqrt(in)."""
         for weight, bias in ((self.weight1, self.bias1), (self.weight2, self.bias2)):
             bound = weight.shape[1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
@@ -46,7 +46,7 @@ class FusedDenseGeluDense(nn.Module):
                 nn.init.uniform_(bias, -bound, bound)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Input of shape `(*, in_features)` to output of shape `(*, out_features)`."""
+        """Map an input of shape `(*, in_features)` to an output of shape `(*, out_features)`."""
         hidden = F.gelu(F.linear(input, self.weight1, self.bias1), approximate="tanh")
         return F.linear(hidden, self.weight2, self.bias2)
 

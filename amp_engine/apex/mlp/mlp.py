@@ -13,14 +13,14 @@ _ACTIVATIONS = ("none", "relu", "sigmoid")
 
 
 class MLP(nn.Module):
-    """Linear layers with the activation behind each, the last one included.
+    """Linear layers with the activation behind each of them, also the last.
 
     Parameters are `weight_0`, `bias_0`, `weight_1`, ..., of torch.nn.Linear's shapes and initial values. Under O1 and
-    O4 the whole of it runs in the type of low precision.
+    O4 all layers run in low precision.
 
     Args:
         mlp_sizes: features of the input, then of the output of each layer: `[8, 16, 4]` makes two layers.
-        bias: whether the layers have one.
+        bias: gives the layers one.
         activation: "relu", "sigmoid" or "none".
 
     Raises AmpValueError for another activation, and for fewer than two sizes.
@@ -44,16 +44,16 @@ class MLP(nn.Module):
 
     @property
     def weights(self) -> list[Tensor]:
-        """Of each layer, shape `(out, in)`."""
+        """The weight of each layer, of shape `(out, in)`."""
         return [self.get_parameter(f"weight_{i}") for i in range(self.num_layers)]
 
     @property
     def biases(self) -> list[Tensor]:
-        """Of each layer, shape `(out,)`; empty without bias."""
+        """The bias of each layer, of shape `(out,)`; empty without bias."""
         return [self.get_parameter(f"bias_{i}") for i in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:
-        """Initial values as in torch.nn.Linear: uniform within 1/sqrt(in)."""
+        """Draw initial values as torch.nn.Linear does: uniform within 1/sqrt(in)."""
         for i, weight in enumerate(self.weights):
             bound = weight.shape[1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
@@ -61,7 +61,7 @@ class MLP(nn.Module):
                 nn.init.uniform_(self.biases[i], -bound, bound)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Input of shape `(*, mlp_sizes[0])` to output of shape `(*, mlp_sizes[-1])`."""
+        """Map an input of shape `(*, mlp_sizes[0])` to an output of shape `(*, mlp_sizes[-1])`."""
         for weight, bias in zip_longest(self.weights, self.biases):
             input = F.linear(input, weight, bias)
             if self.activation != "none":

@@ -12,11 +12,11 @@ class MultiTensorApply:
     """Calls an operation of `amp_C` on lists of tensors.
 
     Args:
-        chunk_size: handed to each operation. No result depends on it.
+        chunk_size: passed to each operation. No result depends on it.
 
     Attributes:
-        available: True. `amp_C` is always there, with compiled kernels or without.
-        import_err: None; why it was not there.
+        available: True: `amp_C` is always there, with compiled kernels or without.
+        import_err: None; in apex the error of the import of `amp_C`.
     """
 
     available = True
@@ -28,5 +28,5 @@ class MultiTensorApply:
     def __call__(
         self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
     ) -> Any:
-        """`op(chunk_size, noop_flag, tensor_lists, *args)`."""
+        """Return `op(chunk_size, noop_flag, tensor_lists, *args)`."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

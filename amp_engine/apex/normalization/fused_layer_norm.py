@@ -1,11 +1,12 @@
 """`apex.normalization.fused_layer_norm`, on torch's own kernels, which are fused by now.
 
-The modules are torch's LayerNorm and RMSNorm with apex's arguments, so `isinstance` and state_dict agree with those.
-What they add: input and weights may differ in type. The arithmetic then has the wider of the two types and the result
-that of the input, or of the weights where the name begins with Mixed. Under O1 and O4 all of them run in float32 and
-return it, as `F.layer_norm` does.
+The modules are torch's LayerNorm and RMSNorm with apex's arguments, so `isinstance` and state_dict agree with torch's.
+In addition input and weights may differ in type. The arithmetic then has the wider type, and the result the type of
+the input, or of the weights where the name begins with Mixed. Under O1 and O4 all of them run in float32 and return
+it, as `F.layer_norm` does.
 
-`memory_efficient` is accepted and changes nothing: it chose which tensor the backward keeps; torch keeps the input.
+`memory_efficient` is accepted and changes nothing: in apex it chose the tensor that the backward keeps; torch keeps
+the input.
 """
 
 from collections.abc import Sequence
@@ -80,9 +81,9 @@ class FusedLayerNorm(nn.LayerNorm):
     """Layer norm over the last dimensions; parameters `weight` and `bias`, both of shape `normalized_shape`, or none.
 
     Args:
-        normalized_shape: sizes of those dimensions, or the size of the last one.
+        normalized_shape: sizes of the last dimensions, or the size of the last one.
         eps: added to the variance.
-        elementwise_affine: whether there are parameters.
+        elementwise_affine: adds the parameters.
         memory_efficient: changes nothing here.
     """
 
@@ -97,7 +98,7 @@ class FusedLayerNorm(nn.LayerNorm):
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
-        """Input of shape `(*, *normalized_shape)` to output of the same shape and type."""
+        """Normalize an input of shape `(*, *normalized_shape)`; the output has its shape and type."""
         if not self.elementwise_affine:
             return fused_layer_norm(input, self.normalized_shape, self.eps)
         return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
@@ -121,7 +122,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Input of shape `(*, *normalized_shape)` to output of the same shape, in the parameters' type."""
+        """Normalize an input of shape `(*, *normalized_shape)`; the output has the parameters' type."""
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
@@ -129,9 +130,9 @@ class FusedRMSNorm(nn.RMSNorm):
     """RMS norm over the last dimensions; one parameter `weight` of shape `normalized_shape`, or none.
 
     Args:
-        normalized_shape: sizes of those dimensions, or the size of the last one.
+        normalized_shape: sizes of the last dimensions, or the size of the last one.
         eps: added to the mean square.
-        elementwise_affine: whether there is a parameter.
+        elementwise_affine: adds the parameter.
         memory_efficient: changes nothing here.
     """
 
@@ -148,7 +149,7 @@ class FusedRMSNorm(nn.RMSNorm):
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
-        """Input of shape `(*, *normalized_shape)` to output of the same shape and type."""
+        """Normalize an input of shape `(*, *normalized_shape)`; the output has its shape and type."""
         if not self.elementwise_affine:
             return fused_rms_norm(input, self.normalized_shape, self.eps)
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
@@ -172,7 +173,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Input of shape `(*, *normalized_shape)` to output of the same shape, in the parameter's type."""
+        """Normalize an input of shape `(*, *normalized_shape)`; the output has the parameter's type."""
         return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
 
 

@@ -10,7 +10,7 @@ from amp_engine.apex.parallel.distributed import DistributedDataParallel as Dist
 from amp_engine.apex.parallel.distributed import Reducer as Reducer
 from amp_engine.apex.parallel.distributed import check_process_group
 
-# This import makes the attribute LARC the submodule, and then the class that it is from.
+# This import makes the attribute LARC the submodule, and then the class.
 from amp_engine.apex.parallel.LARC import LARC as LARC
 from amp_engine.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm as SyncBatchNorm
 from amp_engine.errors import AmpValueError
@@ -27,13 +27,13 @@ __all__ = [
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """`module` with every batch norm in it as a SyncBatchNorm; the module itself if it is one.
+    """Replace every batch norm in `module` by a SyncBatchNorm, in place, and return `module`, or its replacement.
 
     Parameters, buffers and hooks are the same objects as before, so an optimizer built earlier goes on, and so does
     amp, before or after `amp.initialize`.
 
     Args:
-        module: changed in place.
+        module: a model, or a batch norm.
         process_group: the ranks that share statistics; None: all.
         channel_last: the channels are the last dimension of the batch norms' input.
     """
@@ -57,13 +57,13 @@ def _converted(module: nn.Module, process_group: Any, channel_last: bool, done: 
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """The process group of this rank, when ranks share statistics in groups of `group_size` neighbours.
+    """Make groups of `group_size` neighbouring ranks that share statistics, and return this rank's group.
 
     Every rank must call it. Raises AmpValueError unless `group_size` divides the number of ranks, AmpStateError without
     a process group.
 
     Args:
-        group_size: 0: all ranks together; returns None, which stands for them.
+        group_size: ranks in a group; 0 for all ranks together, for which None is returned.
     """
     if group_size == 0:
         return None

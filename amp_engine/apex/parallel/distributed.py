@@ -17,12 +17,12 @@ from amp_engine.stepping.exact import written_through_data
 
 @dataclass(frozen=True)
 class Averaging:
-    """How gradients become their average over the ranks.
+    """The state of `all_reduce_gradients`.
 
     Attributes:
-        average: divide by the number of ranks; otherwise the sum stays.
-        predivide_factor: divide by it before the sum; the average is made up for it afterwards.
-        always_fp32: sum half gradients in float32.
+        average: divides by the number of ranks; otherwise the sum stays.
+        predivide_factor: divides before the sum; an average is multiplied by it afterwards.
+        always_fp32: sums half gradients in float32.
     """
 
     average: bool = True
@@ -34,7 +34,7 @@ def all_reduce_gradients(
     state: Averaging,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """Communication hook for DistributedDataParallel: sum a bucket of gradients over the ranks as `state` says."""
+    """Sum a bucket of gradients over the ranks as `state` says: a communication hook for DistributedDataParallel."""
     buffer = bucket.buffer()
     summed = buffer.float() if state.always_fp32 else buffer
     if state.predivide_factor != 1.0:
@@ -131,7 +131,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._end_the_group_last()
-        # torch gives a copy a new reducer, and keeps the list of hooks, but does not bring the two together.
+        # torch gives a copy a new reducer and keeps the list of hooks, but does not register them with that reducer.
         hooks, self._comm_hooks = self._comm_hooks, []
         for hook_state, hook in ((hook_state, hook) for hook, hook_state in hooks):
             self.register_comm_hook(hook_state, hook)
@@ -144,25 +144,25 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         vars(self)["process_group"] = vars(self).pop("process_group")
 
     def disable_allreduce(self) -> None:
-        """Let the next backwards add up gradients on each rank, as torch's `no_sync` does."""
+        """Let the next backwards accumulate gradients on each rank, as torch's `no_sync` does."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Sum what has been added up, and all that follows."""
+        """Reduce gradients over the ranks again from the next backward on, with those accumulated so far."""
         self.require_backward_grad_sync = True
 
 
 class Reducer:
-    """Averages gradients over the ranks when it is told to, for those who do without DistributedDataParallel.
+    """Averages gradients over the ranks on demand, for a model without DistributedDataParallel.
 
     Under amp call `reduce()` inside of `amp.scale_loss`, after the backward: gradients are then unscaled once all ranks
     have the same.
 
     Args:
-        module_or_grads_list: a module, whose parameters become those of rank 0 at once; or gradients, a tensor or lists
-            and dictionaries of them.
+        module_or_grads_list: a module, whose parameters become those of rank 0 at once; or gradients, as a tensor or as
+            lists and dictionaries of tensors.
 
-    Raises AmpStateError without a process group, AmpTypeError for anything else than these.
+    Raises AmpStateError without a process group, AmpTypeError for any other argument.
     """
 
     def __init__(self, module_or_grads_list: Any) -> None:
@@ -179,7 +179,7 @@ class Reducer:
             flat_dist_call([p.detach() for p in self._module.parameters()], dist.broadcast, (0,))
 
     def reduce(self) -> None:
-        """Average, in place, over the ranks, which must all have the same gradients missing."""
+        """Average the gradients in place over the ranks; all ranks must lack the same gradients."""
         grads = self._given if self._module is None else [p.grad for p in self._module.parameters()]
         flat_dist_call([grad for grad in grads if grad is not None], dist.all_reduce)
 
@@ -191,7 +191,7 @@ def flat_dist_call(
     """Run a collective of torch.distributed once for each type among `tensors`, which then hold its result.
 
     Args:
-        tensors: dense. Masters follow what is so written into `p.data`.
+        tensors: dense. Masters follow results that are written into `p.data`.
         call: called as `call(flat, *extra_args)` on all tensors of a type in one. The sums of `all_reduce` are divided
             by the number of ranks.
     """
@@ -217,7 +217,7 @@ def check_process_group(name: str) -> None:
 
 
 def _megabytes(module: nn.Module, message_size: int) -> float:
-    """A bucket of `message_size` elements of the parameters' average size, in torch's unit, 2**20 bytes."""
+    """Return the size of a bucket of `message_size` elements in torch's unit, 2**20 bytes."""
     params = [p for p in module.parameters() if p.requires_grad]
     elements = sum(p.numel() for p in params)
     size = sum(p.numel() * p.element_size() for p in params) / elements if elements else 4

@@ -12,20 +12,20 @@ from amp_engine.ground.torch_private import BatchNormBase
 
 
 class SyncBatchNorm(BatchNormBase):
-    """torch's SyncBatchNorm with apex's arguments; also on CPUs, whose ranks torch's leaves out.
+    """torch's SyncBatchNorm with apex's arguments, and on CPUs too, which torch's does not support.
 
-    Not a subclass of torch's, as in apex: DistributedDataParallel refuses that one on a CPU.
+    It is no subclass of torch's, as in apex: DistributedDataParallel refuses that one on a CPU.
 
     Args:
         num_features: channels.
         eps: added to the variance.
-        momentum: of the running statistics; None averages all of them.
-        affine: whether it has a weight and a bias.
-        track_running_stats: keep running statistics for evaluation.
+        momentum: of the running statistics; None averages all batches.
+        affine: adds a weight and a bias.
+        track_running_stats: keeps running statistics for evaluation.
         process_group: the ranks that share statistics; None: all.
         channel_last: the channels are the last dimension of input and output, as in shape [N, H, W, C]. Not needed for
             tensors of shape [N, C, H, W] in torch.channels_last.
-        fuse_relu: apply a ReLU to the output.
+        fuse_relu: applies a ReLU to the output.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SyncBatchNorm(BatchNormBase):
         self.fuse_relu = fuse_relu
 
     def extra_repr(self) -> str:
-        """As torch's, with what only apex's has."""
+        """Return torch's text with apex's arguments."""
         return f"{super().extra_repr()}, channel_last={self.channel_last}, fuse_relu={self.fuse_relu}"
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_engine import kernels
-from amp_engine.apex.fp16_utils.fp16util import clip_grad_norm
+from amp_engine.apex.fp16_utils.fp16util import clip_grad_norm, master_params_to_model_params
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.devices import HostNumbers, moved
 from amp_engine.ground.dtypes import followed, is_low_precision
@@ -34,22 +34,22 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
 
     It replaces each float16 or bfloat16 parameter that requires a gradient by its master in the groups and the state of
     `init_optimizer`; one that requires a gradient only later gets its master at the next `backward`. Masters follow
-    half weights that others change (`model.load_state_dict`, not writes to `.data`). Learning rate schedulers are given
-    `optimizer.optimizer`.
+    writes to half weights (`model.load_state_dict`), except writes to `.data`. Pass `optimizer.optimizer` to learning
+    rate schedulers.
 
     Args:
         init_optimizer: any optimizer that was not passed through `amp.initialize`.
         static_loss_scale: the scale, unless it is dynamic.
-        dynamic_loss_scale: halve the scale and skip the step on overflow, double it after 2000 clean steps.
+        dynamic_loss_scale: halves the scale and skips the step on overflow, doubles it after 2000 clean steps.
         dynamic_loss_args: arguments of `amp_engine.LossScaler`: init_scale (2**16), scale_factor, scale_window,
             min_loss_scale, max_loss_scale.
-        verbose: print.
-        skip_on_overflow: skip overflowing steps under a static scale too. As in apex they are taken otherwise; that is
-            said once.
+        verbose: prints messages.
+        skip_on_overflow: skips overflowing steps under a static scale too. Otherwise, as in apex, they are taken, with
+            one warning.
 
     Attributes:
         optimizer: `init_optimizer`.
-        overflow: whether the last check found a gradient that is not finite, so that `step` does nothing.
+        overflow: true if the last check found a gradient that is not finite, so that `step` does nothing.
         loss_scaler: the `LossScaler`.
         fp16_groups, fp32_from_fp16_groups: per group, half parameters and their masters.
         fp32_from_fp32_groups: per group, the float32 parameters.
@@ -83,13 +83,13 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         self.fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp16_groups: list[list[nn.Parameter]] = []
         self.fp32_from_fp32_groups: list[list[nn.Parameter]] = []
-        # Of the gradients that were checked last, until a step has drawn its conclusion.
+        # The result of the last check, until the loss scaler was told of it.
         self._found_inf: HostNumbers | None = None
-        # Gradients of float32 parameters that are unscaled already, while others still grow by scaled backwards.
+        # Gradients of float32 parameters that are unscaled in place.
         self._unscaled: list[Tensor] = []
         self._is_static_reported = False
         self._adopt_params()
-        # What tells that half weights were changed by somebody else.
+        # Of the half weights, as of our last write.
         self._stamps = list(map(kernels.stamp, self._half_params()))
         self._reporter.say(
             "Warning:  FP16_Optimizer is deprecated and dangerous, and will be deleted soon.  So it was in apex; here "
@@ -98,11 +98,11 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         )
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Backward of the scaled loss; gradients accumulate in the model until `zero_grad`.
+        """Run the backward of the scaled loss; gradients accumulate in the model until `zero_grad`.
 
         Args:
-            loss: scalar.
-            update_master_grads: call `update_master_grads` too. False for all but the last of several backwards saves
+            loss: of shape [].
+            update_master_grads: calls `update_master_grads` too. False for all but the last of several backwards saves
                 time, and gives the same gradients.
             retain_graph: as in `Tensor.backward`.
         """
@@ -115,9 +115,9 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Unscale: half gradients into those of the masters, which are overwritten, float32 gradients in place.
+        """Unscale half gradients into the masters' gradients, which are overwritten, and float32 gradients in place.
 
-        Under a dynamic scale, or with `skip_on_overflow`, waits for the device to learn of an overflow.
+        Waits for the device under a dynamic scale, or with `skip_on_overflow`.
         """
         inv_scale = 1.0 / self.loss_scale
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
@@ -150,7 +150,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
                 lower scale, as long as its gradients overflow.
 
         Returns:
-            What the step of `optimizer` returned; None for a step that was skipped.
+            The result of `optimizer.step`; None for a skipped step.
 
         Raises AmpStateError if a closure overflows at a scale that falls no more.
         """
@@ -166,7 +166,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         return result
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803 - apex's name
-        """Zero the gradients of the model and of the masters, or drop them."""
+        """Zero the gradients of the model and of the masters, or set them to None."""
         in_optimizer = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         for param in chain(in_optimizer, chain.from_iterable(self.fp16_groups)):
             if set_grads_to_None:
@@ -178,10 +178,10 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         self._unscaled = []
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | int:
-        """Clip the unscaled gradients, those of masters and float32 parameters together.
+        """Clip the unscaled gradients of masters and float32 parameters by their common norm.
 
         Returns:
-            Their norm before, as a 0-d tensor; -1, and nothing is clipped, if they overflowed.
+            The norm before, of shape []; -1 if they overflowed, and then nothing is clipped.
         """
         if self.overflow:
             return -1
@@ -189,7 +189,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         return clip_grad_norm(params, max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Per group, the unscaled gradient of each parameter or None; None alone, and a warning, if they overflowed."""
+        """Return, per group, the unscaled gradient of each parameter or None; None and a warning after an overflow."""
         if self.overflow:
             self._reporter.say(
                 "Warning:  inspect_master_grad_data() has nothing to show: the gradients of the last backward "
@@ -200,10 +200,10 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         return [[None if p.grad is None else p.grad.detach() for p in group["params"]] for group in groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, the masters and the loss scale, in the keys of apex. Waits for the device.
+        """Return the optimizer's state, the masters and the loss scale, in the keys of apex. Waits for the device.
 
-        The scale is saved as numbers, {"loss_scale": float, "unskipped": int}, which `torch.load` reads without trust;
-        apex saved its scaler object. Tensors are the live ones, as in torch's own optimizers.
+        The scale is saved as numbers, {"loss_scale": float, "unskipped": int}, which `torch.load` reads with
+        `weights_only=True`; apex saved its scaler object. Tensors are the live ones, as in torch's own optimizers.
         """
         self._adopt_values()
         return {
@@ -217,10 +217,10 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` saved, here or in apex; the model's half parameters become the masters, rounded.
+        """Load a `state_dict` saved here or by apex, and round its masters into the model's half parameters.
 
-        Raises AmpValueError, before anything is changed, for other masters than there are, or a scaler that is neither
-        numbers nor an object with a loss scale.
+        Raises AmpValueError, before any change, for masters of other shapes, or a scaler that is neither numbers nor an
+        object with a loss scale.
         """
         saved = state_dict["fp32_from_fp16"]
         shapes = [[tuple(t.shape) for t in group] for group in saved]
@@ -324,7 +324,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
 
     @torch.no_grad()
     def _adopt_values(self) -> None:
-        """Where a half weight is no longer its master, rounded, make it the master."""
+        """Where a half weight is no longer its master, rounded, copy it into the master."""
         params = self._half_params()
         stamps = list(map(kernels.stamp, params))
         if stamps != self._stamps:
@@ -336,11 +336,10 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         return list(chain.from_iterable(self.fp16_groups))
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Each half parameter and its master."""
-        return zip(chain.from_iterable(self.fp16_groups), chain.from_iterable(self.fp32_from_fp16_groups), strict=True)
+        return zip(self._half_params(), chain.from_iterable(self.fp32_from_fp16_groups), strict=True)
 
     def _gradients(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
-        """Each scaled gradient, and the parameter whose `.grad` is to hold it unscaled."""
+        """Yield each scaled gradient, with the parameter whose `.grad` is to hold it unscaled."""
         for param, master in self._pairs():
             if param.grad is None:
                 master.grad = None
@@ -352,7 +351,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
 
     @torch.no_grad()
     def _scale_again(self) -> None:
-        """Scale what `update_master_grads` unscaled in place, so that a further backward adds what is alike."""
+        """Scale again the gradients that were unscaled in place, so that a further backward can add to them."""
         unscaled = {id(grad) for grad in self._unscaled}
         for param in chain.from_iterable(self.fp32_from_fp32_groups):
             if param.grad is not None and id(param.grad) in unscaled:
@@ -360,7 +359,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         self._unscaled = []
 
     def _adjust_scale(self) -> None:
-        """Let the scaler learn of the last check, once."""
+        """Tell the scaler of the last check, once."""
         if self._found_inf is None:
             return
         if self._can_skip:
@@ -404,17 +403,14 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             self.first_closure_call_this_step = True
             self._write_back()
 
-    @torch.no_grad()
     def _write_back(self) -> None:
-        """Round the masters into the half parameters."""
-        pairs = list(self._pairs())
-        if pairs:
-            torch._foreach_copy_([param for param, _ in pairs], [master for _, master in pairs])
-        self._stamps = [kernels.stamp(param) for param, _ in pairs]
+        params = self._half_params()
+        master_params_to_model_params(params, list(chain.from_iterable(self.fp32_from_fp16_groups)))
+        self._stamps = list(map(kernels.stamp, params))
 
 
 def _scale_of(saved: Any) -> tuple[float, int]:
-    """Scale and count of a saved scaler: numbers, or an object of a class that is gone, by its attributes."""
+    """Return scale and count of a saved scaler: numbers, or the attributes of an object whose class is gone."""
     state = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
     for name in ("loss_scale", "_loss_scale", "cur_scale"):
         if name in state:

@@ -16,15 +16,15 @@ clip_grad_norm = nn.utils.clip_grad_norm_
 
 
 class tofp16(nn.Module):  # noqa: N801 - apex's name
-    """A module that makes its input float16."""
+    """A module that casts its input to float16."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input.half()`."""
+        """Return `input.half()`."""
         return input.half()
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - apex's name
-    """Make the affine batch norms in `module` float32, in place. Returns `module`."""
+    """Cast the affine batch norms in `module` to float32, in place, and return `module`."""
     for part in module.modules():
         if _is_affine_batch_norm(part):
             part.float()
@@ -32,15 +32,15 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - apex's nam
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """`network` in float16 but for affine batch norms, cast in place, behind a module that casts the input."""
+    """Cast `network` to float16 in place, except affine batch norms, and put a cast of the input in front of it."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 @torch.no_grad()
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating parameters, their gradients and the floating buffers of `module`, not of its children.
+    """Cast the floating parameters, their gradients and the floating buffers of `module`, without its children.
 
-    In place: parameters and buffers stay the same objects.
+    Parameters and buffers stay the same objects.
     """
     for param in module.parameters(recurse=False):
         if param.is_floating_point() and param.dtype != dtype:
@@ -56,32 +56,29 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`convert_module` for every module in `network` but affine batch norms, which stay as they are.
-
-    Returns `network`.
-    """
+    """Apply `convert_module` to every module in `network` except affine batch norms, and return `network`."""
     for module in network.modules():
         if not _is_affine_batch_norm(module):
             convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants its weights in one chunk again
+            module.flatten_parameters()  # cuDNN needs its weights in one chunk again
     return network
 
 
 class FP16Model(nn.Module):
-    """`network` in float16 but for affine batch norms; positional inputs are cast on the way in."""
+    """`network` in float16 except affine batch norms; positional inputs are cast to float16."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = convert_network(network, dtype=torch.half)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """`network(*inputs)`, of inputs in float16."""
+        """Return `network(*inputs)` for inputs cast to float16."""
         return self.network(*(input.half() for input in inputs))
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters of `model` that require gradients, and float32 masters of them: copies.
+    """Return the parameters of `model` that require gradients, and float32 copies of them as masters.
 
     Args:
         flat_master: one master for all, 1-d, with a `.grad` of zeros.
@@ -107,7 +104,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the gradients of `model_params` into those of `master_params`, which are allocated where there are none.
+    """Copy the gradients of `model_params` into those of `master_params`, and allocate missing ones.
 
     A model parameter without a gradient leaves its master without one; a flat master has zeros there.
     """
@@ -145,7 +142,7 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> float:
-    """The number in a tensor of one element, or the first of a sequence. Waits for the device."""
+    """Return the number in a tensor of one element, or the first element of a sequence. Waits for the device."""
     number: float = t.item() if hasattr(t, "item") else t[0]
     return number
 

@@ -11,34 +11,34 @@ from amp_engine import kernels
 
 
 class LossScaler:
-    """A static loss scale. It never looks for overflows."""
+    """A static loss scale, which never looks for overflows."""
 
     def __init__(self, scale: float = 1) -> None:
         self.cur_scale: float = scale
 
     @property
     def loss_scale(self) -> float:
-        """The scale."""
+        """`cur_scale`."""
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[nn.Parameter]) -> bool:
-        """False."""
+        """Return False: a static scale does not look at gradients."""
         del params
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Nothing."""
+        """Leave the scale as it is."""
         del overflow
 
     def scale_gradient(
         self, module: nn.Module, grad_in: tuple[Tensor | None, ...], grad_out: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """A module's backward hook that scales the gradients it passes on."""
+        """Scale the gradients that a module passes on: for `register_full_backward_hook`."""
         del module, grad_out
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """`(loss * loss_scale).backward()`."""
+        """Run `(loss * loss_scale).backward()`."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
 
@@ -54,7 +54,7 @@ class DynamicLossScaler(LossScaler):
         scale_window: iterations without an overflow between two growths.
 
     Attributes:
-        cur_iter: how often `update_scale` was called.
+        cur_iter: the number of calls of `update_scale`.
         last_overflow_iter: the iteration of the last overflow; -1 at first.
     """
 
@@ -66,9 +66,9 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether a gradient of `params` holds an inf or a NaN. Waits once a device.
+        """Return True if a gradient of `params` holds an inf or a NaN. Waits once a device.
 
-        Every element is looked at: a sum, as apex took it, is infinite for some finite gradients.
+        It looks at every element: a sum, as apex took it, is infinite for some finite gradients.
         """
         by_device: dict[torch.device, list[Tensor]] = {}
         for param in params:
@@ -79,7 +79,7 @@ class DynamicLossScaler(LossScaler):
         return any(bool(kernels.nonfinite(grads).any()) for grads in by_device.values())
 
     def update_scale(self, overflow: bool) -> None:
-        """Adjust the scale after one iteration; `overflow`: whether it had one."""
+        """Adjust the scale after one iteration, with or without an overflow."""
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
             self.last_overflow_iter = self.cur_iter

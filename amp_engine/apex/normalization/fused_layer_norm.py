@@ -77,15 +77,8 @@ def mixed_dtype_fused_rms_norm_affine(
     return _rms_norm(input, weight, normalized_shape, eps).to(weight.dtype)
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """Layer norm over the last dimensions; parameters `weight` and `bias`, both of shape `normalized_shape`, or none.
-
-    Args:
-        normalized_shape: sizes of the last dimensions, or the size of the last one.
-        eps: added to the variance.
-        elementwise_affine: adds the parameters.
-        memory_efficient: changes nothing here.
-    """
+class _Fused(nn.Module):
+    """The arguments of apex's modules, for the module of torch that is the base behind this one."""
 
     def __init__(
         self,
@@ -94,21 +87,12 @@ class FusedLayerNorm(nn.LayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(_list(normalized_shape), eps, elementwise_affine)
+        super().__init__(list(_tuple(normalized_shape)), eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize an input of shape `(*, *normalized_shape)`; the output has its shape and type."""
-        if not self.elementwise_affine:
-            return fused_layer_norm(input, self.normalized_shape, self.eps)
-        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
-
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """FusedLayerNorm whose output has the type of its parameters; it always has them.
-
-    Raises AmpValueError for `elementwise_affine=False`.
-    """
+class _Mixed(nn.Module):
+    """The arguments of apex's modules whose output has the type of their parameters."""
 
     def __init__(
         self,
@@ -118,15 +102,44 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        _check_affine(type(self), elementwise_affine)
+        if not elementwise_affine:
+            name = type(self).__name__
+            raise AmpValueError(
+                f"{name} does not support elementwise_affine=False: its output has the type of its parameters. "
+                f"Use {name.removeprefix('Mixed')}(..., elementwise_affine=False)."
+            )
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+
+class FusedLayerNorm(_Fused, nn.LayerNorm):
+    """Layer norm over the last dimensions; parameters `weight` and `bias`, both of shape `normalized_shape`, or none.
+
+    Args:
+        normalized_shape: sizes of the last dimensions, or the size of the last one.
+        eps: added to the variance.
+        elementwise_affine: adds the parameters.
+        memory_efficient: changes nothing here.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize an input of shape `(*, *normalized_shape)`; the output has its shape and type."""
+        if not self.elementwise_affine:
+            return fused_layer_norm(input, self.normalized_shape, self.eps)
+        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+    """FusedLayerNorm whose output has the type of its parameters; it always has them.
+
+    Raises AmpValueError for `elementwise_affine=False`.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize an input of shape `(*, *normalized_shape)`; the output has the parameters' type."""
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Fused, nn.RMSNorm):
     """RMS norm over the last dimensions; one parameter `weight` of shape `normalized_shape`, or none.
 
     Args:
@@ -138,16 +151,6 @@ class FusedRMSNorm(nn.RMSNorm):
 
     eps: float  # never None, which torch.nn.RMSNorm may have
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_list(normalized_shape), eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalize an input of shape `(*, *normalized_shape)`; the output has its shape and type."""
         if not self.elementwise_affine:
@@ -155,22 +158,11 @@ class FusedRMSNorm(nn.RMSNorm):
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """FusedRMSNorm whose output has the type of its parameter; it always has one.
 
     Raises AmpValueError for `elementwise_affine=False`.
     """
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        *,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        _check_affine(type(self), elementwise_affine)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize an input of shape `(*, *normalized_shape)`; the output has the parameter's type."""
@@ -189,15 +181,3 @@ def _rms_norm(input: Tensor, weight: Tensor, shape: Shape, eps: float) -> Tensor
 
 def _tuple(shape: Shape) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(shape)
-
-
-def _list(shape: Shape) -> list[int]:
-    return list(_tuple(shape))
-
-
-def _check_affine(kind: type, elementwise_affine: bool) -> None:
-    if not elementwise_affine:
-        raise AmpValueError(
-            f"{kind.__name__} does not support elementwise_affine=False: its output has the type of its parameters. "
-            f"Use {kind.__name__.removeprefix('Mixed')}(..., elementwise_affine=False)."
-        )

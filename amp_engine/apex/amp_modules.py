@@ -27,7 +27,7 @@ def made(name: str, **contents: Any) -> ModuleType:
 
 
 def has_old_rnns() -> bool:
-    """Return False: torch's recurrent layers have changed since torch 0.4."""
+    """Return False: torch's recurrent layers are newer than torch 1.0."""
     return False
 
 

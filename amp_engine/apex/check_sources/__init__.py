@@ -1,1 +1,1 @@
-"""`--check`: reads the sources of a project and says what they use of apex, and what answers to it here."""
+"""`--check`: reads a project's sources and lists its uses of apex, each with the answer to it here."""

@@ -295,23 +295,66 @@ class Engine(Saving, Explaining):
         return self.backwards.of(loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def get_scale(self, loss_id: int = 0) -> Tensor:
-        """As the function `amp.get_scale`."""
+        """The scale that the next backward of this loss uses, to log it: float32, shape [], a copy on its device.
+
+        No host sync; `float(amp.get_scale())` is one. With several ranks it waits for their agreement on the last
+        backward. 1 if not enabled.
+
+        Raises AmpStateError before `initialize`, AmpIndexError for an unknown loss_id.
+        """
         policy = self._initialized_policy("get_scale")
         return self._scaling.scaler(loss_id).snapshot().scale if policy.enabled else torch.ones(())
 
     def scale(self, loss: Tensor, loss_id: int = 0) -> Tensor:
-        """As the function `amp.scale`."""
+        """`loss.float() * scale`, to call `torch.autograd.grad` on: for gradient penalties and other double backwards.
+
+            gradients = torch.autograd.grad(amp.scale(loss), model.parameters(), create_graph=True)
+            penalty = sum(g.square().sum() for g in amp.unscale(gradients))
+            with amp.scale_loss(loss + penalty, optimizer) as scaled_loss:
+                scaled_loss.backward()
+
+        Args:
+            loss: any shape, any floating type.
+            loss_id: whose scale; that of the `scale_loss` that the gradients end up in.
+
+        Returns:
+            float32, in the shape of the loss, in its graph; the loss itself if not enabled. The scale is 1 at levels
+            that scale no loss.
+
+        Raises AmpStateError before `initialize`, AmpTypeError or AmpIndexError. No host sync.
+        """
         policy = self._initialized_policy("scale")
         arguments.check_loss(loss, "scale", "torch.autograd.grad")
         return by_hand.scaled(self._scaling, loss, loss_id) if policy.enabled else loss
 
     def unscale(self, gradients: Gradients, loss_id: int = 0) -> Gradients:
-        """As the function `amp.unscale`."""
+        """Gradients of `amp.scale(loss)`, divided by its scale.
+
+        A value that is not finite counts as an overflow of the next `scale_loss` with this `loss_id`, also if the loss
+        made from it is finite, as behind a clamp: the step is skipped and the scale falls.
+
+        Args:
+            gradients: what `torch.autograd.grad` gave, a tuple in which an entry may be None, a list, or one tensor.
+            loss_id: as passed to `scale`.
+
+        Returns:
+            The same shapes in a container of the same kind, in the graph: float32, or float64 where that was given. The
+            argument itself if not enabled.
+
+        Raises AmpStateError if `scale` was not called since a `scale_loss` of this `loss_id` was left, since the scale
+        may have changed; AmpTypeError or AmpIndexError. No host sync.
+        """
         policy = self._initialized_policy("unscale")
         return by_hand.unscaled(self._scaling, gradients, loss_id) if policy.enabled else gradients
 
     def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
-        """The parameters that `optimizer` steps, as the function `amp.master_params`."""
+        """Each parameter in the groups of `optimizer`: its masters where it has them.
+
+        Between `scale_loss` and `step` their `.grad` is unscaled, so this is what to clip. The optimizer need not
+        have been initialized. No host sync.
+
+        Raises AmpTypeError, when it is called, for what is no optimizer.
+        """
         params = master_params(optimizer)
         self._look_at_gathered(optimizer)
         return params
@@ -398,7 +441,24 @@ class Engine(Saving, Explaining):
         return self.function_casts.disabled()
 
     def keep_float(self, module: M, keep: bool = True) -> M:
-        """As the function `amp.keep_float`; raises AmpStateError for a part of a model that was cast already."""
+        """Keep `module`, with all that is in it, in FP32; `keep_float(module, False)` takes it back.
+
+        Under O1 and O4, inside its forward no function is cast, in this thread, and float16 and bfloat16 inputs, in
+        any containers, arrive as float32; gradients flow through that cast. It may be called before and after
+        `initialize`, and a kept module may contain others. It does nothing while no casts are on: at O0, after `close`.
+
+        Levels that cast the model (O2, O3, O5) want it before `initialize`: parameters and buffers of the module stay
+        float32, as batch norms do, its inputs are cast to float32 and its outputs to the model's type. A parameter that
+        it shares with a module outside is float32 there, too.
+
+        Args:
+            module: it must be called; `module.forward(x)` passes the hooks by. Listed functions in the `backward` of a
+                custom autograd function are cast all the same.
+            keep: False undoes it.
+
+        Returns `module`. Raises AmpTypeError for anything but a module, and AmpStateError for a part of a model that
+        is cast already. No host sync.
+        """
         policy = self.policy
         if policy is not None and policy.cast_model_type in LOW_PRECISION and self._initialized.has_module(module):
             raise AmpStateError(

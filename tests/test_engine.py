@@ -1,6 +1,7 @@
 """What an engine does with optimizers that overlap, repeat, or are not its own."""
 
 import gc
+import inspect
 import operator
 import pickle
 import threading
@@ -555,6 +556,21 @@ def test_the_module_lists_public_names_only():
     functions = {name for name in amp_engine.__all__ if name.islower() and name != "amp"}
     assert set(dir(amp)) == {*functions, "DynamicLossScale", "LossScaler", "RunPolicy"}
     assert all(callable(getattr(amp, name)) for name in dir(amp))
+
+
+def test_functions_of_the_module_have_signature_and_docstring_of_the_methods():
+    for name in ("scale_loss", "clip_grad_norm_", "load", "keep_float"):
+        function, method = getattr(amp, name), getattr(amp_engine.Engine(), name)
+        assert inspect.signature(function) == inspect.signature(method)
+        assert (function.__doc__, function.__name__) == (method.__doc__, name)
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_an_unknown_keyword_is_refused_with_the_one_that_is_meant():
+    with pytest.raises(TypeError, match=r"amp.scale_loss\(\) got .* 'optimizer'.  Write optimizers=... in its place."):
+        amp.scale_loss(torch.ones(()), optimizer=None)
+    with pytest.raises(TypeError, match=r"amp.scalars\(\) got .* 'engine'.  It has no keywords."):
+        amp.scalars(engine=amp_engine.Engine())
 
 
 @pytest.mark.parametrize(

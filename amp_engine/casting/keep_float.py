@@ -43,24 +43,7 @@ _inside = _Inside()
 
 
 def keep_float(module: M, keep: bool = True) -> M:
-    """Keep `module`, with all that is in it, in FP32; `keep_float(module, False)` takes it back.
-
-    Under O1 and O4, inside its forward no function is cast, in this thread, and float16 and bfloat16 inputs, in
-    whatever containers, arrive as float32; gradients flow through that cast. It may be called before and after
-    `initialize`, and a kept module may contain others. Where no casts are on, at O0 or after `close`, it does nothing.
-
-    Levels that cast the model (O2, O3, O5) want it before `initialize`: parameters and buffers of the module stay
-    float32, as those of batch norms do, its inputs are cast to float32 and its outputs to the model's type. A
-    parameter that it shares with a module outside is float32 there, too.
-
-    Args:
-        module: it must be called; `module.forward(x)` passes the hooks by. Listed functions in the `backward` of a
-            custom autograd function are cast all the same.
-        keep: False undoes it.
-
-    Returns `module`. Raises AmpTypeError for anything but a module, and AmpStateError for a part of a model that was
-    cast already. No host sync.
-    """
+    """Keep `module` in FP32, as `Engine.keep_float` says, or take it back. Raises AmpTypeError for no module."""
     if not isinstance(module, nn.Module):
         raise AmpTypeError(
             f"keep_float() takes a torch.nn.Module, not a {type(module).__name__}.  Call amp.keep_float(model.head); "

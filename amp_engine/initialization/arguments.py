@@ -201,7 +201,7 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
     for name in given:
         if name not in names:
             near = [_MEANT[name]] if name in _MEANT else get_close_matches(name, names, 1)
-            meant = f"Write {near[0]}=... in its place." if near else f"It has {', '.join(names)}."
+            meant = f"Write {near[0]}=... in its place." if near else f"It has {', '.join(names) or 'no keywords'}."
             raise AmpTypeError(f"{function}() got an unexpected keyword argument {name!r}.  {meant}")
 
 

@@ -356,13 +356,7 @@ class Initialized:
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
-    """Each parameter in the groups of `optimizer`: its masters where it has them.
-
-    Between `scale_loss` and `step` their `.grad` is unscaled, so this is what to clip. The optimizer need not
-    have been initialized. No host sync.
-
-    Raises AmpTypeError, when it is called, for what is no optimizer.
-    """
+    """Each parameter in the groups of `optimizer`. Raises AmpTypeError, when it is called, for no optimizer."""
     check_has_groups(optimizer, "master_params", "")
     return (p for group in optimizer.param_groups for p in group["params"])
 

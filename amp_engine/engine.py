@@ -1,10 +1,13 @@
-"""Engine: owns policy, casts, scalers and optimizers, and can take it all back."""
+"""Engine: holds a policy, casts, scalers and optimizers, and can undo all that it did."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -12,11 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from amp_engine import casting
-from amp_engine.casting import EngineCasts, patcher
-from amp_engine.errors import AmpStateError, AmpTypeError
-from amp_engine.explaining import Explaining
+from amp_engine.casting import EngineCasts, Explanation, patcher
+from amp_engine.diagnosis.find_overflow import OverflowSource, find_overflow
+from amp_engine.diagnosis.overflow_watch import OverflowWatch
+from amp_engine.diagnosis.post_mortem import OverflowReport
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.initialization import arguments, keep_by_name
 from amp_engine.initialization.arguments import InitializeOptions, Models, Optimizers
@@ -28,13 +34,17 @@ from amp_engine.levels.policy_file import RunPolicy, takes_policy
 from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE, DynamicLossScale
 from amp_engine.optimizers import LARC, inner_of
 from amp_engine.page import markup
+from amp_engine.saving import by_name, checkpoint_file, scaler_state
+from amp_engine.saving import objects as saved_objects
 from amp_engine.saving.averages import AveragedModel, AvgFn, MultiAvgFn
-from amp_engine.saving.of_engine import Saving
+from amp_engine.saving.by_name import TrainingState
+from amp_engine.saving.scaler_state import ScalerFormat
 from amp_engine.scaling import by_hand
 from amp_engine.scaling.by_hand import Gradients
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.clipping import clip_grad_norm_
+from amp_engine.stepping.last_step import LastStep
 from amp_engine.stepping.scaled_backwards import Disabled
 from amp_engine.stepping.stepped import SteppedOptimizer
 
@@ -44,7 +54,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 
 
-class Engine(Saving, Explaining):
+class Engine:
     """Mixed precision for some models and optimizers, without module-level state.
 
         with Engine() as engine:
@@ -56,21 +66,24 @@ class Engine(Saving, Explaining):
                 optimizer.zero_grad()
 
     `initialize` may be called again with further models and optimizers: the newest policy and scalers
-    count, what was initialized before stays so. Leaving the context is `close()`.
+    count, earlier models and optimizers stay initialized. Leaving the context calls `close()`.
+
+    An engine is `Stateful`: torch.distributed.checkpoint saves it as an entry of a dictionary.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.policy: Policy | None = None  # None before initialize and after close
         self.reporter = report.Reporter()
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE
-        self.hard_override = False  # whether `initialize` says what does not fit a level, in place of raising it
-        self.allow_incoming_model_not_fp32 = False  # whether `initialize` takes half weights without masters everywhere
+        self.hard_override = False  # True: `initialize` prints complaints about a level, and raises none
+        self.allow_incoming_model_not_fp32 = False  # True: half weights without masters pass at every level
         self.function_casts = EngineCasts(self.reporter.say)
         self._scaling = Scaling()
         self._initialized = Initialized(self._scaling, self.function_casts, self.reporter)
         self.backwards = self._initialized.backwards
+        # How many steps each scheduler has followed.
+        self._followed: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
     @property
     def scalers(self) -> list[LossScaler]:
@@ -80,6 +93,15 @@ class Engine(Saving, Explaining):
     @scalers.setter
     def scalers(self, value: list[LossScaler]) -> None:
         self._scaling.scalers = value
+
+    @property
+    def overflows(self) -> OverflowWatch:
+        """The record of overflows since the first `initialize`."""
+        return self._initialized.overflows
+
+    @property
+    def _is_disabled(self) -> bool:
+        return self.policy is not None and not self.policy.enabled
 
     def __repr__(self) -> str:
         if self.policy is None:
@@ -159,31 +181,31 @@ class Engine(Saving, Explaining):
                 pure half; "O4", "O5" are O1, O2 in bfloat16. Sets the defaults of the properties below.
             cast_model_type: type of parameters, floating buffers and inputs; False leaves the model alone.
             patch_torch_functions: cast arguments of listed functions; set by O1 and O4 only.
-            keep_batchnorm_fp32: keep affine batch norms in FP32; "True" and "False" are taken too.
-            master_weights: step FP32 copies of low-precision parameters, at O1 and O4 of those that arrive in half;
-                "split" (O5): bfloat16 parameters and the 16
-                bits that rounding took from each, 2 bytes a parameter less.
+            keep_batchnorm_fp32: keep affine batch norms in FP32; the texts "True" and "False" are taken too.
+            master_weights: step FP32 copies of low-precision parameters, at O1 and O4 of parameters that arrive in
+                half; "split" (O5): bfloat16 parameters and the 16 bits that rounding took from each, 2 bytes a
+                parameter less.
             loss_scale: "dynamic"; a DynamicLossScale with numbers of your own; "auto", which follows the largest
-                gradient that was seen; or a static scale (a number, or a string with one).
+                gradient of the run; or a static scale (a number, or a string with one).
             cast_model_outputs: type of floating model outputs; default float32 where the model is cast.
             num_losses: how many scalers there are for `scale_loss(..., loss_id=i)`.
-            verbosity: 0 silent, 1 apex's messages, 2 every cast, and each skip on every rank, as well.
+            verbosity: 0 silent; 1 apex's messages; 2 also every cast, and each skip on every rank.
             min_loss_scale: floor of dynamic scales; None means 2**-24.
             max_loss_scale: ceiling of dynamic scales.
-            skip_on_overflow: skip a step whose gradients overflowed under a static scale too.
+            skip_on_overflow: skip steps with overflowed gradients under a static scale too.
             allow_banned: run `binary_cross_entropy` in FP32 under O1 instead of refusing it.
             adopt_data_writes: have masters follow writes through `param.data`, at one more read of both a step.
             process_group: the ranks that agree on overflows, where neither DistributedDataParallel nor DTensors tell:
                 FullyShardedDataParallel, ZeroRedundancyOptimizer, stages of a pipeline.
-            moment_dtype: torch.bfloat16 keeps Adam's moments in 2 bytes each in place of 4, rounded by chance.
+            moment_dtype: torch.bfloat16 keeps Adam's moments in 2 bytes each in place of 4, with stochastic rounding.
             casts: where O1 and O4 cast functions: "everywhere" in the process, as apex did; "model" in forwards of
-                `models` and their parts, in the thread that calls them, and in `with amp.casts():`. What such a
-                forward gives is FP32, unless `cast_model_outputs` says otherwise.
-            policy: a RunPolicy, or the path of its file: the level, modules that `close` gives back kept in FP32, and
-                other arguments, unless they are passed here.
+                `models` and their parts, in the thread that calls them, and in `with amp.casts():`. Outputs of these
+                forwards are FP32, unless `cast_model_outputs` says otherwise.
+            policy: a RunPolicy, or the path of its file: the level, modules to keep in FP32 until `close`, and other
+                arguments; arguments of this call go before it.
 
         Returns:
-            As apex: the model or list of models; with `optimizers` given a pair, an empty list included.
+            The model or list of models; with `optimizers`, an empty list included, a pair of both.
 
         Raises AmpStateError, AmpTypeError or AmpValueError, with everything as it was before the call.
         """
@@ -207,7 +229,7 @@ class Engine(Saving, Explaining):
                 "moment_dtype": moment_dtype,
                 "casts": casts,
             }
-            assert policy is None or isinstance(policy, RunPolicy)  # it says nothing else any more
+            assert policy is None or isinstance(policy, RunPolicy)  # `takes_policy` has read the file
             names = () if policy is None else tuple(policy.keep_float)
             kept = undo.enter_context(keep_by_name.kept(models, names, opt_level))
             given["patch_torch_functions"] = patch_torch_functions
@@ -257,22 +279,22 @@ class Engine(Saving, Explaining):
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """A context that gives `loss.float() * scale`; on exit unscale the gradients and adjust the scale.
+        """A context that gives `loss.float() * scale`; on exit it unscales the gradients and adjusts the scale.
 
-        Afterwards `.grad` of what `master_params(optimizer)` gives is unscaled and includes earlier backwards
-        since the last step. An overflow makes the next `step()` of each listed optimizer do nothing.
+        Afterwards `.grad` of `master_params(optimizer)` is unscaled and includes earlier backwards since the last
+        step. An overflow makes the next `step()` of each listed optimizer do nothing.
 
         Args:
             loss: any shape, any floating type.
-            optimizers: those whose parameters the loss reaches: one, or several, or none; None at a scale of 1 only.
-            loss_id: which scaler.
+            optimizers: all with parameters that the loss reaches: one, a list, or none; None only at a scale of 1.
+            loss_id: the number of its scaler.
             model: ignored, as in apex.
             delay_unscale: leave the gradients scaled; the next `scale_loss` without it unscales the sum.
             delay_overflow_check: leave the scale alone; an overflow counts at the next check of this scaler.
 
-        Raises AmpStateError, AmpTypeError or AmpIndexError before the body is run. If the body raises,
-        gradients are put back as they were at the entry; only what `delay_unscale` had left scaled is discarded, if
-        the body ran a backward into it. No host sync.
+        Raises AmpStateError, AmpTypeError or AmpIndexError before the body is run. If the body raises, gradients are
+        again as they were at the entry; only gradients that `delay_unscale` had left scaled are discarded, if the
+        body ran a backward into them. No host sync.
         """
         del model
         if self.policy is None:
@@ -315,7 +337,7 @@ class Engine(Saving, Explaining):
 
         Args:
             loss: any shape, any floating type.
-            loss_id: whose scale; that of the `scale_loss` that the gradients end up in.
+            loss_id: the number of the scaler, as passed to the `scale_loss` of the loss with these gradients.
 
         Returns:
             float32, in the shape of the loss, in its graph; the loss itself if not enabled. The scale is 1 at levels
@@ -334,12 +356,12 @@ class Engine(Saving, Explaining):
         made from it is finite, as behind a clamp: the step is skipped and the scale falls.
 
         Args:
-            gradients: what `torch.autograd.grad` gave, a tuple in which an entry may be None, a list, or one tensor.
+            gradients: of `torch.autograd.grad`: a tuple in which an entry may be None, a list, or one tensor.
             loss_id: as passed to `scale`.
 
         Returns:
-            The same shapes in a container of the same kind, in the graph: float32, or float64 where that was given. The
-            argument itself if not enabled.
+            Tensors of the given shapes in a container of the given kind, in the graph: float64 for float64, else
+            float32. The argument itself if not enabled.
 
         Raises AmpStateError if `scale` was not called since a `scale_loss` of this `loss_id` was left, since the scale
         may have changed; AmpTypeError or AmpIndexError. No host sync.
@@ -350,17 +372,17 @@ class Engine(Saving, Explaining):
     def master_params(self, optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
         """Each parameter in the groups of `optimizer`: its masters where it has them.
 
-        Between `scale_loss` and `step` their `.grad` is unscaled, so this is what to clip. The optimizer need not
-        have been initialized. No host sync.
+        Between `scale_loss` and `step` their `.grad` is unscaled: clip these. The optimizer need not have been
+        initialized. No host sync.
 
-        Raises AmpTypeError, when it is called, for what is no optimizer.
+        Raises AmpTypeError, when it is called, for anything but an optimizer.
         """
         params = master_params(optimizer)
         self._look_at_gathered(optimizer)
         return params
 
     def _look_at_gathered(self, optimizer: Optimizer | LARC) -> SteppedOptimizer | None:
-        """The SteppedOptimizer of `optimizer`, after a look at gradients that are older than their place in it."""
+        """The SteppedOptimizer of `optimizer`, which is told of gradients that are older than their place in it."""
         stepped = self._initialized.get(inner_of(optimizer))
         if stepped is not None:
             self.backwards.look_at_gathered(stepped)
@@ -371,10 +393,11 @@ class Engine(Saving, Explaining):
     ) -> Tensor:
         """Clip the gradients of `master_params(optimizer)`, between `scale_loss` and `step`.
 
-        After one backward, and with a norm_type of 2 or infinity, nothing is read of masters: their norm was taken on
-        the way, and the factor is applied in the step, or when a master's `.grad` is looked at. Gradients of
-        float32 parameters, which anybody may write, are multiplied at once, and read once more unless torch tells that
-        nobody wrote them (since 2.13, from the second call on). Otherwise this is torch.nn.utils.clip_grad_norm_.
+        After one backward, and with a norm_type of 2 or infinity, no gradient of a master is read: `scale_loss` took
+        the norm, and the factor is applied in the step, or when a master's `.grad` is looked at. Gradients of
+        float32 parameters, which any code may write, are multiplied at once, and read once more unless torch tells
+        that they were not written (since 2.13, from the second call on). Otherwise this is
+        torch.nn.utils.clip_grad_norm_.
 
         Args:
             optimizer: need not have been initialized.
@@ -407,15 +430,15 @@ class Engine(Saving, Explaining):
 
         Args:
             model: a part of a model is fine, and so is a parallel wrapper that can be copied.
-            optimizer: those that step its parameters, one or a list; None where there are none.
-            device: where the average is.
-            avg_fn: the average of two tensors, as torch's class takes it; without one, of equal weights.
-            multi_avg_fn: the same of two lists.
+            optimizer: all that step its parameters, one or a list; None if there are none.
+            device: of the average.
+            avg_fn: the average of two tensors, as torch's class takes it; default: equal weights.
+            multi_avg_fn: the average of two lists of tensors, as torch's class takes it.
             use_buffers: average floating buffers too.
 
         Returns:
             A copy of the model in FP32, without casts, to evaluate, save and load as torch's. It holds nothing of the
-            engine: before `initialize` and after `close` it goes on.
+            engine, and works before `initialize` and after `close` too.
 
         Raises AmpTypeError for an optimizer that was not passed to `initialize`. Allocates 4 bytes a parameter.
         """
@@ -431,8 +454,8 @@ class Engine(Saving, Explaining):
             with amp.casts():
                 loss = criterion(head(features), target)
 
-        Nests. Inside of a module that is kept in FP32 it casts; `disable_casts` wins over it. Elsewhere, and where
-        functions are cast anyway, it changes nothing. Functions that Python calls in a backward are not inside.
+        Nests. It casts inside of a module that is kept in FP32; `disable_casts` wins over it. At other levels, and
+        where functions are cast anyway, it changes nothing. Functions that Python calls in a backward are not inside.
         """
         return self.function_casts.enabled()
 
@@ -466,29 +489,246 @@ class Engine(Saving, Explaining):
                 "amp.initialize()."
             )
         kept = casting.keep_float(module, keep)
-        self._initialized.kept_by_policy.discard(module)  # from now on the user's business
+        self._initialized.kept_by_policy.discard(module)  # `close` leaves it to the user from now on
         return kept
 
-    def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
-        """Look after an optimizer whose losses and scalers are the caller's business, until `close`.
+    def explain(self) -> Explanation:
+        """A record of casts, for `with amp.explain() as explanation:` around one or more iterations.
+
+        Collects, in all threads, which function on the lists of O1 and O4 ran in which type how often, how many
+        casts were made for it, how many the cache saved, and how many bytes the casts read and wrote:
+        `explanation.records`. `str(explanation)` is a table of them. Nests. Casts made by code that
+        torch.compile compiled are not seen. Python runs at each call, so do not time it. No host sync.
+        """
+        return Explanation(self.function_casts.observed, lambda: self.function_casts.why_nothing_is_cast(self.policy))
+
+    def overflow_report(self) -> OverflowReport:
+        """A record of each overflow since the first `initialize`, or the first after `close`, oldest first.
+
+        It has the newest 1000 that the host has heard of; `str()` is a table of them, and `str()` of an entry the line
+        that was printed. Each entry has the parameter and the module in which the backward first became non-finite, how
+        many elements, inf or nan, the loss and its scale, the likely cause, and for a non-finite loss the operation
+        that made it so. No host sync.
+        """
+        return self.overflows.report()
+
+    def last_step(self, optimizer: Optimizer | LARC | None = None) -> LastStep:
+        """The outcome of the last `optimizer.step()`: skipped or not, at which loss scale, with which norm.
+
+            last = amp.last_step()
+            ...                                  # later, when the GPU has come so far
+            print(last.skipped, last.loss_scale, last.norm)
 
         Args:
-            on_skip: called for each step that was skipped, with whether this is the first rank of those that agreed.
+            optimizer: needed if several are initialized.
 
-        Raises AmpStateError or AmpTypeError for what `initialize` would not take either.
+        No host sync; reading its attributes waits until the host knows. `last.flag` is a tensor on the device, != 0 if
+        the step was skipped, and `last.is_known` is True once the host knows. Raises AmpTypeError for an optimizer that
+        was not passed to `initialize`, AmpStateError if none is named and not exactly one is initialized.
+        """
+        if self._is_disabled:
+            return LastStep()
+        if optimizer is None:
+            found = self._initialized.optimizers
+            if len(found) != 1:
+                raise AmpStateError(
+                    f"last_step() was called without an optimizer, and {len(found)} are initialized.  Type "
+                    "amp.last_step(optimizer)."
+                )
+            optimizer = found[0]
+        return self._initialized.stepped_by(optimizer).pending.last
+
+    def step_scheduler(self, scheduler: LRScheduler, optimizer: Optimizer | LARC | None = None) -> int:
+        """Call `scheduler.step()` once for each step of its optimizer that was not skipped.
+
+            optimizer.step()
+            amp.step_scheduler(scheduler)
+
+        No host sync: on a GPU the scheduler follows as the host hears of steps, an iteration or two late.
+
+        Args:
+            scheduler: of torch.optim.lr_scheduler, or any object with `step` and `optimizer`.
+            optimizer: the optimizer to follow; default `scheduler.optimizer`.
+
+        Returns:
+            How many times it was stepped: 0, 1, or more if the host has heard of several steps. Raises AmpTypeError for
+            anything but a scheduler, and for an optimizer that was not passed to `initialize`.
+        """
+        found = getattr(scheduler, "optimizer", None) if optimizer is None else optimizer
+        if not hasattr(scheduler, "step") or found is None:
+            raise AmpTypeError(
+                f"step_scheduler takes a scheduler that has an optimizer, not a {type(scheduler).__name__}.  Type for "
+                "example amp.step_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1000)), or pass optimizer=."
+            )
+        if self._is_disabled:
+            scheduler.step()
+            return 1
+        if self.backwards.evidence.is_rehearsal:
+            return 0
+        pending = self._initialized.stepped_by(found).pending
+        pending.hear(wait=False)
+        # A new scheduler starts at the count before the last step.
+        took_last = not pending.unheard and not pending.last.skipped
+        before = max(0, pending.taken - took_last)
+        followed = self._followed.get(scheduler, before)
+        for _ in range(pending.taken - followed):
+            scheduler.step()
+        self._followed[scheduler] = pending.taken
+        return pending.taken - followed
+
+    def find_overflow(self, step_fn: Callable[[], Any], loss_scale: float | None = None) -> OverflowSource:
+        """Run one batch once more and name the module and operation that gave the first non-finite value.
+
+            print(amp.find_overflow(lambda: loss_fn(model(x), y)))
+
+        Args:
+            step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`. If it returns
+                a loss and runs no backward, `find_overflow` runs it, for all optimizers. `optimizer.step()` of
+                initialized optimizers does nothing inside.
+            loss_scale: the value of dynamic scales meanwhile. Default: the scale of the newest overflow, or else the
+                present one. If the backward overflows at the former, the batch is run once more at the latter.
+
+        Returns:
+            A record; `str()` is a sentence. Gradients, buffers and loss scales are as before, and so are objects that
+            step_fn refers to: averages and other modules, schedulers, other optimizers, generators; the global
+            generators of torch, Python and NumPy in any case. An iterator that it takes a batch from goes on.
+            Code that torch.compile compiled is run uncompiled; code that torch.jit compiled is one operation.
+
+        Looks at the arguments and results of every operation, so it takes many times as long as a step; waits for the
+        device at each. All ranks have to call it together. Raises AmpStateError before `initialize` and with
+        enabled=False, inside of a `scale_loss`, while gradients wait for a step, for lazy modules that have no shape
+        yet, and if there was no backward and nothing was found before it; AmpTypeError for anything but a callable.
+        """
+        if self.policy is None or self._is_disabled:
+            raise AmpStateError(
+                "find_overflow() was called, but amp.initialize() was not, or with enabled=False.  Call model, "
+                "optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+            )
+        initialized, backwards = self._initialized, self.backwards
+
+        def run(scale: float | None) -> OverflowSource:
+            return find_overflow(
+                step_fn,
+                initialized.models,
+                backwards,
+                self.scalers,
+                initialized.parameter_places(),
+                scale,
+            )
+
+        records = self.overflow_report()
+        if loss_scale is not None or not records:
+            return run(loss_scale)
+        found = run(records[-1].loss_scale)
+        # If the backward overflows, the user wants to know if it still does at the present scale.
+        if found.phase != "backward" or all(s.loss_scale() == found.loss_scale for s in self.scalers):
+            return found
+        present = run(None)
+        return found if present.phase is not None else replace(found, finite_at=present.loss_scale)
+
+    def state_dict(
+        self, destination: OrderedDict[str, Any] | None = None, *, format: ScalerFormat = "amp"
+    ) -> OrderedDict[str, Any]:
+        """`{"loss_scaler0": {"loss_scale": float, "unskipped": int, "dynamic": bool, ...}, ...}`; empty if not enabled.
+
+        Waits for the device once per dynamic scaler. `model.state_dict()` saves the masters. `format` "apex" leaves
+        two numbers an entry; "torch" is for one GradScaler, see `amp.convert_state_dict`.
+        """
+        policy = self._initialized_policy("state_dict")
+        return scaler_state.pack_scalers(self.scalers, policy.opt_level, destination, format)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the loss scalers from what `state_dict`, apex or a GradScaler wrote, at this level or another.
+
+        Static scales stay; dynamic scales continue saved dynamic scales, and start at the first scale otherwise.
+        Raises AmpStateError for keys of no loss scaler, after loading the others.
+        """
+        self._initialized_policy("load_state_dict")
+        scaler_state.unpack_scalers(self.scalers, state_dict, lambda text: self.reporter.say(text, rank0=True))
+
+    named_masters = staticmethod(by_name.named_masters)
+    export_state_dict = staticmethod(by_name.export_state_dict)
+    optimizer_state_dict = staticmethod(by_name.optimizer_state_dict)
+    load_optimizer_state_dict = staticmethod(by_name.load_optimizer_state_dict)
+
+    def training_state(
+        self, model: nn.Module, optimizer: Optimizer | LARC | Sequence[Optimizer | LARC]
+    ) -> TrainingState:
+        """Model, optimizers and loss scalers as one object for torch.distributed.checkpoint.
+
+            dcp.save({"training": amp.training_state(model, optimizer)}, checkpoint_id=folder)
+            dcp.load({"training": amp.training_state(model, optimizer)}, checkpoint_id=folder)
+
+        It holds FP32 weights, and the optimizers' state by the names of parameters. Save each checkpoint to a folder of
+        its own: a save that is interrupted leaves neither the old one nor the new.
+        """
+        self._initialized_policy("training_state")
+        return TrainingState(model, optimizer, self)
+
+    def save(self, path: str | os.PathLike[str], /, **objects: Any) -> None:
+        """Write a checkpoint that is whole or absent, also if the process dies meanwhile; call it on one rank only.
+
+            amp.save(path, model=model, optimizer=optimizer, scheduler=scheduler, epoch=epoch)
+
+        Saves the `state_dict()` of each object that has one, in lists, tuples and dictionaries too, and other values
+        as they are. The loss scalers are saved as "amp". torch.load(path) gives the dictionary.
+
+        The bytes go to a file beside `path`, to the disk, and then take its name; their SHA-256 stands at the end.
+
+        Raises AmpValueError for an object named "amp", AmpTypeError for values that torch.load(weights_only=True) would
+        not load, and OSError of the operating system, for example if the disk is full; an earlier file stays as it was.
+        Waits for the device.
+        """
+        if "amp" in objects:
+            raise AmpValueError('amp.save() writes "amp", the loss scalers, itself.  Choose another name.')
+        state = saved_objects.state_of(objects)
+        if self.policy is not None:
+            state["amp"] = self.state_dict()
+        checkpoint_file.write_file(path, state)
+
+    def load(self, path: str | os.PathLike[str], /, *, map_location: Any = "cpu", **objects: Any) -> dict[str, Any]:
+        """Load a file of `save` into objects, all of them or none, and the loss scalers if `initialize` was called.
+
+            rest = amp.load(path, model=model, optimizer=optimizer, scheduler=scheduler)
+            epoch = rest["epoch"]
+
+        Args:
+            path: the file; nothing in it is executed.
+            map_location: where tensors are loaded to before they are copied, as in torch.load.
+            objects: under the names of `save`, in the same lists and dictionaries.
+
+        Returns:
+            All entries that were not loaded into an object: values, and states of objects that were not passed.
+
+        Raises AmpFileError if the file is damaged, with the expected and the found contents, and AmpStateError,
+        AmpTypeError or AmpValueError for states that do not fit. Then every object has its earlier state again: the
+        host holds a copy of it meanwhile. Waits for the device.
+        """
+        saved = checkpoint_file.read_file(path, map_location)
+        if self.policy is not None and "amp" in saved:
+            objects = {**objects, "amp": self}
+        saved_objects.load_states(objects, saved, os.fspath(path))
+        return {name: value for name, value in saved.items() if name not in objects}
+
+    def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
+        """Add an optimizer, until `close`, and leave its losses and scalers to the caller.
+
+        Args:
+            on_skip: called for each step that was skipped, with True on the first rank of the ranks that agreed.
+
+        Raises AmpStateError or AmpTypeError for an optimizer that `initialize` would not take either.
         """
         return self._initialized.look_after_alone(optimizer, on_skip)
 
     def step_was_skipped(self, optimizer: Optimizer | LARC) -> bool:
-        """Whether the last `optimizer.step()` was skipped. Waits for the device if that decided."""
+        """True if the last `optimizer.step()` was skipped. Waits for the device if that decided."""
         return self._initialized.stepped_by(optimizer).pending.skipped
 
     def close(self) -> None:
-        """Take everything back; the engine can be used again.
+        """Undo everything; the engine can be used again.
 
-        torch's functions are restored. Models get their own types again, with the exact values of the
-        masters where those are FP32, and lose every hook; optimizers step their own parameters again, with their
-        state in the types of these.
+        torch's functions are restored. Models get their own types again, with the exact values of FP32 masters, and
+        lose every hook; optimizers step their own parameters again, with their state in the types of these parameters.
         """
         with patcher.changing():
             self.backwards.refuse_inside("close")
@@ -497,3 +737,11 @@ class Engine(Saving, Explaining):
             self._initialized.release()
             self.function_casts.discard_lists()
             self.policy, self.scalers = None, []
+
+    def _initialized_policy(self, call: str) -> Policy:
+        if self.policy is None:
+            raise AmpStateError(
+                f"amp.{call}() was called before amp.initialize(), so there are no loss scalers.  Call "
+                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+            )
+        return self.policy

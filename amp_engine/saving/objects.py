@@ -1,0 +1,78 @@
+"""Objects of a user in a checkpoint: their states, and loading all of them or none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+
+
+def state_of(value: Any) -> Any:
+    """The `state_dict()` of each object in `value` that has one, in lists, tuples and dictionaries too; else itself."""
+    if callable(getattr(value, "state_dict", None)):
+        return value.state_dict()
+    if type(value) in (list, tuple):
+        return type(value)(state_of(item) for item in value)
+    if type(value) is dict:
+        return {key: state_of(item) for key, item in value.items()}
+    return value
+
+
+def load_states(objects: Mapping[str, Any], saved: Mapping[str, Any], path: str) -> None:
+    """Load the states in `saved` into `objects` of the same names: all of them, or none if one does not fit.
+
+    Meanwhile the host holds a copy of the earlier states. Raises AmpValueError, AmpTypeError or AmpStateError.
+    """
+    missing = [name for name in objects if name not in saved]
+    if missing:
+        raise AmpValueError(f"{path} has no {', '.join(map(repr, missing))}.  It has {', '.join(map(repr, saved))}.")
+    pairs = [pair for name, value in objects.items() for pair in _pairs(name, value, saved[name])]
+    before: list[tuple[str, Any, Any]] = []
+    try:
+        for name, target, state in pairs:
+            before.append((name, target, _on_host(target.state_dict())))
+            target.load_state_dict(state)
+    except BaseException as e:
+        for _, target, state in reversed(before):
+            target.load_state_dict(state)
+        if not isinstance(e, Exception):
+            raise
+        raise AmpStateError(f"{path} does not fit, and nothing of it was loaded.  {before[-1][0]}: {e}") from e
+
+
+def _pairs(name: str, target: Any, state: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, object, its state) of each object in `target`."""
+    if callable(getattr(target, "load_state_dict", None)):
+        yield name, target, state
+        return
+    if type(target) not in (list, tuple, dict):
+        raise AmpTypeError(
+            f"{name} is a {type(target).__name__}, which has no load_state_dict.  Leave it out: amp.load returns it."
+        )
+    keys = list(target) if isinstance(target, dict) else list(range(len(target)))
+    # Version 0.1.0 saved a tuple as a list.
+    saved = (
+        list(state) if isinstance(state, dict) else list(range(len(state))) if type(state) in (list, tuple) else None
+    )
+    if saved != keys:
+        found = "no such container" if saved is None else saved
+        raise AmpValueError(f"{name} is to be loaded into {keys}, and saved was {found}.")
+    for key in keys:
+        yield from _pairs(f"{name}[{key!r}]", target[key], state[key])
+
+
+def _on_host(state: Any) -> Any:
+    """A copy of a state dictionary, its tensors on the CPU."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        copied = copy.copy(state)  # with the versions of modules, which are an attribute
+        copied.update((key, _on_host(value)) for key, value in state.items())
+        return copied
+    if type(state) in (list, tuple):
+        return type(state)(_on_host(item) for item in state)
+    return copy.deepcopy(state)

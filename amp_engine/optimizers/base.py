@@ -30,14 +30,25 @@ class FusedOptimizer(Optimizer):
 
     Parameters may be float32, float16 and bfloat16, mixed; state is always float32. Under `amp.initialize` the step
     unscales, clips, skips and writes the model's half parameters in that same pass.
+
+    With `master_weights` it keeps float32 masters of half parameters, as `state[p]["master_param"]`. A master starts
+    from its parameter at the parameter's first gradient. Other code's writes into the parameter since the last step go
+    into the master; elements that are still the rounded master's leave it exact.
     """
 
     rule: ClassVar[Rule]
     settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)  # attributes that copies and pickles keep
+    master_weights: bool = False
 
     def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
         self.set_grad_none = set_grad_none
+        # Of half parameters and their masters, after their last step.
+        self._stamps: WeakIdKeyDictionary = WeakIdKeyDictionary()
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stamps = WeakIdKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.settings}}
@@ -87,7 +98,7 @@ class FusedOptimizer(Optimizer):
         if not known:
             gradients = [p.grad for p in weights]
         step = StepInput(weights, weights, gradients, None, [self._unscales] * len(weights), known)
-        planned = None if self._keeps_masters else fused.plan(step)
+        planned = None if self.master_weights else fused.plan(step)
         if planned is not None:
             self._step_unscaling(fused, planned)
         else:
@@ -117,7 +128,9 @@ class FusedOptimizer(Optimizer):
     def _step_beside(self, fused: FusedStep, params: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Step masters, and dense copies of parameters that have gaps in memory, and write them into the parameters."""
         self._check(params, gradients)
-        weights = self._own_masters(params, gradients) if self._keeps_masters else list(params)
+        weights = list(params)
+        if self.master_weights:
+            weights = [self._master(p, g) for p, g in zip(params, gradients, strict=True)]
         copies = [None if w is p else p for w, p in zip(weights, params, strict=True)]
         gaps = [i for i, p in enumerate(params) if not kernels.is_dense(p)]
         for i in gaps:
@@ -136,8 +149,9 @@ class FusedOptimizer(Optimizer):
         for i in gaps:
             if gradients[i] is not None:
                 params[i].copy_(weights[i])
-        if self._keeps_masters:
-            self._wrote(params, weights)
+        if self.master_weights:
+            for p, w in zip(params, weights, strict=True):
+                self._stamps[p] = kernels.stamp(p), kernels.stamp(w)
 
     @property
     def _unscales(self) -> bool:
@@ -154,17 +168,24 @@ class FusedOptimizer(Optimizer):
             found_inf=found_inf.reshape(()) if isinstance(found_inf, Tensor) else None,
         )
 
-    @property
-    def _keeps_masters(self) -> bool:
-        """Whether float32 weights are stepped in place of half parameters, for optimizers that keep their own."""
-        return False
-
-    def _own_masters(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """What is stepped, where masters are kept."""
-        return list(params)
-
-    def _wrote(self, params: list[Tensor], weights: list[Tensor]) -> None:
-        """Half parameters were written from their own masters."""
+    def _master(self, p: Tensor, grad: Tensor | None) -> Tensor:
+        """The float32 master of `p`, which has followed writes to either; `p` itself if it is float32 or unstepped."""
+        if p.dtype == torch.float32:
+            return p
+        state: dict[str, Any] = self.state[p] if grad is not None else self.state.get(p, {})
+        master: Tensor | None = state.get("master_param")
+        if master is None:
+            if grad is None:
+                return p
+            master = state["master_param"] = p.detach().float()
+        if master.dtype != torch.float32 or not kernels.is_dense(master) or not _one_order(master, p):
+            master = state["master_param"] = _float32_like(p, master)
+        of_param, of_master = self._stamps.get(p, (None, None))
+        if of_param is not None and of_param != kernels.stamp(p):
+            master.copy_(followed(master, p))
+        elif of_master is not None and of_master != kernels.stamp(master):
+            p.copy_(master)  # the master was written, and this step may have no gradient for it
+        return master
 
     def _with_defaults(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """`state_dict` with this class's settings where another class saved none, and counts where torch has them."""
@@ -216,54 +237,8 @@ class FusedOptimizer(Optimizer):
                 )
 
 
-class MasterKeepingOptimizer(FusedOptimizer):
-    """A fused optimizer that may keep float32 masters of half parameters, as `state[p]["master_param"]`.
-
-    A master starts from its parameter at that one's first gradient. Whatever somebody else has written into the
-    parameter since its last step goes into the master; elements that are still the rounded master's leave it exact.
-    """
-
-    master_weights: bool
-
-    def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
-        # Of half parameters and their masters, as of their last step.
-        self._stamps: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        super().__init__(params, defaults, set_grad_none)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._stamps = WeakIdKeyDictionary()
-
-    @property
-    def _keeps_masters(self) -> bool:
-        return self.master_weights
-
-    def _own_masters(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        return [p if p.dtype == torch.float32 else self._master(p, g) for p, g in zip(params, gradients, strict=True)]
-
-    def _master(self, p: Tensor, grad: Tensor | None) -> Tensor:
-        state: dict[str, Any] = self.state[p] if grad is not None else self.state.get(p, {})
-        master: Tensor | None = state.get("master_param")
-        if master is None:
-            if grad is None:
-                return p
-            master = state["master_param"] = p.detach().float()
-        if master.dtype != torch.float32 or not kernels.is_dense(master) or not _one_order(master, p):
-            master = state["master_param"] = _float32_like(p, master)
-        of_param, of_master = self._stamps.get(p, (None, None))
-        if of_param is not None and of_param != kernels.stamp(p):
-            master.copy_(followed(master, p))
-        elif of_master is not None and of_master != kernels.stamp(master):
-            p.copy_(master)  # somebody wrote the master, and this step may have no gradient for it
-        return master
-
-    def _wrote(self, params: list[Tensor], weights: list[Tensor]) -> None:
-        for p, w in zip(params, weights, strict=True):
-            self._stamps[p] = kernels.stamp(p), kernels.stamp(w)
-
-
 def _one_order(master: Tensor, param: Tensor) -> bool:
-    """Whether a master can be stepped beside its parameter, or has to be by itself, which has gaps in memory."""
+    """True if a master has the order in memory of its parameter, or the parameter has gaps, or the shapes differ."""
     return master.shape != param.shape or not kernels.is_dense(param) or kernels.same_layout(master, param)
 
 

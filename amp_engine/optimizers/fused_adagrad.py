@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from amp_engine.kernels.formulas import Adagrad
 from amp_engine.optimizers.base import FusedOptimizer, Params, check_not_negative
-from amp_engine.optimizers.rules import Group, Rule
-
-
-def _hyperparameters(group: Group) -> Adagrad:
-    return Adagrad(
-        lr=group["lr"],
-        maximize=group.get("maximize", False),
-        lr_decay=group.get("lr_decay", 0.0),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group["adagrad_w_mode"],
-    )
+from amp_engine.optimizers.rules import Rule, hyperparameters
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -34,7 +23,7 @@ class FusedAdagrad(FusedOptimizer):
     Raises AmpValueError for negative values.
     """
 
-    rule = Rule("adagrad", "sum", None, _hyperparameters)
+    rule = Rule("adagrad", "sum", None, hyperparameters(Adagrad, decoupled="adagrad_w_mode"))
     settings = ("set_grad_none", "adagrad_w_mode")
 
     def __init__(

@@ -9,25 +9,11 @@ from torch import Tensor
 
 from amp_engine.errors import AmpStateError
 from amp_engine.kernels.formulas import Adam
-from amp_engine.optimizers.base import MasterKeepingOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
-from amp_engine.optimizers.rules import Group, Rule
+from amp_engine.optimizers.base import FusedOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
+from amp_engine.optimizers.rules import Rule, hyperparameters
 
 
-def _hyperparameters(group: Group) -> Adam:
-    beta1, beta2 = group["betas"]
-    return Adam(
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group["adam_w_mode"],
-        bias_correction=bool(group["bias_correction"]),
-        maximize=group.get("maximize", False),
-    )
-
-
-class FusedAdam(MasterKeepingOptimizer):
+class FusedAdam(FusedOptimizer):
     """Adam (Kingma & Ba 2015), by default with AdamW's decoupled weight decay (Loshchilov & Hutter 2019), as in apex.
 
     State per parameter: `step`, `exp_avg`, `exp_avg_sq`, as torch.optim.AdamW's, so the two load each other's.
@@ -49,7 +35,7 @@ class FusedAdam(MasterKeepingOptimizer):
     Raises AmpStateError for `amsgrad`, and for `master_weights` without `capturable` as in apex.
     """
 
-    rule = Rule("adam", "exp_avg", "exp_avg_sq", _hyperparameters)
+    rule = Rule("adam", "exp_avg", "exp_avg_sq", hyperparameters(Adam, decoupled="adam_w_mode"))
     settings = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "_step_supports_amp_scaling")
 
     def __init__(

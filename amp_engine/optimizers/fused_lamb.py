@@ -4,24 +4,7 @@ from __future__ import annotations
 
 from amp_engine.kernels.formulas import Lamb
 from amp_engine.optimizers.base import FusedOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
-from amp_engine.optimizers.rules import Group, Rule
-
-
-def _hyperparameters(group: Group) -> Lamb:
-    beta1, beta2 = group["betas"]
-    return Lamb(
-        lr=group["lr"],
-        maximize=group.get("maximize", False),
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group["adam_w_mode"],
-        bias_correction=bool(group["bias_correction"]),
-        grad_averaging=bool(group["grad_averaging"]),
-        max_grad_norm=group["max_grad_norm"],
-        use_nvlamb=group["use_nvlamb"],
-    )
+from amp_engine.optimizers.rules import Rule, hyperparameters
 
 
 class FusedLAMB(FusedOptimizer):
@@ -47,7 +30,7 @@ class FusedLAMB(FusedOptimizer):
     Raises AmpStateError for `amsgrad`, AmpValueError for values outside of these.
     """
 
-    rule = Rule("lamb", "exp_avg", "exp_avg_sq", _hyperparameters)
+    rule = Rule("lamb", "exp_avg", "exp_avg_sq", hyperparameters(Lamb, decoupled="adam_w_mode"))
     settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
 
     def __init__(
@@ -65,7 +48,7 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        refuse_amsgrad("FusedLAMB", amsgrad)
+        refuse_amsgrad(type(self).__name__, amsgrad)
         check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
         check_betas(betas)
         self.adam_w_mode = bool(adam_w_mode)

@@ -8,17 +8,11 @@ import torch
 from torch import Tensor
 
 from amp_engine.errors import AmpTypeError
-from amp_engine.optimizers.base import (
-    MasterKeepingOptimizer,
-    Params,
-    check_betas,
-    check_not_negative,
-    refuse_amsgrad,
-)
+from amp_engine.optimizers.base import Params, check_not_negative
 from amp_engine.optimizers.fused_lamb import FusedLAMB
 
 
-class FusedMixedPrecisionLamb(MasterKeepingOptimizer):
+class FusedMixedPrecisionLamb(FusedLAMB):
     """FusedLAMB that keeps float32 masters of half parameters itself, for use without `amp.initialize`.
 
     Made for torch.amp.GradScaler and CUDA graphs: nothing of a step is decided on the host. Each group's `lr` is a
@@ -46,8 +40,6 @@ class FusedMixedPrecisionLamb(MasterKeepingOptimizer):
     these.
     """
 
-    rule = FusedLAMB.rule
-    settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
     master_weights = True
     # torch.amp.GradScaler then sets `grad_scale` and `found_inf` for the time of a step, instead of unscaling and
     # waiting for the device. Not in every fused optimizer: FSDP's ShardedGradScaler leaves `found_inf` local to a rank.
@@ -71,28 +63,26 @@ class FusedMixedPrecisionLamb(MasterKeepingOptimizer):
         reduced_precision_dtype: None = None,
         set_grad_none: bool = True,
     ) -> None:
-        refuse_amsgrad("FusedMixedPrecisionLamb", amsgrad)
         if reduced_precision_dtype is not None:
             raise AmpTypeError(
                 f"FusedMixedPrecisionLamb got reduced_precision_dtype={reduced_precision_dtype!r}, but takes the "
                 "parameters in the type that they have.  Call model.to(dtype) before building it, and leave this out."
             )
-        check_not_negative(lr=lr, step=step, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
-        check_betas(betas)
-        self.adam_w_mode = bool(adam_w_mode)
-        self.use_nvlamb = use_nvlamb
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-            "adam_w_mode": bool(adam_w_mode),
-            "use_nvlamb": use_nvlamb,
-        }
-        super().__init__(params, defaults, set_grad_none)
+        check_not_negative(step=step)
+        super().__init__(
+            params,
+            lr,  # type: ignore[arg-type]  # a tensor in each group, which the kernels read on its device
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            grad_averaging,
+            set_grad_none,
+            max_grad_norm,
+            use_nvlamb,
+        )
         if not (isinstance(step, int) and step == 0):
             for group in self.param_groups:
                 for p in group["params"]:

@@ -5,26 +5,15 @@ from __future__ import annotations
 import math
 
 from amp_engine.errors import AmpStateError
-from amp_engine.kernels.formulas import NovoGrad
+from amp_engine.kernels.formulas import Formula, NovoGrad
 from amp_engine.optimizers.base import FusedOptimizer, Params, check_betas, check_not_negative, refuse_amsgrad
-from amp_engine.optimizers.rules import Group, Rule
+from amp_engine.optimizers.rules import Group, Rule, hyperparameters
+
+_of_group = hyperparameters(NovoGrad, decay_inside_moment="reg_inside_moment", infinity_norm="norm_type")
 
 
-def _hyperparameters(group: Group) -> NovoGrad:
-    beta1, beta2 = group["betas"]
-    return NovoGrad(
-        lr=group["lr"],
-        maximize=group.get("maximize", False),
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        bias_correction=bool(group["bias_correction"]),
-        grad_averaging=bool(group["grad_averaging"]),
-        decay_inside_moment=group["reg_inside_moment"],
-        infinity_norm=group["norm_type"] == 0,
-        init_zero=group["init_zero"],
-    )
+def _hyperparameters(group: Group) -> Formula:
+    return _of_group({**group, "norm_type": group["norm_type"] == 0})
 
 
 class FusedNovoGrad(FusedOptimizer):

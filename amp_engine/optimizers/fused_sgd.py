@@ -7,19 +7,7 @@ from torch.optim.optimizer import required
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels.formulas import Sgd
 from amp_engine.optimizers.base import FusedOptimizer, Params, check_not_negative
-from amp_engine.optimizers.rules import Group, Rule
-
-
-def _hyperparameters(group: Group) -> Sgd:
-    return Sgd(
-        lr=group["lr"],
-        maximize=group.get("maximize", False),
-        momentum=group["momentum"],
-        dampening=group["dampening"],
-        weight_decay=group["weight_decay"],
-        nesterov=group["nesterov"],
-        decay_after_momentum=group["wd_after_momentum"],
-    )
+from amp_engine.optimizers.rules import Rule, hyperparameters
 
 
 class FusedSGD(FusedOptimizer):
@@ -45,7 +33,7 @@ class FusedSGD(FusedOptimizer):
         "sgd",
         "momentum_buffer",
         None,
-        _hyperparameters,
+        hyperparameters(Sgd, decay_after_momentum="wd_after_momentum"),
         keeps_step=False,
         needs_state1=lambda group: group["momentum"] != 0,
     )

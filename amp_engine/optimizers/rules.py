@@ -1,9 +1,9 @@
-"""What the fused step knows about each optimizer: its kind, its state, its hyperparameters."""
+"""How the kernels step each optimizer: its formula, its state, its hyperparameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -21,13 +21,13 @@ class Rule:
     """How one optimizer class is stepped by the kernels.
 
     Attributes:
-        formula: of `kernels.StepTable`.
+        formula: a key of `kernels.FORMULAS`.
         state1: name of the first state tensor, shaped as the weight: exp_avg, momentum_buffer or sum.
         state2: name of the second one, or None.
-        hyperparameters: one parameter group in the kernels' terms.
-        keeps_step: whether `state[p]["step"]` counts the steps, as a float32 tensor of shape [].
-        needs_state1: whether tensors of this group have the first state at all.
-        supports: whether the kernels compute what this group asks for.
+        hyperparameters: makes the formula of one parameter group.
+        keeps_step: True if `state[p]["step"]` counts the steps, as a float32 tensor of shape [].
+        needs_state1: True for groups with the first state.
+        supports: True for groups that the kernels can step.
     """
 
     formula: str
@@ -40,26 +40,35 @@ class Rule:
 
     @property
     def reads_sums(self) -> bool:
-        """Whether the step needs the norms of the gradients, which pass 1 has taken."""
+        """True if the step needs the norms of the gradients, which pass 1 has taken."""
         return FORMULAS[self.formula].reads_sums
 
     @property
     def keeps_norm(self) -> bool:
-        """Whether `state[p]["exp_avg_sq"]` is one float32 norm for the whole tensor."""
+        """True if `state[p]["exp_avg_sq"]` is one float32 norm for the whole tensor."""
         return FORMULAS[self.formula].keeps_norm
 
 
-def _torch_adam(group: Group) -> AdamFormula:
-    beta1, beta2 = group["betas"]
-    return AdamFormula(
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group.get("decoupled_weight_decay", False),
-        maximize=group["maximize"],
-    )
+def hyperparameters(formula: type[Formula], **entries: str) -> Callable[[Group], Formula]:
+    """A function from a parameter group to its `formula`: each field is the entry of its name, or as in `entries`.
+
+    `betas` are beta1 and beta2. Fields without an entry keep their defaults.
+    """
+    known = [(field.name, entries.get(field.name, field.name), field.default) for field in fields(formula)]
+    plain = [(name, entry) for name, entry, default in known if not isinstance(default, bool)]
+    flags = [(name, entry) for name, entry, default in known if isinstance(default, bool)]
+
+    def of_group(group: Group) -> Formula:
+        found = {name: group[entry] for name, entry in plain if entry in group}
+        found |= {name: bool(group[entry]) for name, entry in flags if entry in group}
+        if "betas" in group:
+            found["beta1"], found["beta2"] = group["betas"]
+        return formula(**found)
+
+    return of_group
+
+
+_torch_adam = hyperparameters(AdamFormula, decoupled="decoupled_weight_decay")
 
 
 def _supports_torch_adam(group: Group) -> bool:
@@ -67,19 +76,8 @@ def _supports_torch_adam(group: Group) -> bool:
     return not (group["amsgrad"] or group["differentiable"] or tensors)
 
 
-def _torch_adamw(group: Group) -> AdamFormula:
+def _torch_adamw(group: Group) -> Formula:
     return _torch_adam({**group, "decoupled_weight_decay": True})
-
-
-def _torch_sgd(group: Group) -> SgdFormula:
-    return SgdFormula(
-        lr=group["lr"],
-        momentum=group["momentum"],
-        dampening=group["dampening"],
-        weight_decay=group["weight_decay"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-    )
 
 
 # Exact types: a subclass may compute anything.
@@ -90,7 +88,7 @@ TORCH_RULES: dict[type[Optimizer], Rule] = {
         "sgd",
         "momentum_buffer",
         None,
-        _torch_sgd,
+        hyperparameters(SgdFormula),
         keeps_step=False,
         needs_state1=lambda group: group["momentum"] != 0,
         supports=lambda group: not group["differentiable"],
@@ -99,6 +97,6 @@ TORCH_RULES: dict[type[Optimizer], Rule] = {
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
-    """What the kernels compute for the class of `optimizer`, or None if it is not known to them."""
+    """The rule for the class of `optimizer`, or None if the kernels do not know it."""
     rule = getattr(type(optimizer), "rule", None) or TORCH_RULES.get(type(optimizer))
     return rule if isinstance(rule, Rule) else None

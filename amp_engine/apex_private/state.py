@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from amp_engine.apex_private import settings
 from amp_engine.apex_private.handle import Handle
 from amp_engine.apex_private.views import Properties
 from amp_engine.engine import Engine
@@ -32,7 +31,7 @@ class AmpState:
 
     @property
     def hard_override(self) -> bool:
-        """Whether complaints about properties that do not fit the level are printed, not raised."""
+        """True if complaints about properties that do not fit the level are printed, not raised."""
         return self.engine.hard_override
 
     @hard_override.setter
@@ -52,7 +51,7 @@ class AmpState:
         engine: Engine | None = self.__dict__.get("engine")
         if engine is not None and engine.policy is not None:
             if name == "opt_properties":
-                return Properties(settings.EnginePolicy(engine))
+                return Properties(engine)
             if engine.policy.enabled and name in ("min_loss_scale", "max_loss_scale"):
                 return getattr(engine, name)
             if engine.policy.enabled and name == "loss_scalers":
@@ -67,10 +66,10 @@ class AmpState:
                 f"_amp_state.{name} shows what amp.initialize decided.  Write to its attributes instead."
             )
         if name == "loss_scalers":
-            settings.replace_scalers(self.engine, value)
+            self.engine.scalers = value
         elif name == "min_loss_scale":
-            settings.bound_scales(self.engine, value, self.engine.max_loss_scale)
+            self.engine.bound_scales(value, self.engine.max_loss_scale)
         elif name == "max_loss_scale":
-            settings.bound_scales(self.engine, self.engine.min_loss_scale, value)
+            self.engine.bound_scales(self.engine.min_loss_scale, value)
         else:
             super().__setattr__(name, value)

@@ -1,4 +1,4 @@
-"""What scripts read and write of apex's `_amp_state.opt_properties`: views of the one real policy."""
+"""apex's `_amp_state.opt_properties`, as scripts read and write it: views of the one real policy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from amp_engine.levels.policy import Policy
 
 
 class PolicyHolder(Protocol):
-    """Whose policy `Properties` shows."""
+    """An object with the policy that `Properties` shows: an Engine, or a Draft."""
 
-    @property
-    def policy(self) -> Policy | None:
-        """As it is now."""
+    policy: Policy | None
 
     def set_policy(self, policy: Policy) -> None:
-        """Have another one. Raises AmpStateError for what comes too late."""
+        """Replace the policy. Raises AmpStateError for changes that come too late."""
 
 
 class Draft:
@@ -27,7 +25,7 @@ class Draft:
         self.policy: Policy | None = Policy()
 
     def set_policy(self, policy: Policy) -> None:
-        """Have another one."""
+        """Replace the policy."""
         self.policy = policy
 
 
@@ -41,7 +39,7 @@ class Options(MutableMapping[str, Any]):
         return self._policy.properties()[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Raises AmpStateError, AmpTypeError or AmpValueError for what does not fit, or comes too late."""
+        """Raises AmpStateError, AmpTypeError or AmpValueError for a value that does not fit, or comes too late."""
         self._holder.set_policy(self._policy.with_property(name, value))
 
     def __delitem__(self, name: str) -> None:
@@ -65,7 +63,7 @@ class Properties:
     """`_amp_state.opt_properties`: a policy as attributes, and as the mapping `options`.
 
     Args:
-        holder: whose policy it is; without one it is a policy of its own, as before `initialize`.
+        holder: an Engine, whose policy it shows; without one it has a policy of its own, as before `initialize`.
     """
 
     _holder: PolicyHolder
@@ -75,7 +73,7 @@ class Properties:
 
     @property
     def options(self) -> Options:
-        """The same as a mapping."""
+        """The properties as a mapping."""
         return Options(self._holder)
 
     def become(self, policy: Policy) -> None:

@@ -14,7 +14,7 @@ from amp_engine.ground import devices
 from amp_engine.ground.devices import moved, number_on
 from amp_engine.levels.policy import LOWEST_SCALE, LossScale, parse_loss_scale
 from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
-from amp_engine.scaling.remembered import FIRST_SCALE, AutoScale, Forgiving
+from amp_engine.scaling.auto import FIRST_SCALE, AutoScale
 from amp_engine.scaling.snapshot import ScaleSnapshot
 
 
@@ -50,16 +50,16 @@ class LossScaler:
         loss_scale = parse_loss_scale(loss_scale)
         self.auto: AutoScale | None = AutoScale() if loss_scale == "auto" else None
         self._backoff_factor: float | None = None  # 1 / scale_factor
-        self._forgiving: Forgiving | None = None
+        self._hysteresis = 1
         if isinstance(loss_scale, DynamicLossScale):
             rule, loss_scale = loss_scale, "dynamic"
             init_scale, scale_factor, scale_window = rule.init_scale, rule.growth_factor, rule.growth_interval
             self._backoff_factor = rule.backoff_factor
-            self._forgiving = Forgiving(rule.hysteresis) if rule.hysteresis > 1 else None
+            self._hysteresis = rule.hysteresis
             min_loss_scale = min_loss_scale if rule.min_loss_scale is None else rule.min_loss_scale
             max_loss_scale = max_loss_scale if rule.max_loss_scale is None else rule.max_loss_scale
-        self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
-        # What the user asked for exactly; a float32 device scalar would round 0.1.
+        self.set_bounds(min_loss_scale, max_loss_scale)
+        # Exact; a float32 device scalar would round 0.1.
         self._static_scale = None if isinstance(loss_scale, str) else loss_scale
         self.dynamic = self._static_scale is None
         self._init_scale = FIRST_SCALE if self.auto is not None else init_scale
@@ -68,6 +68,7 @@ class LossScaler:
         first = self.bounded(self._init_scale) if self._static_scale is None else self._static_scale
         self.scale = torch.tensor(first, dtype=torch.float32, device="cpu")
         self.unskipped = torch.tensor(0, dtype=torch.int32, device="cpu")
+        self._overflows_left = torch.tensor(self._hysteresis, dtype=torch.int32, device="cpu")  # the last lowers it
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self._last_found_inf: Tensor | None = None  # of the last update
         self._owed: Callable[[], None] | None = None  # an update that waits for other ranks
@@ -78,7 +79,7 @@ class LossScaler:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the scale is, and stays, 1."""
+        """True if the scale is, and stays, 1."""
         return self._static_scale == 1.0
 
     def bound(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
@@ -91,7 +92,7 @@ class LossScaler:
         self._owed = update
 
     def settle(self) -> None:
-        """Do what is owed. Waits for other ranks, as its collective does."""
+        """Call the owed update, if there is one. Waits for other ranks, as its collective does."""
         owed, self._owed = self._owed, None
         if owed is not None:
             owed()
@@ -116,9 +117,9 @@ class LossScaler:
             self.scale = moved(self.scale, device)
             self.unskipped = moved(self.unskipped, device)
             self.found_inf = moved(self.found_inf, device)
-            for more in (self.auto, self._forgiving):
-                if more is not None:
-                    more.to(device)
+            self._overflows_left = moved(self._overflows_left, device)
+            if self.auto is not None:
+                self.auto.to(device)
 
     def snapshot(self) -> ScaleSnapshot:
         """The scale for one backward, as a copy. No host sync."""
@@ -150,7 +151,6 @@ class LossScaler:
         found_inf = torch.empty_like(self.found_inf)
         inv_scale = torch.empty_like(self.scale)
         used = self.scale.clone() if self.auto is not None and closed is None else None
-        forgiving = self._forgiving
         kernels.update_scale_(
             self.scale,
             self.unskipped,
@@ -160,8 +160,8 @@ class LossScaler:
             growth_interval=self._scale_seq_len,
             min_scale=self._min_loss_scale,
             max_scale=self._max_loss_scale,
-            hysteresis_tracker=None if forgiving is None else forgiving.left,
-            hysteresis=1 if forgiving is None else forgiving.hysteresis,
+            hysteresis_tracker=self._overflows_left if self._hysteresis > 1 else None,
+            hysteresis=self._hysteresis,
             dynamic=self.dynamic and self.auto is None,
             inv_scale_used=inv_scale,
             found_inf_used=found_inf,
@@ -182,22 +182,26 @@ class LossScaler:
         self.settle()
         self.scale.fill_(self.bounded(self._init_scale) if self._static_scale is None else self._static_scale)
         self.unskipped.zero_()
-        for more in (self.auto, self._forgiving):
-            if more is not None:
-                more.restart()
+        self._overflows_left.fill_(self._hysteresis)
+        if self.auto is not None:
+            self.auto.restart()
+
+    def set_bounds(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
+        """Keep a dynamic scale within these bounds from its next update on. Raises AmpValueError."""
+        self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
 
     def bounded(self, scale: float) -> float:
         """`scale`, or the bound of dynamic scales that it is beyond."""
         return max(self._min_loss_scale, min(self._max_loss_scale, scale))
 
     def clear_overflow_state(self) -> None:
-        """Discard what `record_` remembered, and what the last update found."""
+        """Discard the overflow that `record_` remembers, and the one that the last update found."""
         self.settle()
         self.found_inf.zero_()
         self._last_found_inf = None
 
     def update_scale(self) -> bool:
-        """`update_`, and whether the step should be skipped. Waits for the device."""
+        """`update_`; True if the step should be skipped. Waits for the device."""
         self.settle()
         # A flag that was written through `_overflow_buf` is a denormal number, which a processor may take for 0.
         self.found_inf.copy_(self._overflow_buf[0] != 0)
@@ -248,7 +252,7 @@ class LossScaler:
             self.record_(kernels.axpby_(masters, models, stashed, a, b).nonfinite)
 
     def _factors(self, device: torch.device, scales: tuple[float, float, float] | None) -> tuple[Tensor, Tensor | None]:
-        """What model and stashed gradients are multiplied by: float32, shape []; None is 1."""
+        """The factors of model and stashed gradients: float32, shape []; None is 1."""
         if scales is None:
             return moved(self.snapshot().inv_scale, device), None
         have, stashed_have, wanted = scales
@@ -260,21 +264,21 @@ class LossScaler:
         return {"loss_scale": self.loss_scale(), "unskipped": int(self.unskipped)}
 
     def memory(self) -> dict[str, float]:
-        """What decides of its next moves besides `state_dict`; empty for most. Waits for the device."""
+        """The numbers besides `state_dict` that decide its next moves; empty for most. Waits for the device."""
         self.settle()
         known = {} if self.auto is None else self.auto.memory()
-        if self._forgiving is None:
+        if self._hysteresis == 1:
             return known
-        # It counts on below 0, which is no other state: the next overflow lowers the scale.
-        return {**known, "overflows_left": max(0.0, float(self._forgiving.left))}
+        # It counts on below 0, with no other effect than 0: the next overflow lowers the scale.
+        return {**known, "overflows_left": max(0.0, float(self._overflows_left))}
 
     def remember(self, memory: Mapping[str, float]) -> None:
-        """Take over what `memory` gave, as far as it concerns a scaler of this kind."""
+        """Take over the numbers of `memory` that a scaler of this kind has."""
         self.settle()
         if self.auto is not None:
             self.auto.remember(memory)
-        if self._forgiving is not None:
-            self._forgiving.left.fill_(int(memory.get("overflows_left", self._forgiving.hysteresis)))
+        if self._hysteresis > 1:
+            self._overflows_left.fill_(int(memory.get("overflows_left", self._hysteresis)))
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Take over scale and count; whether the scaler is dynamic stays as it is.
@@ -349,7 +353,9 @@ class LossScaler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_loss_scale" not in state:
-            self.__dict__.update({"auto": None, "_backoff_factor": None, "_forgiving": None, **state})
+            left = torch.ones_like(state["unskipped"])
+            earlier = {"auto": None, "_backoff_factor": None, "_hysteresis": 1, "_overflows_left": left}
+            self.__dict__.update({**earlier, **state})
             return
         # apex's attributes: the FP16_Optimizer of apex.fp16_utils saved its scaler as an object.
         dynamic, scale = state["dynamic"], float(state["_loss_scale"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from amp_engine import AmpStateError, AmpTypeError, AmpValueError, DynamicLossScale, Engine, Policy
-from amp_engine.scaling.remembered import FIRST_SCALE, LARGEST
+from amp_engine.scaling.auto import FIRST_SCALE, LARGEST
 from amp_engine.scaling.scaler import LossScaler
 from tests.models import NORMED_MLP
 from tests.ranks import on_ranks

@@ -1,4 +1,4 @@
-"""What some loss scales remember: "auto" the largest gradient that was seen, hysteresis the overflows it forgave."""
+"""The rule of loss_scale="auto", which follows the largest gradient of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST = 65504.0
 
 FIRST_SCALE = 2.0**8  # of one backward: the next one knows more
 HEADROOM = 2.0**3
-"""What may lie between the largest gradient of a weight, which is seen, and that of an activation, which is not."""
+"""Room between the largest gradient of a weight, which is seen, and the largest of an activation, which is not."""
 _FORGET_SEEN = 2.0 ** (-1 / 64)  # a clean backward
 _FORGET_OVERFLOW = 2.0 ** (-1 / 8000)  # a clean backward: a dynamic scale tries again after 2000
 _BACKOFF = 2.0**-8  # each of the first _STEEP overflows in a row
@@ -28,24 +28,25 @@ _MEMORY = ("seen", "limit", "reach", "overflows_in_a_row")
 
 
 class AutoScale:
-    """Chooses the largest power of two at which gradients like those seen do not overflow. All in device tensors.
+    """Chooses the largest power of two at which gradients of the sizes seen do not overflow. All in device tensors.
 
     The rule, with S the scale and M the largest unscaled magnitude among the gradients of weights:
     after a clean backward `seen = max(M, seen * 2**(-1/64))`, and S is the largest power of two for which
     `seen * 2**3 * S` and `2 * limit * S` are not above 65504; `limit` halves in 8000 clean backwards.
     After an overflow S is divided by 2**8, and by 2**8 after a second in a row. Then it waits for 14 more, since NaN
-    data is likelier by now than gradients that have grown 2**16-fold, and halves at each of those that follow. The
-    first in a row says that something of the size `limit = max(limit, 65504 / S)` was there. A loss that is not finite
+    data is likelier by now than gradients that have grown 2**16-fold, and halves at each further overflow. The first
+    in a row says that some value of the size `limit = max(limit, 65504 / S)` was there. A loss that is not finite
     says nothing of the scale, and changes nothing.
-    A limit that is more than 2**12 above what is seen was no gradient's. So a clean backward brings S back at once to
-    where even that would not overflow, also if all its gradients are 0. From there S doubles in 8 clean backwards, so
-    that what is too large, and no weight shows, is met once from below. The rule and its constants are ours.
+    A limit more than 2**12 above `seen` was no gradient's. So a clean backward brings S back at once to a scale at
+    which even such a value would not overflow, also if all its gradients are 0. From there S doubles in 8 clean
+    backwards, and meets a value that is too large, and that no weight shows, once from below. The rule and its
+    constants are ours.
 
     Attributes:
-        seen: float32, shape []; 0 before the first.
-        limit: float32, shape []; 0 where nothing has overflowed.
-        reach: float32, shape []; how far the scale has climbed since; it is the power of two below.
-        overflows_in_a_row: float32, shape []; how many there were in a row.
+        seen: float32, shape []; 0 before the first backward.
+        limit: float32, shape []; 0 before the first overflow.
+        reach: float32, shape []; the scale, which climbs in steps, before it is rounded down to a power of two.
+        overflows_in_a_row: float32, shape [].
         flushed: float32, shape []; != 0 if all gradients of the last backward were 0, and the scale was raised for it.
     """
 
@@ -57,7 +58,7 @@ class AutoScale:
         self.flushed = torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
     def __setstate__(self, state: Mapping[str, Tensor]) -> None:
-        self.__init__()  # type: ignore[misc] # of an earlier version, which had fewer
+        self.__init__()  # type: ignore[misc] # earlier versions had fewer attributes
         self.__dict__.update(state)
 
     def to(self, device: torch.device) -> None:
@@ -67,7 +68,7 @@ class AutoScale:
         self.overflows_in_a_row = moved(self.overflows_in_a_row, device)
 
     def memory(self) -> dict[str, float]:
-        """What decides of the next moves. Waits for the device."""
+        """The numbers that decide the next moves. Waits for the device."""
         return {name: float(getattr(self, name)) for name in _MEMORY}
 
     def remember(self, memory: Mapping[str, float]) -> None:
@@ -76,7 +77,7 @@ class AutoScale:
             getattr(self, name).fill_(memory.get(name, 0.0))
 
     def restart(self) -> None:
-        """Know nothing again."""
+        """Forget everything."""
         self.remember({})
 
     def update_(
@@ -95,9 +96,9 @@ class AutoScale:
             scale: float32, shape [].
             used: the scale that the backward had; float32, shape [].
             found_inf: float32, shape []: != 0 is an overflow.
-            largest: of the scaled gradients' magnitudes; float32, shape []. None: nobody looked, and only overflows
-                move the scale.
-            bad_loss: float32, shape []: != 0 if the loss itself was not finite. None: nobody looked.
+            largest: of the scaled gradients' magnitudes; float32, shape []. None: not known, and only overflows move
+                the scale.
+            bad_loss: float32, shape []: != 0 if the loss itself was not finite. None: not known.
             low, high: bounds of the scale.
         """
         overflowed = found_inf != 0
@@ -130,24 +131,3 @@ class AutoScale:
         scale.copy_(torch.where(spared, scale, torch.where(blamed, lowered, raised).clamp(low, high)))
         self.overflows_in_a_row.copy_(torch.where(blamed, in_a_row + 1, in_a_row * spared))
         self.flushed.copy_(flushed)
-
-
-class Forgiving:
-    """Overflows that do not lower the scale yet.
-
-    Attributes:
-        hysteresis: the how-manieth since the last clean backward lowers it.
-        left: int32, shape []: counts down from there.
-    """
-
-    def __init__(self, hysteresis: int) -> None:
-        self.hysteresis = hysteresis
-        self.left = torch.tensor(hysteresis, dtype=torch.int32, device="cpu")
-
-    def to(self, device: torch.device) -> None:
-        """Move the count."""
-        self.left = moved(self.left, device)
-
-    def restart(self) -> None:
-        """Count from the beginning."""
-        self.left.fill_(self.hysteresis)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from amp_engine.ground.torch_private import fsdp_param_dtype, is_wrapper_subclass
 
@@ -29,8 +30,13 @@ def is_sharded(param: Any) -> bool:
     return is_wrapper_subclass(param)
 
 
+def steps_shards(optimizer: Optimizer) -> bool:
+    """True if a parameter in the groups of `optimizer` is sharded."""
+    return any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+
+
 def is_any_sharded(model: nn.Module) -> bool:
-    """Whether torch has made shards of a part of `model`."""
+    """True if torch has made shards of a part of `model`."""
     return any(map(is_sharded, model.parameters())) or has_fsdp2(model) or fsdp1_in(model) is not None
 
 

@@ -1,4 +1,4 @@
-"""Judge the objects handed to `initialize`, before anything is changed."""
+"""Checks of the arguments of `initialize`, before anything is changed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.ground.distributed import (
-    fsdp1_around,
-    fsdp1_in,
-    fsdp2_param_dtypes,
-    has_fsdp2,
-    is_in_zero,
-    is_sharded,
-    is_zero,
-    wrappers_around,
-)
+from amp_engine.ground.distributed import is_in_zero, is_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks
-from amp_engine.levels.fsdp import check_units, is_cast_by_fsdp2
+from amp_engine.levels.fsdp import check_shards
 from amp_engine.levels.policy import Policy
 from amp_engine.levels.policy_file import RunPolicy
 from amp_engine.levels.scale_rule import DynamicLossScale
@@ -44,13 +35,13 @@ from amp_engine.optimizers.wrapped import (
 )
 from amp_engine.stepping.master_parameter import copied_masters, is_copied_master
 
-# What `initialize` takes, and gives back: the same objects.
+# `initialize` returns the objects that it takes.
 Models = TypeVar("Models", bound=nn.Module | list[Any])
 Optimizers = TypeVar("Optimizers", bound=Optimizer | LARC | list[Any])
 
 
 class InitializeOptions(TypedDict, total=False):
-    """What `initialize` takes after `opt_level`, for type checkers; its docstring says what each means."""
+    """The options of `initialize` after `opt_level`, for type checkers; its docstring explains them."""
 
     cast_model_type: torch.dtype | str | bool | None
     patch_torch_functions: bool | None
@@ -72,7 +63,7 @@ class InitializeOptions(TypedDict, total=False):
 
 
 def as_list(optimizers: Any) -> list[Any]:
-    """What `scale_loss` was given, one optimizer or several, as a list."""
+    """The optimizers of `scale_loss`, one or several, as a list."""
     if isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable):
         return [optimizers]
     return list(optimizers)
@@ -114,8 +105,8 @@ def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, g
     """Raise AmpStateError for a model that cannot be cast as `policy` says.
 
     Args:
-        is_scaled: whether each rank would decide on overflows alone, if it has shards.
-        gives_float32: whether outputs of models that are cast are to be FP32.
+        is_scaled: True if ranks with shards would decide on overflows each by itself.
+        gives_float32: True if outputs of models that are cast become FP32.
     """
     for model in models:
         casts_before_wrapping = isinstance(model, DistributedDataParallel) and policy.cast_model_type in LOW_PRECISION
@@ -126,7 +117,7 @@ def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, g
                 "model(s) AFTER \nthe model(s) have been returned from amp.initialize.  "
                 f"{_initialize_call(policy)} first, then {wrapper}(model)."
             )
-        _check_shards(model, policy, is_scaled)
+        check_shards(model, policy, is_scaled, gives_float32)
         if not policy.cast_model_type:
             continue
         for name, module in model.named_modules():
@@ -137,44 +128,12 @@ def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, g
                     "saves it in FP32.  Put the module that it was made from in its place, call amp.initialize, and "
                     "then torch.jit.trace(model, example_inputs)."
                 )
-        if is_cast_by_fsdp2(model, policy):
-            check_units(model, policy, gives_float32)
-            continue
         for name, param in model.named_parameters():
             if is_lazy(param):
                 raise AmpStateError(
                     f"Parameter {name} of {type(model).__name__} has no shape yet (a lazy module).  Run one batch "
                     "through the model, then call amp.initialize."
                 )
-            if is_sharded(param) and param.dtype is not policy.cast_model_type:
-                half_first = f"call model.to({policy.cast_model_type}) before fully_shard, or "
-                raise AmpStateError(
-                    f"Parameter {name} of {type(model).__name__} is a {type(param).__name__}, which "
-                    f"{policy.opt_level} cannot cast: {half_first if has_fsdp2(model) else ''}choose opt_level='O4' or "
-                    "'O1'."
-                )
-
-
-def _check_shards(model: nn.Module, policy: Policy, is_scaled: bool) -> None:
-    """Raise AmpStateError for what FSDP has made of `model` and `policy` cannot train."""
-    casts = policy.cast_model_type in LOW_PRECISION
-    wrapper = fsdp1_in(model) or fsdp1_around(model) if casts or is_scaled else None
-    if wrapper is not None:
-        why = "cannot cast them" if casts else "would have each rank decide on an overflow of its own"
-        raise AmpStateError(
-            f"{type(wrapper).__name__} has made shards of the parameters of this model: {policy.opt_level} {why}.  "
-            "Choose opt_level='O4', or 'O1' with process_group=torch.distributed.group.WORLD, or 'O0' and the "
-            "wrapper's own MixedPrecision."
-        )
-    function_dtype = policy.patch_torch_functions_type
-    if policy.patch_torch_functions and function_dtype is not None:
-        for dtype in fsdp2_param_dtypes(model) & set(LOW_PRECISION) - {function_dtype}:
-            level = "O4" if dtype is torch.bfloat16 else "O1"
-            raise AmpStateError(
-                f"{type(model).__name__} was sharded with MixedPrecisionPolicy(param_dtype={dtype}), and "
-                f"{policy.opt_level} casts functions to {function_dtype}: weights would be rounded twice.  Choose "
-                f"opt_level={level!r}, or call fully_shard(model) without param_dtype."
-            )
 
 
 def check_unwrapped(params: Sequence[nn.Parameter], policy: Policy) -> None:
@@ -196,7 +155,7 @@ _MEANT = dict.fromkeys(("level", "dtype", "precision"), "opt_level")
 
 
 def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise AmpTypeError for a keyword that `function` has not, with the one that is meant."""
+    """Raise AmpTypeError for a keyword that `function` lacks; the message names the keyword that is meant."""
     names = list(known)
     for name in given:
         if name not in names:
@@ -206,10 +165,10 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
 
 
 def check_process_group(group: Any) -> None:
-    """Raise AmpTypeError or AmpValueError for what is no group of torch.distributed that this rank is in."""
+    """Raise AmpTypeError or AmpValueError for anything but None or a process group that this rank is in."""
     if group is None or (isinstance(group, ProcessGroup) and torch.distributed.get_rank(group) >= 0):
         return
-    # What new_group() gives to a rank that is not in it is no ProcessGroup.
+    # new_group() gives a rank outside of the group an int.
     what = "a group that this rank is not in" if group == _NOT_A_MEMBER else _described(group)
     error = AmpValueError if group == _NOT_A_MEMBER else AmpTypeError
     raise error(
@@ -224,9 +183,9 @@ def check_optimizers(
     """Raise AmpStateError for an optimizer that cannot be looked after.
 
     Args:
-        is_scaled: whether an overflow may skip a step.
-        has_masters: whether FP32 masters are made.
-        agree: whether the user said by which ranks an overflow is agreed on.
+        is_scaled: True if an overflow may skip a step.
+        has_masters: True if FP32 masters are made.
+        agree: True if the user named the ranks that agree on an overflow.
     """
     for optimizer in optimizers:
         if not takes_hooks(optimizer):
@@ -241,8 +200,7 @@ def check_optimizers(
                 f"{type(optimizer).__name__}.step(closure) runs backwards of its own, which {_HOW[is_scaled]}.  Choose "
                 "opt_level='O4' (bfloat16, without loss scaling) or 'O0', or an optimizer whose step() needs none."
             )
-        sharded = any(is_sharded(p) for g in optimizer.param_groups for p in g["params"])
-        if sharded and isinstance(optimizer, FusedOptimizer):
+        if isinstance(optimizer, FusedOptimizer) and steps_shards(optimizer):
             raise AmpStateError(
                 f"{type(optimizer).__name__} cannot step DTensors, as fully_shard and tensor parallelism make them.  "
                 "Use an optimizer of torch.optim, such as torch.optim.AdamW."
@@ -256,7 +214,7 @@ def check_optimizers(
                 "stepping the wrapper; do without it at O2 and O5."
             )
         for name, inner in inner_optimizers(optimizer).items():
-            is_listed = "[" in name  # one of several, each of which steps a part
+            is_listed = "[" in name  # in a list of optimizers that step a part each
             if not (has_groups_of if is_listed else shares_groups)(optimizer, inner) and (has_masters or not is_listed):
                 raise AmpStateError(
                     f"{type(optimizer).__name__} steps the groups of its .{name} ({type(inner).__name__}), not "
@@ -275,7 +233,7 @@ def check_optimizers(
 def check_narrow(
     optimizers: Sequence[Optimizer], wrappers: Iterable[Any], policy: Policy, moments: torch.dtype
 ) -> None:
-    """Raise AmpStateError or AmpValueError for what the kernels cannot step with split masters or narrow moments."""
+    """Raise AmpStateError or AmpValueError if the kernels cannot step with split masters or narrow moments."""
     if moments not in (torch.float32, torch.bfloat16):
         raise AmpValueError(
             f"moment_dtype={moments}, but moments are kept in torch.float32 or torch.bfloat16; float16 holds no second "
@@ -298,7 +256,7 @@ def check_narrow(
                 f"{asked} was given with a {name} at {policy.opt_level}, which has half weights without masters.  Use "
                 "amp_engine.optimizers.FusedAdam, or opt_level='O2' or 'O5'."
             )
-        if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        if steps_shards(optimizer):
             raise AmpStateError(
                 f"{asked} was given with a {name} that steps DTensors, which torch steps by itself.  Leave it out: "
                 "fully_shard divides masters and moments among ranks."
@@ -324,7 +282,7 @@ _HOW = {
 
 
 def _requires_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` cannot be called without a closure, as that of LBFGS."""
+    """True if `step` cannot be called without a closure, as LBFGS.step."""
     try:
         parameters = inspect.signature(optimizer.step).parameters.values()
     except (TypeError, ValueError):  # written in C
@@ -340,7 +298,7 @@ def check_wrappers(optimizers: Sequence[Any]) -> None:
     """Raise AmpStateError for an optimizer around an optimizer that cannot be looked after."""
     for wrapper in optimizers:
         inner = inner_of(wrapper)
-        if isinstance(wrapper, LARC) and any(is_sharded(p) for g in inner.param_groups for p in g["params"]):
+        if isinstance(wrapper, LARC) and steps_shards(inner):
             raise AmpStateError(
                 f"LARC goes by the norm of each parameter, of which a rank has a shard.  Pass the "
                 f"{type(inner).__name__} inside of it."
@@ -366,7 +324,7 @@ def check_loss(loss: Any, function: str, use: str) -> None:
 
 
 def check_has_groups(optimizer: Any, function: str, others: str) -> None:
-    """Raise AmpTypeError for what is no optimizer, as parameters, which `function` knows from the optimizer."""
+    """Raise AmpTypeError for anything but an optimizer, such as parameters, which `function` finds by itself."""
     if not hasattr(optimizer, "param_groups"):
         raise AmpTypeError(
             f"{function}() takes the optimizer, not a {type(optimizer).__name__}.  Call amp.{function}(optimizer"
@@ -386,7 +344,7 @@ def check_num_losses(num_losses: Any) -> int:
 
 
 def check_cudnn() -> None:
-    """Raise AmpStateError if somebody switched cuDNN off, as apex did; it is on by default, also without CUDA."""
+    """Raise AmpStateError if cuDNN is switched off, as apex did; it is on by default, also without CUDA."""
     if not torch.backends.cudnn.enabled:
         raise AmpStateError(
             "Amp requires torch.backends.cudnn.enabled = True.  Set torch.backends.cudnn.enabled = True before "
@@ -395,7 +353,7 @@ def check_cudnn() -> None:
 
 
 def emulated_on_cpu(models: Sequence[nn.Module], policy: Policy) -> torch.dtype | None:
-    """The type in which `policy` has products or convolutions of `models` run on this CPU, if it emulates that."""
+    """The type in which `policy` runs products or convolutions of `models` on this CPU, if the CPU emulates it."""
     dtype = policy.cast_model_type or (policy.patch_torch_functions and policy.patch_torch_functions_type)
     if not isinstance(dtype, torch.dtype) or cpu_lacks(dtype) is None:
         return None

@@ -19,7 +19,7 @@ from amp_engine.casting import EngineCasts
 from amp_engine.diagnosis.overflow_watch import OverflowWatch
 from amp_engine.diagnosis.post_mortem import Place
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
-from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, is_sharded, wrappers_around
+from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.initialization import apex_face
 from amp_engine.initialization.arguments import check_has_groups, check_optimizers, refuse_around_split
@@ -316,7 +316,7 @@ class Initialized:
     ) -> None:
         policy = request.policy
         # Shards are FP32, and masters themselves.
-        in_shards = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+        in_shards = steps_shards(optimizer)
         is_split = policy.master_weights == "split"
         rows: Rows
         if is_split:

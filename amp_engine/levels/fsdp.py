@@ -1,7 +1,8 @@
-"""FSDP2 at the levels that cast models: `fully_shard` casts, its FP32 shards are the masters, and we look after them.
+"""FSDP at each level: shards that `initialize` refuses, and FSDP2's policy at the levels that cast models.
 
-`fully_shard` gathers its FP32 shards in half for forward and backward, and reduces gradients in FP32: what O2 and O5
-do to a model, by a policy that has no public setter afterwards. So users pass the policy, and `initialize` reads it.
+`fully_shard` gathers its FP32 shards, which are the masters, in half for forward and backward, and reduces gradients
+in FP32, as O2 and O5 do. Its policy has no public setter afterwards. So users pass the policy, and `initialize` reads
+it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import torch
 from torch import nn
 
 from amp_engine.errors import AmpStateError
-from amp_engine.ground.distributed import has_fsdp2, is_fsdp2, is_sharded
+from amp_engine.ground.distributed import (
+    fsdp1_around,
+    fsdp1_in,
+    fsdp2_param_dtypes,
+    has_fsdp2,
+    is_fsdp2,
+    is_sharded,
+)
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import BatchNormBase, fsdp_policy_of
 from amp_engine.levels.levels import level as level_named
@@ -38,7 +46,7 @@ def fsdp_policy(opt_level: str, root: bool = False) -> MixedPrecisionPolicy:
 
     Args:
         opt_level: "O0" to "O5".
-        root: whether it is for the outermost call, whose outputs become FP32, as the level's are.
+        root: True for the outermost call, whose outputs become FP32, as the level's are.
 
     Returns a torch.distributed.fsdp.MixedPrecisionPolicy. Raises AmpStateError for what is no level.
     """
@@ -55,16 +63,54 @@ def fsdp_policy(opt_level: str, root: bool = False) -> MixedPrecisionPolicy:
 
 
 def is_cast_by_fsdp2(model: nn.Module, policy: Policy) -> bool:
-    """Whether `fully_shard` casts `model` as `policy` asks, if `check_units` lets it pass."""
+    """True if `fully_shard` casts `model` as `policy` asks; `check_shards` has the details."""
     return bool(policy.master_weights) and policy.cast_model_type in LOW_PRECISION and has_fsdp2(model)
 
 
-def check_units(model: nn.Module, policy: Policy, gives_float32: bool = True) -> None:
-    """Raise AmpStateError unless each unit of `model` was sharded with the `mp_policy` of this level.
+def check_shards(model: nn.Module, policy: Policy, is_scaled: bool, gives_float32: bool) -> None:
+    """Raise AmpStateError if parameters of `model` are shards that `policy` cannot cast or train.
 
     Args:
-        gives_float32: whether the outputs of the model are to be FP32.
+        is_scaled: True if each rank would decide on overflows by itself.
+        gives_float32: True if the outputs of the model become FP32.
     """
+    casts = policy.cast_model_type in LOW_PRECISION
+    wrapper = fsdp1_in(model) or fsdp1_around(model) if casts or is_scaled else None
+    if wrapper is not None:
+        why = "cannot cast them" if casts else "would have each rank decide on an overflow of its own"
+        raise AmpStateError(
+            f"{type(wrapper).__name__} has made shards of the parameters of this model: {policy.opt_level} {why}.  "
+            "Choose opt_level='O4', or 'O1' with process_group=torch.distributed.group.WORLD, or 'O0' and the "
+            "wrapper's own MixedPrecision."
+        )
+    function_dtype = policy.patch_torch_functions_type
+    if policy.patch_torch_functions and function_dtype is not None:
+        for dtype in fsdp2_param_dtypes(model) & set(LOW_PRECISION) - {function_dtype}:
+            level = "O4" if dtype is torch.bfloat16 else "O1"
+            raise AmpStateError(
+                f"{type(model).__name__} was sharded with MixedPrecisionPolicy(param_dtype={dtype}), and "
+                f"{policy.opt_level} casts functions to {function_dtype}: weights would be rounded twice.  Choose "
+                f"opt_level={level!r}, or call fully_shard(model) without param_dtype."
+            )
+    if is_cast_by_fsdp2(model, policy):
+        _check_units(model, policy, gives_float32)
+    elif policy.cast_model_type:
+        _check_dtypes(model, policy)
+
+
+def _check_dtypes(model: nn.Module, policy: Policy) -> None:
+    """Raise AmpStateError for a shard that would have to be cast."""
+    for name, param in model.named_parameters():
+        if is_sharded(param) and param.dtype is not policy.cast_model_type:
+            half_first = f"call model.to({policy.cast_model_type}) before fully_shard, or "
+            raise AmpStateError(
+                f"Parameter {name} of {type(model).__name__} is a {type(param).__name__}, which {policy.opt_level} "
+                f"cannot cast: {half_first if has_fsdp2(model) else ''}choose opt_level='O4' or 'O1'."
+            )
+
+
+def _check_units(model: nn.Module, policy: Policy, gives_float32: bool) -> None:
+    """Raise AmpStateError unless each unit of `model` was sharded with the `mp_policy` of this level."""
     level, half = policy.opt_level, policy.cast_model_type
     for name, param in model.named_parameters():
         if not is_sharded(param):
@@ -115,7 +161,7 @@ def _text(called: str, what: str, found: Any, level: str | None, is_root: bool) 
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
-    """`unit` and the modules in it, but those of units inside."""
+    """`unit` and the modules in it, except the modules of units inside."""
     yield unit
     for child in unit.children():
         if not is_fsdp2(child):

@@ -741,7 +741,7 @@ class Engine:
         check_bounds(min_loss_scale, max_loss_scale)
         self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
         for scaler in self.scalers:
-            scaler.set_bounds(min_loss_scale, max_loss_scale)
+            scaler.bound(min_loss_scale, max_loss_scale)
 
     def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
         """Add an optimizer, until `close`, and leave its losses and scalers to the caller.

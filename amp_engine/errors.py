@@ -42,7 +42,7 @@ class AmpFileError(AmpError, RuntimeError):
 
 
 class AmpWarning(UserWarning):
-    """Base of all warnings below, and the category of those that have no name of their own."""
+    """Base of all warnings below, and the category of warnings that have no category of their own."""
 
 
 class AmpGradientWarning(AmpWarning):

@@ -26,7 +26,7 @@ class Handle:
         self._engine = engine
 
     def is_active(self) -> bool:
-        """Whether functions are cast now."""
+        """True if functions are cast now."""
         return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.is_active
 
     @property
@@ -40,7 +40,7 @@ class Handle:
 
     @property
     def has_cache(self) -> bool:
-        """Whether casts of weights are kept within an iteration."""
+        """True if casts of weights are kept within an iteration."""
         return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.enable_caching
 
     @property
@@ -50,7 +50,7 @@ class Handle:
 
     @property
     def verbose(self) -> bool:
-        """Whether each cast is printed."""
+        """True if each cast is printed."""
         return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.verbose
 
     def remove_cache(self, param: nn.Parameter) -> None:
@@ -86,7 +86,7 @@ class Handle:
 
 
 class NoOpHandle:
-    """What `amp.init(enabled=False)` returns."""
+    """The handle of `amp.init(enabled=False)`, which does nothing."""
 
     has_cache = False
     verbose = False
@@ -128,7 +128,7 @@ class OptimWrapper:
 
     Args:
         optimizer: of FP32 parameters; `amp.close()` gives it back.
-        engine: whose function casts are on; None scales nothing.
+        engine: with function casts on; None scales nothing.
         num_loss: how many losses there are between two steps; the n-th has the n-th scaler.
     """
 

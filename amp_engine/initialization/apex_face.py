@@ -1,4 +1,4 @@
-"""What `initialize` adds to an optimizer: apex's private names, which scripts read, write and call."""
+"""apex's private names, which `initialize` adds to an optimizer, and scripts read, write and call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = (
 
 
 def is_on(optimizer: Any) -> bool:
-    """Whether an engine, or apex, looks after this optimizer."""
+    """True if an engine, or apex, looks after this optimizer."""
     return hasattr(optimizer, STASH)
 
 
@@ -53,7 +53,7 @@ def take_off(optimizer: Any) -> None:
 
 
 class RefusesGradScaler:
-    """What torch.amp.GradScaler asks an optimizer before its step: here it is false, or an error.
+    """The attribute that torch.amp.GradScaler reads before a step: here it is false, or an error.
 
     By itself GradScaler would find no gradients, and say that no inf checks were recorded. Copies are plain False.
     """
@@ -105,13 +105,13 @@ class Stash:
     _lazy_init_maybe_master_weights = _amp_lazy_init
 
     def _prepare_amp_backward(self) -> None:
-        """What `scale_loss` does at its entry: set earlier gradients aside."""
+        """Set earlier gradients aside, as `scale_loss` does at its entry."""
         self._stepped.prepare_backward()
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
-        """What `scale_loss` does at its exit: unscale, look for overflows, and add what was set aside.
+        """Unscale, look for overflows, and add the gradients set aside, as `scale_loss` does at its exit.
 
-        An overflow is remembered in `scaler` for its `update_scale()`. Whether the step is skipped is up to the caller.
+        An overflow is remembered in `scaler` for its `update_scale()`. The caller decides if the step is skipped.
         """
         self._stepped.post_backward(scaler)
 
@@ -121,9 +121,9 @@ class Stash:
 
     @property
     def lazy_init_called(self) -> bool:
-        """Whether masters follow the model's parameters. False has the next backward look closer.
+        """True if masters follow the model's parameters. False has the next backward compare their values.
 
-        Then writes through `param.data`, which nothing else tells of, are taken over into masters, once.
+        Then writes through `param.data`, which leave no other trace, go into masters, once.
         """
         return not self._stepped.adopts_next
 
@@ -133,9 +133,9 @@ class Stash:
 
     @property
     def already_patched(self) -> bool:
-        """Whether the next step will be skipped. Waits for the device if that decided.
+        """True if the next step will be skipped. Waits for the device if that decided.
 
-        True is for those who replace `step` by a skip of their own, and False for that skip.
+        A script that replaces `step` by a skip of its own writes True, and its skip writes False.
         """
         return self._stepped.pending.skips_next
 
@@ -148,7 +148,7 @@ class Stash:
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether gradients were left scaled, as by `delay_unscale`, for the next backward to add to."""
+        """True if gradients were left scaled, as by `delay_unscale`, for the next backward to add to."""
         return self._stepped.window.is_left_open
 
     @params_have_scaled_gradients.setter

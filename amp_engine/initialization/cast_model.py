@@ -36,7 +36,7 @@ from amp_engine.stepping.rows import follow_masters, follow_masters_in_eager
 
 
 class _CastHook:
-    """What `torch.jit.script` cannot compile: a hook must have the types of one `forward`."""
+    """A hook that `torch.jit.script` cannot compile: a hook must have the types of one `forward`."""
 
     @property
     def __globals__(self) -> Any:
@@ -83,7 +83,7 @@ class CastOutputs(_CastHook):
 
 
 class CastModelInputs(CastInputs):
-    """Cast the inputs of a model whose forward was assigned to the instance, and so does not cast."""
+    """Cast the inputs of a model with a forward that was assigned to the instance, and so does not cast."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast arguments."""
@@ -91,7 +91,7 @@ class CastModelInputs(CastInputs):
 
 
 class CastModelOutputs(CastOutputs):
-    """Cast the outputs of a model whose forward was assigned to the instance, and so does not cast."""
+    """Cast the outputs of a model with a forward that was assigned to the instance, and so does not cast."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast the result."""
@@ -114,7 +114,7 @@ for _hook in (CastInputs, CastOutputs, CastModelInputs, CastModelOutputs, CastKe
 
 
 class CastModel:
-    """What was done to one model, and the way back.
+    """The casts of one model, and the way back.
 
     The casts are part of `forward`, so all hooks see the types outside; those of a part act where it is called from
     outside. Where the instance has a `forward` of its own, the model's last forward pre-hook and its first forward hook
@@ -127,7 +127,7 @@ class CastModel:
             to `keep_float` is float32 in any case.
         output_dtype: of floating outputs; None leaves them alone.
         saves_float32: whether `state_dict` has FP32 values, and loading them is exact, also without a cast to half.
-        casts_functions: whether functions are cast inside of its forward and those of its parts.
+        casts_functions: True if functions are cast inside of the forwards of the model and its parts.
     """
 
     def __init__(
@@ -200,9 +200,9 @@ class CastModel:
         return self._model()
 
     def follow_masters(self) -> None:
-        """Round masters that somebody wrote before each forward, a compiled one too, until `undo`.
+        """Round written masters into the model before each forward, a compiled one too, until `undo`.
 
-        Before those of its modules as well, since a script may call one of them.
+        Also before the forward of each of its modules, since a script may call one of them.
         """
         model = self.model
         if model is None or self._follows_masters:
@@ -273,7 +273,7 @@ def _remove(model: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
 
 
 def is_cast(model: nn.Module) -> bool:
-    """Whether a level has cast `model`, or a part of it, and its casts are still there."""
+    """True if a level has cast `model`, or a part of it, and its casts are still there."""
     if any(casts_of(module) is not None for module in model.modules()):
         return True
     hooks = (h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))

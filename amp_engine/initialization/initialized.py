@@ -90,7 +90,7 @@ class Initialized:
 
     @property
     def stepped(self) -> list[SteppedOptimizer]:
-        """What stands for the optimizers."""
+        """The SteppedOptimizer of each initialized optimizer."""
         return self.backwards.all
 
     @property
@@ -99,11 +99,11 @@ class Initialized:
         return [m.model for m in self._cast_models if m.model is not None]
 
     def has_module(self, module: nn.Module) -> bool:
-        """Whether `module` is one of the models, or inside of one."""
+        """True if `module` is a model, or inside of one."""
         return any(module is part for model in self.models for part in model.modules())
 
     def get(self, optimizer: Optimizer) -> SteppedOptimizer | None:
-        """What stands for `optimizer` here, or None."""
+        """The SteppedOptimizer of `optimizer`, or None."""
         return self.backwards.get(optimizer)
 
     @_without_collections()
@@ -186,7 +186,7 @@ class Initialized:
                 apex_face.check_names_are_free(wrapper)
 
     def stepped_by(self, optimizer: Any) -> SteppedOptimizer:
-        """What stands for `optimizer`, or for the one inside of it. Raises AmpTypeError for one that was not passed."""
+        """The SteppedOptimizer of `optimizer`, or of the optimizer inside. Raises AmpTypeError if it was not passed."""
         stepping = inner_of(optimizer)
         stepped = self.get(stepping) if isinstance(stepping, Optimizer) else None
         if stepped is None:
@@ -210,7 +210,7 @@ class Initialized:
 
         Args:
             events: of its steps.
-            ranks: who decides on a skip together; None: those of a DistributedDataParallel.
+            ranks: the ranks that decide on a skip together; None: as a DistributedDataParallel has them.
             check: given it before its first `scale_loss` or step; raises AmpStateError.
         """
         stepped = SteppedOptimizer(optimizer, rows, self._scaling, Pending(events), events, ranks, check)
@@ -220,7 +220,7 @@ class Initialized:
         return stepped
 
     def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
-        """As `Engine.look_after`."""
+        """Add an optimizer for `Engine.look_after`."""
         if not isinstance(optimizer, Optimizer):
             raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")
         self.refuse_known([optimizer])
@@ -382,7 +382,7 @@ def _match_state_to_parameters(optimizer: Optimizer) -> None:
 
 
 def _warn_of_lost_hooks(changed: Sequence[nn.Parameter]) -> None:
-    """Say that a DistributedDataParallel reduces parameters no more whose type has changed."""
+    """Warn that a DistributedDataParallel no longer reduces these parameters, which have changed type."""
     for wrapper in wrappers_around(changed) if changed else ():
         name = type(wrapper).__name__
         warnings.warn(

@@ -30,7 +30,7 @@ def kept(models: Any, names: Sequence[str], opt_level: str) -> Iterator[list[nn.
         opt_level: the models are about to be initialized at.
 
     Yields:
-        Those that were not kept before. Raises AmpValueError for a name that there is not, AmpStateError for a part of
+        The modules that were not kept before. Raises AmpValueError for an unknown name, AmpStateError for a part of
         a model that cannot be kept, with nothing changed.
     """
     fresh: list[nn.Module] = []
@@ -69,7 +69,7 @@ def modules_named(models: Sequence[nn.Module], names: Sequence[str]) -> list[tup
         names: as `named_modules` gives them, or without what torch.compile and DistributedDataParallel add to them; or
             with that, of models that are not in them now.
 
-    Raises AmpValueError for a name that there is not, with those that are near.
+    Raises AmpValueError for an unknown name, with similar names.
     """
     exact: dict[str, tuple[nn.Module, nn.Module]] = {}
     bare: dict[str, tuple[nn.Module, nn.Module]] = {}
@@ -96,7 +96,7 @@ def modules_named(models: Sequence[nn.Module], names: Sequence[str]) -> list[tup
 
 
 def _without_wrappers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """As `named_modules`, without the parts that torch.compile and DistributedDataParallel add; the inside wins."""
+    """`named_modules` without the names that torch.compile and DistributedDataParallel add; the inside wins."""
     inside = module.module if isinstance(module, DistributedDataParallel) else getattr(module, _COMPILED, None)
     if isinstance(inside, nn.Module):
         yield from _without_wrappers(inside, path)

@@ -1,4 +1,4 @@
-"""What `initialize` was asked for, checked before anything is changed."""
+"""A call of `initialize`, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Request:
 
     Attributes:
         models: as a list, without DistributedDataParallel.
-        optimizers: what is stepped, inside of their wrappers.
-        wrappers: each wrapper among what was passed, with the optimizer inside.
-        defaults: what the level decides by itself.
-        policy: with what was overridden.
-        output_dtype: of floating model outputs; None: not said.
-        process_group: whose ranks agree on overflows; None: not said.
-        moment_dtype: that Adam's moments are kept in.
+        optimizers: the optimizers that step, without wrappers.
+        wrappers: each wrapper that was passed -> the optimizer inside.
+        defaults: the level's own policy.
+        policy: with the overrides of this call.
+        output_dtype: of floating model outputs; None: not given.
+        process_group: the ranks that agree on overflows; None: not given.
+        moment_dtype: of Adam's moments.
         min_loss_scale, max_loss_scale: the bounds of dynamic scales.
-        casts_everywhere: whether functions are cast in the whole process, or in forwards of the models.
-        half_weights: what looks after the low-precision weights of each optimizer, or None where they are welcome.
+        casts_everywhere: True if functions are cast in the whole process, False: in forwards of the models.
+        half_weights: the watch over low-precision weights of each optimizer, or None where the level takes them.
     """
 
     models: list[nn.Module]
@@ -70,10 +70,10 @@ def checked(
     """The arguments of `initialize` in their own types.
 
     Args:
-        given: overrides of the level's properties, None leaves one as it is; and `cast_model_outputs`, `moment_dtype`,
-            `min_loss_scale`, `max_loss_scale`, `casts` of `initialize`.
+        given: overrides of the level's properties, of which None changes nothing; and `cast_model_outputs`,
+            `moment_dtype`, `min_loss_scale`, `max_loss_scale`, `casts` of `initialize`.
         process_group: of `initialize`.
-        hard_override: say what does not fit the level, as `_amp_state.hard_override` asks, in place of raising it.
+        hard_override: print complaints about overrides that do not fit the level, and raise none.
         allow_half: `_amp_state.allow_incoming_model_not_fp32`.
 
     Raises AmpStateError, AmpTypeError or AmpValueError. Changes nothing.
@@ -109,7 +109,9 @@ def checked(
     are_cast = {id(param) for param in changed}
     names = partial(_names, [weakref.ref(model) for model in model_list])
     halves = [half_weights(one, policy, allow_half or hard_override, names, are_cast) for one in stepping]
-    LossScaler(policy.loss_scale, min_loss_scale=bounds[0], max_loss_scale=bounds[1])  # raises what the real ones would
+    LossScaler(
+        policy.loss_scale, min_loss_scale=bounds[0], max_loss_scale=bounds[1]
+    )  # raises for bounds that the real scalers would refuse
     return Request(
         model_list,
         stepping,
@@ -129,13 +131,13 @@ _OF_LEVEL = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", 
 
 
 def _names(refs: list[weakref.ref[nn.Module]]) -> dict[int, str]:
-    """Id of each parameter -> its name, with its model's position where there are several."""
+    """Id of each parameter -> its name, with its model's position if there are several models."""
     models = ((f"models[{i}]." if len(refs) > 1 else "", ref()) for i, ref in enumerate(refs))
     return {id(p): of + name for of, model in models if model is not None for name, p in model.named_parameters()}
 
 
 def _changed_by_a_cast(models: list[nn.Module], policy: Policy) -> list[nn.Parameter]:
-    """The parameters that get another type."""
+    """The parameters that the policy gives another type."""
     if not policy.cast_model_type:
         return []
     cast = (model for model in models if not is_cast_by_fsdp2(model, policy))

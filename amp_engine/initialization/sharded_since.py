@@ -1,4 +1,4 @@
-"""Parameters that sharding has replaced after `initialize`: nobody would step the new ones."""
+"""Parameters that sharding has replaced after `initialize`: no optimizer would step the new ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callab
 
 
 class _Replaced:
-    """What models had for parameters."""
+    """The ids of the parameters that models had."""
 
     def __init__(self, models: Sequence[nn.Module], scaling: Scaling) -> None:
         # Not the parameters: torch swaps none that has a weak reference.
@@ -31,7 +31,7 @@ class _Replaced:
         if not has_ranks():
             return
         params = stepped.rows.columns.params
-        # Each rank decides on its own shards, unless it was said with whom.
+        # Each rank decides on its own shards, unless process_group named the ranks that agree.
         needs_whole = (
             stepped.rows.makes_masters
             or stepped.rows.splits

@@ -1,4 +1,4 @@
-"""What is saved of a model: exact FP32 weights, through `model.state_dict()`.
+"""Exact FP32 weights in `model.state_dict()`.
 
 The model hooks sit on every module, hold nothing, and are plain functions: a model pickles and deepcopies
 with them, and a copy, whose parameters have no masters, saves its own values. A module that joins later gets
@@ -28,9 +28,9 @@ _FIRST_NAMES: Any = WeakIdKeyDictionary()
 
 
 def hook_model(model: nn.Module) -> list[RemovableHandle]:
-    """Make `model` and each of its modules save and load float32 weights, also those that join it.
+    """Make `model` and each of its modules save and load float32 weights, also modules that join it.
 
-    Returns the way back, but for those that joined.
+    Returns the way back, except for modules that joined.
     """
     handles = [handle for module in model.modules() for handle in _hook(module)]
     joining = register_module_module_registration_hook(hook_joining)
@@ -56,7 +56,7 @@ def hook_joining(module: nn.Module, name: str, child: nn.Module | None) -> None:
 
 
 def hook_children(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """State-dict pre-hook: those get them that were put into `module._modules`, as `ModuleList.insert` does."""
+    """State-dict pre-hook: add hooks to modules that were put into `module._modules`, as `ModuleList.insert` does."""
     for child in module._modules.values():
         if child is not None:
             _hook_if_new(child)
@@ -133,7 +133,7 @@ def keep_incoming(
 
 
 def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
-    """Load post-hook: give masters the unrounded values of those parameters that torch did load."""
+    """Load post-hook: give masters the unrounded values of the parameters that torch has loaded."""
     del incompatible_keys
     for param in module._parameters.values():
         if param is None:
@@ -155,7 +155,7 @@ def memory_of(tensor: Tensor) -> Hashable:
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one type have the same values; a NaN is one. Waits for the device."""
+    """True if two tensors of one type have the same values; NaN equals NaN. Waits for the device."""
     return torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 

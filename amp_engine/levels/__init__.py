@@ -1,1 +1,1 @@
-"""What is done in which type: policies, the levels that name them, files that keep them."""
+"""Policies, the levels that name them, files that keep them."""

@@ -79,7 +79,7 @@ def level(opt_level: object) -> Policy:
 
 
 def _meant(opt_level: object) -> str:
-    """The level that somebody means who writes a type, as in "bf16" or "16-mixed", or a number."""
+    """The level that is meant by a type, as in "bf16" or "16-mixed", or by a number."""
     text = str(opt_level).strip().lower()
     casts = any(word in text for word in ("mixed", "amp", "auto", "casts"))
     if "bf" in text or "brain" in text:

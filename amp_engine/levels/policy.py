@@ -1,4 +1,4 @@
-"""What a run is done in: one frozen value, with every combination judged in one place."""
+"""The types and casts of a run as one frozen value, which judges every combination in one place."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ from amp_engine.levels.scale_rule import DynamicLossScale
 
 FORMAT = 1
 DEFAULT_LEVEL = "O1"
-"""What `initialize` is called with if nobody says a level."""
+"""The level of `initialize` if none is given."""
 
 _DTYPES = ("cast_model_type", "cast_model_outputs", "moment_dtype")
 
 
 @dataclass(frozen=True)
 class RunPolicy:
-    """What a run is done in: a level, the modules that stay in FP32 at it, and overrides of the level.
+    """The arguments of a run: a level, the modules that stay in FP32 at it, and overrides of the level.
 
         amp.RunPolicy("O2", keep_float=("encoder.norm",), loss_scale=128.0).save("policy.json")
         model, optimizer = amp.initialize(model, optimizer, policy="policy.json")
@@ -84,14 +84,14 @@ class RunPolicy:
 
     @classmethod
     def from_json(cls, text: str, source: str = "This text") -> RunPolicy:
-        """The policy that `to_json` wrote, or somebody by hand.
+        """The policy in a text that `to_json` or a user wrote.
 
         Args:
             text: JSON.
             source: what errors call it.
 
-        Raises AmpValueError for anything else, for keys that are there twice, and for unknown ones with the nearest of
-        those that there are.
+        Raises AmpValueError for anything else, for keys that are there twice, and for unknown keys, with the nearest
+        known one.
         """
 
         def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the engine says: apex's lines word for word, and why steps are skipped."""
+"""The engine's messages: apex's lines word for word, and why steps are skipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EPS_IS_ZERO = (
 
 
 def emulated_on_cpu(level: str, dtype: torch.dtype) -> str:
-    """Of a level that computes on the CPU in a type which the CPU has no instructions for."""
+    """Message: the level computes on the CPU in a type for which the CPU has no instructions."""
     other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
     levels = "'O1' and 'O2'" if other is torch.float16 else "'O4' and 'O5'"
     instead = (
@@ -39,7 +39,7 @@ def emulated_on_cpu(level: str, dtype: torch.dtype) -> str:
 
 
 def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
-    """Of function casts that a model without them will feel, since they are process-wide."""
+    """Message: function casts are process-wide, so they reach a model that was initialized without them."""
     until = f" while a model that was initialized at {origin}, or a module of it, is there" if origin in BRIEFS else ""
     return (
         f"Warning:  {origin} goes on casting functions to {_name(dtype)}, process-wide{until}.  What is initialized "
@@ -49,7 +49,7 @@ def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
 
 
 def nothing_is_cast(level: str, calls: str, names: str) -> str:
-    """Of functions that a user wants cast where the model is cast instead."""
+    """Message: a function was registered to be cast, but this level casts the model instead."""
     return (
         f"Warning:  {calls} has no effect on {names} at {level}, which casts the model and no functions: it computes "
         "in the type of its arguments.  Where these are half, write x.float() in it, or keep the module that it is in "
@@ -58,7 +58,7 @@ def nothing_is_cast(level: str, calls: str, names: str) -> str:
 
 
 def casts_replaced(origin: str, new: str, dtype: torch.dtype) -> str:
-    """Of models that were initialized for another type."""
+    """Message: models were initialized for another type."""
     return (
         f"Warning:  an engine casts functions to one type, so that earlier models ({origin}) compute in {_name(dtype)} "
         f"from now on ({new}).  Call amp.close() before amp.initialize(...) if they are done, or initialize all of "
@@ -67,7 +67,7 @@ def casts_replaced(origin: str, new: str, dtype: torch.dtype) -> str:
 
 
 def casts_ended(origin: str) -> str:
-    """Of training that goes on without the modules that were initialized."""
+    """Message: training goes on without the modules that were initialized."""
     return (
         f"Note:  the model that was initialized at {origin} is gone, with every module in it, and with it the function "
         "casts: what runs now is not cast.  A deepcopy does not count.  Keep the model, or call amp.initialize with "
@@ -120,7 +120,7 @@ class Reporter:
             messages.say(text, level_of(text) if level is None else level, stacklevel=2, **fields)
 
     def says(self, is_first: bool) -> bool:
-        """Whether this rank says what several agree on, of which it `is_first` or not."""
+        """True if this rank prints a message about an agreement of ranks, of which it `is_first` or not."""
         return is_first or self.verbosity > 1
 
 

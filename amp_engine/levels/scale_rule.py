@@ -76,7 +76,7 @@ class DynamicLossScale:
 
     @classmethod
     def parse(cls, text: str) -> DynamicLossScale | None:
-        """What `str` wrote; None for any other text. Raises AmpValueError for values that it cannot have."""
+        """The rule in a text that `str` wrote; None for other texts. Raises AmpValueError for values out of range."""
         match = re.fullmatch(r"dynamic\((.*)\)", text)
         if match is None:
             return None

@@ -1,4 +1,4 @@
-"""What the fused optimizers share: the step, and loading what torch.optim, apex or an earlier version saved."""
+"""The base of the fused optimizers: the step, masters, and loading states of torch.optim, apex or earlier versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_APEX = ("grads", "output_params", "scale", "grad_norms", "grad_scaler")
 
 
 class FusedOptimizer(Optimizer):
-    """An optimizer whose step is one pass over gradients, weights and state, on CPU and CUDA.
+    """An optimizer that steps in one pass over gradients, weights and state, on CPU and CUDA.
 
     Parameters may be float32, float16 and bfloat16, mixed; state is always float32. Under `amp.initialize` the step
     unscales, clips, skips and writes the model's half parameters in that same pass.

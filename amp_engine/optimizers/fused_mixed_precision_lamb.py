@@ -89,7 +89,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                     self.state[p]["step"] = torch.tensor(float(step), device="cpu")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the group's `lr` becomes a tensor of its own."""
+        """Add a group; its `lr` becomes a tensor of its own."""
         super().add_param_group(param_group)
         _put_lr_on_device(self.param_groups[-1])
 

@@ -23,7 +23,7 @@ class FusedSGD(FusedOptimizer):
         weight_decay: added to the gradient times the weight.
         nesterov: Nesterov's variant; needs momentum without dampening.
         wd_after_momentum: add the weight decay after the momentum.
-        materialize_master_grads: accepted; under `amp.initialize` masters' gradients exist once somebody looks.
+        materialize_master_grads: accepted; under `amp.initialize` masters' gradients exist once they are read.
         set_grad_none: what `zero_grad()` does by default.
 
     Raises AmpValueError for values outside of these.

@@ -165,7 +165,7 @@ def _without_weight_decay(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _with_gradients(params: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Those of `params` that have one, with their gradients, in lists of one device and type.
+    """The `params` that have a gradient, with their gradients, in lists of one device and type.
 
     Raises AmpStateError for sparse gradients.
     """

@@ -35,7 +35,7 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:
-    """Whether torch calls what is registered with `optimizer`."""
+    """True if torch calls the hooks that are registered with `optimizer`."""
     for hooks in _HOOKS:  # no generator: asked at each `scale_loss`
         if not hasattr(optimizer, hooks):
             return False
@@ -43,7 +43,7 @@ def takes_hooks(optimizer: Optimizer) -> bool:
 
 
 def inner_of(optimizer: Any) -> Any:
-    """What steps: the optimizer inside of LARC, or of one without hooks, as timm's Lookahead; else `optimizer` itself.
+    """The optimizer that steps: inside of LARC or of a wrapper without hooks (timm's Lookahead), else `optimizer`.
 
     Without hooks it must hold exactly one optimizer that has them, and share the lists of parameters in its groups.
     """
@@ -58,7 +58,7 @@ def inner_of(optimizer: Any) -> Any:
 
 
 def shares_groups(optimizer: Optimizer, inner: Optimizer) -> bool:
-    """Whether the groups of both have the very same lists of parameters, so that a master in one is in the other."""
+    """True if the groups of both have the very same lists of parameters, so that a master in one is in the other."""
     groups = getattr(optimizer, "param_groups", [])
     return [id(group["params"]) for group in groups] == [id(group["params"]) for group in inner.param_groups]
 
@@ -91,7 +91,7 @@ def parameters_elsewhere(wrapper: Optimizer, inner: Optimizer) -> str | None:
 
 
 def _names_used(kind: type) -> set[str]:
-    """The attributes that methods of a class name, other than `__init__` and those of torch."""
+    """The attributes that methods of a class name, other than `__init__` and methods of torch."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing")]
     methods = (value for base in bases for name, value in vars(base).items() if name != "__init__")
     codes = [inspect.unwrap(one).__code__ for one in methods if isinstance(one, types.FunctionType)]

@@ -22,10 +22,10 @@ class AveragedModel(swa_utils.AveragedModel):
     """torch.optim.swa_utils.AveragedModel, in FP32 whatever the level.
 
     `module` is a copy of the model with exact FP32 parameters and FP32 buffers and without casts; floating inputs
-    are cast to FP32 where the model casts its own. State dictionaries are those of torch's class around an FP32 model.
+    are cast to FP32 where the model casts its own. State dictionaries are as of torch's class around an FP32 model.
     """
 
-    averages_exactly = True  # so nobody is to be warned of its copy
+    averages_exactly = True  # so its copy deserves no warning
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class AveragedModel(swa_utils.AveragedModel):
 
 
 class _Exact:
-    """What `update_parameters` reads of a model, in FP32."""
+    """A model as `update_parameters` reads it, in FP32."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -38,7 +38,7 @@ def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     Names as `model.named_parameters()` has them, without those of DistributedDataParallel, torch.compile and activation
     checkpoints; a shared parameter has its first. Of several optimizers that step a parameter, the master of the one
     that stepped it last. A copy of what the model computes with, as `model.state_dict()` has it, stands for a split
-    master, and for one whose parameter was written since, through `.data` or otherwise.
+    master, and for a master whose parameter was written since, through `.data` or otherwise.
     Waits for each device once, where there are masters.
     """
     named = [(_plain(name), param) for name, param in without_wrapper(model).named_parameters()]
@@ -105,7 +105,7 @@ def _copied_as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """The model in wrappers that put their own name before those of its parameters."""
+    """The model inside of wrappers that put their own name before the names of its parameters."""
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel, AveragedModel)):
             model = model.module
@@ -130,7 +130,7 @@ def _by_name(
     optimizer: Optimizer | LARC | Sequence[Optimizer | LARC],
     stand_ins: Mapping[Optimizer, dict[int, Any]],
 ) -> dict[str, Any]:
-    """The same, with state by index for weights of some of the optimizers that have none."""
+    """`optimizer_state_dict`, with `stand_ins`: state by index for weights of optimizers that have none."""
     names = _names(model)
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -180,7 +180,7 @@ class TrainingState:
 
     Args:
         model: its FP32 weights are saved.
-        optimizer: those that step it, one or a list.
+        optimizer: all that step it, one or a list.
         scalers: has the loss scales; an Engine.
     """
 

@@ -88,7 +88,7 @@ def _write_file(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
-    """What `write_file` wrote, once all of it is known to be as it was written. Nothing in it is executed.
+    """Read a file of `write_file`, once all of it is known to be as it was written. Nothing in it is executed.
 
     Raises AmpFileError for what is not, OSError if it cannot be read.
     """
@@ -128,7 +128,7 @@ class _Checked:
         return whole
 
     def flush(self) -> None:
-        """As files have it; nothing that can be flushed yet."""
+        """Do nothing: files have this method, and no bytes can be flushed yet."""
 
     def finish(self) -> None:
         """Write what was held back, and the comment. Raises AmpFileError if this was no archive."""
@@ -208,7 +208,7 @@ def _is_of_torch_save(file: IO[bytes], size: int) -> bool:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether the lock of a file is ours now; where the file system has none, nobody else takes it either."""
+    """True if the lock of a file is ours now, also on a file system without locks, where no process takes one."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -224,7 +224,7 @@ def _beside(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        if _lock(descriptor) and temporary.exists():  # nobody took it for abandoned before it was locked
+        if _lock(descriptor) and temporary.exists():  # no process took it for abandoned before it was locked
             break
         os.close(descriptor)
     try:
@@ -238,7 +238,7 @@ def _beside(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove what processes that are gone left of the same name: files that nobody has locked."""
+    """Remove temporary files of this name that dead processes left: files without a lock."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What is saved of loss scalers: in our format, apex's, or that of torch's GradScaler. All three are recognised.
+"""Saved states of loss scalers: in our format, in apex's, or in that of torch's GradScaler. Loading takes all three.
 
 An entry of ours is one of apex's with three keys more. apex's loader reads the two that it knows, and code that walks
 the dictionary meets scalers only. Inside of the entries they also survive `dict(...)`, JSON and
@@ -35,7 +35,7 @@ class SavedScaler(NamedTuple):
         loss_scale: finite, above 0.
         unskipped: clean backwards since the scale last moved; of a static scale, all of them.
         dynamic: whether it was.
-        opt_level: of the run that saved it, or None where nobody wrote it down.
+        opt_level: of the run that saved it, or None if it was not saved.
         is_torchs: a GradScaler's, which grows without bounds.
         memory: what "auto" and hysteresis know besides; empty for other scalers.
     """
@@ -57,7 +57,7 @@ class SavedScaler(NamedTuple):
         return {"loss_scale": self.loss_scale, "unskipped": self.unskipped}
 
     def as_torch(self) -> dict[str, Any]:
-        """What `GradScaler.load_state_dict` takes.
+        """A state for `GradScaler.load_state_dict`.
 
         A static scale becomes a GradScaler that begins: it has none that does not move, and refuses the empty
         dictionary that a disabled one saves.
@@ -99,7 +99,7 @@ def pack_scalers(
 def convert_state_dict(
     state_dict: Mapping[str, Any], scaler_format: ScalerFormat, loss_id: int | None = None
 ) -> OrderedDict[str, Any]:
-    """What `amp.state_dict()`, apex or a GradScaler saved, in another format. No engine takes part; no host sync.
+    """A state that `amp.state_dict()`, apex or a GradScaler saved, in another format. Needs no engine; no host sync.
 
     Args:
         state_dict: any of the three.
@@ -227,7 +227,7 @@ def _read_memory(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _was_dynamic(metadata: Mapping[str, Any], index: int, loss_scale: float, unskipped: int) -> bool:
-    """Whether an entry that does not say is of a dynamic scaler."""
+    """True if an entry without "dynamic" is of a dynamic scaler."""
     listed = metadata.get("dynamic")
     if isinstance(listed, list) and index < len(listed):
         return bool(listed[index])

@@ -1,4 +1,4 @@
-"""What the losses of one engine are scaled by."""
+"""The loss scalers of one engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from amp_engine.scaling.snapshot import ScaleSnapshot
 
 @dataclass
 class Scaling:
-    """Read by all that step or close windows; written by the engine.
+    """The scalers, and the state that backwards and steps share through them; the engine writes it.
 
     Attributes:
         scalers: one for each loss_id.
-        skip_on_overflow: whether static scales skip as well.
-        latched: the scale that `amp.scale` multiplied by last, by loss_id; no more than that while it is the scaler's.
-        expects_nonfinite: the last loss that the host heard of on a GPU was not finite.
-        reported: those loss_ids whose static scale was said to overflow, so that looking again is of no more use.
+        skip_on_overflow: True if static scales skip as well.
+        latched: loss_id -> the scale that `amp.scale` multiplied by last; valid while the scaler still has it.
+        expects_nonfinite: True if the last loss that the host heard of on a GPU was not finite.
+        reported: loss_ids with a static scale that was reported to overflow: another look is of no use.
         history: of losses and their scales, as the host learns of them.
     """
 
@@ -33,7 +33,7 @@ class Scaling:
 
     @property
     def is_active(self) -> bool:
-        """Whether a backward may decide that a step is skipped, or gradients be scaled."""
+        """True if a backward may decide that a step is skipped, or gradients may be scaled."""
         for scaler in self.scalers:  # no generator: asked before each step
             if not scaler.is_identity:
                 return True
@@ -51,7 +51,7 @@ class Scaling:
         max_loss_scale: float,
         skip_on_overflow: bool,
     ) -> None:
-        """Have new scalers, as `initialize` was told."""
+        """Make new scalers for `initialize`."""
         self.skip_on_overflow = skip_on_overflow
         self.latched.clear()
         self.reported.clear()
@@ -72,5 +72,5 @@ class Scaling:
             ) from None
 
     def default(self) -> LossScaler:
-        """The scaler of gradients that nobody said the scaler of."""
+        """The scaler of gradients without a loss_id: the first."""
         return self.scalers[0] if self.scalers else LossScaler(1.0)

@@ -58,7 +58,7 @@ class LossScaler:
             self._hysteresis = rule.hysteresis
             min_loss_scale = min_loss_scale if rule.min_loss_scale is None else rule.min_loss_scale
             max_loss_scale = max_loss_scale if rule.max_loss_scale is None else rule.max_loss_scale
-        self.set_bounds(min_loss_scale, max_loss_scale)
+        self.bound(min_loss_scale, max_loss_scale)
         # Exact; a float32 device scalar would round 0.1.
         self._static_scale = None if isinstance(loss_scale, str) else loss_scale
         self.dynamic = self._static_scale is None
@@ -83,7 +83,7 @@ class LossScaler:
         return self._static_scale == 1.0
 
     def bound(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
-        """Keep a dynamic scale within these from its next update on. Raises AmpValueError for no bounds of a scale."""
+        """Keep a dynamic scale within these bounds from its next update on. Raises AmpValueError for others."""
         self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
 
     def owe(self, update: Callable[[], None]) -> None:
@@ -185,10 +185,6 @@ class LossScaler:
         self._overflows_left.fill_(self._hysteresis)
         if self.auto is not None:
             self.auto.restart()
-
-    def set_bounds(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
-        """Keep a dynamic scale within these bounds from its next update on. Raises AmpValueError."""
-        self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)
 
     def bounded(self, scale: float) -> float:
         """`scale`, or the bound of dynamic scales that it is beyond."""
@@ -371,7 +367,7 @@ class LossScaler:
 
 
 def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
-    """The same lists, once for each device of the tensors in the first."""
+    """The lists, split by the device of the tensors in the first list."""
     rows = list(zip(*lists, strict=True))
     devices = dict.fromkeys(row[0].device for row in rows)
     return [tuple(map(list, zip(*(row for row in rows if row[0].device == device), strict=True))) for device in devices]

@@ -21,15 +21,15 @@ class ScaleSnapshot:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the scale is 1, and known to be without asking the device."""
+        """True if the host knows that the scale is 1."""
         return self._static == 1.0
 
     def is_still(self, current: Tensor) -> bool:
-        """Whether `current`, the scaler's own, was not written since. No host sync."""
+        """True if `current`, the scaler's own tensor, was not written since. No host sync."""
         return current is self._taken_from and _version(current) == self._version >= 0
 
     def equals(self, other: ScaleSnapshot) -> bool:
-        """Whether both are known to be the same scale. No host sync: two updates may have led back to it unseen."""
+        """True if the host knows that both scales are equal. No host sync: two updates may lead back to it unseen."""
         if self._static is not None:
             return self._static == other._static
         return self is other or (

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from amp_engine import casting
-from amp_engine.casting import EngineCasts, Explanation, patcher
+from amp_engine.casting import EngineCasts, Explanation, patch_torch
 from amp_engine.diagnosis.find_overflow import OverflowSource, find_overflow
 from amp_engine.diagnosis.overflow_watch import OverflowWatch
 from amp_engine.diagnosis.post_mortem import OverflowReport
@@ -45,8 +45,8 @@ from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler, check_bounds
 from amp_engine.stepping.clipping import clip_grad_norm_
 from amp_engine.stepping.last_step import LastStep
-from amp_engine.stepping.scaled_backwards import Disabled
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.scale_loss import Disabled
+from amp_engine.stepping.stepper import Stepper
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -211,7 +211,7 @@ class Engine:
 
         Raises AmpStateError, AmpTypeError or AmpValueError, with everything as it was before the call.
         """
-        with patcher.changing(), ExitStack() as undo:  # one thread at a time, here and in `close`
+        with patch_torch.changing(), ExitStack() as undo:  # one thread at a time, here and in `close`
             self.backwards.refuse_inside("initialize")
             casting.discard_interrupted()
             if not enabled:
@@ -383,8 +383,8 @@ class Engine:
         self._look_at_gathered(optimizer)
         return params
 
-    def _look_at_gathered(self, optimizer: Optimizer | LARC) -> SteppedOptimizer | None:
-        """The SteppedOptimizer of `optimizer`, which is told of gradients that are older than their place in it."""
+    def _look_at_gathered(self, optimizer: Optimizer | LARC) -> Stepper | None:
+        """The Stepper of `optimizer`, which is told of gradients that are older than their place in it."""
         stepped = self._initialized.get(inner_of(optimizer))
         if stepped is not None:
             self.backwards.look_at_gathered(stepped)
@@ -743,7 +743,7 @@ class Engine:
         for scaler in self.scalers:
             scaler.bound(min_loss_scale, max_loss_scale)
 
-    def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
+    def look_after(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> Stepper:
         """Add an optimizer, until `close`, and leave its losses and scalers to the caller.
 
         Args:
@@ -763,7 +763,7 @@ class Engine:
         torch's functions are restored. Models get their own types again, with the exact values of FP32 masters, and
         lose every hook; optimizers step their own parameters again, with their state in the types of these parameters.
         """
-        with patcher.changing():
+        with patch_torch.changing():
             self.backwards.refuse_inside("close")
             casting.discard_interrupted()
             self.function_casts.remove()

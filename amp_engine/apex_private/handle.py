@@ -13,7 +13,7 @@ from amp_engine.casting import FunctionCasts
 from amp_engine.errors import AmpIndexError, AmpStateError
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.hook import CLOSURE_REFUSED
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepper import Stepper
 
 if TYPE_CHECKING:
     from amp_engine.engine import Engine
@@ -139,7 +139,7 @@ class OptimWrapper:
         self._engine = engine
         self._scalers = [LossScaler("dynamic") for _ in range(num_loss)]
         self._losses = 0  # since the last step
-        self._stepped: SteppedOptimizer | None = None
+        self._stepped: Stepper | None = None
         if engine is not None:
             reporter = engine.reporter
 

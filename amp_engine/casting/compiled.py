@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from amp_engine.casting.patched import ORIGINALS
+from amp_engine.casting.replacements import ORIGINALS
 
 
 @contextmanager

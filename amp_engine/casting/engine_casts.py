@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_engine.casting import patcher
-from amp_engine.casting.explain import Explanation
+from amp_engine.casting import patch_torch
+from amp_engine.casting.explanation import Explanation
 from amp_engine.casting.function_casts import FunctionCasts
 from amp_engine.casting.overrides import from_environment
 from amp_engine.casting.patches import check_patchable
@@ -159,7 +159,7 @@ class EngineCasts:
     def _change_lists(self, registrations: list[Registration], removals: list[tuple[Any, str]]) -> None:
         before = self._registrations, self._removals
         self._registrations, self._removals = registrations, removals
-        with patcher.changing():
+        with patch_torch.changing():
             if self.casts is not None:
                 try:
                     self._install(self._options, self.casts.modules)
@@ -201,7 +201,7 @@ class EngineCasts:
             "everywhere": everywhere,
         }
         new = _modules_of(models)
-        with patcher.changing():  # or the casts of an `initialize` in another thread would stay for ever
+        with patch_torch.changing():  # or the casts of an `initialize` in another thread would stay for ever
             before = self.casts
             earlier = [] if before is None else before.modules
             lasts = earlier is None or not models
@@ -269,17 +269,17 @@ class EngineCasts:
         self._casts_model_at, self._said_without = None, False
         if self.casts is not None and self.casts.let_go(_modules_of(models)):
             self.remove()
-        if patcher.newest() is not None:
+        if patch_torch.newest() is not None:
             gc.collect()  # of a model that is in a cycle and not in use
-        patcher.discard_switches()
-        newest = patcher.newest()
+        patch_torch.discard_switches()
+        newest = patch_torch.newest()
         if newest is not None:
             newest.note_use()
             self._say(report.still_casting(level, newest.origin, newest.dtype), rank0=True)
 
     def remove(self) -> None:
         """Give torch its functions back."""
-        with patcher.changing():
+        with patch_torch.changing():
             casts, self._installed = self._installed, None
             self._casts_model_at, self._said_without = None, False
             if casts is not None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from amp_engine.casting import in_force, locks, patcher
+from amp_engine.casting import in_force, locks, patch_torch
 from amp_engine.casting.cache import WeightCache, weight_cache
 from amp_engine.casting.calls import Call
 from amp_engine.casting.regions import casts_here, float_region
@@ -113,7 +113,7 @@ class FunctionCasts:
     def note_use(self) -> None:
         """Something was computed since they were installed. Their first call is one of Python, to say so."""
         self.were_used = True
-        patcher.tell_native()
+        patch_torch.tell_native()
 
     @property
     def is_wanted(self) -> bool:
@@ -165,13 +165,13 @@ class FunctionCasts:
         """Tell `observer` of each call, in any thread, until `unobserve`."""
         with locks.shared:
             self._observers = (*self._observers, observer)
-        patcher.tell_native()
+        patch_torch.tell_native()
 
     def unobserve(self, observer: Observer) -> None:
         """Stop telling `observer`, if it is told."""
         with locks.shared:
             self._observers = tuple(other for other in self._observers if other is not observer)
-        patcher.tell_native()
+        patch_torch.tell_native()
 
     def tell(self, call: Call) -> None:
         """Pass `call` on to all observers."""
@@ -186,17 +186,17 @@ class FunctionCasts:
     def install(self) -> None:
         """Patch torch. Does nothing if installed."""
         if not self.installed:
-            patcher.install(self)
+            patch_torch.install(self)
 
     def remove(self) -> None:
         """Restore torch, or the casts that were in force before. Does nothing if not installed."""
-        patcher.remove(self)
+        patch_torch.remove(self)
 
     def discard(self) -> None:
         """As `remove`, for a finalizer: waits for no other thread, of which one may do it later."""
         self.has_ended = True
         if not sys.is_finalizing():
-            patcher.discard(self)
+            patch_torch.discard(self)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -228,7 +228,7 @@ class FunctionCasts:
         with locks.shared:
             self._disabled += by
             self.is_disabled_everywhere = self._disabled > 0
-        patcher.tell_native()
+        patch_torch.tell_native()
 
 
 class _Trace:

@@ -41,7 +41,7 @@ class InstallableCasts(Casts, Protocol):
 
 
 STACK: list[InstallableCasts] = []
-"""Those of every engine that are installed, the newest last. Only the patcher changes it."""
+"""Those of every engine that are installed, the newest last. Only `patch_torch` changes it."""
 
 
 def holds(casts: InstallableCasts) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_engine.casting import patched, recurrent, wrappers
-from amp_engine.casting.patched import PatchedBuiltin, PatchedMethod
+from amp_engine.casting import recurrent, replacements, wrappers
+from amp_engine.casting.replacements import PatchedBuiltin, PatchedMethod
 
 
 def original(fn: Any) -> Any:
@@ -21,9 +21,9 @@ def original(fn: Any) -> Any:
         return fn if function is fn.__func__ else function.__get__(fn.__self__)
     if isinstance(fn, BuiltinMethodType) and isinstance(fn.__self__, Tensor):
         method = getattr(Tensor, fn.__name__, None)
-        function = patched.original(method)
+        function = replacements.original(method)
         return fn if function is method else function.__get__(fn.__self__)
-    fn = patched.original(fn)
+    fn = replacements.original(fn)
     while _is_ours(fn):
         fn = fn.__wrapped__
     return fn

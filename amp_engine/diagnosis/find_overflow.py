@@ -20,7 +20,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import local_of
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.forward_order import name_of, parameters_of
-from amp_engine.stepping.scaled_backwards import ScaledBackwards
+from amp_engine.stepping.scale_loss import ScaledBackwards
 
 Phase = Literal["weights", "data", "forward", "backward"]
 

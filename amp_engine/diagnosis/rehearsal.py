@@ -14,7 +14,7 @@ from amp_engine.diagnosis.put_back import put_back
 from amp_engine.diagnosis.recorder import Recorder
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.scaling.scaler import LossScaler
-from amp_engine.stepping.scaled_backwards import ScaledBackwards
+from amp_engine.stepping.scale_loss import ScaledBackwards
 
 
 def check_callable(step_fn: Any, call: str) -> None:

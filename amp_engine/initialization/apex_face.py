@@ -10,7 +10,7 @@ from torch import nn
 from amp_engine.errors import AmpStateError
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.master import Master
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepper import Stepper
 
 STASH = "_amp_stash"
 
@@ -38,7 +38,7 @@ def check_names_are_free(optimizer: Any) -> None:
             )
 
 
-def put_on(optimizer: Any, stepped: SteppedOptimizer) -> None:
+def put_on(optimizer: Any, stepped: Stepper) -> None:
     """Add the names to an optimizer, or to a wrapper of one, that `stepped` stands for."""
     stash = vars(stepped.optimizer).get(STASH) or Stash(stepped)  # a wrapper has that of what is inside of it
     vars(optimizer).update({STASH: stash, **{name: getattr(stash, name) for name in METHODS}})
@@ -60,12 +60,12 @@ class RefusesGradScaler:
 
     name = "_step_supports_amp_scaling"
 
-    def __init__(self, stepped: SteppedOptimizer, before: dict[str, Any]) -> None:
+    def __init__(self, stepped: Stepper, before: dict[str, Any]) -> None:
         self._stepped = stepped
         self._before = before
 
     @classmethod
-    def put_on(cls, optimizer: Any, stepped: SteppedOptimizer) -> None:
+    def put_on(cls, optimizer: Any, stepped: Stepper) -> None:
         """Have GradScaler ask, unless `optimizer` has no masters, or GradScaler's scale is its own business."""
         found = vars(optimizer).get(cls.name)
         if not stepped.rows.makes_masters or isinstance(found, cls) or getattr(optimizer, cls.name, False):
@@ -95,7 +95,7 @@ class Stash:
     Its methods with apex's names are attributes of the optimizer, too.
     """
 
-    def __init__(self, stepped: SteppedOptimizer) -> None:
+    def __init__(self, stepped: Stepper) -> None:
         self._stepped = stepped
 
     def _amp_lazy_init(self) -> None:

@@ -39,9 +39,9 @@ from amp_engine.stepping.hook import StepHook, remove_hooks, remove_unused
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
 from amp_engine.stepping.rows import MasterRows, Rows
-from amp_engine.stepping.scaled_backwards import ScaledBackwards
+from amp_engine.stepping.scale_loss import ScaledBackwards
 from amp_engine.stepping.split_rows import SplitRows
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepper import Stepper
 
 
 @contextmanager
@@ -89,8 +89,8 @@ class Initialized:
         return self.backwards.optimizers
 
     @property
-    def stepped(self) -> list[SteppedOptimizer]:
-        """The SteppedOptimizer of each initialized optimizer."""
+    def stepped(self) -> list[Stepper]:
+        """The Stepper of each initialized optimizer."""
         return self.backwards.all
 
     @property
@@ -102,8 +102,8 @@ class Initialized:
         """True if `module` is a model, or inside of one."""
         return any(module is part for model in self.models for part in model.modules())
 
-    def get(self, optimizer: Optimizer) -> SteppedOptimizer | None:
-        """The SteppedOptimizer of `optimizer`, or None."""
+    def get(self, optimizer: Optimizer) -> Stepper | None:
+        """The Stepper of `optimizer`, or None."""
         return self.backwards.get(optimizer)
 
     @_without_collections()
@@ -185,8 +185,8 @@ class Initialized:
             if isinstance(wrapper, Optimizer):
                 apex_face.check_names_are_free(wrapper)
 
-    def stepped_by(self, optimizer: Any) -> SteppedOptimizer:
-        """The SteppedOptimizer of `optimizer`, or of the optimizer inside. Raises AmpTypeError if it was not passed."""
+    def stepped_by(self, optimizer: Any) -> Stepper:
+        """The Stepper of `optimizer`, or of the optimizer inside. Raises AmpTypeError if it was not passed."""
         stepping = inner_of(optimizer)
         stepped = self.get(stepping) if isinstance(stepping, Optimizer) else None
         if stepped is None:
@@ -204,8 +204,8 @@ class Initialized:
         rows: Rows,
         events: Events,
         ranks: Ranks | None = None,
-        check: Callable[[SteppedOptimizer], None] | None = None,
-    ) -> SteppedOptimizer:
+        check: Callable[[Stepper], None] | None = None,
+    ) -> Stepper:
         """Add an optimizer with what it steps, until `release`.
 
         Args:
@@ -213,13 +213,13 @@ class Initialized:
             ranks: the ranks that decide on a skip together; None: as a DistributedDataParallel has them.
             check: given it before its first `scale_loss` or step; raises AmpStateError.
         """
-        stepped = SteppedOptimizer(optimizer, rows, self._scaling, Pending(events), events, ranks, check)
+        stepped = Stepper(optimizer, rows, self._scaling, Pending(events), events, ranks, check)
         StepHook(stepped, self.backwards, self._scaling, self._casts)  # which the optimizer holds
         self.backwards.add(stepped)
         apex_face.put_on(optimizer, stepped)
         return stepped
 
-    def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> SteppedOptimizer:
+    def look_after_alone(self, optimizer: Optimizer, on_skip: Callable[[bool], None]) -> Stepper:
         """Add an optimizer for `Engine.look_after`."""
         if not isinstance(optimizer, Optimizer):
             raise AmpTypeError(f"wrap_optimizer takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.")

@@ -10,10 +10,10 @@ from torch import nn
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, has_ranks, is_any_sharded
 from amp_engine.scaling.losses import Scaling
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepper import Stepper
 
 
-def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callable[[SteppedOptimizer], None] | None:
+def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callable[[Stepper], None] | None:
     """A check that raises AmpStateError if `models` were sharded after this call; None if they are already."""
     return None if any(map(is_any_sharded, models)) else _Replaced(models, scaling)
 
@@ -27,7 +27,7 @@ class _Replaced:
         self._ids = [{id(param) for param in model.parameters()} for model in models]
         self._scaling = scaling
 
-    def __call__(self, stepped: SteppedOptimizer) -> None:
+    def __call__(self, stepped: Stepper) -> None:
         if not has_ranks():
             return
         params = stepped.rows.columns.params
@@ -52,7 +52,7 @@ class _Replaced:
                 raise AmpStateError(_text(stepped, model, "DTensors have replaced", "fully_shard(model)", True))
 
 
-def _text(stepped: SteppedOptimizer, model: nn.Module, what: str, call: str, is_gone: bool) -> str:
+def _text(stepped: Stepper, model: nn.Module, what: str, call: str, is_gone: bool) -> str:
     optimizer = type(stepped.optimizer).__name__
     why = (
         f"{optimizer} steps the old ones, so they would never train"

@@ -12,12 +12,12 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
 from amp_engine.kernels import is_lazy
 from amp_engine.stepping.reduction import norm_over
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepper import Stepper
 
 
 def clip_grad_norm_(
     groups: Sequence[dict[str, Any]],
-    stepped: SteppedOptimizer | None,
+    stepped: Stepper | None,
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,

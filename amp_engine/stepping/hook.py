@@ -20,11 +20,11 @@ from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.ghost import Ghosts, discard_ghost
+from amp_engine.stepping.gradient_warnings import warn_of_copied_masters
 from amp_engine.stepping.master_parameter import has_copied_masters
 from amp_engine.stepping.own_step import unhooked_step
-from amp_engine.stepping.scaled_backwards import ScaledBackwards
-from amp_engine.stepping.stepped import Casts, SteppedOptimizer
-from amp_engine.stepping.strays import warn_of_copied_masters
+from amp_engine.stepping.scale_loss import ScaledBackwards
+from amp_engine.stepping.stepper import Casts, Stepper
 
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
 
@@ -85,7 +85,7 @@ class StepHook:
         casts: are off for the time of a step. A fused step writes their copies of FP32 parameters, too.
     """
 
-    def __init__(self, stepped: SteppedOptimizer, backwards: ScaledBackwards, scaling: Scaling, casts: Casts) -> None:
+    def __init__(self, stepped: Stepper, backwards: ScaledBackwards, scaling: Scaling, casts: Casts) -> None:
         self._stepped = stepped
         self._backwards = backwards
         self._scaling = scaling

@@ -18,8 +18,8 @@ from amp_engine.ground.dtypes import followed, is_low_precision
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.exact import Exact, exact_of, exact_value, keep_exact, places_moved
 from amp_engine.stepping.master_parameter import GRAD, REQUIRES_GRAD, MasterParameter, own
-from amp_engine.stepping.seen import Left
 from amp_engine.stepping.slots import NO_SLOTS, Slots
+from amp_engine.stepping.spent import Left
 
 
 class Ledger:

@@ -34,8 +34,8 @@ from amp_engine.stepping.master import (
     take_state,
     write_back_all,
 )
-from amp_engine.stepping.seen import Left, seen
 from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, Slots, WholeCheck
+from amp_engine.stepping.spent import Left, seen
 
 _HELD = int(Slot.HELD)  # which compares in a third of the time
 

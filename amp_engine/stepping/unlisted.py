@@ -23,7 +23,7 @@ from amp_engine.kernels import tensor_lists
 from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows, is_zero
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepper import Stepper
 from amp_engine.stepping.window import Window
 
 
@@ -43,7 +43,7 @@ class _Others:
         stepped: optimizers that step some of these, weakly.
     """
 
-    def __init__(self, low: list[nn.Parameter], plain: list[nn.Parameter], stepped: list[SteppedOptimizer]) -> None:
+    def __init__(self, low: list[nn.Parameter], plain: list[nn.Parameter], stepped: list[Stepper]) -> None:
         self.stepped = [weakref.ref(one) for one in stepped]
         self.low, self.low_handle = low, tensor_lists.params(low)
         self.plain_handle = tensor_lists.params(plain)
@@ -101,7 +101,7 @@ class Unlisted:
         self._found.clear()
         self._alive.clear()
 
-    def enter(self, backward: Backward, everyone: list[SteppedOptimizer]) -> None:
+    def enter(self, backward: Backward, everyone: list[Stepper]) -> None:
         """A body is entered, and its windows are open. Nothing is done where there are no such parameters."""
         if not backward.snapshot.is_identity:
             self._has_scaled = True
@@ -116,9 +116,7 @@ class Unlisted:
             self._window = Window(others.rows)
             self._window.open(self._backward, waits=True)
 
-    def check_gathered(
-        self, optimizer: Optimizer, joined: Iterable[nn.Parameter], everyone: list[SteppedOptimizer]
-    ) -> None:
+    def check_gathered(self, optimizer: Optimizer, joined: Iterable[nn.Parameter], everyone: list[Stepper]) -> None:
         """Raise AmpStateError for a parameter that joined with a gradient which no exit can have unscaled.
 
         It is in no module that was passed to `initialize` or made since, so nothing tells whether a scaled backward
@@ -182,7 +180,7 @@ class Unlisted:
             if p.grad is not None:
                 p.grad.mul_(moved(factor, p.grad.device))
 
-    def _of(self, everyone: list[SteppedOptimizer]) -> _Others | None:
+    def _of(self, everyone: list[Stepper]) -> _Others | None:
         owners = [one for one in everyone if not one.window.is_closed]  # those of this body among them
         # Nothing that keeps an optimizer or its parameters alive.
         key = (*map(id, owners), -1, *map(id, everyone), *[one.rows.scans for one in everyone])
@@ -197,7 +195,7 @@ class Unlisted:
         found = {id(m): m for model in self._models() for m in model.modules()} | {id(m): m for m in self._late}
         return list(found.values())
 
-    def _look(self, owners: list[SteppedOptimizer], everyone: list[SteppedOptimizer]) -> _Others:
+    def _look(self, owners: list[Stepper], everyone: list[Stepper]) -> _Others:
         modules = self._modules()
         self._alive += [weakref.ref(m, self.forget) for m in modules]
         self._alive += [weakref.ref(one.optimizer, self.forget) for one in everyone]

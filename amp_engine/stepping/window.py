@@ -25,8 +25,8 @@ from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.master import Master
 from amp_engine.stepping.master_parameter import GRAD
 from amp_engine.stepping.rows import Rows
-from amp_engine.stepping.seen import Seen, seen
 from amp_engine.stepping.slots import NO_SLOTS, Checked, Slots, Unscaled, WholeCheck
+from amp_engine.stepping.spent import Seen, seen
 
 
 class State(Enum):

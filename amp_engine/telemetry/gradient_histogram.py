@@ -17,7 +17,7 @@ from amp_engine.ground.distributed import local_of
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepper import Stepper
 from amp_engine.telemetry.closed_gradients import closed_gradients
 from amp_engine.telemetry.histogram_picture import GradientHistogram as GradientHistogram
 from amp_engine.telemetry.magnitudes import Limits, MagnitudeCounter, Magnitudes
@@ -32,7 +32,7 @@ _LOWER = 2.0**-8
 class _Counting(Recorder):
     """Counts the gradients of one batch by hooks, with the losses multiplied by `factor` besides their scales."""
 
-    def __init__(self, models: Sequence[nn.Module], stepped: Sequence[SteppedOptimizer], factor: float) -> None:
+    def __init__(self, models: Sequence[nn.Module], stepped: Sequence[Stepper], factor: float) -> None:
         super().__init__(models)
         self.activations = MagnitudeCounter()
         self.scale = 1.0  # of the loss whose backward is run, without the factor

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from amp_engine import amp
 from amp_engine.optimizers import FusedAdam, FusedSGD
-from amp_engine.stepping.seen import Left
+from amp_engine.stepping.spent import Left
 from tests.support import MASTER_LEVELS, assert_bitwise
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from amp_engine import Engine, amp
 from amp_engine.casting import Explanation
-from amp_engine.casting.explain import Record
+from amp_engine.casting.explanation import Record
 from amp_engine.errors import AmpStateError
 
 from ..support import FUNCTION_LEVELS, HALF

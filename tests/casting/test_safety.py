@@ -26,7 +26,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, Dataset
 
 from amp_engine import Engine, amp
-from amp_engine.casting import FunctionCasts, in_force, locks, patcher, patches
+from amp_engine.casting import FunctionCasts, in_force, locks, patch_torch, patches
 from amp_engine.casting.engine_casts import EngineCasts
 from amp_engine.levels import report
 from tests.conftest import patched_names
@@ -115,7 +115,7 @@ def test_an_engine_that_is_collected_while_torch_is_patched_leaves_nothing(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.collect()
-    callbacks, patch_lists = len(gc.callbacks), patcher._patch_lists
+    callbacks, patch_lists = len(gc.callbacks), patch_torch._patch_lists
     collections: list[int] = []
 
     def collected(*args: Any) -> None:
@@ -129,12 +129,12 @@ def test_an_engine_that_is_collected_while_torch_is_patched_leaves_nothing(
         engine = Engine()
         with monkeypatch.context() as patch:
             if when == "an engine starts":
-                patch.setattr(patcher, "_patch_lists", collected)
+                patch.setattr(patch_torch, "_patch_lists", collected)
             engine.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
             with engine.explain() as explanation:
                 torch.mm(X, X)
             if when == "an engine ends":
-                patch.setattr(patcher, "_patch_lists", collected)
+                patch.setattr(patch_torch, "_patch_lists", collected)
             engine.close()
         assert collections
     finally:
@@ -304,7 +304,7 @@ def test_a_hook_after_steps_is_heard_until_it_is_removed(added: int, removed: in
 def test_casts_may_be_removed_by_two_threads() -> None:
     casts = FunctionCasts(torch.float16)
     casts.install()
-    patcher.remove(casts)
+    patch_torch.remove(casts)
     casts.remove()
     assert not casts.installed
     assert torch.mm is MM
@@ -639,12 +639,12 @@ def test_a_fork_waits_for_a_thread_that_holds_the_lock_of_the_casts(casts: Funct
 def forked_while(pause_at: str, count: int, work: Callable[[], Any], look: Callable[[], Any]) -> Any:
     """What `look` returns in a child that is forked while `work` runs in another thread.
 
-    `work` is held at the call number `count` of the function `pause_at` of the patcher.
+    `work` is held at the call number `count` of the function `pause_at` of the patch_torch.
     """
     paused, go_on, calls = threading.Event(), threading.Event(), []
     reader, writer = os.pipe()
     with pytest.MonkeyPatch.context() as patch:
-        place = patches if pause_at == "setattr" else patcher
+        place = patches if pause_at == "setattr" else patch_torch
         function = getattr(place, pause_at, None) or getattr(builtins, pause_at)
 
         def paused_there(*args: Any) -> Any:

@@ -15,7 +15,7 @@ from amp_engine.optimizers.fused_step import fused_step_so_far
 from amp_engine.page.page import Figure, Section, Table
 from amp_engine.stepping.master_parameter import MasterParameter
 from amp_engine.stepping.split_rows import SplitRows
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepper import Stepper
 from amp_engine.telemetry import plots
 from amp_engine.telemetry.receipt.models import measured
 from amp_engine.telemetry.records import Memory
@@ -69,9 +69,7 @@ def section(memory: Sequence[Memory]) -> Section:
     return Section("Memory", [Figure(plots.memory_bar(memory, KINDS)), table])
 
 
-def _add_copies(
-    count: _Count, params: Sequence[Tensor], stepped: Sequence[SteppedOptimizer], cache: WeightCache
-) -> None:
+def _add_copies(count: _Count, params: Sequence[Tensor], stepped: Sequence[Stepper], cache: WeightCache) -> None:
     """Count the half copies of FP32 weights.
 
     Python's cache lists its copies. The compiled cache tells their number only: the copies that the kernels' steps

@@ -12,7 +12,7 @@ from amp_engine.optimizers.fused_step import fused_step_so_far
 from amp_engine.optimizers.rules import TORCH_RULES, rule_of
 from amp_engine.page.page import Block, Section, Sentence
 from amp_engine.stepping.split_rows import SplitRows
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepper import Stepper
 from amp_engine.telemetry.records import Stepped
 from amp_engine.telemetry.wording import dtype_name, number, plural
 
@@ -25,7 +25,7 @@ def described(engine: Engine) -> tuple[Stepped, ...]:
     return tuple(_described(one, has_part) for one in engine._initialized.stepped)
 
 
-def _described(stepped: SteppedOptimizer, has_part: bool) -> Stepped:
+def _described(stepped: Stepper, has_part: bool) -> Stepped:
     by, why = _answer(stepped, has_part)
     pending, rows = stepped.pending, stepped.rows
     return Stepped(
@@ -56,7 +56,7 @@ def _blocks(one: Stepped) -> Iterator[Block]:
         yield Sentence(one.masters, "soft", indent=1)
 
 
-def _answer(stepped: SteppedOptimizer, has_part: bool) -> tuple[str, str]:
+def _answer(stepped: Stepper, has_part: bool) -> tuple[str, str]:
     optimizer, rows, columns = stepped.optimizer, stepped.rows, stepped.rows.columns
     name, rule = type(optimizer).__name__, rule_of(optimizer)
     device = columns.weights[0].device if columns.weights else torch.device("cpu")
@@ -92,7 +92,7 @@ def _answer(stepped: SteppedOptimizer, has_part: bool) -> tuple[str, str]:
     return by, "One pass unscales gradients, steps, and writes what the model computes with."
 
 
-def _masters(stepped: SteppedOptimizer) -> str:
+def _masters(stepped: Stepper) -> str:
     rows = stepped.rows
     parts = []
     if rows.masters:

@@ -15,7 +15,7 @@ from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.events import Events
 from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.rows import MasterRows
-from amp_engine.stepping.stepped import SteppedOptimizer
+from amp_engine.stepping.stepper import Stepper
 
 
 class Stepping:
@@ -29,7 +29,7 @@ class Stepping:
         events = Events()
         events.skipped.subscribe(lambda skips, backwards: self.skips.append(skips))
         rows = MasterRows(self.optimizer)
-        self.stepped = SteppedOptimizer(self.optimizer, rows, Scaling([self.scaler], True), Pending(events), events)
+        self.stepped = Stepper(self.optimizer, rows, Scaling([self.scaler], True), Pending(events), events)
 
     def backward(self, grad: float) -> None:
         backward = Backward(self.scaler, 0, self.scaler.snapshot())

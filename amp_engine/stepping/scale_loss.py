@@ -23,7 +23,7 @@ from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.events import Events
 from amp_engine.stepping.evidence import Evidence
 from amp_engine.stepping.reduction import Reduction
-from amp_engine.stepping.stepped import Casts, SteppedOptimizer
+from amp_engine.stepping.stepper import Casts, Stepper
 from amp_engine.stepping.unlisted import Unlisted
 
 
@@ -42,7 +42,7 @@ class ScaledBackwards:
     def __init__(self, scaling: Scaling, casts: Casts, models: Callable[[], Sequence[nn.Module]]) -> None:
         self.casts = casts
         # Held by the hooks of their optimizer: a parameter may refer to it, which would then never be freed.
-        self._stepped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[SteppedOptimizer]]
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Stepper]]
         self._stepped = weakref.WeakKeyDictionary()
         self._scaling = scaling
         self.events = Events()
@@ -56,16 +56,16 @@ class ScaledBackwards:
         return [optimizer for ref in self._stepped.keyrefs() if (optimizer := ref()) is not None]
 
     @property
-    def all(self) -> list[SteppedOptimizer]:
+    def all(self) -> list[Stepper]:
         """What stands for each of them."""
         return [one for optimizer in self.optimizers if (one := self.get(optimizer)) is not None]
 
-    def get(self, optimizer: Optimizer) -> SteppedOptimizer | None:
+    def get(self, optimizer: Optimizer) -> Stepper | None:
         """What stands for `optimizer`, or None."""
         ref = self._stepped.get(optimizer)
         return None if ref is None else ref()
 
-    def add(self, stepped: SteppedOptimizer) -> None:
+    def add(self, stepped: Stepper) -> None:
         """Add an optimizer, whose hooks hold what stands for it."""
         stepped.check_gathered = self._check_gathered
         self._stepped[stepped.optimizer] = weakref.ref(stepped)
@@ -73,7 +73,7 @@ class ScaledBackwards:
     def _check_gathered(self, optimizer: Optimizer, joined: Sequence[nn.Parameter]) -> None:
         self.unlisted.check_gathered(optimizer, joined, self.all)
 
-    def pop(self, optimizer: Optimizer) -> SteppedOptimizer | None:
+    def pop(self, optimizer: Optimizer) -> Stepper | None:
         """Remove it."""
         ref = self._stepped.pop(optimizer, None)
         return None if ref is None else ref()
@@ -96,7 +96,7 @@ class ScaledBackwards:
                 "the `with` first."
             )
 
-    def _passes_through(self, scaler: LossScaler, stepped: Sequence[SteppedOptimizer]) -> bool:
+    def _passes_through(self, scaler: LossScaler, stepped: Sequence[Stepper]) -> bool:
         """Nothing to scale, check or move: O0, O3 and O4 unless the user asked for more."""
         return (
             scaler.is_identity
@@ -107,7 +107,7 @@ class ScaledBackwards:
     def of(
         self,
         loss: Tensor,
-        stepped: Sequence[SteppedOptimizer],
+        stepped: Sequence[Stepper],
         scaler: LossScaler,
         loss_id: int,
         delay_unscale: bool = False,
@@ -120,7 +120,7 @@ class ScaledBackwards:
             return PassedThrough(self, loss, stepped, loss_id)
         return ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
-    def close_windows_into(self, stepped: SteppedOptimizer) -> None:
+    def close_windows_into(self, stepped: Stepper) -> None:
         """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
         self.unlisted.exit()  # of a body that does not list `stepped`, and is run still
         self.look_at_gathered(stepped, is_stepping=True)
@@ -129,7 +129,7 @@ class ScaledBackwards:
                 self._close_left_open(other)
         self._close_left_open(stepped)
 
-    def look_at_gathered(self, stepped: SteppedOptimizer, is_stepping: bool = False) -> None:
+    def look_at_gathered(self, stepped: Stepper, is_stepping: bool = False) -> None:
         """Count what no check of `stepped` saw, if it is finite: by a backward of nothing."""
         scaler = self._scaling.default()
         if (
@@ -143,7 +143,7 @@ class ScaledBackwards:
 
     def close_windows(
         self,
-        stepped: Sequence[SteppedOptimizer],
+        stepped: Sequence[Stepper],
         backward: Backward,
         delay_overflow_check: bool = False,
         loss: Tensor | None = None,
@@ -210,14 +210,14 @@ class ScaledBackwards:
         for one, squares in zip(stepped, own, strict=True) if check else ():
             one.pending.add(backward, squares)
 
-    def _windows_into(self, stepped: Sequence[SteppedOptimizer]) -> list[SteppedOptimizer]:
+    def _windows_into(self, stepped: Sequence[Stepper]) -> list[Stepper]:
         """Other optimizers that have a window open, and parameters in common with one of `stepped`."""
         if len(self._stepped) <= len(stepped):
             return []  # there are no others
         others = [one for one in self.all if not one.window.is_closed and one not in stepped]
         return [one for one in others if any(map(one.shares_parameters_with, stepped))]
 
-    def _close_left_open(self, stepped: SteppedOptimizer) -> None:
+    def _close_left_open(self, stepped: Stepper) -> None:
         """With those that share parameters with it, whose gradients are the same ones."""
         if stepped.window.is_closed:
             return  # it never was open, or was closed with another one
@@ -229,7 +229,7 @@ class ScaledBackwards:
             one.join_open_window(self.unlisted.scale)
         self.close_windows(together, stepped.window.backward)
 
-    def begin(self, stepped: Sequence[SteppedOptimizer], scaler: LossScaler, loss_id: int) -> Backward:
+    def begin(self, stepped: Sequence[Stepper], scaler: LossScaler, loss_id: int) -> Backward:
         """A backward of a loss, before its windows are opened, at the scale of what is left open, if something is.
 
         A loss has one scale. Gradients that were left with another one are unscaled now, as a step would do, and so are
@@ -307,7 +307,7 @@ class ScaledBackward(ContextOfLoss):
         self,
         backwards: ScaledBackwards,
         loss: Tensor,
-        stepped: Sequence[SteppedOptimizer],
+        stepped: Sequence[Stepper],
         scaler: LossScaler,
         loss_id: int,
         delay_unscale: bool,
@@ -337,7 +337,7 @@ class ScaledBackward(ContextOfLoss):
         self._backwards.unlisted.exit()  # of a body around this one, which goes on without looking
         scaler.to(loss.device)
         self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id)
-        entered: list[SteppedOptimizer] = []
+        entered: list[Stepper] = []
         try:
             scaled_loss = loss.float() * moved(backward.snapshot.scale, loss.device)
             for one in self._stepped:
@@ -397,7 +397,7 @@ class ScaledBackward(ContextOfLoss):
         for window in [one.window for one in self._stepped] + self._backwards.unlisted.windows:
             window.end()
 
-    def _discard(self, stepped: Sequence[SteppedOptimizer]) -> None:
+    def _discard(self, stepped: Sequence[Stepper]) -> None:
         self._backwards.unlisted.discard()
         for one in stepped:
             one.window.discard_backward()
@@ -471,9 +471,7 @@ class ScaledBackward(ContextOfLoss):
 class PassedThrough(ContextOfLoss):
     """The body of a `scale_loss` in which nothing is scaled, checked or moved."""
 
-    def __init__(
-        self, backwards: ScaledBackwards, loss: Tensor, stepped: Sequence[SteppedOptimizer], loss_id: int
-    ) -> None:
+    def __init__(self, backwards: ScaledBackwards, loss: Tensor, stepped: Sequence[Stepper], loss_id: int) -> None:
         self._backwards = backwards
         self._loss = loss
         self._stepped = stepped

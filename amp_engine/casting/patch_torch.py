@@ -32,10 +32,10 @@ from amp_engine.casting import locks, wrappers
 from amp_engine.casting.compiled import dynamo_if_free, know_originals
 from amp_engine.casting.in_force import STACK, InstallableCasts, current, holds, in_force
 from amp_engine.casting.lists import FLOAT_BY_DTYPE, NAMESPACES, CastLists
-from amp_engine.casting.patched import NATIVE, PatchedMethod, patched_function, patched_method
 from amp_engine.casting.patches import Patches
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
 from amp_engine.casting.regions import cast_everywhere
+from amp_engine.casting.replacements import NATIVE, PatchedMethod, patched_function, patched_method
 from amp_engine.casting.weight_watch import watch_weights
 from amp_engine.kernels.choice import CASTS
 

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from amp_engine.casting import locks, patcher
+from amp_engine.casting import locks, patch_torch
 from amp_engine.casting.calls import Call
 from amp_engine.errors import AmpStateError
 from amp_engine.page import markup
@@ -86,14 +86,14 @@ class Explanation:
             counts = self._counts.setdefault(key, [0, 0, 0, 0])
             for i, more in enumerate((1, len(call.casts), call.cached, moved)):
                 counts[i] += more
-        patcher.remove_discarded()
+        patch_torch.remove_discarded()
 
     @property
     def records(self) -> list[Record]:
         """So far: those that moved most bytes first, then the most called."""
         with locks.shared:
             records = [Record(*key, *counts) for key, counts in self._counts.items()]
-        patcher.remove_discarded()
+        patch_torch.remove_discarded()
         return sorted(records, key=lambda r: (-r.bytes_moved, -r.calls, r.function, str(r.dtype)))
 
     def __repr__(self) -> str:

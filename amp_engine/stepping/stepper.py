@@ -22,7 +22,7 @@ from amp_engine.optimizers.fused_step import FusedStep, StepInput, fused_step_of
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.scaling.snapshot import ScaleSnapshot
-from amp_engine.stepping import arithmetic, shards, strays
+from amp_engine.stepping import arithmetic, gradient_warnings, shards
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.events import Events
@@ -51,7 +51,7 @@ class Casts(Protocol):
         """Keep the copies: a step wrote these weights and their copies, and no other weight."""
 
 
-class SteppedOptimizer:
+class Stepper:
     """One optimizer in the care of an engine.
 
     Args:
@@ -72,7 +72,7 @@ class SteppedOptimizer:
         pending: Pending,
         events: Events,
         ranks: Ranks | None = None,
-        check: Callable[[SteppedOptimizer], None] | None = None,
+        check: Callable[[Stepper], None] | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.rows = rows
@@ -91,9 +91,9 @@ class SteppedOptimizer:
         self._with_masters: tuple[Columns, Tensor] | None = None
         self._unchecked: Sequence[nn.Parameter] = ()  # whose gradients another loss left
         self._has_left = False  # whether the last step, which may have been skipped, left those of the model
-        self._written_gradients = strays.WrittenGradients()
-        self._written_parameters = strays.WrittenParameters()
-        self.missing_gradients = strays.MissingGradients()
+        self._written_gradients = gradient_warnings.WrittenGradients()
+        self._written_parameters = gradient_warnings.WrittenParameters()
+        self.missing_gradients = gradient_warnings.MissingGradients()
         self._is_clipped = False  # in earlier iterations
         self._clipping = kernels.ListCheck()  # of its own: on a GPU what it has uploaded stays
         self.ranks = Ranks(rows) if ranks is None else ranks
@@ -231,7 +231,7 @@ class SteppedOptimizer:
                     scaler.record_(flags)
         self._unchecked = self.rows.columns.plain
 
-    def shares_parameters_with(self, other: SteppedOptimizer) -> bool:
+    def shares_parameters_with(self, other: Stepper) -> bool:
         """Whether a parameter is stepped by both."""
         ids = {id(p) for p in other.rows.columns.params}
         return any(id(p) in ids for p in self.rows.columns.params)
@@ -241,7 +241,7 @@ class SteppedOptimizer:
         self._discard_left_gradients()
         self.rows.slots.check = None
         if not self.rows.written_outside and self.rows.written():
-            strays.warn_of_written_masters(self.optimizer)
+            gradient_warnings.warn_of_written_masters(self.optimizer)
             self.rows.written_outside = True
             for tell in self._events.masters_written.observers:
                 tell()
@@ -375,7 +375,7 @@ class SteppedOptimizer:
     def refuse_foreign_scaler(self) -> None:
         """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
         if not self.backward_seen:
-            strays.refuse_foreign_scaler(self.optimizer, self.rows)
+            gradient_warnings.refuse_foreign_scaler(self.optimizer, self.rows)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedStep | None, casts: Casts) -> None:
         """Skip, or step: fused, or as the class does it on FP32 gradients. Gradients are unscaled by now.
@@ -398,7 +398,7 @@ class SteppedOptimizer:
             rows.look_at_types()
             rows.judge_half()
         if planned is None and self.needs_kernels:
-            strays.refuse_own_step(self.optimizer, fused, rows.step_input())
+            gradient_warnings.refuse_own_step(self.optimizer, fused, rows.step_input())
         self._refuse_half_a_capture()
         if planned is None or self._is_wrapped:
             self._refuse_capture()
@@ -413,7 +413,7 @@ class SteppedOptimizer:
                 self._skip()
                 return
             if not backward_seen:
-                strays.warn_of_unseen_gradients(self.optimizer, rows)
+                gradient_warnings.warn_of_unseen_gradients(self.optimizer, rows)
             if fused is not None and planned is not None:
                 self._step_fused(fused, planned, decision.flags, casts)
             else:

@@ -131,9 +131,6 @@ def test_parts_are_kept_rather_than_what_they_are_in() -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_recurrent_layer_is_found_though_torch_runs_other_kernels_in_half(level: str) -> None:
-    if level == "O5" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN adds the biases in FP32 on this CPU, and loses nothing")
-
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -72,7 +72,7 @@ def rehearse(
             )
     optimizers, params = backwards.optimizers, [p for one in backwards.all for p in one.rows.columns.params]
     with (
-        _left_gradients_kept(backwards),
+        _spent_gradients_kept(backwards),
         put_back(models, optimizers, [step_fn], params),
         _undone(backwards, scalers),
         torch.compiler.set_stance("force_eager"),
@@ -95,16 +95,16 @@ def rehearse(
 
 
 @contextmanager
-def _left_gradients_kept(backwards: ScaledBackwards) -> Iterator[None]:
+def _spent_gradients_kept(backwards: ScaledBackwards) -> Iterator[None]:
     """Afterwards gradients that a step discarded can be zeroed in place as before."""
-    rows = [one.rows for one in backwards.all if one.rows.left.hear()]
-    states = [bytes(one.left.states) for one in rows]
+    rows = [one.rows for one in backwards.all if one.rows.spent.hear()]
+    states = [bytes(one.spent.states) for one in rows]
     try:
         yield
     finally:
         for one, were in zip(rows, states, strict=True):
-            one.left.restore(were)
-            one.show_left()
+            one.spent.restore(were)
+            one.show_spent()
 
 
 @contextmanager

@@ -121,7 +121,7 @@ class StepHook:
         self._refuse_in_body()
         self._stepped.check_first_use()
         self._backwards.close_windows_into(self._stepped)
-        self._stepped.hide_left()
+        self._stepped.hide_spent()
 
     def _refuse_in_body(self) -> None:
         """Raise AmpStateError in the body of a `scale_loss` that lists the optimizer."""

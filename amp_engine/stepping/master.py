@@ -19,7 +19,7 @@ from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.exact import Exact, exact_of, exact_value, keep_exact, places_moved
 from amp_engine.stepping.master_parameter import GRAD, REQUIRES_GRAD, MasterParameter, own
 from amp_engine.stepping.slots import NO_SLOTS, Slots
-from amp_engine.stepping.spent import Left
+from amp_engine.stepping.spent import Spent
 
 
 class Ledger:
@@ -28,19 +28,23 @@ class Ledger:
     Args:
         params, weights: parameters and their masters, in this order everywhere.
         slots: has the low-precision gradients that stand for theirs.
-        left: says whose gradients were there before a step.
+        spent: says whose gradients were there before a step.
 
     Attributes:
         params, weights: marks of them, taken when each two agreed.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], weights: Sequence[Tensor], slots: Slots | None = None, left: Left | None = None
+        self,
+        params: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        slots: Slots | None = None,
+        spent: Spent | None = None,
     ) -> None:
         self.params = tensor_lists.marks(params)
         self.weights = tensor_lists.marks(weights)
         self.slots = slots or NO_SLOTS
-        self.left = left or Left()
+        self.spent = spent or Spent()
 
     def mark(self) -> None:
         """Declare that masters and parameters agree."""
@@ -98,12 +102,12 @@ class Master(Exact):
         """Discard the held gradient, or the zeros that stand for it, if there is one."""
         if self.row is not None:
             self._ledger.slots.empty(self.row)
-            self._ledger.left.discard(self.row)
+            self._ledger.spent.discard(self.row)
 
     def materialize(self) -> None:
         """Make the float32 gradient from the held one, or of zeros that stand for it, if there is one."""
         self.materialize_held()
-        if self.row is not None and self._ledger.left.is_zero(self.row) and self.gradient() is None:
+        if self.row is not None and self._ledger.spent.is_zero(self.row) and self.gradient() is None:
             with torch.inference_mode(False):
                 GRAD.__set__(self.weight, torch.zeros_like(self.weight, requires_grad=False))
 

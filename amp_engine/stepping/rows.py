@@ -35,7 +35,7 @@ from amp_engine.stepping.master import (
     write_back_all,
 )
 from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, Slots, WholeCheck
-from amp_engine.stepping.spent import Left, seen
+from amp_engine.stepping.spent import Spent, seen
 
 _HELD = int(Slot.HELD)  # which compares in a third of the time
 
@@ -238,15 +238,15 @@ class Rows:
         self._ledger.slots = slots
 
     @property
-    def left(self) -> Left:
+    def spent(self) -> Spent:
         """Which masters had a gradient before a step."""
-        return self._ledger.left
+        return self._ledger.spent
 
     def step_input(self) -> StepInput:
         """What the next step has to do, as of the last scan."""
         columns = self.columns
         gradients, states = self._step_gradients(columns)
-        if zero_rows := [row for row in self.left.zero_rows() if states[row] == Slot.EMPTY]:
+        if zero_rows := [row for row in self.spent.zero_rows() if states[row] == Slot.EMPTY]:
             gradients, states = list(gradients), bytearray(states)
             for row, zeros in zip(zero_rows, _zeros_like([columns.weights[row] for row in zero_rows]), strict=True):
                 gradients[row], states[row] = zeros, Slot.OWN
@@ -327,7 +327,7 @@ class Rows:
             for master in self.masters:
                 master.materialize_held()
         self.slots = NO_SLOTS
-        for row in self.left.zero_rows() if zeros else ():
+        for row in self.spent.zero_rows() if zeros else ():
             if (zeroed := self._columns.masters[row]) is not None:
                 zeroed.materialize()
 
@@ -338,14 +338,14 @@ class Rows:
     def spend_gradients(self, keeps_masters: bool = False) -> None:
         """Discard gradients as after every step, of masters unless they are kept, and notice who zeroes them then."""
         if self.masters:
-            self.left.spend(self._has_gradients())
+            self.spent.spend(self._has_gradients())
         if keeps_masters:
             self.discard_parameter_gradients()
             kept = [m.weight for m in self.masters if m.gradient() is not None]
-            self.left.watch(seen(min(kept, key=Tensor.numel)) if kept else None)
+            self.spent.watch(seen(min(kept, key=Tensor.numel)) if kept else None)
         else:
             self.discard_gradients()
-            self.show_left()
+            self.show_spent()
 
     def _has_gradients(self) -> bytes:
         """Of each row not 0 where there is one, held or its own."""
@@ -355,15 +355,15 @@ class Rows:
             return held
         return bytes(map(or_, held, tensor_lists.gradients(columns.weight_handle)[1]))
 
-    def show_left(self) -> None:
+    def show_spent(self) -> None:
         """Have the smallest master and parameter whose gradients a step discarded show one of 0."""
         if self.masters and not devices.is_capturing(self.masters[0].weight.device):
-            self.left.show(self._smallest_left)
+            self.spent.show(self._smallest_spent)
 
-    def _smallest_left(self) -> list[nn.Parameter]:
-        left = [m for m in self.masters if m.row is not None and self.left.states[m.row]]
-        weights = [m.weight for m in left]
-        params = [m.param for m in left if len(list(masters_of(m.param))) == 1]
+    def _smallest_spent(self) -> list[nn.Parameter]:
+        spent = [m for m in self.masters if m.row is not None and self.spent.states[m.row]]
+        weights = [m.weight for m in spent]
+        params = [m.param for m in spent if len(list(masters_of(m.param))) == 1]
         return [min(those, key=Tensor.numel) for those in (weights, params) if those]
 
     def discard_gradients(self) -> None:
@@ -465,18 +465,18 @@ class MasterRows(Rows):
         self._high = tensor_lists.params([m.weight for m in self.masters])
         self._rescan(groups)
         slots, were = self.slots, [None if m is None else m.row for m in self._columns.masters]
-        is_shown, left = self.left.is_shown, self.left.rearranged(were)
+        is_shown, spent = self.spent.is_shown, self.spent.rearranged(were)
         if slots.count > 0:
             slots = slots.rearranged(were)
-        self._ledger = Ledger([m.param for m in self.masters], [m.weight for m in self.masters], slots, left)
+        self._ledger = Ledger([m.param for m in self.masters], [m.weight for m in self.masters], slots, spent)
         rows = [row for row, master in enumerate(self._columns.masters) if master is not None]
         for place, (master, row) in enumerate(zip(self.masters, rows, strict=True)):
             master.enter(self._ledger, place, row)
         if is_shown:
-            self.show_left()
+            self.show_spent()
         if are_new and tensor_lists.any_gradient(self._low):
-            self.left.zero(m.row for m in self.masters if m.row is not None and is_zero(m.param.grad))
-            self.show_left()
+            self.spent.zero(m.row for m in self.masters if m.row is not None and is_zero(m.param.grad))
+            self.show_spent()
 
     def judge_half(self) -> None:
         """Nothing: low-precision parameters have masters."""
@@ -552,11 +552,11 @@ class MasterRows(Rows):
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        self.left.hear()
+        self.spent.hear()
         with suppress(AmpStateError):  # a parameter that is there beside its master keeps what it has
             self.scan()
-        if self.left.is_zeroed_in_place:
-            self.left.zero_all()
+        if self.spent.is_zeroed_in_place:
+            self.spent.zero_all()
         self.refresh(adopt_data_writes=True)
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):

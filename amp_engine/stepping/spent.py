@@ -1,4 +1,4 @@
-"""Whether somebody touched a gradient."""
+"""Gradients as they were, to tell later if they were touched, and those that a step has spent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _AS_SPENT = bytes([0]) + bytes([_SPENT]) * 255
 _AS_ZERO = bytes([0]) + bytes([_ZERO]) * 255
 
 
-class Left:
+class Spent:
     """The rows whose gradient was discarded by a step, where torch keeps it until somebody zeroes or discards it.
 
     One that is zeroed in place is a gradient of 0 and is stepped. `zero_grad` zeroes what it finds, so the smallest of
@@ -114,10 +114,10 @@ class Left:
         self.states = bytearray(spent if spent == earlier else _either(spent, earlier))
         self._look()
 
-    def rearranged(self, rows: Sequence[int | None]) -> Left:
+    def rearranged(self, rows: Sequence[int | None]) -> Spent:
         """These states in other rows: `rows` has the present place of each, or None."""
         self.hear()
-        result = Left(bytes(0 if row is None else self.states[row] for row in rows))
+        result = Spent(bytes(0 if row is None else self.states[row] for row in rows))
         result.is_zeroed_in_place = self.is_zeroed_in_place
         return result
 

@@ -360,17 +360,17 @@ class Stepper:
         """
         if self._left_gradients and not self.backward_seen and self.rows.has_parameter_gradients():
             self._discard_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
-        self.hide_left()
+        self.hide_spent()
         self.pending.hear(wait=False)
         if hasattr(self.optimizer, "found_inf"):
             self.refuse_foreign_scaler()
         if self.backward_seen:
             self._written_gradients.warn(self.optimizer, self.rows)
 
-    def hide_left(self) -> None:
+    def hide_spent(self) -> None:
         """Take back, from hooks and the step, the gradients that were shown for `zero_grad` to find."""
         if not self._left_gradients:
-            self.rows.left.hear()
+            self.rows.spent.hear()
 
     def refuse_foreign_scaler(self) -> None:
         """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
@@ -452,13 +452,13 @@ class Stepper:
         """Do nothing but discard what the step would have."""
         self.rows.spend_gradients()
         if self._is_wrapped:  # nothing for a wrapper to go by
-            self.rows.left.hide()
+            self.rows.spent.hide()
             tensor_lists.discard_gradients(self.rows.columns.plain)
 
     def _discard_left_gradients(self) -> None:
         """Discard the gradients of the last step that a wrapper was to see."""
         if self._left_gradients:
-            self.rows.left.hear()
+            self.rows.spent.hear()
             self.rows.discard_master_gradients()
         self._left_gradients = False
 

@@ -129,7 +129,7 @@ class Window:
             Whether what arrives will be added to something, so that `end` is to be called.
         """
         if not self._waits:
-            self._rows.left.hear()
+            self._rows.spent.hear()
             self._heed_zero_grad()
         else:
             self._set_out()
@@ -145,7 +145,7 @@ class Window:
 
     def _set_out(self) -> None:
         at_entry = self._end_wait()
-        if self._rows.left.hear():
+        if self._rows.spent.hear():
             at_entry = None  # a step discarded all that masters had
         if self._is_reentered:
             self._take_back()
@@ -188,7 +188,7 @@ class Window:
 
     def adopt(self, stand_in: Backward) -> None:
         """Have the gradients that are there be those of this window, scaled."""
-        self._rows.left.hear()
+        self._rows.spent.hear()
         self._become(State.PREPARED)
         self._rows.materialize()
         self._backward, self._is_claimed = stand_in, False
@@ -232,7 +232,7 @@ class Window:
             self._earlier.pop(id(param), None)
         else:
             master.weight.grad = None
-            self._rows.left.zero([] if param.grad is None else [row])
+            self._rows.spent.zero([] if param.grad is None else [row])
 
     def _zeroed(self, moved: list[tuple[int, bool]]) -> list[int]:
         grads = [(row, self._rows.columns.params[row].grad) for row, was_there in moved if was_there]
@@ -274,10 +274,10 @@ class Window:
         weight, is_zeroed = mark.param, mark.is_zeroed()
         if is_zeroed and GRAD.__get__(weight) is None:
             self._rows.discard_parameter_gradients()
-            self._rows.left.discard_all()
+            self._rows.spent.discard_all()
         elif is_zeroed:
             torch._foreach_zero_([m.param.grad for m in self._rows.masters if m.param.grad is not None])
-            self._rows.left.zero_all()
+            self._rows.spent.zero_all()
         if self._smallest is not None and GRAD.__get__(weight) is self._smallest[2]:
             GRAD.__set__(weight, None)
             self._smallest = None if is_zeroed else self._smallest
@@ -292,7 +292,7 @@ class Window:
             self._set_out()
             return
         params = self._rows.columns.params
-        has_stepped = self._rows.left.hear()
+        has_stepped = self._rows.spent.hear()
         moved = self._moved(self._end_wait())
         if not has_stepped:
             self._heed_zeros(moved)
@@ -516,13 +516,13 @@ class Window:
             self._become(State.LEFT_OPEN)
         elif self._waits and (moved := self._edited()) is not None:
             self._end_wait()
-            has_stepped = self._rows.left.hear()
+            has_stepped = self._rows.spent.hear()
             if not has_stepped:
                 self._heed_zeros(moved)
             self._rows.discard_parameter_gradients()
             self._become(State.CLOSED)
             if has_stepped:
-                self._rows.show_left()
+                self._rows.show_spent()
         elif self._reentered and all(one.is_untouched() for one in self._reentered):
             self.leave_open()
         elif not self.is_closed:
@@ -576,9 +576,9 @@ class Window:
             elif earlier is not None:
                 master.weight.grad = earlier
         if is_gone:
-            self._rows.left.discard_all()
+            self._rows.spent.discard_all()
         elif zeroed:
-            self._rows.left.zero_all(had)
+            self._rows.spent.zero_all(had)
 
     def _written_params(self) -> Iterator[nn.Parameter]:
         """What a backward accumulates into: the model's own parameters."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from amp_engine import amp
 from amp_engine.optimizers import FusedAdam, FusedSGD
-from amp_engine.stepping.spent import Left
+from amp_engine.stepping.spent import Spent
 from tests.support import MASTER_LEVELS, assert_bitwise
 
 
@@ -219,7 +219,7 @@ def test_zeroed_gradients_are_stepped_in_loops_of_every_kind(loop: Any, name: st
 @pytest.mark.parametrize("memory", [torch.zeros(3, dtype=torch.half), torch.zeros(2, dtype=torch.bfloat16)])
 def test_a_parameter_whose_memory_was_replaced_shows_a_gradient_that_fits(memory: Tensor) -> None:
     param = nn.Parameter(torch.zeros(2, dtype=torch.half))
-    left = Left(b"\1")
+    left = Spent(b"\1")
     for data in (param.data, memory):
         param.data = data
         left.show(lambda: [param])

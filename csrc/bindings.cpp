@@ -242,17 +242,17 @@ PYBIND11_MODULE(_C, m) {
   m.def("cast_copy_", &cast_copy_);
   m.def(
       "update_scale_",
-      [](at::Tensor const& scale, at::Tensor const& growth_tracker, at::Tensor const& found_inf,
-         OptionalTensor const& hysteresis_tracker, OptionalTensor const& inv_scale_used,
-         OptionalTensor const& found_inf_used, double growth_factor, double backoff_factor, int growth_interval,
-         double min_scale, double max_scale, int hysteresis, bool dynamic) {
+      [](at::Tensor const& scale, at::Tensor const& growth_tracker, at::Tensor const& found_inf, double growth_factor,
+         double backoff_factor, int growth_interval, double min_scale, double max_scale,
+         OptionalTensor const& hysteresis_tracker, int hysteresis, bool dynamic, OptionalTensor const& inv_scale_used,
+         OptionalTensor const& found_inf_used) {
         update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, inv_scale_used, found_inf_used,
                      {growth_factor, backoff_factor, min_scale, max_scale, growth_interval, hysteresis, dynamic});
       },
-      py::arg("scale"), py::arg("growth_tracker"), py::arg("found_inf"), py::arg("hysteresis_tracker") = py::none(),
-      py::arg("inv_scale_used") = py::none(), py::arg("found_inf_used") = py::none(), py::kw_only(),
-      py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("growth_interval"), py::arg("min_scale"),
-      py::arg("max_scale"), py::arg("hysteresis") = 1, py::arg("dynamic") = true);
+      py::arg("scale"), py::arg("growth_tracker"), py::arg("found_inf"), py::arg("growth_factor"),
+      py::arg("backoff_factor"), py::arg("growth_interval"), py::arg("min_scale"), py::arg("max_scale"),
+      py::arg("hysteresis_tracker") = py::none(), py::arg("hysteresis") = 1, py::arg("dynamic") = true,
+      py::arg("inv_scale_used") = py::none(), py::arg("found_inf_used") = py::none());
 
   py::class_<Params, std::shared_ptr<Params>>(m, "params", "Tensors whose Python list was read once.")
       .def(py::init<py::iterable const&>())
@@ -367,7 +367,7 @@ PYBIND11_MODULE(_C, m) {
             self.step(in(grads), scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest,
                       gradient_norm);
           },
-          py::arg("grads"), py::arg("scaled"), py::arg("groups"), py::kw_only(), py::arg("inv_scale") = py::none(),
+          py::arg("grads"), py::arg("scaled"), py::arg("groups"), py::arg("inv_scale") = py::none(),
           py::arg("found_inf") = py::none(), py::arg("norm") = py::none(),
           py::arg("max_norm") = std::numeric_limits<double>::infinity(), py::arg("checks") = py::none(),
           py::arg("gradient_norm") = py::none());

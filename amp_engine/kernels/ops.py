@@ -74,7 +74,7 @@ def l2norm(tensors: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
     lambda outputs, inputs, factor: _fake_checks(inputs),
     Checks,
 )
-def scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], /, factor: Tensor) -> Checks:
+def scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: Tensor, /) -> Checks:
     """`output[...] = input * factor` pairwise, in float32, rounded once to the type of each output.
 
     Args:
@@ -100,7 +100,7 @@ def scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], /, factor: Tenso
     Checks,
 )
 def axpby_(
-    outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], /, a: Tensor | None, b: Tensor | None
+    outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], a: Tensor | None, b: Tensor | None, /
 ) -> Checks:
     """`output[...] = fma(a, x, b * y)` triple by triple, in float32, rounded once to the type of each output.
 
@@ -138,9 +138,9 @@ def cast_copy_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> None:
 
 
 @operation(
-    "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) found_inf, Tensor(d!)? hysteresis_tracker=None, "
-    "Tensor(e!)? inv_scale_used=None, Tensor(f!)? found_inf_used=None, *, float growth_factor, float backoff_factor, "
-    "int growth_interval, float min_scale, float max_scale, int hysteresis=1, bool dynamic=True) -> ()",
+    "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) found_inf, float growth_factor, float backoff_factor, "
+    "int growth_interval, float min_scale, float max_scale, Tensor(d!)? hysteresis_tracker=None, int hysteresis=1, "
+    "bool dynamic=True, Tensor(e!)? inv_scale_used=None, Tensor(f!)? found_inf_used=None) -> ()",
     fake_nothing,
 )
 def update_scale_(
@@ -148,17 +148,16 @@ def update_scale_(
     /,
     growth_tracker: Tensor,
     found_inf: Tensor,
-    hysteresis_tracker: Tensor | None = None,
-    inv_scale_used: Tensor | None = None,
-    found_inf_used: Tensor | None = None,
-    *,
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
     min_scale: float,
     max_scale: float,
+    hysteresis_tracker: Tensor | None = None,
     hysteresis: int = 1,
     dynamic: bool = True,
+    inv_scale_used: Tensor | None = None,
+    found_inf_used: Tensor | None = None,
 ) -> None:
     """Adjust a dynamic loss scale after one backward, in place.
 

@@ -67,7 +67,6 @@ class StepTable:
         grads: TensorList,
         scaled: Sequence[bool],
         groups: Sequence[Formula],
-        *,
         inv_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         norm: Tensor | None = None,

@@ -30,7 +30,6 @@ class StepTable(Protocol):
         grads: TensorList,
         scaled: Sequence[bool],
         groups: Sequence[Formula],
-        *,
         inv_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         norm: Tensor | None = None,

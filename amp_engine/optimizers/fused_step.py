@@ -177,11 +177,12 @@ class FusedStep:
                 gradients if rows is None else [gradients[i] for i in rows],
                 scaled if rows is None else [scaled[i] for i in rows],
                 groups,
-                inv_scale=_on(inv_scale, device),
-                found_inf=_on(found_inf, device),
-                norm=_on(norm, device),
-                max_norm=max_norm,
-                checks=checks if rows is None else None,
+                # By place, as pybind looks each name up.
+                _on(inv_scale, device),
+                _on(found_inf, device),
+                _on(norm, device),
+                max_norm,
+                checks if rows is None else None,
             )
 
     def widen_moments(self) -> None:

@@ -151,20 +151,21 @@ class LossScaler:
         found_inf = torch.empty_like(self.found_inf)
         inv_scale = torch.empty_like(self.scale)
         used = self.scale.clone() if self.auto is not None and closed is None else None
+        # By place: pybind looks each name up, and that takes twice as long as the update.
         kernels.update_scale_(
             self.scale,
             self.unskipped,
             self.found_inf,
-            growth_factor=self.scale_factor,
-            backoff_factor=self._backoff_factor or 1.0 / self.scale_factor,
-            growth_interval=self._scale_seq_len,
-            min_scale=self._min_loss_scale,
-            max_scale=self._max_loss_scale,
-            hysteresis_tracker=self._overflows_left if self._hysteresis > 1 else None,
-            hysteresis=self._hysteresis,
-            dynamic=self.dynamic and self.auto is None,
-            inv_scale_used=inv_scale,
-            found_inf_used=found_inf,
+            self.scale_factor,
+            self._backoff_factor or 1.0 / self.scale_factor,
+            self._scale_seq_len,
+            self._min_loss_scale,
+            self._max_loss_scale,
+            self._overflows_left if self._hysteresis > 1 else None,
+            self._hysteresis,
+            self.dynamic and self.auto is None,
+            inv_scale,
+            found_inf,
         )
         if closed is not None and is_still:
             closed.learn_inverse(inv_scale)

@@ -54,9 +54,8 @@ def step_arguments(formula):
 
 def scale_arguments(kept):
     tracker, left = torch.tensor(0, dtype=torch.int32), torch.tensor(2, dtype=torch.int32)
-    optional = (left, scalar(), scalar()) if kept else (None, None, None)
-    rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "min_scale": 1.0, "max_scale": 16.0}
-    return (scalar(4.0), tracker, scalar(1.0), *optional), rule
+    optional = (left, 2, True, scalar(), scalar()) if kept else ()
+    return (scalar(4.0), tracker, scalar(1.0), 2.0, 0.5, 3, 1.0, 16.0, *optional), {}
 
 
 CALLS = {

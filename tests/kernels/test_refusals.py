@@ -93,6 +93,8 @@ def test_a_tensor_that_is_not_walked_in_any_list(op):
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_tensor_that_is_not_walked_of_any_kind(kind):
+    # Of one list alone, where no partner of another layout gives it away.
+    called("check", {"tensors": [made(1)[0], BAD[kind]()]}, ("tensors", 1))
     for name in OPERATIONS["adam_"][0]:
         lists = lists_of("adam_")
         lists[name][1] = BAD[kind]()

@@ -2,7 +2,7 @@
 
     python -m tests.tools.breakages --out build/breakages              100 lines: the tests once, then each breakage
     python -m tests.tools.breakages --out build/breakages --list       which lines
-    python -m tests.tools.breakages --out build/breakages -- --variants 3      arguments of pytest: a smaller suite
+    python -m tests.tools.breakages --out build/breakages -- --cases pairs     arguments of pytest: a smaller suite
 
 First all tests run once in a copy of the tree that notes which tests reach which line. Then each line is broken in
 another copy, and the tests that reach it run until one fails, of each file and function one first. A crash and a hang
@@ -10,7 +10,7 @@ count as noticed. Tests that fail in the unbroken tree are left out. What is don
 command goes on after an interruption, and where it writes report.txt.
 
 Which lines are broken, and how, depends on the code alone: see tests/tools/mutations.py. Some breakages change nothing
-that a test could notice: name those that you find by reading in a file for --equivalent, and they are not counted.
+that a test could notice: those found by reading stand in tests/tools/equivalent.txt, and are not counted.
 """
 
 from __future__ import annotations
@@ -300,10 +300,8 @@ def report(breakages: list[Breakage], results: dict[str, Result], equivalent: di
     return "\n".join(lines) + "\n"
 
 
-def read_equivalent(file: Path | None) -> dict[str, str]:
-    """The reason of each breakage that nobody could notice: lines of a name and a reason."""
-    if file is None:
-        return {}
+def read_equivalent(file: Path) -> dict[str, str]:
+    """The reason of each breakage that no test could notice: lines of a name and a reason."""
     parts = [line.partition(" ") for line in file.read_text().splitlines() if line.strip()]
     return {name: reason for name, _, reason in parts}
 
@@ -318,7 +316,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="of these the ones with such names")
     parser.add_argument("--workers", type=int, default=2, help="how many processes test side by side")
     parser.add_argument("--at-most", type=int, default=2000, metavar="TESTS", help="for each breakage (default 2000)")
-    parser.add_argument("--equivalent", type=Path, help="a file with lines of a name and why nobody could notice it")
     parser.add_argument("--list", action="store_true", help="say what would be broken, and stop")
     parser.add_argument("--report", action="store_true", help="write the report of what is done, and stop")
     parser.add_argument("arguments", nargs="*", help="arguments for pytest, after --")
@@ -332,7 +329,7 @@ def main() -> None:
         tests = session.tests()
         session.breakages = [b for b in breakages if not options.only or b.name in options.only]
         session.run(tests)
-    text = report(breakages, session.results(), read_equivalent(options.equivalent))
+    text = report(breakages, session.results(), read_equivalent(HERE / "equivalent.txt"))
     if not options.list:
         session.out.mkdir(parents=True, exist_ok=True)
         (session.out / "report.txt").write_text(text)

@@ -1,4 +1,4 @@
-"""Gradients by themselves: added, multiplied, in memory of their own; sparse ones, too."""
+"""Arithmetic of gradients, dense and sparse: add, multiply, copy into memory of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from amp_engine.kernels import tensor_lists
 def without(
     rows: Sequence[int], grads: Sequence[Tensor | None], accesses: bytes
 ) -> tuple[Sequence[Tensor | None], bytes]:
-    """The gradients, and how they can be taken, without those of some rows."""
+    """Return gradients and accesses with None and NONE at `rows`."""
     left_grads, left_accesses = list(grads), bytearray(accesses)
     for row in rows:
         left_grads[row], left_accesses[row] = None, tensor_lists.NONE
@@ -25,25 +25,25 @@ def without(
 
 
 def readable(param: nn.Parameter) -> Tensor:
-    """The gradient that `param` has, as torch's operators take it."""
+    """Return the gradient of `param` in a form that torch's operators take; `param` must have one."""
     grad = param.grad
     assert grad is not None
     if not grad.is_sparse:
         return tensor_lists.written_out(grad)
-    # One entry an index, so that values that overflow together are seen to.
+    # One entry for each index, so that entries whose sum overflows are found.
     return grad.coalesce()
 
 
 def values(grad: Tensor) -> Tensor:
-    """What is stored of `grad`."""
+    """Return the stored values of `grad`: for a sparse one those of its entries."""
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
 @torch.no_grad()
 def largest_and_squares(values: Tensor, has_squares: bool = True) -> Tensor:
-    """The largest magnitude and the sum of squares: float64, shape [2]. No host sync.
+    """Return the largest magnitude and the sum of squares: float64, shape [2]. No host sync.
 
-    The largest is NaN if there is one, and inf only if there is one. Squares are NaN without `has_squares`.
+    The largest is NaN if there is a NaN, and inf only if there is an inf. The sum is NaN without `has_squares`.
     """
     if values.numel() == 0:
         return torch.zeros(2, dtype=torch.float64, device=values.device)
@@ -53,7 +53,10 @@ def largest_and_squares(values: Tensor, has_squares: bool = True) -> Tensor:
 
 
 def nonfinite(grads: Sequence[Tensor]) -> list[Tensor]:
-    """True somewhere if an element is not finite: bool, on the devices of `grads`, of any form. No host sync."""
+    """Return flags that hold a True if an element is not finite: bool, any shape, on the devices of `grads`.
+
+    No host sync.
+    """
     try:
         return [kernels.check(grads).nonfinite]
     except AmpValueError:  # sparse, float64, with gaps in memory, or on several devices
@@ -62,7 +65,7 @@ def nonfinite(grads: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def accumulate(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    """`param.grad += grad` for each pair; where there is no gradient yet, it is `grad` itself."""
+    """Do `param.grad += grad` for each pair; a parameter without a gradient gets `grad` itself."""
     totals, grads = [], []
     for param, grad in pairs:
         if param.grad is None:
@@ -76,7 +79,7 @@ def accumulate(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`grad * factor` in `dtype`, computed in float32 or, for float64, in float64."""
+    """Return `grad * factor` in `dtype`, computed in float32 or, for float64, in float64."""
     with torch.no_grad():
         if not grad.is_sparse:
             return (grad * factor.to(grad.dtype) if grad.dtype == torch.float64 else grad.float() * factor).to(dtype)
@@ -85,7 +88,7 @@ def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def own_memory(grad: Tensor) -> Tensor:
-    """`grad`, or a copy if others have its memory."""
+    """Return `grad`, or a copy if it shares its memory."""
     # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
     if grad.is_sparse or is_sharded(grad):
         return grad

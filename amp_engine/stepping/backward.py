@@ -20,27 +20,27 @@ from amp_engine.stepping.slots import Checked
 
 
 class Backward:
-    """What a loss is scaled by, what was found in its gradients, and what that means for the next step.
+    """The scale of a loss, the checks of its gradients, and their outcome for the next step.
 
-    One for all optimizers of a `scale_loss`.
+    All optimizers of a `scale_loss` share one.
 
     Args:
-        scaler: hears of an overflow.
-        loss_id: its number.
+        scaler: is told of an overflow.
+        loss_id: number of the loss.
         snapshot: the scale, as it was at the entry.
 
     Attributes:
-        value: of the last loss that was backpropagated, if the host read it at the entry; None else.
-        loss: that loss, of any shape, where it is not one number on the host; None else.
-        checked: what was found, for each optimizer and device.
-        order: of parameters in the forward, as `forward_order` tells; of an earlier one where none was taken of this.
-        origin: where the forward stopped to be finite, if somebody looked.
-        elements: how many were not finite in the gradient of `first_nonfinite`, if somebody looked while it was there.
-        skips: whether an overflow skips the step, or is only reported.
-        reduction: by which several ranks agreed on the overflow; None where this one decides alone.
-        earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; looked at for "auto" alone.
-        of_replicas: whether all of them have the same gradients once they are reduced.
-        outcome: what it came to; after `conclude`.
+        value: the last loss that was backpropagated, if the host read it at the entry; else None.
+        loss: that loss, of any shape, if it is not one number on the host; else None.
+        checked: the checks, one for each optimizer and device.
+        order: the order of parameters in the forward, as `forward_order` gives it, maybe of an earlier forward.
+        origin: the place where the forward stopped being finite; None if it was not looked for.
+        elements: count of elements that are not finite in the gradient of `first_nonfinite`; None if not counted.
+        skips: True if an overflow skips the step; False if it is only reported.
+        reduction: lets several ranks agree on the overflow; None if this rank decides alone.
+        earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; set for "auto" alone.
+        of_replicas: True if all ranks have the same gradients once they are reduced.
+        outcome: the outcome; set by `conclude`.
     """
 
     outcome: Outcome
@@ -62,8 +62,8 @@ class Backward:
         self.number = 0  # of the scaled backwards of its engine, from 1
 
     def conclude(self, found_inf: Tensor) -> None:
-        """All gradients were checked, and the scaler was updated, which gave `found_inf`. No host sync."""
-        # Found by the largest magnitude: finite gradients whose squares overflow are no overflow.
+        """Set the outcome, after all checks: updating the scaler gave `found_inf`. No host sync."""
+        # The largest magnitude tells: finite gradients whose squares overflow are no overflow.
         auto = self.scaler.auto
         self.outcome = Outcome(
             found_inf,
@@ -77,25 +77,25 @@ class Backward:
         )
 
     def give_loss(self, other: Backward) -> None:
-        """Have the last loss of `other` be this one, with what is known of it."""
+        """Make the last loss of this one, with its value, origin and number, the last loss of `other`."""
         other.loss, other.value, other.origin, other.number = self.loss, self.value, self.origin, self.number
         other.earlier_loss_is_bad = self.earlier_loss_is_bad
 
     def settle(self) -> None:
-        """Have `conclude` called, if it waits for what other ranks found."""
+        """Have `conclude` called now, if it still waits for other ranks."""
         self.scaler.settle()
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of the ranks that agreed on the overflow."""
+        """True if this rank is rank 0 of the groups that agreed on the overflow, or decided alone."""
         return self.reduction is None or self.reduction.is_first
 
     def is_the_same_on_all_ranks(self) -> bool:
-        """Whether each rank that agreed found the overflow itself, in the same gradients. Waits for the device."""
+        """True if each rank that agreed found the overflow itself, in the same gradients. Waits for the device."""
         return self.of_replicas and self.reduction is not None and self.reduction.is_unanimous()
 
     def loss_is_bad(self) -> Tensor | None:
-        """!= 0 if a loss of it was not finite before scaling: float32, shape []. None if nobody told. No host sync."""
+        """Return float32 of shape [], != 0 if a loss was not finite before scaling; None if unknown. No host sync."""
         device = self.snapshot.scale.device
         if self.value is not None:
             bad = number_on(device, float(not math.isfinite(self.value)))
@@ -106,16 +106,16 @@ class Backward:
         return bad if self.earlier_loss_is_bad is None else torch.maximum(bad, self.earlier_loss_is_bad)
 
     def for_auto_scale(self, groups: Sequence[dist.ProcessGroup]) -> tuple[Tensor | None, Tensor | None]:
-        """What an "auto" scale goes by: largest magnitude of the scaled gradients, `loss_is_bad`; over all `groups`.
+        """Return the inputs of an "auto" scale, over all `groups`: the largest scaled gradient, and `loss_is_bad`.
 
-        float32, shape []; None where nobody looked. One message of 8 bytes a group. No host sync otherwise.
+        Both are float32, shape []; None if unknown. Sends one message of 8 bytes a group; else no host sync.
         """
         found = [checked.checks.largest.max() for checked in self.checked if len(checked.checks.largest) > 0]
         device = self.snapshot.scale.device
         bad = self.loss_is_bad()
         if not groups:
             largest = torch.stack([moved(one, device) for one in found]).max() if found else None
-            # Ranks that reduce gradients by themselves find the same in them, and not in their losses.
+            # Ranks that reduce gradients by themselves have the same gradients, but different losses.
             return largest, None if has_ranks() else bad
         numbers = [moved(one, device) for one in found] or [torch.zeros((), device=device)]
         both = torch.stack([torch.stack(numbers).max(), torch.zeros((), device=device) if bad is None else bad])
@@ -125,17 +125,20 @@ class Backward:
         return both[0], both[1] if are_all else None
 
     def first_nonfinite(self) -> tuple[Tensor, bool] | None:
-        """The parameter whose gradient the backward found not finite first, and whether there is a NaN in it.
+        """Return the first parameter in the backward whose gradient is not finite, and True if it holds a NaN.
 
-        A backward goes from the last to the first, so the last one in the forward was reached first. In the order of
-        the optimizer where the graph tells none. Waits for the device.
+        A backward runs against the forward, so this is the last such parameter of the forward. Without an order from
+        the graph the order of the optimizer counts. Waits for the device.
         """
         found = self.nonfinite()
         places = [(self.order.get(id(param), (0, 0)), row) for row, (param, _) in enumerate(found)]
         return found[max(places)[1]] if places else None
 
     def nonfinite(self) -> list[tuple[Tensor, bool]]:
-        """The parameters whose gradients are not finite, and whether there is a NaN in each. Waits for the device."""
+        """Return the parameters whose gradients are not finite, each with True if it holds a NaN.
+
+        Waits for the device.
+        """
         # NaN has more bits than inf, so the largest magnitude is NaN if there is one.
         return [
             (param, math.isnan(largest))

@@ -1,4 +1,4 @@
-"""Clipping of gradients by their norm, which the check has taken already."""
+"""Clipping of gradients by their norm, which the check has computed already."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def clip_grad_norm_(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Clip the gradients of an optimizer. As `Engine.clip_grad_norm_`, which says what is done when.
+    """Clip the gradients of an optimizer, for `Engine.clip_grad_norm_`, which documents the cases.
 
     Args:
-        groups: of the optimizer.
-        stepped: what stands for it, or None if it was not initialized.
+        groups: the groups of the optimizer.
+        stepped: the Stepper of the optimizer, or None if it was not initialized.
 
     Returns:
         The norm before clipping: float32, shape []. No host sync without `error_if_nonfinite`.
@@ -62,7 +62,7 @@ def clip_grad_norm_(
 
 
 def _with_readable_gradients(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
-    """The parameters of groups, each with a gradient that torch writes in a list."""
+    """Return the parameters of `groups`; lazy gradients, which torch cannot write in a list, become clones."""
     params = [p for group in groups for p in group["params"]]
     for p in params:
         if (grad := p.grad) is not None and is_lazy(grad):
@@ -72,4 +72,4 @@ def _with_readable_gradients(groups: Sequence[dict[str, Any]]) -> list[nn.Parame
 
 def _total_norm(params: Sequence[nn.Parameter], norm_type: float) -> Tensor:
     norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
-    return norm.to(params[0].device) if params else norm  # of no gradients it is on the CPU
+    return norm.to(params[0].device) if params else norm  # without gradients the norm is on the CPU

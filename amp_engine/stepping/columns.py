@@ -1,4 +1,4 @@
-"""What an optimizer steps, in the order of its groups, as it was when somebody looked."""
+"""Weights, parameters and masters of an optimizer at one moment, in the order of its groups."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Columns(NamedTuple):
     """One row for each entry of the groups.
 
     Attributes:
-        weights: n; the entries of its groups.
-        params: n; the model's own parameters: what a backward accumulates into.
-        masters: n; what is between the two, or None where they are one.
-        copies: n; those of `params` that have a master, else None.
-        plain: the parameters without a master,
-        plain_rows: and where they are;
-        plain_mask: n; not 0 there.
-        has_shards: whether some of `weights` are DTensors.
-        asks: whether some of `plain` have a `.grad` of their own to be asked, as masters of another optimizer do;
+        weights: n; the entries of the groups.
+        params: n; the model's own parameters, which a backward accumulates into.
+        masters: n; the master of each row, or None if its weight is the parameter.
+        copies: n; the parameters that have a master, else None.
+        plain: the parameters without a master.
+        plain_rows: the rows of `plain`.
+        plain_mask: n; not 0 in the rows of `plain`.
+        has_shards: True if some of `weights` are DTensors.
+        asks: True if some of `plain` compute their `.grad` when read, as masters of another optimizer do.
         weight_handle, param_handle, plain_handle: `weights`, `params` and `plain`, in the form that loops read fastest.
     """
 
@@ -44,7 +44,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(groups: list[dict[str, Any]], find: Callable[[nn.Parameter], Master | None]) -> Columns:
-    """What is in `groups`; `find` gives the master of an entry, or None."""
+    """Return the columns of `groups`; `find` gives the master of an entry, or None."""
     weights = tuple(p for group in groups for p in group["params"])
     masters = tuple(map(find, weights))
     copies = tuple(None if m is None else m.param for m in masters)

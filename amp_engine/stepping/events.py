@@ -16,7 +16,7 @@ P = ParamSpec("P")
 
 
 class Event(Generic[P]):
-    """One kind of notification: `for tell in event.observers: tell(...)`, which costs nothing where there are none.
+    """One kind of notification: `for tell in event.observers: tell(...)`, which is free without observers.
 
     Attributes:
         observers: in the order in which they subscribed.
@@ -26,7 +26,7 @@ class Event(Generic[P]):
         self.observers: tuple[Callable[P, None], ...] = ()
 
     def subscribe(self, observer: Callable[P, None]) -> Callable[[], None]:
-        """Have `observer` called each time. Returns a function that ends that."""
+        """Have `observer` called each time. Returns a function that unsubscribes it."""
         self.observers = (*self.observers, observer)
         return lambda: self._unsubscribe(observer)
 
@@ -39,17 +39,17 @@ class Events:
     """The events that observers can subscribe to.
 
     Attributes:
-        entering: the context that `scale_loss` gave is about to be entered.
-        entered: the context, its loss and the scale of that: the body is about to be run.
-        leaving: the context, whose body has ended or raised.
-        closed: the rows of the optimizers and their Backward, while gradients are as the step will find them. Half
-            gradients of masters are still scaled; without a Backward nothing was scaled or checked.
-        left: the context, after all that its exit does.
-        unchecked: number of the backward, loss_id, value and origin of a loss that is not finite and whose gradients
-            are not checked; of several in a row the first.
-        skipped: how many steps in a row were skipped, and the backwards because of which the last one was.
-        reported: a backward whose overflow did not skip, or that left gradients of 0 at a scale too low.
-        masters_written: masters of an optimizer turned out to be written outside of its steps.
+        entering: gives the context of a `scale_loss` before it is entered.
+        entered: gives the context, its loss and the scale, before the body runs.
+        leaving: gives the context, after its body has ended or raised.
+        closed: gives the rows of the optimizers and their Backward, while gradients are as the step will find them.
+            Half gradients of masters are still scaled; without a Backward nothing was scaled or checked.
+        left: gives the context, after its whole exit.
+        unchecked: gives number of the backward, loss_id, value and origin of a loss that is not finite and whose
+            gradients are not checked; only of the first of several in a row.
+        skipped: gives the number of steps skipped in a row, and the backwards that made the last one skip.
+        reported: gives a backward whose overflow did not skip, or that left gradients of 0 at a scale too low.
+        masters_written: tells that masters of an optimizer were written outside of its steps.
     """
 
     entering: Event[[object]] = field(default_factory=Event)

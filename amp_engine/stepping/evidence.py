@@ -1,4 +1,4 @@
-"""What is kept of a backward while it is there, for whoever explains an overflow when the host hears of it."""
+"""Evidence from a backward, kept to explain its overflow once the host learns of it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from amp_engine.stepping.forward_order import Order, forward_order, origin_of_no
 
 
 class Evidence:
-    """Looks where it costs nothing while all is well: on a CPU, at what was found already; on a GPU, after a skip.
+    """Collects evidence at no cost while all is well: on a CPU from the finished checks, on a GPU after a skip.
 
     Args:
-        scaling: whether a loss that is not finite is to be expected.
-        events: of its engine.
+        scaling: tells if a loss that is not finite is to be expected.
+        events: the events of the engine.
 
     Attributes:
-        is_rehearsal: a batch is run to be looked at: no step is taken, and nothing is kept.
+        is_rehearsal: True while a batch is rehearsed: no step is taken, and nothing is kept.
     """
 
     def __init__(self, scaling: Scaling, events: Events) -> None:
@@ -32,13 +32,13 @@ class Evidence:
         self._scaling = scaling
         self._events = events
         self._count = 0
-        # By loss_id. They hold no tensors: parameters are there by id.
+        # By loss_id. They hold ids of parameters, and no tensors.
         self._orders: dict[int, Order] = {}
-        self._losses: dict[int, HostNumbers] = {}  # where gradients are not checked, on their way from a GPU
+        self._losses: dict[int, HostNumbers] = {}  # losses whose gradients are not checked, on their way from a GPU
         self._told: set[int] = set()
 
     def enter(self, backward: Backward, loss: Tensor) -> None:
-        """Before a backward that is checked: where its loss stopped to be finite, if the host may look."""
+        """Before a backward that is checked: note where its loss stopped being finite, if the host may look."""
         if self.is_rehearsal:
             return
         self._count = backward.number = self._count + 1
@@ -53,7 +53,7 @@ class Evidence:
         self._scaling.heard_of_loss(is_finite=True)
 
     def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:
-        """Before a backward whose gradients nobody checks: say of a loss that it is not finite."""
+        """Before a backward whose gradients are not checked: tell observers of a loss that is not finite."""
         if self.is_rehearsal:
             return
         self._count += 1
@@ -69,7 +69,7 @@ class Evidence:
             self._scaling.history.track(loss_id).losses.append((self._count, value))
 
     def _may_read_unchecked(self, loss: Tensor, loss_id: int) -> bool:
-        """Whether the host may wait for this loss, since the last one that has arrived was not finite."""
+        """True if the host may wait for this loss: the last one that arrived was not finite."""
         sent = self._losses.get(loss_id)
         if sent is not None and not sent.is_known():
             return False
@@ -78,12 +78,12 @@ class Evidence:
         return self._may_read(loss)
 
     def keep(self, backward: Backward, loss: Tensor | None, overflowed: bool, is_in_trouble: bool) -> None:
-        """After the checks of a backward.
+        """After the checks of a backward: keep the order of its parameters, and count elements that are not finite.
 
         Args:
-            loss: whose graph tells the order of the parameters, if it is known.
-            overflowed: whether the host knows that something of it was not finite.
-            is_in_trouble: whether steps are being skipped on a GPU.
+            loss: its graph tells the order of the parameters; None if it is not known.
+            overflowed: True if the host knows of a gradient that is not finite.
+            is_in_trouble: True while steps are being skipped on a GPU.
         """
         if self.is_rehearsal:
             return
@@ -98,7 +98,7 @@ class Evidence:
                 backward.elements = int((~arithmetic.values(local_of(grad)).isfinite()).sum())
 
     def _may_read(self, loss: Tensor) -> bool:
-        """Whether the host may read the loss: it is there, or steps are in trouble and it may wait."""
+        """True if the host may read the loss: it is on the CPU, or steps are in trouble and the host may wait."""
         if not is_number(loss):
             return False
         return loss.is_cpu or (self._scaling.expects_nonfinite and not is_capturing(loss.device))

@@ -1,7 +1,7 @@
-"""Where the float32 value of a low-precision parameter is kept: in a master beside it, or in a remainder.
+"""Keepers of the float32 value of a low-precision parameter: a master beside it, or a remainder.
 
-`state_dict` finds them by the identity of the parameter, so that a hook needs no engine and a deepcopy, whose
-parameters are others, finds none.
+`state_dict` finds keepers by the identity of the parameter, so a hook needs no engine, and a deepcopy, which has
+other parameters, finds none.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Maker(Protocol):
     """Makes keepers for the parameters in an optimizer's groups."""
 
     def look_for_joined(self) -> None:
-        """Make those of parameters that joined the groups."""
+        """Make keepers for parameters that joined the groups."""
 
 
-# Live parameter -> weak references to what keeps its value.
+# Live parameter -> weak references to the keepers of its value.
 _KEEPERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-# The rows of optimizers that make them, for what joins the groups.
+# Rows of optimizers, which make keepers for parameters that join the groups.
 _MAKERS: weakref.WeakSet[Maker] = weakref.WeakSet()
 
-# Where the memory of such parameters and of masters begins and ends, in order; empty until somebody asks after one has
-# moved.
+# Begin and end of the memory of these parameters and of masters, in order; emptied when one moves, and refilled on
+# demand.
 _PLACES: list[tuple[int, int, TensorWeakRef]] = []
 
 
@@ -45,7 +45,7 @@ class Exact:
         param: the parameter.
     """
 
-    # A garbage collection goes through every dictionary, and making 50,000 of them sets off many.
+    # Slots: a garbage collection visits every dictionary, and making 50,000 of them triggers many.
     __slots__ = ("__weakref__", "_incoming", "param")
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -57,65 +57,65 @@ class Exact:
         self._incoming = value
 
     def pop_expected(self) -> Tensor | None:
-        """That value, which is held no more."""
+        """Return the expected value, and hold it no longer."""
         value, self._incoming = self._incoming, None
         return value
 
     def in_sync(self) -> bool:
-        """Whether nobody but us wrote the parameter since it was rounded from the value."""
+        """True if only this keeper wrote the parameter since it was rounded from the value."""
         raise NotImplementedError
 
     def counts(self) -> bool:
-        """True if the parameter was rounded from `value`, where it was not written since."""
+        """True if the parameter was rounded from `value` wherever it was not written since."""
         return self.in_sync()
 
     def value(self) -> Tensor:
-        """The value before rounding, if it counts for the model: float32, new memory. No host sync.
+        """Return the value before rounding, for one that counts: float32, new memory. No host sync.
 
-        Where the parameter is not this value rounded somebody wrote it through `.data`, and it counts.
+        An element of the parameter that is not this value rounded was written through `.data`, and counts itself.
         """
         raise NotImplementedError
 
     def take(self, value_f32: Tensor) -> None:
-        """Keep `value_f32`, which has been rounded into the parameter, from now on."""
+        """Keep `value_f32` from now on; it has been rounded into the parameter already."""
         raise NotImplementedError
 
     def memory(self) -> Tensor | None:
-        """Memory of its own that somebody else may write."""
+        """Return the memory of this keeper that others may write; None without any."""
         raise NotImplementedError
 
 
 def keep_exact(one: Exact) -> None:
-    """Have `one` found by its parameter, for as long as both live, behind those that are found already."""
+    """Register `one` for its parameter, behind earlier keepers, for as long as both live."""
     _PLACES.clear()
     _KEEPERS[one.param] = [weakref.ref(other) for other in (*exact_of(one.param), one)]
 
 
 def add_maker(maker: Maker) -> None:
-    """Have `maker` look for parameters before a checkpoint is loaded, until `discard_maker`."""
+    """Have `maker` look for joined parameters before a checkpoint is loaded, until `discard_maker`."""
     _MAKERS.add(maker)
 
 
 def discard_maker(maker: Maker) -> None:
-    """Its optimizer has its parameters back."""
+    """Stop asking `maker`: its optimizer has its parameters back."""
     _MAKERS.discard(maker)
 
 
 def make_for_joined() -> None:
-    """Keep the values of parameters that joined since the last backward; the next one says what it refuses."""
+    """Make keepers for parameters that joined since the last backward; the next one reports refused parameters."""
     for maker in list(_MAKERS):
         with suppress(AmpStateError):
             maker.look_for_joined()
 
 
 def discard_exact(one: Exact) -> None:
-    """Its parameter is float32 again, or stepped no more."""
+    """Unregister `one`: its parameter is float32 again, or is no longer stepped."""
     _KEEPERS[one.param].remove(weakref.ref(one))
     _PLACES.clear()
 
 
 def exact_of(param: nn.Parameter) -> Iterator[Exact]:
-    """What keeps the value of `param`: a master for each optimizer that owns it, or one remainder."""
+    """Yield the keepers of `param`: a master for each optimizer that owns it, or one remainder."""
     for ref in _KEEPERS.get(param, ()) if _KEEPERS else ():  # looking up takes a microsecond
         one = ref()
         if one is not None:
@@ -123,28 +123,28 @@ def exact_of(param: nn.Parameter) -> Iterator[Exact]:
 
 
 def exact_value(param: nn.Parameter) -> Tensor | None:
-    """A copy of the float32 value behind `param`, or None if none is kept that is up to date. No host sync."""
+    """Return a copy of the float32 value behind `param`, or None if no keeper is up to date. No host sync."""
     return exact_value_of(exact_of(param))
 
 
 def exact_value_of(keepers: Iterable[Exact]) -> Tensor | None:
-    """The same of what keeps it."""
+    """Like `exact_value`, for given keepers."""
     return next((one.value() for one in keepers if one.counts()), None)
 
 
 def places_moved() -> None:
-    """A parameter, or what keeps its value, may have other memory now."""
+    """Forget known places: a parameter or a keeper may have other memory now."""
     _PLACES.clear()
 
 
 def written_through_data(tensors: Iterable[Tensor]) -> None:
-    """Have masters follow what was written into their parameters behind autograd's back, as `p.data` of `tensors`."""
+    """Have masters follow writes into `tensors` that autograd did not see, such as `p.data`."""
     for tensor in tensors:
         torch.autograd.graph.increment_version(written_memory(tensor))
 
 
 def written_memory(tensor: Tensor) -> list[Tensor]:
-    """The parameters with a value that have memory where `tensor` has it, and those masters."""
+    """Return the parameters with a keeper, and the masters, whose memory overlaps that of `tensor`."""
     if not _PLACES:
         for param in list(_KEEPERS):
             for t in (param, *(one.memory() for one in exact_of(param))):
@@ -154,7 +154,7 @@ def written_memory(tensor: Tensor) -> list[Tensor]:
     begin = tensor.data_ptr()
     end = begin + _extent(tensor)
     found = []
-    # Parameters do not overlap, but those that are one another's memory, whose places begin together.
+    # Parameters overlap only if they are the same memory, and then begin at the same place.
     place = bisect_left(_PLACES, begin, key=itemgetter(1))
     while place < len(_PLACES) and _PLACES[place][0] < end:
         low, high, ref = _PLACES[place]
@@ -166,7 +166,7 @@ def written_memory(tensor: Tensor) -> list[Tensor]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
+    """Return the bytes from the first element to the end of the last."""
     if tensor.numel() == 0:
         return 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""What the graph of a loss tells of its forward: the order of parameters, and where it stopped to be finite."""
+"""Reads the graph of a loss: the order of parameters in the forward, and where it stopped being finite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-# What these give is what they took, in another shape, so that they never made it.
+# These operations only reshape or copy, so a value that is not finite never starts in them.
 _PASSING = {"view", "unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "clone", "alias"}
 _PASSING |= {"select", "slice", "split", "unbind", "as_strided", "reshape_alias"}
 _COMPILED = "CompiledFunction"
@@ -20,15 +20,15 @@ Order = Mapping[int, tuple[int, int]]
 
 
 class Origin(NamedTuple):
-    """Where a forward stopped to be finite, as far as its graph tells.
+    """The place where a forward stopped being finite, as far as its graph tells.
 
     Attributes:
-        operation: of autograd, that gave the first value that is not finite, "softmax"; None if it was given
-            that value from outside of the graph.
-        took: the operation that was given it, where `operation` is None.
+        operation: autograd's operation that gave the first value that is not finite, such as "softmax"; None if that
+            value came from outside of the graph.
+        took: the operation that took that value, if `operation` is None.
         parameter: id of a parameter that the operation used, or else of the last one used before it; None without any.
-        is_parameter: whether what came from outside is that parameter itself.
-        is_exact: whether all that `operation` was given is known to be finite. An addition, say, saves nothing of it.
+        is_parameter: True if the value from outside is that parameter itself.
+        is_exact: True if all inputs of `operation` are known to be finite. An addition, say, saves no inputs.
     """
 
     operation: str | None
@@ -39,11 +39,11 @@ class Origin(NamedTuple):
 
 
 def forward_order(loss: Tensor) -> dict[int, tuple[int, int]]:
-    """For each parameter behind `loss`, by id: numbers that are larger the later in the forward it was last used.
+    """Return two numbers for each parameter behind `loss`, by id: larger ones were last used later in the forward.
 
-    The second number tells apart what one operation uses: a compiled model is one, to which torch.compile passes
-    parameters in the order of their first use. Takes about a microsecond an operation, also after the backward, which
-    frees what operations saved and leaves how they are connected. No host sync.
+    The second number orders the parameters of one operation: a compiled model is one operation, to which torch.compile
+    passes parameters in the order of their first use. Takes about a microsecond an operation. Works after the backward,
+    too, which frees saved tensors but keeps the connections. No host sync.
     """
     order: dict[int, tuple[int, int]] = {}
     for node in _nodes(loss):
@@ -55,20 +55,20 @@ def forward_order(loss: Tensor) -> dict[int, tuple[int, int]]:
 
 
 def origin_of_nonfinite(loss: Tensor) -> Origin | None:
-    """Which operation behind `loss` gave the first value that is not finite, by what operations saved for the backward.
+    """Find the operation behind `loss` that gave the first value that is not finite, from tensors saved for backward.
 
-    To be called before the backward. -inf alone counts only where nothing else is found: masks are made of it. What was
-    saved through hooks, as activation checkpointing does, is not looked at, since it may be there for one look only.
-    Waits for the device, and reads all that was saved.
+    Call it before the backward. -inf alone counts only if nothing else is found: masks are made of it. Tensors saved
+    through hooks, as activation checkpointing saves them, are skipped, since they may be read only once.
+    Waits for the device, and reads all other saved tensors.
 
     Returns:
-        None if nothing that was saved tells, and where the first may be inside of what torch.compile compiled.
+        None if no saved tensor tells, or if the first value may lie inside of a compiled function.
     """
     nodes = sorted(_nodes(loss), key=lambda node: node._sequence_nr())
     compiled = min((node._sequence_nr() for node in nodes if name_of(node) == _COMPILED), default=math.inf)
-    found: dict[bool, tuple[float, Node, Tensor]] = {}  # by whether it is -inf alone: the earliest
-    finite: set[Node] = set()  # whose results were saved
-    has_data = set()  # to which something was given from outside that was saved
+    found: dict[bool, tuple[float, Node, Tensor]] = {}  # the earliest, keyed by True for -inf alone
+    finite: set[Node] = set()  # operations whose saved results are finite
+    has_data = set()  # operations that saved a finite input from outside of the graph
     for node in nodes:
         for name, saved in _saved(node):
             if not saved.is_floating_point() or saved.isfinite().all():
@@ -102,7 +102,7 @@ def origin_of_nonfinite(loss: Tensor) -> Origin | None:
 
 
 def _is_known(node: Node | None, finite: set[Node], has_data: bool) -> bool:
-    """Whether what `node` gave, or data where it is None, is known to be finite."""
+    """True if the result of `node`, or data if it is None, is known to be finite."""
     if node is None:
         return has_data
     maker = _maker(node)
@@ -110,7 +110,7 @@ def _is_known(node: Node | None, finite: set[Node], has_data: bool) -> bool:
 
 
 def _only_of_a_parameter(node: Node) -> bool:
-    """Whether it is a view or a cast of a parameter."""
+    """True if the result of `node` is a view or a cast of a parameter."""
     while len(node.next_functions) == 1 and (before := node.next_functions[0][0]) is not None:
         if _leaf(before) is not None:
             return name_of(node) in _PASSING or name_of(node) == "to_copy"
@@ -119,7 +119,7 @@ def _only_of_a_parameter(node: Node) -> bool:
 
 
 def _nodes(loss: Tensor) -> Iterator[Node]:
-    """Every operation behind `loss`, each once."""
+    """Yield every operation behind `loss` once."""
     seen: set[object] = set()
     left = [] if loss.grad_fn is None else [loss.grad_fn]
     while left:
@@ -132,7 +132,7 @@ def _nodes(loss: Tensor) -> Iterator[Node]:
 
 
 def _maker(node: Node) -> Node:
-    """What made the values that `node` gave."""
+    """Return the operation that computed the values of `node`, behind operations that only reshape."""
     while name_of(node) in _PASSING and node.next_functions:
         before = node.next_functions[0][0]
         if before is None or _leaf(before) is not None:
@@ -142,13 +142,13 @@ def _maker(node: Node) -> Node:
 
 
 def _leaf(node: Node | None) -> Tensor | None:
-    """The parameter whose gradient is accumulated here, or None."""
+    """Return the parameter whose gradient `node` accumulates, or None."""
     leaf: Tensor | None = getattr(node, "variable", None)
     return leaf
 
 
 def _parameter_near(loss: Tensor, node: Node) -> int | None:
-    """Id of the parameter that `node` uses, also through views and casts of it, or else of the last used before."""
+    """Return the id of a parameter that `node` uses, also as view or cast, or else of the last one used before it."""
     order = forward_order(loss)
     own = parameters_of(node)
     earlier = own or [param for param, (number, _) in order.items() if number <= node._sequence_nr()]
@@ -156,12 +156,12 @@ def _parameter_near(loss: Tensor, node: Node) -> int | None:
 
 
 def parameters_of(node: Node) -> list[int]:
-    """Ids of the parameters that an operation uses, as they are or through views and casts of one alone."""
+    """Return the ids of the parameters that an operation uses, directly or through views and casts."""
     return [id(p) for following in _around(node) if (p := _leaf(following)) is not None]
 
 
 def _around(node: Node) -> Iterator[Node]:
-    """What `node` takes, and what single chains of operations on a parameter alone take."""
+    """Yield the inputs of `node`, followed through chains of operations with one input."""
     for following, _ in node.next_functions:
         while following is not None and len(following.next_functions) == 1 and _leaf(following) is None:
             only = following.next_functions[0][0]
@@ -173,7 +173,7 @@ def _around(node: Node) -> Iterator[Node]:
 
 
 def _saved(node: Node) -> Iterator[tuple[str, Tensor]]:
-    """What `node` saved for the backward, but what was saved through hooks."""
+    """Yield names and tensors that `node` saved for the backward, without those saved through hooks."""
     for raw_name in dir(node):
         if not raw_name.startswith("_raw_saved_"):
             continue
@@ -192,7 +192,7 @@ def _saved(node: Node) -> Iterator[tuple[str, Tensor]]:
 
 
 def _has_no_hooks(raw: object) -> bool:
-    """Whether a tensor was saved as it is. Asked by giving it hooks that do nothing, the one way that torch offers."""
+    """True if a tensor was saved without hooks. Torch tells only by refusing a second pair of hooks."""
     try:
         raw.register_hooks(_itself, _itself)  # type: ignore[attr-defined]
     except RuntimeError:
@@ -209,7 +209,7 @@ def _is_result(name: str) -> bool:
 
 
 def name_of(node: Node) -> str:
-    """What users call an operation: `AddmmBackward0` is "addmm"; a Function of the user's keeps its name."""
+    """Return the users' name of an operation: "addmm" for `AddmmBackward0`; a user's Function keeps its name."""
     bare = re.sub(r"Backward\d*$", "", node.name())
     if bare == node.name() or not node.name()[-1].isdigit():
         return bare

@@ -1,7 +1,7 @@
-"""An optimizer with nothing to step, for torch to call `step` on when the work is done, or must not be.
+"""A ghost: an optimizer with nothing to step. torch calls its `step` when the work is done, or must not be.
 
 torch lets a step pre-hook replace the arguments of the call, `self` among them. Hiding the gradients instead would
-still move what optimizers count in their groups, and leave them hidden if the step raised.
+still advance counters in the groups, and leave the gradients hidden if the step raised.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from amp_engine.stepping.own_step import unhooked_step
 
 
 def ghost(optimizer: Optimizer, stand_ins: bool = False) -> Optimizer:
-    """An object of a subclass whose `step` changes nothing that `optimizer` keeps.
+    """Return an object of a subclass whose `step` changes nothing that `optimizer` keeps.
 
     It has copies of the groups' settings and of the state that belongs to no parameter, no hooks, and no
     parameters; with `stand_ins` one throw-away parameter a group, for classes that raise without any.
-    Every other attribute is copied, with all that is in it, when the step looks at it.
+    Every other attribute is deeply copied when the step reads it.
     """
     return _Copies(stand_ins).ghost(optimizer)
 
 
 def discard_ghost(double: Optimizer) -> None:
-    """Free what was copied for a ghost: it is in a cycle, and would wait for a collection of garbage."""
+    """Free the copies of a ghost: they are in a cycle, and would wait for a garbage collection."""
     _, copies = vars(double).pop(_BEHIND, (None, None))
     if copies is not None:
         copies.clear()
@@ -43,7 +43,7 @@ def discard_ghost(double: Optimizer) -> None:
 
 
 def _empty(optimizer: Optimizer) -> Optimizer:
-    """A ghost without groups of a class that is known to do nothing but step its groups."""
+    """Return a ghost without groups, for a class that is known to step only its groups."""
     double = object.__new__(type(optimizer))
     double.__dict__.update(vars(optimizer))
     double.param_groups, double.state = [], defaultdict(dict)
@@ -54,7 +54,7 @@ def _empty(optimizer: Optimizer) -> Optimizer:
 def _forget_hooks(double: Optimizer) -> None:
     double._optimizer_step_pre_hooks = OrderedDict()
     double._optimizer_step_post_hooks = OrderedDict()
-    # torch warns, once an optimizer, that one with only capturable groups is not captured: all of none are.
+    # torch warns once that an optimizer whose groups are all capturable is not captured; so are all of no groups.
     double._warned_capturable_if_run_uncaptured = True
 
 
@@ -62,12 +62,12 @@ _BEHIND = "_amp_behind"  # of a ghost: its optimizer, and the copies made for it
 
 
 class _CopiesWhenLookedAt:
-    """Comes before the optimizer's class in that of a ghost: an attribute is there when somebody looks at it."""
+    """First base of a ghost's class, before the optimizer's: copies an attribute when it is first read."""
 
     __slots__ = ()
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Not the optimizer's own, which might register it."""
+        """Bypass the optimizer's own, which might register the class."""
 
     def __getattr__(self, name: str) -> Any:
         optimizer, copies = vars(self).get(_BEHIND, (None, None))
@@ -86,7 +86,7 @@ class _CopiesWhenLookedAt:
 
 @lru_cache
 def _ghostly(kind: Any) -> Any:
-    """The class of ghosts of class `kind`."""
+    """Return the class of ghosts for optimizers of class `kind`."""
     names = {"__slots__": (), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind)(kind.__name__, (_CopiesWhenLookedAt, kind), names)
 
@@ -107,7 +107,7 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
 
 @lru_cache
 def _kept_by_class(kind: Any) -> tuple[str, ...]:
-    """Attributes of the class, and of those that it is made from, that a step could change in place."""
+    """Return the names of attributes of the class and its bases that a step could change in place."""
     bases = kind.__mro__[: kind.__mro__.index(Optimizer)] if Optimizer in kind.__mro__ else ()
     kinds = (dict, list, set, deque, Tensor, torch.Generator)
     return tuple(
@@ -122,19 +122,19 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, type)
 
 
 class _Copies:
-    """Of what one optimizer keeps, each made once.
+    """Copies of the attributes of one optimizer, each made once.
 
     Args:
-        stand_ins: whether ghosts have parameters.
+        stand_ins: True to give ghosts a throw-away parameter a group.
     """
 
     def __init__(self, stand_ins: bool) -> None:
         self._stand_ins = stand_ins
         self._made: dict[int, Any] = {}  # by the id of the original
-        self._originals: list[Any] = []  # which keeps its id
+        self._originals: list[Any] = []  # kept alive, so their ids stay theirs
 
     def of(self, value: Any) -> Any:
-        """A copy of `value` that has nothing in common with it that can be written; itself where there is none."""
+        """Return a copy that shares nothing writable with `value`, or `value` itself if it cannot be copied."""
         if isinstance(value, _ATOMS):
             return value
         if id(value) not in self._made:
@@ -142,12 +142,12 @@ class _Copies:
         return self._made[id(value)]
 
     def clear(self) -> None:
-        """Hold no copy any more."""
+        """Free all copies."""
         self._made.clear()
         self._originals.clear()
 
     def ghost(self, optimizer: Optimizer) -> Optimizer:
-        """That of `optimizer`."""
+        """Return the ghost of `optimizer`."""
         kind: Any = type(optimizer)
         double: Any = object.__new__(_ghostly(kind))
         self._remember(optimizer, double)
@@ -156,19 +156,19 @@ class _Copies:
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 vars(double)[name] = copy.copy(value)
         _forget_hooks(double)
-        # An inner optimizer often has the very groups of the one around it.
+        # An inner optimizer often shares the list of groups with its wrapper.
         groups = optimizer.param_groups
         if id(groups) not in self._made:
             self._remember(groups, [self._group(group) for group in groups])
         vars(double)["param_groups"] = self._made[id(groups)]
-        shared: dict[Any, Any] = optimizer.state  # annotated as keyed by tensors only, which not every class keeps to
+        shared: dict[Any, Any] = optimizer.state  # annotated as keyed by tensors only, but some classes add other keys
         if id(shared) not in self._made:
             state: dict[Any, Any] = defaultdict(dict)
             self._remember(shared, state)
             state.update((key, self.of(value)) for key, value in shared.items() if not isinstance(key, Tensor))
         vars(double)["state"] = self._made[id(shared)]
         for name in (*vars(optimizer), *_kept_by_class(kind)):
-            if name not in vars(double) and hasattr(kind, name):  # else that of the class would be found
+            if name not in vars(double) and hasattr(kind, name):  # else the read would find the class attribute
                 vars(double)[name] = self.of(getattr(optimizer, name))
         return double
 
@@ -219,16 +219,16 @@ class _Copies:
         if isinstance(value, frozenset):
             return frozenset(self._items(value))
         try:
-            # What is no plain object, as NumPy's generators and iterators, has no attributes to go through.
+            # NumPy's generators and iterators are no plain objects, and have no attributes to copy one by one.
             is_plain = hasattr(value, "__dict__") or bool(_slots(value))
             is_plain = is_plain and not hasattr(value, "__deepcopy__")
             is_container = isinstance(value, (dict, list, set, deque))
             double = copy.copy(value) if is_plain or is_container else copy.deepcopy(value, self._made)
-        except Exception:  # a lock, a process group: whatever has no copy is shared
+        except Exception:  # a lock or a process group cannot be copied, and is shared
             return value
         if double is value or not (is_plain or is_container):
             return double
-        self._remember(value, double)  # before what is in it, which may refer to it
+        self._remember(value, double)  # before its contents, which may refer to it
         if isinstance(value, dict):
             double.clear()
             for key, item in value.items():
@@ -248,7 +248,7 @@ class _Copies:
         return double
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
-        """One with variables, defaults and attributes of its own; itself where it has none."""
+        """Return a function with its own copies of variables, defaults and attributes; `value` itself without any."""
         if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__ or vars(value)):
             return value
         cells = tuple(map(self._own_cell, value.__closure__ or ()))
@@ -264,13 +264,13 @@ class _Copies:
         return double
 
     def _own_cell(self, cell: types.CellType) -> types.CellType:
-        """A new cell, the same one for all functions that share the variable."""
+        """Return a new cell, shared by all functions that share the variable."""
         if id(cell) not in self._made:
             self._remember(cell, types.CellType())
         return self._made[id(cell)]
 
     def _items(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Copies of `values`; of nothing but parameters, which the class keeps beside its groups, what ghosts have."""
+        """Return copies of `values`; a list of only parameters becomes a stand-in, or empty without stand-ins."""
         listed = list(values)
         if listed and all(isinstance(value, nn.Parameter) for value in listed):
             return iter([_stand_in(listed)] if self._stand_ins else [])
@@ -284,10 +284,8 @@ def _stand_in(params: list[Any]) -> nn.Parameter:
     return param
 
 
-# Hiding the gradients, the obvious way to skip a step, moves what optimizers count in their groups all the same, and
-# leaves them hidden when the step raises.
 class Ghosts:
-    """Those of one optimizer. Which kind its class can step is found out once."""
+    """The ghosts of one optimizer. Finds out once if its class needs stand-ins."""
 
     def __init__(self) -> None:
         self._have_stand_ins: bool | None = None
@@ -296,15 +294,15 @@ class Ghosts:
     def of(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], steps_its_groups: bool
     ) -> Optimizer:
-        """A ghost for `step(*args[1:], **kwargs)`.
+        """Return a ghost for `step(*args[1:], **kwargs)`.
 
         Args:
-            optimizer: what `step` was called on.
-            args: with it in the first place.
-            kwargs: of the same call.
-            steps_its_groups: whether the class is known to do nothing but step its groups.
+            optimizer: the optimizer whose `step` was called.
+            args: positional arguments of the call, the optimizer first.
+            kwargs: keyword arguments of the call.
+            steps_its_groups: True if the class is known to step only its groups.
 
-        Raises AmpStateError for a class that can step nothing of either kind.
+        Raises AmpStateError for a class whose `step` fails on both kinds of ghost.
         """
         if steps_its_groups:
             if self._empty is None:
@@ -318,7 +316,7 @@ class Ghosts:
             double = ghost(optimizer, stand_ins)
             try:
                 unhooked_step(optimizer)(double, *args[1:], **kwargs)
-            except Exception as e:  # whatever a class raises when it finds nothing to step
+            except Exception as e:  # any class raises its own error when it finds nothing to step
                 failures.append(e)
             else:
                 self._have_stand_ins = stand_ins

@@ -1,4 +1,4 @@
-"""Gradients of the model that never reach the masters, and what is said of them."""
+"""Warnings and errors about gradients that never reach the masters, and about foreign writes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from amp_engine.stepping.rows import Rows
 
 
 class WrittenGradients:
-    """Tells, in the first steps, whether somebody wrote the model's own gradients since the last backward.
+    """Warns, in the first steps, of the model's own gradients that were written since the last backward.
 
-    Whoever clips them does so from the beginning.
+    A script that clips them does so from its first step.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class WrittenGradients:
         self._looks = 64
 
     def note(self, rows: Rows) -> None:
-        """After a backward: remember gradients as they are."""
+        """After a backward: mark the gradients."""
         if self._looks > 0:
             self._marks = rows.gradient_marks()
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
-        """Before the step: of an edit since then, as torch's clip_grad_norm_ makes of them."""
+        """Before the step: warn of an edit since then, such as torch's clip_grad_norm_ makes."""
         if self._looks == 0:
             return
         self._looks -= 1
@@ -50,7 +50,7 @@ class WrittenGradients:
 
 
 def warn_of_unseen_gradients(optimizer: Optimizer, rows: Rows) -> None:
-    """Of a backward outside of `scale_loss`, whose gradients never reach the masters."""
+    """Warn of a backward outside of `scale_loss`, whose gradients never reach the masters."""
     if any(m.param.grad is not None and not m.is_held() and m.gradient() is None for m in rows.masters):
         warnings.warn(
             f"{type(optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
@@ -61,12 +61,12 @@ def warn_of_unseen_gradients(optimizer: Optimizer, rows: Rows) -> None:
         )
 
 
-# Optimizers that no engine looks after, and that were looked at.
+# Optimizers without an engine that were checked for copied masters.
 _LOOKED_AT: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def warn_of_copied_masters(optimizer: Optimizer) -> None:
-    """Before the first step of an optimizer that no engine looks after: of masters without gradients and model."""
+    """Before the first step of an optimizer without an engine: warn if it steps copied masters without gradients."""
     if optimizer in _LOOKED_AT:
         return
     _LOOKED_AT.add(optimizer)
@@ -80,24 +80,24 @@ def warn_of_copied_masters(optimizer: Optimizer) -> None:
 
 
 class MissingGradients:
-    """Tells, in the first steps, of an optimizer without gradients after a `scale_loss`; once, of unscaled ones."""
+    """Warns, in the first steps, of an optimizer without gradients after a `scale_loss`; once of unscaled ones."""
 
     def __init__(self) -> None:
         self._is_unscaled_said = False
         self._looks = 64
-        self._bodies: set[bool | None] = set()  # since the last step; whether a backward ran, None if nobody knows
+        self._bodies: set[bool | None] = set()  # since the last step: True where a backward ran, None if unknown
 
     def note(self, has_begun: bool | None) -> None:
-        """At the exit of a `scale_loss`.
+        """At the exit of a `scale_loss`: note if a backward ran.
 
         Args:
-            has_begun: whether a backward of the scaled loss has, in its body; None if nobody knows.
+            has_begun: True if a backward of the scaled loss began in the body; None if unknown.
         """
         if self._looks > 0:
             self._bodies.add(has_begun)
 
     def warn_of_unscaled(self, optimizer: Optimizer) -> None:
-        """At the exit of a `scale_loss` in whose body gradients came, and no backward of the scaled loss."""
+        """At the exit of a `scale_loss`: warn of gradients that came without a backward of the scaled loss."""
         if self._is_unscaled_said:
             return
         self._is_unscaled_said = True
@@ -112,7 +112,7 @@ class MissingGradients:
         )
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
-        """Before the step."""
+        """Before the step: warn if no gradient is there after a `scale_loss`."""
         if not self._bodies:
             return
         bodies, self._bodies = self._bodies, set()
@@ -141,13 +141,13 @@ class MissingGradients:
 
 
 class WrittenParameters:
-    """Tells of a script that writes low-precision parameters between all steps, as SAM and weight clipping do."""
+    """Warns of a script that writes low-precision parameters between all steps, as SAM and weight clipping do."""
 
     def __init__(self) -> None:
         self._steps = 0  # in a row
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
-        """In a step, when masters have followed what was written."""
+        """In a step, after masters have followed writes: warn at the fourth such step in a row."""
         was_rounded, rows.was_rounded = rows.was_rounded, False
         self._steps = self._steps + 1 if was_rounded else 0
         if self._steps != 4:
@@ -168,7 +168,7 @@ class WrittenParameters:
 
 
 def warn_of_written_masters(optimizer: Optimizer) -> None:
-    """Of masters that were written since the step, where the forward of a loss did not see it."""
+    """Warn of masters that were written since the step, unseen by the forward of a loss."""
     name = type(optimizer).__name__
     warnings.warn(
         f"FP32 masters of this {name} were written, as SAM does, and this loss was computed with the weights of "
@@ -192,7 +192,7 @@ def refuse_foreign_scaler(optimizer: Optimizer, rows: Rows) -> None:
 
 
 def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, step: StepInput) -> NoReturn:
-    """Raise AmpStateError where the class's own step would be needed, which knows no remainders and narrow moments."""
+    """Raise AmpStateError where only the class's own step could run, which knows no remainders or narrow moments."""
     reason = "step() has arguments, or torch.amp.GradScaler drives it"
     if fused is not None:
         reason = fused.obstacle(step) or "a gradient is sparse, or a setting is none that the kernels know"

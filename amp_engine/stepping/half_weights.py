@@ -1,4 +1,4 @@
-"""Low-precision weights without masters, at a level whose weights are FP32: refused in apex's words, or warned of."""
+"""Refuses, in apex's words, or warns of low-precision weights without masters at a level whose weights are FP32."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _LOST = {
 
 
 class HalfWeights:
-    """The low-precision weights of one optimizer, which are refused, or let through with one warning.
+    """Refuses the low-precision weights of one optimizer, or lets them through with one warning.
 
     Args:
-        policy: whose weights are FP32.
-        is_let_through: whether `_amp_state.allow_incoming_model_not_fp32`, or `hard_override`, was set.
+        policy: the policy, which wants FP32 weights.
+        is_let_through: True if `_amp_state.allow_incoming_model_not_fp32` or `hard_override` was set.
         names: gives the names of the models' parameters, by id.
     """
 
     def __init__(self, policy: Policy, is_let_through: bool, names: Callable[[], Mapping[int, str]]) -> None:
         self._policy, self._is_let_through, self._names = policy, is_let_through, names
         self._found: list[nn.Parameter] = []
-        self._known: set[int] = set()  # by id, those that were let through
+        self._known: set[int] = set()  # ids of weights that were let through
 
     def look_at(self, params: Iterable[nn.Parameter], are_cast: Container[int] = ()) -> None:
         """Note which of `params` are low-precision. A loop over all of them.
 
         Args:
-            are_cast: ids of those that `initialize` gives another type.
+            are_cast: ids of parameters that `initialize` gives another type; they are not noted.
         """
         self._found = [p for p in params if is_low_precision(p) and id(p) not in are_cast]
 
     def judge(self, optimizer: Optimizer) -> None:
-        """Raise AmpStateError if `optimizer` would step one of those that were noted; or warn, once for each."""
+        """Raise AmpStateError if `optimizer` would step a noted parameter, or warn of it once if it is let through."""
         if not self._found:
             return
-        # They may be frozen, or FP32 by now.
+        # Noted parameters may be frozen, or FP32 by now.
         found = [p for p in self._found if p.requires_grad and is_low_precision(p) and id(p) not in self._known]
         if not found:
             return
@@ -60,7 +60,7 @@ class HalfWeights:
             f"Pass opt_level={level!r} (half weights with FP32 masters) or master_weights=True (FP32 masters of these "
             "parameters alone) to amp.initialize, or call model.float() before the optimizer is made."
         )
-        if is_sharded(first):  # which gets no master
+        if is_sharded(first):  # a DTensor gets no master
             to_type = "Call model.float() before fully_shard."
         if self._is_let_through:
             self._known.update(map(id, found))
@@ -88,7 +88,7 @@ def half_weights(
     names: Callable[[], Mapping[int, str]],
     are_cast: Container[int],
 ) -> HalfWeights | None:
-    """Judge the low-precision weights of `optimizer`, and give their guard; None where they are welcome.
+    """Judge the low-precision weights of `optimizer`, and return their HalfWeights; None where they are allowed.
 
     Raises AmpStateError. Changes nothing.
     """
@@ -99,7 +99,7 @@ def half_weights(
         return None
     found = HalfWeights(policy, is_let_through, names)
     params = (p for group in optimizer.param_groups for p in group["params"])
-    found.look_at((p for p in params if not policy.master_weights or is_sharded(p)), are_cast)  # which get no masters
+    found.look_at((p for p in params if not policy.master_weights or is_sharded(p)), are_cast)  # those without masters
     found.judge(optimizer)
     return found
 

@@ -1,4 +1,4 @@
-"""What torch calls before a step: everything of it happens in there, and torch goes on with a ghost."""
+"""Step hooks of an optimizer: the pre-hook does the whole step, and torch goes on with a ghost."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from amp_engine.stepping.stepper import Casts, Stepper
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
 
 
-# Those of every optimizer that an engine looks after.
+# The hooks of every optimizer that an engine looks after.
 _HOOKS: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepHook]] = weakref.WeakKeyDictionary()
-_HANDLES: list[RemovableHandle] = []  # one, of `_before_hooks`, while there are some
+_HANDLES: list[RemovableHandle] = []  # the handle of `_before_hooks`, while _HOOKS or copied masters exist
 
 
 def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before the hooks of an optimizer: torch goes through those of one at a time, which none of them may add to."""
+    """Run before the optimizer's own hooks: they may move then, but not while torch iterates over them."""
     if torch.compiler.is_compiling():
         return
     ref = _HOOKS.get(optimizer)
@@ -61,28 +61,28 @@ def remove_hooks(optimizer: Optimizer) -> None:
 
 
 def remove_unused() -> None:
-    """Have torch call nothing of ours if no optimizer is left that anybody looks after, and no copy of one."""
-    # Not when the last one is collected, which may be while torch goes through these hooks.
+    """Have torch call nothing of ours if no optimizer with an engine is left, and no copied master."""
+    # Not at the collection of the last optimizer, which may happen while torch iterates over these hooks.
     while _HANDLES and not (_HOOKS or has_copied_masters()):
         _HANDLES.pop().remove()
 
 
 def _be_first(handle: RemovableHandle) -> None:
-    """Stand before the hooks that were registered so far."""
+    """Move the hook of `handle` before all others."""
     hooks = handle.hooks_dict_ref()
     assert isinstance(hooks, OrderedDict)
     hooks.move_to_end(handle.id, last=False)
 
 
 class StepHook:
-    """The hooks of one optimizer, which holds them. None of its methods is replaced.
+    """The hooks of one optimizer, which owns them. No method of the optimizer is replaced.
 
     Args:
         stepped: does the step.
-        backwards: unscales, before it, what is scaled still.
+        backwards: unscales gradients that are still scaled before the step.
         scaling: while it is active `step(closure)` is an error, since the backward in a closure would come after the
             decision to skip.
-        casts: are off for the time of a step. A fused step writes their copies of FP32 parameters, too.
+        casts: the function casts; off during a step. A fused step also writes their copies of FP32 parameters.
     """
 
     def __init__(self, stepped: Stepper, backwards: ScaledBackwards, scaling: Scaling, casts: Casts) -> None:
@@ -93,7 +93,7 @@ class StepHook:
         self._ghosts = Ghosts()
         self._is_stepping = False
         optimizer = stepped.optimizer
-        self._random: RandomState | None = None  # to go on from after a ghost's step
+        self._random: RandomState | None = None  # restored after a ghost's step
         self._step_hook = optimizer.register_step_pre_hook(self._before_step)
         self._after_hook = optimizer.register_step_post_hook(self._after_step)
         _be_first(self._after_hook)
@@ -106,18 +106,18 @@ class StepHook:
         _add(optimizer, self)
 
     def before_hooks(self) -> None:
-        """Have the user's hooks (clipping, logging) go first and see gradients where the step will find them."""
+        """Let the user's hooks (clipping, logging) run first, and see gradients where the step will find them."""
         optimizer = self._stepped.optimizer
         own, everyones = optimizer._optimizer_step_pre_hooks, _HANDLES[0].hooks_dict_ref()
         if self._is_stepping or (len(own) == 1 and everyones is not None and len(everyones) == 1):
-            return  # there are none
+            return  # the user has no hooks
         self._prepare()
         if next(reversed(own)) != self._step_hook.id:
             self._step_hook.remove()
             self._step_hook = optimizer.register_step_pre_hook(self._before_step)
 
     def _prepare(self) -> None:
-        """Unscale what is scaled still. Raises AmpStateError where no step can be."""
+        """Unscale gradients that are still scaled. Raises AmpStateError where no step is possible."""
         self._refuse_in_body()
         self._stepped.check_first_use()
         self._backwards.close_windows_into(self._stepped)
@@ -134,12 +134,12 @@ class StepHook:
             )
 
     def remove(self) -> None:
-        """Have torch call none of these. Only `remove_hooks` calls it."""
+        """Remove these hooks from the optimizer. Only `remove_hooks` calls it."""
         for handle in (self._step_hook, self._after_hook, self._load_hook, *self._inner_hooks):
             handle.remove()
 
     def _before_inner_step(self, inner: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a step of an optimizer that this one holds, outside of its own: nobody would skip or follow it."""
+        """Refuse a separate step of an inner optimizer: no skip and no write into the model would follow it."""
         stepped = self._stepped
         is_ours = stepped.rows.makes_masters or stepped.needs_kernels or self._scaling.is_active
         if self._is_stepping or not is_ours or self._backwards.get(inner) is not None:
@@ -185,7 +185,7 @@ class StepHook:
                 "and backward with amp.scale_loss yourself, then call step() without arguments."
             )
         stepped.look_at_gradients()
-        # Its own step knows what arguments mean, and the attributes by which torch.amp.GradScaler speaks to it.
+        # Only its own step knows its arguments, and the attributes that torch.amp.GradScaler sets.
         fused = fused_step_of(optimizer)
         is_plain = _says_nothing(optimizer, args, kwargs) and not hasattr(optimizer, "found_inf")
         with nullcontext() if casts_off is None else casts_off:
@@ -199,14 +199,14 @@ class StepHook:
     def _ghost(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_its_groups: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that torch goes on with."""
+        """Return the arguments that torch goes on with."""
         double = self._ghosts.of(args[0], args, kwargs, steps_its_groups)
         if not steps_its_groups:
             self._random = random_state()
         return (double, *args[1:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """After a ghost's step: it drew no random number, and nothing is left of it."""
+        """After a ghost's step: restore the random state, and free the ghost."""
         if self._random is not None and not self._is_stepping:
             set_random_state(self._random)
             self._random = None
@@ -214,7 +214,7 @@ class StepHook:
 
 
 def _says_nothing(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if these arguments are those of `step()`: None, which stands for what was left out."""
+    """True if the call is like `step()`: each further argument is None, and the step accepts it."""
     if len(args) == 1 and not kwargs:
         return True
     if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -223,7 +223,7 @@ def _says_nothing(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
         return True
     try:
         inspect.signature(unhooked_step(optimizer)).bind(*args, **kwargs)
-    except TypeError:  # its own step says so, before it does anything
+    except TypeError:  # its own step raises this before it does anything
         return False
     return True
 

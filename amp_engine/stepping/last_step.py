@@ -1,4 +1,4 @@
-"""What became of a step, for whoever asks, when they ask."""
+"""The result of the last step, read on demand."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class LastStep:
     """The last `optimizer.step()`, as `amp.last_step(optimizer)` gives it. Reading it later gives the same.
 
     Args:
-        outcomes: of the backwards that decided it, oldest first; none where nothing was scaled or checked.
-        squares: sums of squares of the scaled gradients that the step took; None where nobody knows.
-        was_skipped: by somebody else, without asking them.
+        outcomes: outcomes of the backwards that decided the step, oldest first; none if nothing was scaled or checked.
+        squares: sums of squares of the scaled gradients that the step took; None if unknown.
+        was_skipped: True if the caller skipped the step, and no outcome decided it.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class LastStep:
 
     @property
     def is_known(self) -> bool:
-        """Whether the host knows by now whether the step was skipped, so that nothing below waits for that."""
+        """True if the host knows whether the step was skipped, so that no property waits to learn it."""
         return all(outcome.is_known() for outcome in self._outcomes)
 
     @property
     def skipped(self) -> bool:
-        """Whether it was skipped. Waits for the device until that is known."""
+        """True if the step was skipped. Waits for the device until that is known."""
         return self._was_skipped or any(one.skips and one.overflowed() for one in self._outcomes)
 
     @property
     def flag(self) -> Tensor:
-        """Whether it was skipped, on the device: bool, shape []. No host sync."""
+        """True if the step was skipped, as a tensor on the device: bool, shape []. No host sync."""
         if self._was_skipped or not self._outcomes:
             return torch.tensor(self._was_skipped, device="cpu")
         device = self._outcomes[-1].flag.device
@@ -55,21 +55,21 @@ class LastStep:
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the last of its backwards had; 1.0 where nothing was scaled. Waits until the host knows."""
+        """The loss scale of its last backward; 1.0 if nothing was scaled. Waits until the host knows."""
         return self._outcomes[-1].scale() if self._outcomes else 1.0
 
     @property
     def loss(self) -> float | None:
-        """The loss of the last of its backwards, before scaling, or the sum of several; None if nobody told."""
+        """The loss of its last backward, before scaling, or the sum of several losses; None if unknown."""
         return self._outcomes[-1].loss() if self._outcomes else None
 
     @property
     def norm(self) -> float | None:
         """2-norm of the optimizer's unscaled gradients before any clipping. Waits for the device.
 
-        Taken by the check: the root of the sum of squares in float64, over the scale. None where nothing was looked at,
-        after several backwards, whose sum nobody has looked at, and for shards, whose squares nobody has summed.
-        Where ranks agreed on an overflow it is inf on all of them.
+        Computed by the check: the root of the sum of squares in float64, over the scale. None without a check, after
+        several backwards, whose sum is not checked, and for shards, whose squares are not summed.
+        If ranks agreed on an overflow it is inf on all of them.
         """
         if not self._squares or not self._outcomes:
             return None

@@ -1,6 +1,6 @@
 """A low-precision parameter and its float32 master.
 
-Marks of both, taken whenever we write one, tell which of the two is newer.
+Marks of both, taken whenever we write either, tell which is newer.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from amp_engine.stepping.spent import Spent
 
 
 class Ledger:
-    """What many masters have in one place.
+    """The marks and gradients of all masters of an optimizer, in one place.
 
     Args:
-        params, weights: parameters and their masters, in this order everywhere.
-        slots: has the low-precision gradients that stand for theirs.
-        spent: says whose gradients were there before a step.
+        params, weights: parameters and their masters, in the same order.
+        slots: holds the low-precision gradients that stand for those of masters.
+        spent: tells which masters had a gradient before a step.
 
     Attributes:
-        params, weights: marks of them, taken when each two agreed.
+        params, weights: marks of parameters and masters, taken when each pair agreed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Ledger:
         self.weights.mark()
 
 
-# Of a master that no scan has seen.
+# The ledger of a master that no scan has seen.
 _NOT_SCANNED = Ledger([], [])
 
 
@@ -63,7 +63,7 @@ class Master(Exact):
 
     Args:
         param: the parameter.
-        value_f32: becomes the master's memory.
+        value_f32: float32; becomes the master's memory.
     """
 
     __slots__ = ("_ledger", "_place", "_seen_to_want", "is_doubted", "row", "weight")
@@ -73,21 +73,21 @@ class Master(Exact):
         self.weight = MasterParameter(value_f32, requires_grad=True)
         self._seen_to_want = param.requires_grad  # as of the last write by a master
         own(self.weight, self)
-        # Optimizers read marks that users leave on parameters (`p.no_decay = True`).
+        # Optimizers read attributes that users set on parameters (`p.no_decay = True`).
         self.weight.__dict__.update(param.__dict__)
         self._ledger = _NOT_SCANNED
         self._place = 0
-        self.row: int | None = None  # among all that its optimizer steps, as of the last scan
-        # Whether a broadcast may have been copied into `param.data`, unseen, since the two agreed.
+        self.row: int | None = None  # its row as of the last scan
+        # True if a broadcast may have been copied into `param.data`, unseen, since master and parameter agreed.
         self.is_doubted = False
         keep_exact(self)
 
     def gradient(self) -> Tensor | None:
-        """The master's float32 gradient if it has one by now; what is held is left alone."""
+        """Return the master's float32 gradient if it has one; a held gradient stays held."""
         return GRAD.__get__(self.weight)
 
     def total(self) -> Tensor | None:
-        """The same, to be added to by the kernels."""
+        """Like `gradient`, but in memory of its own, which the kernels can add to."""
         grad = self.gradient()
         if grad is not None and kernels.is_lazy(grad):
             grad = grad.clone()
@@ -95,7 +95,7 @@ class Master(Exact):
         return grad
 
     def is_held(self) -> bool:
-        """Whether a low-precision gradient stands for its own."""
+        """True if a held gradient stands for the master's own."""
         return self.row is not None and self._ledger.slots.holds(self.row)
 
     def discard_held(self) -> None:
@@ -115,7 +115,7 @@ class Master(Exact):
         """Make the float32 gradient from the held one, if there is one, and add it to what autograd wrote meanwhile."""
         if self.row is None or not self._ledger.slots.holds(self.row):
             return
-        # Whoever looks first may be in inference mode; the gradient is for those who come later, too.
+        # The first reader may be in inference mode; the gradient must serve later readers, too.
         with torch.no_grad(), torch.inference_mode(False):
             unscaled, written = self._ledger.slots.take(self.row), self.gradient()
             GRAD.__set__(self.weight, unscaled if written is None or unscaled is None else unscaled.add_(written))
@@ -126,7 +126,7 @@ class Master(Exact):
         return REQUIRES_GRAD.__get__(self.weight) if wants == self._seen_to_want else wants
 
     def want_gradient(self, value: bool) -> None:
-        """Have `requires_grad` hold for the parameter; what other masters of it were told stays to be read there."""
+        """Set `requires_grad` of the parameter; its other masters keep the value that they have."""
         others = [one for one in masters_of(self.param) if one is not self]
         for one in others:
             REQUIRES_GRAD.__set__(one.weight, one.wants_gradient())
@@ -135,13 +135,13 @@ class Master(Exact):
             one._seen_to_want = value
 
     def in_sync(self) -> bool:
-        """True if nobody but us moved the parameter since it was last marked."""
+        """True if only we moved the parameter since it was last marked."""
         return self._ledger is _NOT_SCANNED or not self._ledger.params.has_moved(self._place)
 
     def counts(self) -> bool:
-        """True if the parameter was rounded from the master, where it was not written since.
+        """True if the parameter was rounded from the master wherever it was not written since.
 
-        So it is after `param.data = x`, but among ranks, some of which may get other values by that.
+        True after `param.data = x`, too, but not with several ranks, which may get different values by that.
         """
         if self.in_sync():
             return True
@@ -150,7 +150,7 @@ class Master(Exact):
         return self._ledger.params.has_other_memory(self._place)
 
     def was_written(self) -> bool:
-        """True if somebody but us wrote the master since the two last agreed."""
+        """True if other code wrote the master since it last agreed with the parameter."""
         return self._ledger is not _NOT_SCANNED and self._ledger.weights.has_moved(self._place)
 
     def mark_in_sync(self) -> None:
@@ -162,11 +162,11 @@ class Master(Exact):
             self._ledger.weights.mark_at(self._place)
 
     def mark_weight(self) -> None:
-        """Declare what the master holds to be what the two agreed on."""
+        """Mark the master as it is now, and leave the mark of the parameter."""
         self._ledger.weights.mark_at(self._place)
 
     def enter(self, ledger: Ledger, place: int, row: int) -> None:
-        """Be found in `ledger` from now on, which keeps what an earlier one has marked, and has the gradient."""
+        """Move to `ledger`, which takes over the marks of an earlier one, and holds the gradient."""
         if self._ledger is not _NOT_SCANNED:
             ledger.params.take(place, self._ledger.params, self._place)
             ledger.weights.take(place, self._ledger.weights, self._place)
@@ -174,19 +174,19 @@ class Master(Exact):
 
     @torch.no_grad()
     def take(self, value_f32: Tensor) -> None:
-        """Become `value_f32`, which has been rounded into the parameter."""
+        """Set the master to `value_f32`, which has been rounded into the parameter already."""
         self.weight.copy_(value_f32)
         self.mark_in_sync()
 
     def memory(self) -> Tensor:
-        """The master itself."""
+        """Return the master itself."""
         return self.weight
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Take the parameter's value if somebody moved it. Exact where this master, or another one of it, counts.
+        """Take the parameter's value if other code moved it; exact if this master, or another one of it, counts.
 
-        True if that value is rounded, and was written outside of steps.
+        Returns True if that value is rounded, and was written outside of steps.
         """
         if self.in_sync() and not self.is_doubted:
             return False
@@ -203,7 +203,7 @@ class Master(Exact):
 
     @torch.no_grad()
     def write_back_if_moved(self) -> None:
-        """Round the master into the parameter if somebody wrote the master, and nobody the parameter."""
+        """Round the master into the parameter if other code wrote the master, and not the parameter."""
         if self.was_written() and self.in_sync():
             self.param.copy_(self.weight)
             self.mark_in_sync()
@@ -218,16 +218,16 @@ class Master(Exact):
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        """The master if somebody wrote it; else its elements that still round to the parameter's, and those others."""
+        """Return the master if other code wrote it; else the parameter, with master elements where they round to it."""
         weight = self.weight.detach()
         return weight.clone() if self.was_written() else followed(weight, self.param.detach())
 
 
 @torch.no_grad()
 def rounds_to_params(masters: Sequence[Master]) -> list[bool]:
-    """Whether each, in sync with its parameter, is what the model computes with, rounded or to be rounded into it.
+    """Return True for each master that rounds to its parameter, or was written and will be rounded into it.
 
-    Not so where somebody wrote the parameter through `.data`. Waits for each device once.
+    False where the parameter was written through `.data`. Masters must be in sync. Waits for each device once.
     """
     places = [i for i, master in enumerate(masters) if not master.was_written()]
     flags: dict[torch.device, list[Tensor]] = {}
@@ -243,14 +243,14 @@ def rounds_to_params(masters: Sequence[Master]) -> list[bool]:
 
 
 def masters_of(param: nn.Parameter) -> Iterator[Master]:
-    """Every live master of `param`: one for each optimizer that owns it."""
+    """Yield every live master of `param`: one for each optimizer that owns it."""
     return (one for one in exact_of(param) if isinstance(one, Master))
 
 
 def follow_own_masters(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook: round the masters of the parameters of `module` itself that somebody wrote.
+    """Forward pre-hook: round masters that other code wrote into the parameters of `module` itself.
 
-    In a graph nothing: the hook of the model went before it.
+    Does nothing in a graph: the hook of the model ran before it.
     """
     if torch.compiler.is_compiling():
         return
@@ -262,7 +262,7 @@ def follow_own_masters(module: nn.Module, args: Any) -> None:
 
 @torch.no_grad()
 def write_back_all(masters: Sequence[Master]) -> None:
-    """Round masters into their parameters. Moves the parameters' versions, as any optimizer does."""
+    """Round masters into their parameters. Moves the versions of the parameters, like any optimizer."""
     try:
         kernels.cast_copy_([m.param for m in masters], [m.weight for m in masters])
     except AmpValueError:  # gaps in memory, another order there, several devices: nothing was written
@@ -271,10 +271,10 @@ def write_back_all(masters: Sequence[Master]) -> None:
 
 
 def is_laid_out_as(param: Tensor, value: Tensor) -> bool:
-    """Whether `value` is dense, and in the order in memory of `param` unless that has gaps."""
+    """True if `value` is dense, and has the order in memory of `param` unless `param` has gaps."""
     is_strided = value.layout is param.layout is torch.strided
     if is_strided and value.shape == param.shape and value.is_contiguous() and param.is_contiguous():
-        return True  # what nearly all are, asked of 50,000 at once
+        return True  # nearly all tensors are, and up to 50,000 come at once
     return (
         kernels.is_dense(value)
         and value.shape == param.shape
@@ -283,21 +283,21 @@ def is_laid_out_as(param: Tensor, value: Tensor) -> bool:
 
 
 def laid_out_as(param: Tensor, value_f32: Tensor) -> Tensor:
-    """`value_f32`, or a copy in the order in memory of `param`; in one without gaps where that has some."""
+    """Return `value_f32`, or a copy in the order in memory of `param`, without its gaps."""
     if is_laid_out_as(param, value_f32):
         return value_f32
     return torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(value_f32)
 
 
 def take_state(master: Master, states: Iterable[dict[Any, Any]]) -> None:
-    """Give the master the optimizer state of its parameter, in each of `states`."""
+    """Move the optimizer state of the parameter to its master, in each of `states`."""
     for state in states:
         if master.param in state:
             state[master.weight] = _widened(state.pop(master.param))
 
 
 def _widened(state: Any) -> Any:
-    """Optimizer state in float32 where it was low precision; widening is exact."""
+    """Return optimizer state with low precision cast to float32; widening is exact."""
     if isinstance(state, Tensor):
         return state.float() if is_low_precision(state) else state
     if isinstance(state, dict):

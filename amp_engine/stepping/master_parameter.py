@@ -1,4 +1,4 @@
-"""The gradient of a master: held in half after a backward, made in float32 when somebody looks at it."""
+"""The gradient of a master: held in half after a backward, made in float32 when it is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amp_engine.ground.torch_private import TensorBase
 
 
 class Owner(Protocol):
-    """What a master parameter asks about its gradient."""
+    """The interface that a master parameter asks about its gradient."""
 
     def materialize(self) -> None:
         """Make the float32 gradient from the held one, or of zeros that stand for it, if there is one."""
@@ -31,7 +31,7 @@ class Owner(Protocol):
 _OWNERS: dict[int, weakref.ref[Owner]] = {}
 
 HOLDING: set[int] = set()
-"""Ids of those that keep gradients. While there is none, as from a step to the next backward, nobody is asked."""
+"""Ids of objects that keep gradients. While empty, as from a step to the next backward, no owner is asked."""
 
 GRAD: Any = torch.Tensor.grad
 """The slot behind `.grad`, past any property."""
@@ -65,7 +65,7 @@ def _owner(key: int) -> Owner | None:
 
 _MARK = "_amp_is_copied_master"  # an attribute of copies, also of those that come out of a pickle
 _COPIES: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-_PICKLED: list[bool] = []  # something, if a master was pickled
+_PICKLED: list[bool] = []  # not empty if a master was pickled
 
 
 def is_copied_master(param: Any) -> bool:
@@ -74,7 +74,7 @@ def is_copied_master(param: Any) -> bool:
 
 
 def copied_masters(optimizer: Any) -> str:
-    """Says that an optimizer steps copies of masters."""
+    """Return the warning that an optimizer steps copies of masters."""
     name = type(optimizer).__name__
     return (
         f"This {name} is a copy, made while amp looked after its origin: it steps copies of FP32 masters, and no model "
@@ -90,17 +90,17 @@ def has_copied_masters() -> bool:
 
 
 def forget_copied_masters() -> None:
-    """Have no copy of a master be expected."""
+    """Forget that copies of masters were made."""
     _COPIES.clear()
     _PICKLED.clear()
 
 
 class MasterParameter(nn.Parameter):
-    """A float32 parameter whose `.grad` is made when somebody looks at it.
+    """A float32 parameter whose `.grad` is made when it is read.
 
-    After a backward the half gradient is held as it is, and the step reads that. Looking at `.grad` unscales it
-    into 4 bytes an element; assigning to `.grad` discards what is held. Copies and pickles are plain parameters. Writes
-    through `.data` move the version, as all others do, so that the model can follow them.
+    After a backward the half gradient is held as it is, and the step reads that. Reading `.grad` unscales it into
+    4 bytes an element; assigning to `.grad` discards the held gradient. Copies and pickles are plain parameters. Writes
+    through `.data` move the version, like all others, so that the model can follow them.
     """
 
     @property
@@ -132,7 +132,7 @@ class MasterParameter(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a backward is to compute the gradient of the model's parameter."""
+        """True if a backward is to compute the gradient of the model's parameter."""
         owner = _owner(id(self))
         return REQUIRES_GRAD.__get__(self) if owner is None else owner.wants_gradient()
 

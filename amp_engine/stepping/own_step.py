@@ -1,4 +1,4 @@
-"""An optimizer's own step, for when the kernels do not take it."""
+"""Calls an optimizer's own step, where the kernels cannot do it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from amp_engine.stepping.master_parameter import MasterParameter
 
 
 def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The class's own `step`, without the wrapper in which torch runs the hooks."""
+    """Return the class's own `step`, without the wrapper in which torch runs the hooks."""
     step: Any = type(optimizer).step
     while hasattr(step, "hooked"):
         step = step.__wrapped__
@@ -22,7 +22,7 @@ def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 @contextmanager
 def foreach_as_by_default(optimizer: Optimizer) -> Iterator[None]:
-    """torch.optim chooses its foreach variant for exact Parameters on a GPU; a master, which is none, gets it too."""
+    """Have torch.optim choose its foreach variant on a GPU for masters, too, and not for exact Parameters alone."""
     groups = [
         group
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Whether a step is skipped: what backwards found, what the host knows of it by now, and what was said."""
+"""Decides whether the next step is skipped, and reports past skips."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SKIPS_BEFORE_DIAGNOSIS = 8
 
 
 class Take(NamedTuple):
-    """The step is taken.
+    """The step is taken, unless one of `flags` is != 0.
 
     Attributes:
-        flags: float32, shape []: unless one is != 0, which the step has to look at itself. The host looked if empty.
+        flags: float32, shape [] each; the step reads them on the device. Empty if the host decided.
     """
 
     flags: Sequence[Tensor] = ()
@@ -33,7 +33,7 @@ class Pending:
     """The backwards that are pending for the next step of one optimizer, and those of steps that the device decided.
 
     Args:
-        events: whose observers hear of steps that were skipped, and of what is reported of others.
+        events: observers of these are told of skipped steps, and of backwards that only report.
     """
 
     def __init__(self, events: Events) -> None:
@@ -42,17 +42,17 @@ class Pending:
         self._squares: list[list[Tensor] | None] = []
         self.caller_skips = False
         self.skips_in_a_row = 0
-        self.steps = 0  # that were decided here, and
-        self.skips = 0  # how many of them were skipped, as far as was heard
+        self.steps = 0  # count of decided steps
+        self.skips = 0  # count of skipped steps, as far as the host knows
         self._last: LastStep | tuple[list[Backward], list[Tensor] | None] = LastStep()
-        # Of steps that the device decided: what the host has not been told yet, oldest first.
+        # Backwards of steps that the device decided and the host does not know yet, oldest first.
         self._undecided: deque[list[Backward]] = deque()
         self._skipped = False
         self._events = events
 
     @property
     def last(self) -> LastStep:
-        """The last step. Made for whoever asks first: hardly any loop does, and it takes a percent of a tiny one."""
+        """The last step. Made at the first read: few loops read it, and making it costs a percent of a tiny step."""
         last = self._last
         if isinstance(last, tuple):
             backwards, squares = last
@@ -61,49 +61,49 @@ class Pending:
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was skipped. Waits for the device if that decided."""
+        """True if the last step was skipped. Waits for the device if that decided."""
         self.hear(wait=True)
         return self._skipped
 
     @property
     def taken(self) -> int:
-        """How many steps were taken, as far as the host has heard."""
+        """Count of steps that were taken, as far as the host knows."""
         return self.steps - self.skips - self.unheard
 
     @property
     def unheard(self) -> int:
-        """How many steps the device decided that the host has not heard of."""
+        """Count of steps that the device decided and the host does not know yet."""
         return len(self._undecided)
 
     @property
     def skips_next(self) -> bool:
-        """Whether the next step will be skipped, by us or by the caller. Waits for the device if that decided."""
+        """True if the next step will be skipped, by us or by the caller. Waits for the device if that decided."""
         return self.caller_skips or self.overflowed()
 
     def overflowed(self) -> bool:
-        """Whether the next step will be skipped by us. Waits for the device if that decided."""
+        """True if the next step will be skipped by us. Waits for the device if that decided."""
         self._settle()
         return any(backward.skips and backward.outcome.overflowed() for backward in self.backwards)
 
     def add(self, backward: Backward, squares: list[Tensor] | None = None) -> None:
-        """Keep a backward for the next step, and no more than that needs, however many backwards it takes.
+        """Keep a backward for the next step; drop earlier ones that are known to be without overflow and flush.
 
         Args:
-            squares: sums of squares of this optimizer's gradients, still scaled; None: nobody has them.
+            squares: sums of squares of this optimizer's gradients, still scaled; None if not computed.
         """
         self._settle()
-        self._squares = [*self._squares[:1], squares]  # of two or more none is asked for
+        self._squares = [*self._squares[:1], squares]  # two entries suffice: only a single one is read
         self.backwards = [
             b for b in self.backwards if not b.outcome.is_known() or b.outcome.overflowed() or b.outcome.has_flushed()
         ]
         self.backwards.append(backward)
 
     def decide(self, on_device: bool) -> Skip | Take:
-        """What becomes of the step that begins.
+        """Decide whether the step that begins is skipped or taken.
 
         Args:
-            on_device: whether the step can look at flags. The host then waits for nothing: it decides if it knows by
-                now, and is told later if not.
+            on_device: True if the step can read flags on the device. The host then never waits: it decides if it
+                already knows, and else learns the result later. If False, waits for the device.
         """
         self._settle()
         self.steps += 1
@@ -118,16 +118,16 @@ class Pending:
         return Skip() if self._skipped else Take()
 
     def _settle(self) -> None:
-        """Know what other ranks found in the backwards that are kept."""
+        """Get the findings of other ranks for all kept backwards."""
         for backward in self.backwards:
             backward.settle()
 
     def leave_skip_to_caller(self) -> None:
-        """Another `scale_loss` than ours takes it on itself to skip the next step."""
+        """Note that a foreign `scale_loss` will skip the next step itself."""
         self.caller_skips = True
 
     def skipped_by_caller(self) -> None:
-        """The step was skipped without us, and all that was decided about it is past."""
+        """Record a step that the caller skipped, and forget the backwards for it."""
         self._settle()
         self.hear(wait=True)
         self.caller_skips = False
@@ -143,18 +143,18 @@ class Pending:
         self.backwards, self._squares = [], []
 
     def taken_unseen(self) -> None:
-        """A step was taken that nothing was pending for."""
+        """Record a step that was taken with no backward pending."""
         self.steps += 1
         self._skipped = False
         self._last = LastStep()
 
     def hear(self, wait: bool) -> None:
-        """Report steps that the device decided, as far as the host knows of them by now, or all of them."""
+        """Report steps that the device decided: those that the host knows, or all with `wait`."""
         while self._undecided and (wait or _are_known(self._undecided[0])):
             self._conclude(self._undecided.popleft())
 
     def _conclude(self, backwards: Sequence[Backward]) -> None:
-        """Say, and remember, what `backwards` meant for their step."""
+        """Record and report the result of the step of `backwards`."""
         skipping = []
         for backward in backwards:
             if not backward.outcome.overflowed():
@@ -178,7 +178,7 @@ class Pending:
 
 
 def _are_known(backwards: Sequence[Backward]) -> bool:
-    """Whether the host knows of each whether it overflowed. Does not wait."""
+    """True if the host knows of each backward whether it overflowed. Does not wait."""
     for backward in backwards:  # noqa: SIM110 - a generator takes twice the time, once a step
         if not backward.outcome.is_known():
             return False

@@ -1,4 +1,4 @@
-"""The ranks that train with this one: with whom an overflow is agreed on, and which gradients were never reduced."""
+"""The ranks that train with this one: the groups that agree on an overflow, and gradients that were never reduced."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from amp_engine.stepping.rows import Rows
 
 
 class Ranks:
-    """Those of one optimizer.
+    """The ranks of one optimizer.
 
-    DistributedDataParallel reduces what is in `.grad`. Under its `no_sync` gradients stay there for the next reduction;
-    the exit of a `scale_loss` without `delay_unscale` takes them away to where they are unscaled.
+    DistributedDataParallel reduces the gradients in `.grad`. Under its `no_sync` they stay there for the next
+    reduction; the exit of a `scale_loss` without `delay_unscale` unscales them and takes them away.
 
     Args:
-        rows: of the optimizer.
-        process_group: said by the user; None: those of the DTensors among its parameters, and of the
-            DistributedDataParallel around them, if there are any.
-        is_in_zero: whether each rank steps other parameters, of a model that all of them have.
-        in_flat_shards: whether they are of a FullyShardedDataParallel.
+        rows: the rows of the optimizer.
+        process_group: the group that the user named; None for the groups of the DTensors among its parameters and of
+            the DistributedDataParallel around them, if there are any.
+        is_in_zero: True if each rank steps different parameters of a model that all ranks have.
+        in_flat_shards: True if the parameters are shards of a FullyShardedDataParallel.
     """
 
     def __init__(
@@ -41,17 +41,19 @@ class Ranks:
         self._is_in_zero = is_in_zero
         self.in_flat_shards = in_flat_shards
         self._of_shards: tuple[Columns, list[dist.ProcessGroup]] | None = None
-        # Those around its parameters: looked for at the first backward in a process group, and when one is gone.
+        # The wrappers of its parameters: looked for at the first backward in a process group, and when one is gone.
         self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None
-        self._local: list[weakref.ref[DistributedDataParallel]] = []  # under `no_sync` in this backward
-        self._waiting: list[weakref.ref[DistributedDataParallel]] = []  # and in an earlier one, whose exit unscaled
+        self._local: list[weakref.ref[DistributedDataParallel]] = []  # wrappers under `no_sync` in this backward
+        self._waiting: list[weakref.ref[DistributedDataParallel]] = []  # and in an earlier backward whose exit unscaled
 
     def enter(self, is_first: bool, is_left_open: bool) -> None:
-        """Entry of `scale_loss`. Raises AmpStateError if it is to reduce what an earlier one has unscaled unreduced.
+        """Entry of `scale_loss`: note wrappers under `no_sync`.
+
+        Raises AmpStateError if it is to reduce gradients that an earlier exit has unscaled before they were reduced.
 
         Args:
-            is_first: since the last step.
-            is_left_open: whether scaled gradients of an earlier backward are there.
+            is_first: True for the first one since the last step.
+            is_left_open: True if scaled gradients of an earlier backward are there.
         """
         if self._wrappers is None and not has_ranks():
             return
@@ -78,10 +80,10 @@ class Ranks:
         ]
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """With whom the exit of this `scale_loss` agrees on an overflow: each group that has other ranks.
+        """Return the groups with other ranks, which agree on an overflow at the exit of this `scale_loss`.
 
-        Every rank of a group leaves `scale_loss` equally often. That is known of DistributedDataParallel's, whose
-        backward its ranks call together, except under `no_sync` and its `join`, where one may be at its end.
+        Every rank of a group must leave `scale_loss` equally often. DistributedDataParallel guarantees that, since its
+        ranks call backward together, except under `no_sync` and under its `join`, where a rank may have finished.
         """
         if not has_ranks():
             return []
@@ -98,16 +100,16 @@ class Ranks:
 
     @property
     def are_replicas(self) -> bool:
-        """Whether all have the same gradients once they are reduced: those of a DistributedDataParallel alone."""
+        """True if all ranks have the same gradients once reduced: with DistributedDataParallel alone."""
         return self._process_group is None and not self._groups_of_shards()
 
     @property
     def are_said(self) -> bool:
-        """Whether the user said which they are."""
+        """True if the user named the process group."""
         return self._process_group is not None
 
     def of_parts(self) -> dist.ProcessGroup | None:
-        """The group whose ranks step different parameters, so that a norm of all is a sum over them; None without."""
+        """Return the group whose ranks step different parameters, so a norm of all sums over them; None without."""
         if self._process_group is None or not has_ranks() or self._groups_of_shards():
             return None
         has_replicas = any(ref() is not None for ref in self._wrappers or ()) and not self._is_in_zero
@@ -120,13 +122,13 @@ class Ranks:
         return self._of_shards[1]
 
     def close(self) -> None:
-        """Exit of `scale_loss` that unscales."""
+        """Exit of a `scale_loss` that unscales: remember wrappers whose gradients were not reduced."""
         if self._local:
             self._waiting += [ref for ref in self._local if ref not in self._waiting]
             self._local = []
 
     def _has_gradients(self, wrapper: DistributedDataParallel) -> bool:
-        """Whether one of its parameters has a gradient that is not 0. Waits for the device."""
+        """True if a parameter of `wrapper` has a gradient that is not 0. Waits for the device."""
         ids = {id(param) for param in wrapper.module.parameters()}
         columns = self._rows.columns
         weights = (w for w, p in zip(columns.weights, columns.params, strict=True) if id(p) in ids)

@@ -1,4 +1,4 @@
-"""What one optimizer steps, row by row: its weights, the model's parameters behind them, their gradients.
+"""The rows of one optimizer: its weights, the model's parameters behind them, their gradients.
 
 A low-precision parameter gets a FP32 master, which replaces it in `optimizer.param_groups` and takes over its optimizer
 state, so state never passes through half. A row without a master is one whose weight is the parameter.
@@ -37,17 +37,17 @@ from amp_engine.stepping.master import (
 from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, Slots, WholeCheck
 from amp_engine.stepping.spent import Spent, seen
 
-_HELD = int(Slot.HELD)  # which compares in a third of the time
+_HELD = int(Slot.HELD)  # an int compares in a third of the time
 
 _WITH_MASTERS: weakref.WeakSet[MasterRows] = weakref.WeakSet()
-# Of those that keep FP32 values of parameters, such as have seen no backward yet.
+# Rows that keep FP32 values of parameters and have seen no backward yet.
 _FRESH: weakref.WeakSet[Rows] = weakref.WeakSet()
 
 
 def follow_masters_in_eager(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook: round masters that somebody wrote outside of a step (SAM, an average) into their models.
+    """Forward pre-hook: round masters that were written outside of a step (SAM, an average) into their models.
 
-    Of all models: a look at all masters is cheaper than to find those of one. Nothing in a graph.
+    It does so for all models: that is cheaper than to find the masters of one. Does nothing in a graph.
     """
     if not torch.compiler.is_compiling():
         for rows in list(_WITH_MASTERS):
@@ -56,15 +56,15 @@ def follow_masters_in_eager(module: nn.Module, args: Any) -> None:
 
 @disable_dynamo
 def follow_masters(module: nn.Module, args: Any) -> None:
-    """As `follow_masters_in_eager`, and breaks a graph: for optimizers that write masters outside of their step."""
+    """Like `follow_masters_in_eager`, but breaks a graph: for optimizers that write masters outside of their step."""
     follow_masters_in_eager(module, args)
 
 
 def announce_broadcast(numel: int) -> None:
-    """A tensor of `numel` elements, no parameter, was broadcast.
+    """Note that a tensor of `numel` elements, which is no parameter, was broadcast.
 
-    Before the first backward that may be the model's own weights, to be copied into `param.data`. On the rank that
-    they came from nothing changes by that, and elsewhere no version: so all go on from rounded values, as in apex.
+    Before the first backward it may hold the model's own weights, to be copied into `param.data`. That changes nothing
+    on the sending rank, and no version elsewhere, so all ranks go on from rounded values, as in apex.
     """
     for rows in list(_FRESH):
         rows.doubt(numel)
@@ -74,23 +74,23 @@ class Rows:
     """The rows of one optimizer, which steps the model's parameters themselves.
 
     Args:
-        optimizer: its groups say what is stepped.
-        halves: looks after low-precision weights; None where they are welcome.
+        optimizer: its groups have the weights.
+        halves: judges low-precision weights; None where they are allowed.
     """
 
     makes_masters: ClassVar[bool] = False
-    splits: ClassVar[bool] = False  # whether weights have remainders
+    splits: ClassVar[bool] = False  # True if weights have remainders
 
     def __init__(self, optimizer: Optimizer, halves: HalfWeights | None = None) -> None:
-        # Whether the optimizer switches its parameters between training and evaluation (schedulefree and kin).
+        # True if the optimizer switches its parameters between training and evaluation (schedulefree and kin).
         self.written_outside = callable(getattr(optimizer, "train", None)) and callable(
             getattr(optimizer, "eval", None)
         )
-        # Whether somebody wrote low-precision parameters since the last step, by which their lower bits are lost.
+        # True if other code wrote low-precision parameters since the last step, which loses their lower bits.
         self.was_rounded = False
         self.masters: list[Master] = []  # in the order of the groups
-        self.scans = 0  # that found something new
-        self.joined: list[nn.Parameter] = []  # parameters that came with a gradient, until it is looked at
+        self.scans = 0  # count of scans that found something new
+        self.joined: list[nn.Parameter] = []  # parameters that came with a gradient, until that is handled
         self._halves = halves
         self._departed: dict[int, weakref.ref[nn.Parameter]] = {}  # by id
         self._optimizer = weakref.ref(optimizer)
@@ -102,11 +102,11 @@ class Rows:
         self._is_fresh = True  # until `refresh` is called for the first time
 
     def _await_broadcasts(self) -> None:
-        """Be told of them until `refresh`."""
+        """Have `doubt` called for broadcasts until `refresh`."""
         _FRESH.add(self)
 
     def doubt(self, numel: int) -> None:
-        """Take what parameters are, if a broadcast of `numel` elements may have had all of one in it."""
+        """Take parameters as they are, if a broadcast of `numel` elements may have carried the largest of them."""
 
     @property
     def columns(self) -> Columns:
@@ -122,7 +122,7 @@ class Rows:
         return bool(self.masters) or self.splits
 
     def wrapped_by(self, wrapper: Optimizer) -> None:
-        """Expect `wrapper`, which shares the groups, to write what is stepped after their step."""
+        """Expect `wrapper`, which shares the groups, to write weights after their step."""
         self.written_outside = True
 
     def look_for_joined(self) -> None:
@@ -146,25 +146,25 @@ class Rows:
     def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
         if len(groups) != len(self._scanned):
             return False
-        for group, was in zip(groups, self._scanned, strict=True):  # no generator: asked five times an iteration
+        for group, was in zip(groups, self._scanned, strict=True):  # no generator: runs five times an iteration
             if not tensor_lists.same_objects(group["params"], was):
                 return False
         return True
 
     def look_at_types(self) -> None:
-        """Note which weights are low-precision, where that counts. A loop over all of them."""
+        """Note which weights are low-precision, if that matters. A loop over all of them."""
         if self._halves is not None:
             self._halves.look_at(self._columns.plain)
 
     def judge_half(self) -> None:
-        """Raise AmpStateError if a low-precision weight would be stepped where the level's are FP32. After a scan."""
+        """Raise AmpStateError if a low-precision weight would be stepped at a level of FP32 weights. After a scan."""
         if self._halves is not None:
             self._halves.judge(self._live_optimizer())
 
     def _note_moves(self, earlier: Columns) -> None:
-        """Of parameters: which joined with a gradient, and which left."""
+        """Note the parameters that joined with a gradient, and those that left."""
         now = set(map(id, self._columns.params))
-        # No references to all: `torch.utils.swap_tensors` takes no parameter that has any.
+        # Only departed ones are referenced: `torch.utils.swap_tensors` refuses a parameter that has weak references.
         self._departed = {key: ref for key, ref in self._departed.items() if ref() is not None}
         self._departed |= {id(p): weakref.ref(p) for p in earlier.params if id(p) not in now}
         if earlier is not NO_COLUMNS and tensor_lists.any_gradient(self._columns.param_handle):
@@ -173,7 +173,7 @@ class Rows:
 
     @property
     def departed(self) -> list[nn.Parameter]:
-        """Parameters that have left the groups, whether they came back or not."""
+        """Parameters that have left the groups, even if they came back."""
         return [p for ref in self._departed.values() if (p := ref()) is not None]
 
     def master_of(self, param: nn.Parameter) -> Master | None:
@@ -185,7 +185,7 @@ class Rows:
         return None
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
-        """Have what belongs to a parameter follow it, if somebody moved it without us.
+        """Have masters or remainders follow parameters that other code moved.
 
         Args:
             adopt_data_writes: compare values as well.
@@ -194,28 +194,28 @@ class Rows:
         _FRESH.discard(self)
 
     def follow(self) -> None:
-        """Before a step: what somebody wrote into one of the two goes into the other; into the master, if into both.
+        """Before a step: copy foreign writes between master and parameter; if both were written the parameter counts.
 
-        A step whose gradients leave a master out, or that is skipped, writes nothing of it into the model.
+        A step that is skipped, or has no gradient for a master, writes nothing of that master into the model.
         """
         self.round_written()
         self.refresh()
 
     def written(self) -> list[Master]:
-        """Masters that somebody wrote outside of a step, where nobody wrote the parameter."""
+        """Return masters that were written outside of a step while their parameters were not."""
         if not self._ledger.weights.have_moved():
             return []
         return [master for master in self.masters if master.was_written() and master.in_sync()]
 
     def round_written(self) -> None:
-        """Round those into their parameters."""
+        """Round masters that were written outside of a step into their parameters."""
         if written := self.written():
             write_back_all(written)
             for master in written:
                 master.mark_in_sync()
 
     def write_back(self) -> None:
-        """Round every master into its parameter. Moves the parameters' versions, as any optimizer does."""
+        """Round every master into its parameter. Moves the versions of the parameters, like any optimizer."""
         if self.masters:
             write_back_all(self.masters)
             self.mark_in_sync()
@@ -228,7 +228,10 @@ class Rows:
 
     @property
     def slots(self) -> Slots:
-        """What the last backward left for the next step; empty before it, and after a step. Assigned, the last go."""
+        """The gradients that the last backward left for the next step; empty before it, and after a step.
+
+        Assigning others discards the present ones.
+        """
         return self._ledger.slots
 
     @slots.setter
@@ -239,11 +242,11 @@ class Rows:
 
     @property
     def spent(self) -> Spent:
-        """Which masters had a gradient before a step."""
+        """The rows whose masters had a gradient before a step."""
         return self._ledger.spent
 
     def step_input(self) -> StepInput:
-        """What the next step has to do, as of the last scan."""
+        """Return the input of the next step, as of the last scan."""
         columns = self.columns
         gradients, states = self._step_gradients(columns)
         if zero_rows := [row for row in self.spent.zero_rows() if states[row] == Slot.EMPTY]:
@@ -256,7 +259,7 @@ class Rows:
         return StepInput(columns.weights, columns.weights, gradients, copies, scaled, Slot.FOREIGN not in states)
 
     def _step_gradients(self, columns: Columns) -> tuple[Sequence[Tensor | None], bytes | bytearray]:
-        """The gradient of each row, and the state of its slot."""
+        """Return the gradient of each row, and the state of its slot."""
         slots = self.slots
         written = tensor_lists.any_gradient(self._high)
         if written:
@@ -269,7 +272,7 @@ class Rows:
         own: Sequence[Tensor | None]
         if columns.asks:
             own = [None if k else w.grad for k, w in zip(held, columns.weights, strict=True)]
-            states = bytes(Slot.EMPTY if grad is None else Slot.FOREIGN for grad in own)  # nobody looked at it
+            states = bytes(Slot.EMPTY if grad is None else Slot.FOREIGN for grad in own)  # its access is unknown
         else:
             own, accesses, _ = tensor_lists.gradients(columns.weight_handle)
             states = accesses.translate(OWN_SLOTS)
@@ -279,7 +282,7 @@ class Rows:
         return own, states
 
     def whole_check(self) -> WholeCheck | None:
-        """What the last check found, if every gradient still is what it saw, and nothing else has one."""
+        """Return the last check if every gradient is as it was then and no other has come; else None."""
         check = self.slots.check
         if check is None or not (
             self.slots.is_whole
@@ -291,7 +294,7 @@ class Rows:
         return check
 
     def has_parameter_gradients(self) -> bool:
-        """Whether a parameter that has a master has a gradient."""
+        """True if a parameter that has a master has a gradient."""
         return tensor_lists.any_gradient(self._low)
 
     def has_master_gradients(self) -> bool:
@@ -299,13 +302,13 @@ class Rows:
         return tensor_lists.any_gradient(self._high)
 
     def gradient_marks(self) -> tensor_lists.GradientMarks:
-        """Of the gradients that parameters with masters have."""
+        """Return marks of the gradients of parameters with masters."""
         return tensor_lists.gradient_marks(self._low)
 
     def gradients_written_since(self, before: tensor_lists.GradientMarks) -> bool:
-        """True if one of them was written or replaced since `gradient_marks()`; not if it was discarded.
+        """True if a gradient was written or replaced since `gradient_marks()`; not if it was discarded.
 
-        A write through `.data` moves no version, but the gradient to memory of its own: the old one is what is held.
+        A write through `.data` moves no version, but moves the gradient to new memory: the held one has the old.
         """
         if before.params is not self._low or not before.have_moved():
             return False  # of other rows; or not at all
@@ -315,14 +318,14 @@ class Rows:
         return is_written and all(len(list(masters_of(master.param))) == 1 for master in self.masters)
 
     def totals(self) -> dict[int, Tensor]:
-        """The float32 gradients that masters have by now, by row, for the kernels to add to."""
+        """Return the float32 gradients that masters have, by row, for the kernels to add to."""
         if not tensor_lists.any_gradient(self._high):
             return {}
         found = ((row, m.total()) for row, m in enumerate(self._columns.masters) if m is not None)
         return {row: total for row, total in found if total is not None}
 
     def materialize(self, zeros: bool = False) -> None:
-        """Make every held gradient a float32 gradient: 4 bytes an element; with `zeros` also where one of 0 is left."""
+        """Make every held gradient a float32 gradient, 4 bytes an element; with `zeros` also make gradients of 0."""
         if self.slots.count > 0:
             for master in self.masters:
                 master.materialize_held()
@@ -336,7 +339,7 @@ class Rows:
         tensor_lists.discard_gradients(self._low)
 
     def spend_gradients(self, keeps_masters: bool = False) -> None:
-        """Discard gradients as after every step, of masters unless they are kept, and notice who zeroes them then."""
+        """Discard gradients after a step, but masters' with `keeps_masters`, and watch for a later `zero_grad`."""
         if self.masters:
             self.spent.spend(self._has_gradients())
         if keeps_masters:
@@ -348,7 +351,7 @@ class Rows:
             self.show_spent()
 
     def _has_gradients(self) -> bytes:
-        """Of each row not 0 where there is one, held or its own."""
+        """Return one byte a row, not 0 where the row has a gradient, held or its own."""
         columns, slots = self.columns, self.slots
         held = bytes(slots.states) if slots.count > 0 else bytes(len(columns.weights))
         if not tensor_lists.any_gradient(self._high):
@@ -356,7 +359,7 @@ class Rows:
         return bytes(map(or_, held, tensor_lists.gradients(columns.weight_handle)[1]))
 
     def show_spent(self) -> None:
-        """Have the smallest master and parameter whose gradients a step discarded show one of 0."""
+        """Have the smallest master and the smallest parameter whose gradients a step discarded show one."""
         if self.masters and not devices.is_capturing(self.masters[0].weight.device):
             self.spent.show(self._smallest_spent)
 
@@ -372,12 +375,12 @@ class Rows:
         self.discard_parameter_gradients()
 
     def discard_master_gradients(self) -> None:
-        """Discard the gradients of masters, and leave those of their parameters."""
+        """Discard the gradients of masters, and keep those of their parameters."""
         tensor_lists.discard_gradients(self._high)
         self.slots = NO_SLOTS
 
     def release(self) -> None:
-        """Give the parameters back what was kept of them elsewhere."""
+        """Give the parameters back their float32 values from where they are kept."""
 
     def _live_optimizer(self) -> Optimizer:
         optimizer = self._optimizer()
@@ -392,8 +395,8 @@ class MasterRows(Rows):
         optimizer: its groups are edited in place: each low-precision parameter that requires a gradient is replaced by
             its master.
         exact: id of a parameter -> its float32 value from before the model was cast.
-        adopt_data_writes: whether writes through `param.data` are looked for before each step, not before the first
-            backward only.
+        adopt_data_writes: True to look for writes through `param.data` before each step, and not only before the first
+            backward.
     """
 
     makes_masters = True
@@ -408,7 +411,7 @@ class MasterRows(Rows):
         self._adopt_data_writes = adopt_data_writes
         self._exact = exact or {}
         self.scan()
-        self._exact = {}  # its memory goes
+        self._exact = {}  # free its memory
         self._await_broadcasts()
         add_maker(self)
         _WITH_MASTERS.add(self)
@@ -419,7 +422,7 @@ class MasterRows(Rows):
         return self._columns
 
     def doubt(self, numel: int) -> None:
-        """Have masters take what parameters are, if a broadcast of `numel` elements may have had all of one in it."""
+        """Have masters take their parameters if a broadcast of `numel` elements may have carried the largest."""
         if numel >= max((master.weight.numel() for master in self.masters), default=0):
             for master in self.masters:
                 master.is_doubted = True
@@ -433,7 +436,7 @@ class MasterRows(Rows):
             take_state(master, states)
 
     def _states(self) -> Iterator[dict[Any, Any]]:
-        """State by parameter: the optimizer's, and that of wrappers that have one of their own."""
+        """Yield the state of the optimizer, and of wrappers that have their own, each keyed by parameter."""
         own = self._live_optimizer().state
         yield own
         for ref in self._wrappers:
@@ -445,7 +448,7 @@ class MasterRows(Rows):
         """Bring the rows in line with the groups as they are now.
 
         New groups, unfrozen parameters and replaced entries get masters; entries that left the groups lose
-        theirs. Raises AmpStateError, before anything is changed, for a parameter whose master is there too.
+        theirs. Raises AmpStateError, before anything is changed, for a parameter beside its own master.
         """
         groups = self._live_optimizer().param_groups
         if self._is_scanned(groups):
@@ -457,7 +460,7 @@ class MasterRows(Rows):
         if len(self.masters) < len(self._by_weight):
             stay = set(map(id, self.masters))
             for master in self._by_weight.values():
-                if id(master) not in stay:  # whoever still holds it, its value is no longer the parameter's
+                if id(master) not in stay:  # even if it is still held, its value is no longer the parameter's
                     discard_exact(master)
             self._by_weight = {id(m.weight): m for m in self.masters}
             self._by_param = {id(m.param): m for m in self.masters}
@@ -479,7 +482,7 @@ class MasterRows(Rows):
             self.show_spent()
 
     def judge_half(self) -> None:
-        """Nothing: low-precision parameters have masters."""
+        """Do nothing: low-precision parameters have masters."""
 
     def master_of(self, param: nn.Parameter) -> Master | None:
         """The master of a parameter, or None."""
@@ -515,20 +518,20 @@ class MasterRows(Rows):
                     params[i] = master.weight
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
-        """Refresh every master whose parameter moved without us.
+        """Refresh every master whose parameter was moved by other code.
 
-        The first time with `adopt_data_writes` in any case: apex made masters only at the first backward, so scripts
-        initialize weights, or broadcast them, through `param.data` until then.
+        The first call always compares values: apex made masters only at the first backward, so scripts initialize
+        weights, or broadcast them, through `param.data` until then.
 
         Args:
-            adopt_data_writes: compare values as well, but those of masters that somebody wrote meanwhile.
+            adopt_data_writes: compare values as well, except for masters that were written meanwhile.
         """
         is_first = self._is_fresh
         if is_first:
             super().refresh()
             for master in self.masters:
                 if master.was_written():
-                    master.is_doubted = False  # a script's own values, as it saved masters of an earlier run
+                    master.is_doubted = False  # a script may restore masters that it saved in an earlier run
                 elif master.in_sync() and not master.is_doubted:
                     master.adopt()
                     master.mark_in_sync()
@@ -542,7 +545,7 @@ class MasterRows(Rows):
                     master.mark_weight()
 
     def follow(self) -> None:
-        """As `Rows.follow`."""
+        """Do as `Rows.follow`, and look for writes through `param.data` if asked to."""
         self.round_written()
         self.refresh(self._adopt_data_writes)
 
@@ -553,7 +556,7 @@ class MasterRows(Rows):
         if optimizer is None:
             return
         self.spent.hear()
-        with suppress(AmpStateError):  # a parameter that is there beside its master keeps what it has
+        with suppress(AmpStateError):  # a parameter beside its own master keeps its value
             self.scan()
         if self.spent.is_zeroed_in_place:
             self.spent.zero_all()
@@ -595,7 +598,7 @@ class MasterRows(Rows):
 
 
 def _zeros_like(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros in the shapes and orders of `weights`, to be read only: those of a device share their memory."""
+    """Return zeros with the shapes and strides of `weights`, for reading only: on one device they share memory."""
     sizes = dict[torch.device, int]()
     for w in weights:
         sizes[w.device] = max(sizes.get(w.device, 0), w.numel())
@@ -604,5 +607,5 @@ def _zeros_like(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_zero(grad: Tensor | None) -> bool:
-    """True if there is a gradient and each of its elements is zero. Waits for it."""
+    """True if there is a gradient and each of its elements is zero. Waits for the device."""
     return grad is not None and not bool(arithmetic.values(grad).any())

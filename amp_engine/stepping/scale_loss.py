@@ -1,4 +1,4 @@
-"""Backwards of scaled losses, for one optimizer or several: who has windows open, and which are closed together."""
+"""Backwards of scaled losses, for one optimizer or several: open windows, and close them together."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from amp_engine.stepping.unlisted import Unlisted
 
 
 class ScaledBackwards:
-    """Those of all optimizers of an engine. The one entrance to a scaled backward.
+    """The scaled backwards of all optimizers of an engine, and the only way to begin one.
 
     Args:
-        scaling: whether static scales skip, and which were reported.
-        casts: hear of the end of each backward.
+        scaling: tells if static scales skip, and which were reported.
+        casts: the function casts, which are told of the end of each backward.
         models: gives the initialized models.
 
     Attributes:
-        events: observers hear of each backward by these; while a batch is rehearsed, by others.
+        events: tell observers of each backward; replaced while a batch is rehearsed.
     """
 
     def __init__(self, scaling: Scaling, casts: Casts, models: Callable[[], Sequence[nn.Module]]) -> None:
         self.casts = casts
-        # Held by the hooks of their optimizer: a parameter may refer to it, which would then never be freed.
+        # Weak: the hooks of an optimizer own its Stepper. A parameter may refer to its optimizer, which a strong
+        # reference here would keep alive.
         self._stepped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Stepper]]
         self._stepped = weakref.WeakKeyDictionary()
         self._scaling = scaling
@@ -57,16 +58,16 @@ class ScaledBackwards:
 
     @property
     def all(self) -> list[Stepper]:
-        """What stands for each of them."""
+        """The Stepper of every optimizer that was added."""
         return [one for optimizer in self.optimizers if (one := self.get(optimizer)) is not None]
 
     def get(self, optimizer: Optimizer) -> Stepper | None:
-        """What stands for `optimizer`, or None."""
+        """Return the Stepper of `optimizer`, or None."""
         ref = self._stepped.get(optimizer)
         return None if ref is None else ref()
 
     def add(self, stepped: Stepper) -> None:
-        """Add an optimizer, whose hooks hold what stands for it."""
+        """Add a Stepper, with a weak reference: the hooks of its optimizer own it."""
         stepped.check_gathered = self._check_gathered
         self._stepped[stepped.optimizer] = weakref.ref(stepped)
 
@@ -74,13 +75,13 @@ class ScaledBackwards:
         self.unlisted.check_gathered(optimizer, joined, self.all)
 
     def pop(self, optimizer: Optimizer) -> Stepper | None:
-        """Remove it."""
+        """Remove an optimizer, and return its Stepper, or None."""
         ref = self._stepped.pop(optimizer, None)
         return None if ref is None else ref()
 
     @contextmanager
     def rehearsal(self) -> Iterator[Events]:
-        """While inside no step is taken, and only observers of the Events that it gives hear of backwards."""
+        """Rehearse: inside no step is taken, and only observers of the yielded Events are told of backwards."""
         before = self.events, self.evidence.is_rehearsal
         self.events, self.evidence.is_rehearsal = Events(), True
         try:
@@ -89,7 +90,7 @@ class ScaledBackwards:
             self.events, self.evidence.is_rehearsal = before
 
     def refuse_inside(self, call: str) -> None:
-        """Raise AmpStateError if the body of a `scale_loss` is run."""
+        """Raise AmpStateError while the body of a `scale_loss` runs."""
         if any(one.window.is_in_body for one in self.all):
             raise AmpStateError(
                 f"{call}() was called inside of a `with scale_loss(...)`, whose exit needs what it takes away.  Leave "
@@ -97,7 +98,7 @@ class ScaledBackwards:
             )
 
     def _passes_through(self, scaler: LossScaler, stepped: Sequence[Stepper]) -> bool:
-        """Nothing to scale, check or move: O0, O3 and O4 unless the user asked for more."""
+        """True if nothing is to be scaled, checked or moved: O0, O3 and O4 unless the user asked for more."""
         return (
             scaler.is_identity
             and not self._scaling.skip_on_overflow
@@ -113,7 +114,7 @@ class ScaledBackwards:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """For the body of a `scale_loss` with these arguments."""
+        """Return the context for the body of a `scale_loss` with these arguments."""
         for one in stepped:
             one.check_first_use()
         if self._passes_through(scaler, stepped):
@@ -121,8 +122,8 @@ class ScaledBackwards:
         return ScaledBackward(self, loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
 
     def close_windows_into(self, stepped: Stepper) -> None:
-        """Unscale what the parameters of `stepped` have that is scaled, since a step is next."""
-        self.unlisted.exit()  # of a body that does not list `stepped`, and is run still
+        """Unscale all scaled gradients of the parameters of `stepped`, before a step."""
+        self.unlisted.exit()  # for a body that still runs and does not list `stepped`
         self.look_at_gathered(stepped, is_stepping=True)
         for other in self._windows_into([stepped]):
             if not other.window.is_in_body:
@@ -130,7 +131,7 @@ class ScaledBackwards:
         self._close_left_open(stepped)
 
     def look_at_gathered(self, stepped: Stepper, is_stepping: bool = False) -> None:
-        """Count what no check of `stepped` saw, if it is finite: by a backward of nothing."""
+        """Check gradients of `stepped` that no check saw, by an empty backward."""
         scaler = self._scaling.default()
         if (
             stepped.window.is_closed
@@ -148,22 +149,22 @@ class ScaledBackwards:
         delay_overflow_check: bool = False,
         loss: Tensor | None = None,
     ) -> None:
-        """Unscale and check gradients, then move the scale; gradients go if that fails. No host sync.
+        """Unscale and check gradients, then move the scale; discard gradients if that fails. No host sync.
 
-        Where other ranks are to agree, the scale moves when somebody asks for it, or for what becomes of the step.
+        If other ranks are to agree, the scale moves when it is read, or when the step needs the decision.
 
         Args:
-            loss: the last one, whose graph tells the order of the parameters; None if it is not known.
+            loss: the last loss, whose graph tells the order of the parameters; None if it is not known.
         """
         backward.settle()
         backward.skips = backward.scaler.dynamic or self._scaling.skip_on_overflow
         check = backward.skips or backward.loss_id not in self._scaling.reported
         unscaled: set[int] | None = set() if len(stepped) > 1 else None
-        # Not where an overflow is only said: one rank may have said it before another, and would ask no more. Most
-        # processes have no ranks, and make no list of their groups.
+        # No agreement where an overflow is only reported: a rank that has reported one checks no more, and others would
+        # wait for it. Most processes have no ranks, and make no list of their groups.
         agrees = backward.skips and has_ranks()
         groups = list(dict.fromkeys(group for one in stepped for group in one.ranks.groups())) if agrees else []
-        own: list[list[Tensor]] = []  # of each optimizer, what the check found of its gradients
+        own: list[list[Tensor]] = []  # for each optimizer the sums of squares from its checks
         try:
             for one in stepped:
                 earlier = len(backward.checked)
@@ -211,16 +212,16 @@ class ScaledBackwards:
             one.pending.add(backward, squares)
 
     def _windows_into(self, stepped: Sequence[Stepper]) -> list[Stepper]:
-        """Other optimizers that have a window open, and parameters in common with one of `stepped`."""
+        """Return other optimizers with an open window that share parameters with one of `stepped`."""
         if len(self._stepped) <= len(stepped):
             return []  # there are no others
         others = [one for one in self.all if not one.window.is_closed and one not in stepped]
         return [one for one in others if any(map(one.shares_parameters_with, stepped))]
 
     def _close_left_open(self, stepped: Stepper) -> None:
-        """With those that share parameters with it, whose gradients are the same ones."""
+        """Close the window of `stepped` and all left-open windows that share its parameters, and so its gradients."""
         if stepped.window.is_closed:
-            return  # it never was open, or was closed with another one
+            return  # never opened, or closed with another window
         together = [stepped]
         for one in together:  # which grows
             found = [other for other in self._windows_into([one]) if other.window.is_left_open]
@@ -230,10 +231,10 @@ class ScaledBackwards:
         self.close_windows(together, stepped.window.backward)
 
     def begin(self, stepped: Sequence[Stepper], scaler: LossScaler, loss_id: int) -> Backward:
-        """A backward of a loss, before its windows are opened, at the scale of what is left open, if something is.
+        """Return a backward of a loss before its windows are opened; it takes the scale of a window that is left open.
 
-        A loss has one scale. Gradients that were left with another one are unscaled now, as a step would do, and so are
-        those of parameters that an optimizer shares with one that has none left.
+        A loss has one scale. Gradients that were left with another scale are unscaled now, as before a step, and so
+        are those of an optimizer that shares parameters with one whose window is closed.
         Raises AmpStateError, before anything is changed, for gradients of another loss_id, and for parameters that an
         optimizer shares with one whose `scale_loss` has not been left.
         """
@@ -243,7 +244,7 @@ class ScaledBackwards:
         if not opened and not others:  # nearly always
             return Backward(scaler, loss_id, scaler.snapshot())
         if any(one.window.is_in_body for one in opened):
-            return Backward(scaler, loss_id, scaler.snapshot())  # refused where it is entered
+            return Backward(scaler, loss_id, scaler.snapshot())  # the entry refuses it
         for other in others:
             if other.window.is_in_body:
                 raise AmpStateError(
@@ -279,7 +280,7 @@ class ScaledBackwards:
 
 
 class ContextOfLoss:
-    """What `scale_loss` gives; one who takes it for the scaled loss is told how to get that."""
+    """The context that `scale_loss` gives; using it as the scaled loss raises an AttributeError that explains."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -291,14 +292,14 @@ class ContextOfLoss:
 
 
 class Disabled(ContextOfLoss, nullcontext[Tensor]):
-    """The body of a `scale_loss` with enabled=False: the loss as it is."""
+    """The context of a `scale_loss` with enabled=False, which gives the loss as it is."""
 
 
 class ScaledBackward(ContextOfLoss):
-    """The body of one `scale_loss`, as a context manager: a generator would cost a loop of tiny steps a percent.
+    """The context of one `scale_loss`. A generator would cost a loop of tiny steps a percent.
 
-    Gives `loss.float() * scale`; at the exit gradients are unscaled and checked, and the scale moves, or they are left
-    as they are. If the body raises, they are put back as they were at the entry.
+    Gives `loss.float() * scale`. The exit unscales and checks gradients and moves the scale, or with `delay_unscale`
+    leaves them scaled. If the body raises, gradients are put back as they were at the entry.
 
     Raises AmpStateError at the entry, with nothing changed, where gradients would have two scales. No host sync.
     """
@@ -320,21 +321,21 @@ class ScaledBackward(ContextOfLoss):
         self._loss_id = loss_id
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
-        self._hook: RemovableHandle | None = None  # of the scaled loss, for as long as that is there
+        self._hook: RemovableHandle | None = None  # of the scaled loss, while that lives
         self._hooks: list[RemovableHandle] = []
-        self._is_left = False  # whether gradients of the scaled loss come too late to be unscaled
-        self._has_begun = False  # whether a backward of the scaled loss has
-        self._has_passed_by = False  # whether one of the loss that was passed in has, which nothing scales
-        self._is_on_its_way = False  # whether a backward of the scaled loss has not come to that loss
-        # As they were when one of that loss began after one of the scaled loss.
+        self._is_left = False  # True once gradients of the scaled loss come too late to be unscaled
+        self._has_begun = False  # True once a backward of the scaled loss has begun
+        self._has_passed_by = False  # True once a backward of the unscaled loss has begun before that
+        self._is_on_its_way = False  # True while a backward of the scaled loss has not reached the unscaled one
+        # Marks of gradients from when a backward of the unscaled loss began after one of the scaled loss.
         self._passed: list[tensor_lists.GradientMarks] | None = None
-        self._is_mixed = False  # whether gradients of both arrived
+        self._is_mixed = False  # True if gradients of both arrived
 
     def __enter__(self) -> Tensor:
         loss, scaler, events = self._loss, self._scaler, self._backwards.events
         for tell in events.entering.observers:
             tell(self)
-        self._backwards.unlisted.exit()  # of a body around this one, which goes on without looking
+        self._backwards.unlisted.exit()  # for a body around this one, which no longer looks at them
         scaler.to(loss.device)
         self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id)
         entered: list[Stepper] = []
@@ -380,7 +381,7 @@ class ScaledBackward(ContextOfLoss):
         self._is_on_its_way = False
 
     def _look_at_passed(self) -> None:
-        """Note if a backward of the loss that was passed in has left gradients. `torch.autograd.grad` leaves none."""
+        """Note if a backward of the unscaled loss has left gradients. `torch.autograd.grad` leaves none."""
         if self._has_passed_by and not self._has_begun:
             self._is_mixed |= any(one.window.has_arrived() for one in self._stepped)
         elif self._passed is not None:
@@ -391,7 +392,7 @@ class ScaledBackward(ContextOfLoss):
         windows = [one.window for one in self._stepped] + self._backwards.unlisted.windows
         have_earlier = [window.begin() for window in windows]
         if any(have_earlier):
-            after_backward(lambda: after_backward(self._end_windows))  # the last of all: reducers write gradients there
+            after_backward(lambda: after_backward(self._end_windows))  # last: reducers write gradients in theirs
 
     def _end_windows(self) -> None:
         for window in [one.window for one in self._stepped] + self._backwards.unlisted.windows:
@@ -408,7 +409,7 @@ class ScaledBackward(ContextOfLoss):
         self._hooks = []
 
     def _refuse_unscaled(self) -> None:
-        """Raise AmpStateError if gradients are there of the loss that was passed in."""
+        """Raise AmpStateError if a backward of the unscaled loss has left gradients."""
         self._look_at_passed()
         if self._is_mixed:
             raise AmpStateError(
@@ -418,7 +419,7 @@ class ScaledBackward(ContextOfLoss):
             )
 
     def _warn_of_unscaled(self) -> None:
-        """Warn if gradients came, and no backward of the scaled loss did, nor of the loss that was passed in."""
+        """Warn if gradients came without a backward of the scaled or the unscaled loss."""
         if self._has_begun or self._has_passed_by or self._hook is None or self._backward.snapshot.is_identity:
             return
         for one in self._stepped:
@@ -426,7 +427,7 @@ class ScaledBackward(ContextOfLoss):
                 one.missing_gradients.warn_of_unscaled(one.optimizer)
 
     def _refuse_late(self) -> None:
-        """Raise AmpStateError in a backward after the exit, unless its gradients go where they are unscaled."""
+        """Raise AmpStateError in a backward after the exit, unless its gradients will still be unscaled."""
         if self._backward.snapshot.is_identity and not any(one.rows.makes_masters for one in self._stepped):
             return
         if not self._delay_unscale:
@@ -469,7 +470,7 @@ class ScaledBackward(ContextOfLoss):
 
 
 class PassedThrough(ContextOfLoss):
-    """The body of a `scale_loss` in which nothing is scaled, checked or moved."""
+    """The context of a `scale_loss` in which nothing is scaled, checked or moved."""
 
     def __init__(self, backwards: ScaledBackwards, loss: Tensor, stepped: Sequence[Stepper], loss_id: int) -> None:
         self._backwards = backwards

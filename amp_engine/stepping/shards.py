@@ -1,4 +1,4 @@
-"""The fused step of DTensors: of what this rank has of each, its state staying DTensors, as checkpoints need it."""
+"""The fused step of DTensors: it steps this rank's part of each. State stays DTensors, as checkpoints need it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_engine.ground.distributed import is_sharded, local_of
 from amp_engine.optimizers.fused_step import FusedStep, StepInput
 
-# DTensor -> what `to_local` gave, which makes a view anew in each call.
+# DTensor -> the result of `to_local`, which makes a new view in each call.
 _PARTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def plan(fused: FusedStep, step: StepInput) -> StepInput | None:
-    """The step of this rank's parts, or None if the class's own step has to. Gradients are unscaled. No host sync."""
+    """Plan the step of this rank's parts; None if only the class's own step can do it.
+
+    Gradients are unscaled. No host sync.
+    """
     if fused.rule.reads_sums:
-        return None  # of whole tensors, which no rank has
+        return None  # it reads sums over whole tensors, which no rank has
     parts = [_part(weight, grad) for weight, grad in zip(step.params, step.gradients, strict=True)]
     weights = [_part_of(weight) for weight in step.params]
     return fused.plan(StepInput(step.params, weights, parts, None, [False] * len(parts)))
 
 
 def mark_written(weights: Sequence[Tensor]) -> None:
-    """Have DTensors show by their versions that their parts were written."""
+    """Increment the versions of DTensors whose parts were written."""
     torch.autograd.graph.increment_version([weight for weight in weights if is_sharded(weight)])
 
 
 def _part_of(weight: Tensor) -> Tensor:
-    """What this rank has of a weight: the same object as long as it has the same memory, as tables ask."""
+    """Return this rank's part of a weight: one object for as long as its memory is the same, as tables need."""
     if not is_sharded(weight):
         return weight
     part, before = local_of(weight), _PARTS.get(weight)
@@ -45,7 +48,7 @@ def _part_of(weight: Tensor) -> Tensor:
 
 
 def _part(weight: Tensor, grad: Tensor | None) -> Tensor | None:
-    """What this rank has of a gradient; all of it, which no plan takes, where it is not divided as the weight is."""
+    """Return this rank's part of a gradient; the whole one, which no plan takes, if it is placed unlike its weight."""
     if grad is None or not is_sharded(grad):
         return grad
     return local_of(grad) if getattr(grad, "placements", 0) == getattr(weight, "placements", 1) else grad

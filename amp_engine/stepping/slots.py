@@ -18,33 +18,33 @@ from amp_engine.stepping.master_parameter import HOLDING
 
 
 class Slot(IntEnum):
-    """What a step finds as the gradient of a row."""
+    """State of the slot of a row: the kind of gradient that a step finds."""
 
     EMPTY = 0
-    HELD = 1  # the model's low-precision gradient, still scaled, which stands for its master's
-    OWN = 2  # the weight's own `.grad`, unscaled, as the kernels take it
-    FOREIGN = 3  # the weight's own, which they may not take: sparse, or of another type, class or layout
+    HELD = 1  # the model's low-precision gradient, still scaled, stands for the master's
+    OWN = 2  # the weight's own `.grad`, unscaled, in a form that the kernels take
+    FOREIGN = 3  # the weight's own, maybe not in that form: sparse, or of another type, class or layout
 
 
-# From how the kernels can access a gradient of a weight's own.
+# From the access of a weight's own gradient.
 OWN_SLOTS = bytes.maketrans(
     bytes([tensor_lists.NONE, tensor_lists.OWN, tensor_lists.SHARED, tensor_lists.OTHER]),
     bytes([Slot.EMPTY, Slot.OWN, Slot.OWN, Slot.FOREIGN]),
 )
 
-# From how the kernels can access a parameter's gradient that is held now.
+# From the access of a parameter's gradient that is to be held.
 _HELD_SLOTS = bytes.maketrans(
     bytes([tensor_lists.NONE, tensor_lists.OWN, tensor_lists.SHARED]), bytes([Slot.EMPTY, Slot.HELD, Slot.HELD])
 )
 
 
 class Checked(NamedTuple):
-    """What one look at a list of gradients found.
+    """The result of one check of a list of gradients.
 
     Attributes:
         params: n; the model's parameters.
-        arrived: n; 0 where no gradient was looked at.
-        checks: of the gradients as they arrived, still scaled; 0 where none did.
+        arrived: n; 0 where no gradient was checked.
+        checks: checks of the gradients as they arrived, still scaled; 0 where none arrived.
     """
 
     params: Sequence[nn.Parameter]
@@ -53,12 +53,12 @@ class Checked(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """Gradients of parameters without masters, which were unscaled in place, as they were then.
+    """Gradients of parameters without masters, right after they were unscaled in place.
 
     Attributes:
-        param_handle: the parameters, as `Columns` has them.
-        grads: their gradients, alive, so that no other tensor is taken for one of them; None elsewhere.
-        marks: of these.
+        param_handle: the parameters, as in `Columns`.
+        grads: their gradients, kept alive so that no new tensor is mistaken for one of them; None elsewhere.
+        marks: marks of these gradients.
     """
 
     param_handle: Sequence[Tensor]
@@ -66,26 +66,26 @@ class Unscaled(NamedTuple):
     marks: tensor_lists.GradientMarks
 
     def is_untouched(self) -> bool:
-        """Whether each gradient is the same object with the same version."""
+        """True if each gradient is the same object with the same version."""
         return not self.marks.have_moved()
 
     def watch(self) -> None:
-        """Have torch tell of those who write them past their versions: collectives, NumPy, `.data`."""
+        """Have torch notice writes that move no version: by collectives, NumPy, `.data`."""
         tensor_lists.watch_gradients(self.param_handle)
 
     def is_unwritten(self) -> bool:
-        """True if nobody wrote them since `watch`, in any way."""
+        """True if the gradients were not written in any way since `watch`."""
         return tensor_lists.are_gradients_unwritten(self.param_handle)
 
 
 class WholeCheck(NamedTuple):
-    """What a check found that saw all gradients of an optimizer.
+    """The result of a check of all gradients of an optimizer.
 
     Attributes:
         checked: one entry for each row.
-        norm: of all unscaled gradients; float32, shape [].
-        scale: that they had.
-        weights: what the optimizer stepped at that time.
+        norm: the norm of all unscaled gradients; float32, shape [].
+        scale: the scale that the gradients had.
+        weights: the weights of the optimizer at that time.
         unscaled: gradients of rows without masters; None if there are none.
     """
 
@@ -97,23 +97,23 @@ class WholeCheck(NamedTuple):
 
 
 class Slots:
-    """What one backward left for the step of one optimizer.
+    """The gradients that one backward left for the step of one optimizer.
 
-    Only HELD gradients are held here. What a weight has by itself stays in its `.grad`, where anybody may write, and is
-    asked for at the step.
+    Only HELD gradients are kept here. A weight's own gradient stays in its `.grad`, where any code may write, and is
+    read at the step.
 
     Args:
-        gradients: n, one for each row; low-precision and scaled where they are held.
-        accesses: n; how the kernels can access each, `tensor_lists.NONE` where it is not held.
-        scale: of the held ones.
-        streams: that made the held ones, on GPUs.
+        gradients: n, one for each row; low-precision and scaled where held.
+        accesses: n; the access of each, `tensor_lists.NONE` where it is not held.
+        scale: the scale of the held gradients.
+        streams: the streams that made the held gradients, on GPUs.
 
     Attributes:
         states: n; HELD or EMPTY.
-        count: how many are held.
-        is_whole: whether everything is held that was in the beginning.
-        norm, max_norm: held gradients are still to be clipped by this norm; None: they are not.
-        check: what the check found, if it saw all that was in the gradients after the backward.
+        count: number of held gradients.
+        is_whole: True if every gradient that was held at first is still held.
+        norm, max_norm: held gradients are still to be clipped from this norm to this maximum; None if they are not.
+        check: the result of the check, if it covered all gradients after the backward.
     """
 
     def __init__(
@@ -141,24 +141,24 @@ class Slots:
 
     @property
     def inv_scale(self) -> Tensor | None:
-        """What held gradients are to be multiplied by: float32, shape []; None where there are none."""
+        """The factor that unscales held gradients: float32, shape []; None if none are held."""
         return None if self._scale is None or self.count == 0 else self._scale.inv_scale
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Multiply held gradients by `min(1, max_norm / (norm + 1e-6))` as well, torch's clip_grad_norm_'s factor.
+        """Have held gradients also multiplied by `min(1, max_norm / (norm + 1e-6))`, as torch's clip_grad_norm_ does.
 
         Args:
-            norm: of all unscaled gradients; float32, shape [].
-            max_norm: in the same unit.
+            norm: the norm of all unscaled gradients; float32, shape [].
+            max_norm: the largest norm, also of unscaled gradients.
         """
         self.norm, self.max_norm = norm, max_norm
 
     def holds(self, row: int) -> bool:
-        """Whether a gradient is held for a row."""
+        """True if a gradient is held for a row."""
         return self.count > 0 and self.states[row] == Slot.HELD
 
     def take(self, row: int) -> Tensor | None:
-        """Empty a slot, and give its gradient in float32, unscaled and clipped; None if none is held."""
+        """Empty a slot, and return its gradient in float32, unscaled and clipped; None if none is held."""
         grad = self._emptied(row)
         return None if grad is None else grad.to(torch.float32, copy=True).mul_(moved(self._factor(), grad.device))
 
@@ -167,7 +167,7 @@ class Slots:
         self._emptied(row)
 
     def discard(self) -> None:
-        """Keep nothing any more."""
+        """Discard all held gradients."""
         self.gradients = [None] * len(self.states)
         self.states = bytearray(len(self.states))
         self.count = 0
@@ -175,7 +175,7 @@ class Slots:
         HOLDING.discard(id(self))
 
     def rearranged(self, rows: Sequence[int | None]) -> Slots:
-        """What is held, in other rows: of each the present one, or None. This keeps nothing afterwards."""
+        """Return the held gradients in new rows, and keep none here; `rows` gives the present row of each, or None."""
         states = bytes(Slot.EMPTY if row is None else self.states[row] for row in rows)
         gradients = [
             self.gradients[row] if row is not None and s else None for row, s in zip(rows, states, strict=True)
@@ -204,7 +204,7 @@ class Slots:
         return grad
 
     def _factor(self) -> Tensor:
-        """1 / scale and the clip factor: float64, rounded once to float32, as the kernels have it. No host sync."""
+        """Return 1 / scale times the clip factor: float64, rounded once to float32, as in the kernels. No host sync."""
         assert self._scale is not None, "nothing is held without a scale"
         factor = self._scale.inv_scale.double()
         if self.norm is not None:
@@ -213,9 +213,9 @@ class Slots:
 
 
 NO_SLOTS = Slots()
-"""Of an optimizer before a backward, and after a step."""
+"""The slots of an optimizer before a backward, and after a step."""
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_'s factor, float64, shape []. No host sync."""
+    """Return the factor of torch.nn.utils.clip_grad_norm_: float64, shape []. No host sync."""
     return (max_norm / (norm.double() + 1e-6)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""Gradients as they were, to tell later if they were touched, and those that a step has spent."""
+"""Gradients as seen at one moment, to tell later if they were touched, and gradients that a step has spent."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from amp_engine.stepping.master_parameter import GRAD, HOLDING
 
 
 class Seen(NamedTuple):
-    """A parameter's gradient as it was, to tell later whether somebody touched it."""
+    """A parameter's gradient as seen at one moment, to tell later if it was touched."""
 
     param: nn.Parameter
     grad: Tensor | None
     version: int
 
     def is_untouched(self) -> bool:
-        """Whether the gradient is the same object with the same version."""
+        """True if the gradient is the same object with the same version."""
         return self.param.grad is self.grad and _version(self.grad) == self.version
 
     def is_zeroed(self) -> bool:
-        """Whether the gradient went, or was written and is 0 now, as `zero_grad` does. May wait if written."""
+        """True if the gradient went, or was written and is 0 now, as after `zero_grad`. May wait if written."""
         if self.param.grad is None:
             return self.grad is not None
         return not self.is_untouched() and not bool(arithmetic.values(self.param.grad).any())
 
 
 def seen(param: nn.Parameter) -> Seen:
-    """The gradient that `param` has now, or that it has none."""
+    """Return the present gradient of `param`, or the fact that it has none, as Seen."""
     return Seen(param, param.grad, _version(param.grad))
 
 
@@ -40,25 +40,25 @@ def _version(grad: Tensor | None) -> int:
 
 
 _SPENT = 1  # a step discarded the gradient
-_ZERO = 2  # which somebody has zeroed in place since
+_ZERO = 2  # a step discarded the gradient, and it was zeroed in place since
 _AS_SPENT = bytes([0]) + bytes([_SPENT]) * 255
 _AS_ZERO = bytes([0]) + bytes([_ZERO]) * 255
 
 
 class Spent:
-    """The rows whose gradient was discarded by a step, where torch keeps it until somebody zeroes or discards it.
+    """The rows whose gradient a step discarded, while torch would keep it until it is zeroed or discarded.
 
-    One that is zeroed in place is a gradient of 0 and is stepped. `zero_grad` zeroes what it finds, so the smallest of
-    these masters shows a tiny gradient, which clipping does not make 0, and the smallest parameter one of 0, from a
-    step to the next backward.
+    A gradient that is zeroed in place is 0 and is stepped. `zero_grad` zeroes the gradients that it finds, so from a
+    step to the next backward the smallest of these masters shows a tiny gradient, which clipping does not make 0, and
+    the smallest parameter shows one of 0.
 
     Args:
-        states: n; of rows.
+        states: n; one for each row.
     """
 
     def __init__(self, states: bytes = b"") -> None:
         self.states = bytearray(states)
-        self.is_zeroed_in_place = False  # whether the last that was done to them is that
+        self.is_zeroed_in_place = False  # True if that is the last thing that was done to the gradients
         self._sentinels: list[Seen] = []
         self._chosen_for = b""
         self._shown: list[Seen] = []  # the sentinels of `_chosen_for`
@@ -68,7 +68,7 @@ class Spent:
         HOLDING.discard(id(self))
 
     def _look(self) -> None:
-        """Have masters be asked for gradients while some of them are 0."""
+        """Have masters ask for gradients while some gradients are 0."""
         (HOLDING.add if _ZERO in self.states else HOLDING.discard)(id(self))
 
     @property
@@ -77,11 +77,11 @@ class Spent:
         return bool(self._sentinels)
 
     def zero_rows(self) -> list[int]:
-        """Where the gradient is 0, unless there is one."""
+        """Return the rows whose gradient is 0, unless the row has one by now."""
         return [row for row, state in enumerate(self.states) if state == _ZERO] if _ZERO in self.states else []
 
     def is_zero(self, row: int) -> bool:
-        """True if the gradient of a row is 0, unless it has one."""
+        """True if the gradient of a row is 0, unless the row has one by now."""
         return self.states[row] == _ZERO
 
     def discard(self, row: int) -> None:
@@ -93,7 +93,7 @@ class Spent:
         self.restore(bytes(len(self.states)))
 
     def restore(self, states: bytes) -> None:
-        """Have these states, as `states` was."""
+        """Set the states to an earlier copy of `states`."""
         self.states = bytearray(states)
         self._look()
 
@@ -109,25 +109,25 @@ class Spent:
         self.zero(rows)
 
     def spend(self, states: bytes) -> None:
-        """A step discards gradients: `states` is not 0 where there was one."""
+        """Note that a step discards gradients: `states` is not 0 in rows that had one."""
         spent, earlier = states.translate(_AS_SPENT), self.states.translate(_AS_SPENT)
         self.states = bytearray(spent if spent == earlier else _either(spent, earlier))
         self._look()
 
     def rearranged(self, rows: Sequence[int | None]) -> Spent:
-        """These states in other rows: `rows` has the present place of each, or None."""
+        """Return the states in new rows; `rows` gives the present row of each, or None."""
         self.hear()
         result = Spent(bytes(0 if row is None else self.states[row] for row in rows))
         result.is_zeroed_in_place = self.is_zeroed_in_place
         return result
 
     def show(self, choose: Callable[[], Sequence[nn.Parameter]]) -> None:
-        """Put tiny gradients where `choose` says, which is asked when other rows were spent than the last time."""
+        """Put tiny gradients on the parameters of `choose`, which is called when the spent rows have changed."""
         if self.states != self._chosen_for:
             self._choose(choose)
         try:
             self._show()
-        except RuntimeError:  # of another shape, type or device: somebody replaced the memory of a parameter
+        except RuntimeError:  # other shape, type or device: the memory of a parameter was replaced
             self.hide()
             self._choose(choose)
             self._show()
@@ -145,17 +145,17 @@ class Spent:
                 self._sentinels.append(one)
 
     def watch(self, sentinel: Seen | None) -> None:
-        """Have this one, which stays, be the gradient that somebody zeroes."""
+        """Watch a gradient that stays, instead of shown ones, for a `zero_grad`."""
         self._sentinels = [] if sentinel is None else [sentinel]
 
     def hide(self) -> None:
-        """Show nothing until the next step."""
+        """Take the shown gradients away until the next step."""
         for one in self._sentinels:
             GRAD.__set__(one.param, None)
         self._sentinels = []
 
     def hear(self) -> bool:
-        """Take back what was shown, and heed a `zero_grad` since. False if nothing was shown. May wait if zeroed."""
+        """Take the shown gradients away, and heed a `zero_grad` since. False if none was shown. May wait if zeroed."""
         sentinels, self._sentinels = self._sentinels, []
         if not sentinels:
             return False
@@ -163,7 +163,7 @@ class Spent:
         is_zeroed = [one.is_zeroed() for one in sentinels]
         for one, zeroed in zip(sentinels, is_zeroed, strict=True):
             if zeroed or one.is_untouched() or _is_tiny(one.param):
-                GRAD.__set__(one.param, None)  # else a backward that nobody scaled added to it
+                GRAD.__set__(one.param, None)  # else an unscaled backward added to it
             if _version(one.grad) != one.version:
                 self._chosen_for = b""
         if is_gone:
@@ -176,7 +176,7 @@ class Spent:
 
 
 def _tiny(param: Tensor) -> float:
-    # A master's counts for nothing. A backward that nobody scaled may add to a parameter's.
+    # A master's shown gradient is never used. An unscaled backward may add to a parameter's.
     return 1e-30 if param.dtype == torch.float32 else 0.0
 
 
@@ -186,5 +186,5 @@ def _is_tiny(param: Tensor) -> bool:
 
 
 def _either(a: bytes | bytearray, b: bytes | bytearray) -> bytes:
-    """The bits of both, in bytes."""
+    """Return the bitwise or of two byte strings."""
     return (int.from_bytes(a, "little") | int.from_bytes(b, "little")).to_bytes(len(a), "little")

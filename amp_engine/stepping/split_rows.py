@@ -1,8 +1,8 @@
 """Rows whose masters are in two halves: the bfloat16 parameter itself, and the 16 bits that rounding took from it.
 
-The optimizer's groups keep the model's own parameters, and there is no FP32 tensor: what is stepped is joined in the
-kernels' registers. What somebody else writes into a parameter becomes its master, as the version tells; a write through
-`.data`, which no version tells of, leaves a master that still rounds to it.
+The optimizer's groups keep the model's own parameters, and there is no FP32 tensor: the kernels join both halves in
+registers. A foreign write into a parameter, as its version tells, becomes the master; a write through `.data`, which
+moves no version, leaves a master that still rounds to the parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Remainder(Exact):
 
     Args:
         param: bfloat16, dense.
-        exact_f32: rounds to `param`; None: the parameter is the master.
+        exact_f32: float32, rounds to `param`; None if the parameter is the master.
     """
 
     __slots__ = ("_marks", "_place", "bits")
@@ -41,21 +41,21 @@ class Remainder(Exact):
             self.take(exact_f32)
 
     def in_sync(self) -> bool:
-        """True if nobody but us wrote the parameter since."""
+        """True if only we wrote the parameter since the remainder was taken."""
         return not self._marks.has_moved(self._place)
 
     def enter(self, marks: tensor_lists.Marks, place: int) -> None:
-        """Be marked in `marks` from now on, as it has been so far."""
+        """Move its mark to `marks` from now on."""
         marks.take(place, self._marks, self._place)
         self._marks, self._place = marks, place
 
     def value(self) -> Tensor:
-        """The master; a remainder of before a write through `.data` is in it, less than half of bfloat16's unit."""
+        """Return the master. After a write through `.data` it keeps the old remainder, below half a bfloat16 unit."""
         return followed(halves.joined(self.param, self.bits), self.param.detach())
 
     @torch.no_grad()
     def take(self, value_f32: Tensor | None) -> None:
-        """Become the lower half of `value_f32`, which has been rounded into the parameter; of nothing for None."""
+        """Take the lower half of `value_f32`, which has been rounded into the parameter; None sets it to 0."""
         param = self.param
         if self.bits.device != param.device or not kernels.same_layout(self.bits, param):
             self.bits = torch.zeros_like(param, dtype=halves.REMAINDER, requires_grad=False)
@@ -68,7 +68,7 @@ class Remainder(Exact):
         self._marks.mark_at(self._place)
 
     def memory(self) -> None:
-        """Nobody sees it."""
+        """Return None: no other code sees the remainder."""
 
 
 class SplitRows(Rows):
@@ -91,7 +91,7 @@ class SplitRows(Rows):
         self._is_doubted = False
         self._incoming: dict[str, Any] = {}
         self.scan()
-        self._exact = {}  # its memory goes
+        self._exact = {}  # free its memory
         self._await_broadcasts()
         add_maker(self)
         self._hooks = [
@@ -105,7 +105,7 @@ class SplitRows(Rows):
         return [one.bits for one in self._by_row if one is not None]
 
     def scan(self) -> None:
-        """Bring the rows in line with the groups as they are now: what is new has a remainder of 0.
+        """Bring the rows in line with the groups as they are now; new parameters get a remainder of 0.
 
         Raises AmpStateError, before anything is changed, for a parameter that cannot have one.
         """
@@ -132,12 +132,12 @@ class SplitRows(Rows):
         return remainder
 
     def doubt(self, numel: int) -> None:
-        """A tensor was broadcast: all ranks go on from rounded parameters, if all of one may have been in it."""
+        """Go on from rounded parameters, if a broadcast of `numel` elements may have carried the largest of them."""
         largest = max((one.bits.numel() for one in self._by_row if one is not None), default=0)
         self._is_doubted |= numel >= largest
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
-        """Drop the remainder of every parameter that was written by somebody else."""
+        """Set the remainder of every parameter that other code wrote to 0."""
         self.scan()
         is_first = self._is_fresh
         super().refresh(adopt_data_writes)
@@ -149,12 +149,12 @@ class SplitRows(Rows):
             self._is_doubted = False
 
     def mark_in_sync(self) -> None:
-        """Declare that remainders belong to what parameters are."""
+        """Declare that remainders and parameters agree."""
         super().mark_in_sync()
         self._marks.mark()
 
     def step_input(self) -> StepInput:
-        """What the next step has to do: parameters, and remainders beside them."""
+        """Return the input of the next step: parameters, with remainders beside them."""
         return super().step_input()._replace(copies=[None if one is None else one.bits for one in self._by_row])
 
     def release(self) -> None:
@@ -177,7 +177,7 @@ class SplitRows(Rows):
         self._incoming = state_dict
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        """Moments are what was saved again, and not rounded."""
+        """Set moments to the saved float32 values again, which torch has rounded."""
         saved, self._incoming = self._incoming, {}
         indices = [i for group in saved["param_groups"] for i in group["params"]]
         own = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""One optimizer: its window around a backward, and its step, skipped or done with masters kept."""
+"""One optimizer in the care of an engine: its window around a backward, and its step, taken or skipped."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ class Casts(Protocol):
     """The function casts of an engine, which make copies of FP32 parameters in low precision."""
 
     def off(self) -> AbstractContextManager[None] | None:
-        """A context without them in this thread; None where there are none."""
+        """Return a context that turns the casts off in this thread; None if there are none."""
 
     def after_backward(self) -> None:
-        """Keep no copy: a backward is over, and anybody may have written any weight."""
+        """Discard all copies: a backward is over, and any weight may have been written."""
 
     def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
-        """The copies that a step is to write beside the weights; None where there are no casts."""
+        """Return the copies that a step is to write beside the weights; None if there are no casts."""
 
     def written(self, weights: Sequence[Tensor]) -> None:
-        """Keep the copies: a step wrote these weights and their copies, and no other weight."""
+        """Keep the copies of these weights: a step wrote both, and no other weight."""
 
 
 class Stepper:
     """One optimizer in the care of an engine.
 
     Args:
-        optimizer: its groups hold what `rows` says.
-        rows: what it steps.
-        scaling: has the scaler of gradients that nobody said the scaler of.
+        optimizer: its groups have the weights of `rows`.
+        rows: the rows that it steps.
+        scaling: gives the scaler of gradients without a named scaler.
         pending: decides whether a step is skipped.
-        events: whose observers hear of masters that were written outside of steps.
-        ranks: with whom; None: those of a DistributedDataParallel.
-        check: given this object before its first `scale_loss` or step; raises AmpStateError.
+        events: observers of these are told of masters that were written outside of steps.
+        ranks: the ranks that train with this one; None to find them from the rows.
+        check: called with this object before its first `scale_loss` or step; raises AmpStateError.
     """
 
     def __init__(
@@ -81,43 +81,43 @@ class Stepper:
         self.backward_seen = False  # since the last step
         self._events = events
         self._check = check
-        # Told what joined with a gradient, where others are scaled; raises AmpStateError.
+        # Called with parameters that joined with a gradient while others are scaled; raises AmpStateError.
         self.check_gathered: Callable[[Optimizer, Sequence[nn.Parameter]], None] = lambda optimizer, joined: None
-        self.adopts_next = False  # whether the next backward looks for writes through `param.data`
-        self.needs_kernels = False  # whether what it steps, or keeps, is nothing that its class can step
+        self.adopts_next = False  # True if the next backward looks for writes through `param.data`
+        self.needs_kernels = False  # True if only the kernels can do its step (split masters, bfloat16 moments)
         self._scaling = scaling
         self._is_wrapped = False
-        self._is_captured = False  # whether a backward of these gradients is in a CUDA graph
+        self._is_captured = False  # True if a backward of these gradients is in a CUDA graph
         self._with_masters: tuple[Columns, Tensor] | None = None
-        self._unchecked: Sequence[nn.Parameter] = ()  # whose gradients another loss left
-        self._has_left = False  # whether the last step, which may have been skipped, left those of the model
+        self._unchecked: Sequence[nn.Parameter] = ()  # parameters whose gradients another loss left
+        self._has_left = False  # True if the last step may have been skipped, and left the model's gradients
         self._written_gradients = gradient_warnings.WrittenGradients()
         self._written_parameters = gradient_warnings.WrittenParameters()
         self.missing_gradients = gradient_warnings.MissingGradients()
-        self._is_clipped = False  # in earlier iterations
-        self._clipping = kernels.ListCheck()  # of its own: on a GPU what it has uploaded stays
+        self._is_clipped = False  # True if gradients were clipped in an earlier iteration
+        self._clipping = kernels.ListCheck()  # its own one: its uploads stay on the GPU
         self.ranks = Ranks(rows) if ranks is None else ranks
-        self._left_gradients = False  # whether masters still have those of the last step, for a wrapper to see
+        self._left_gradients = False  # True if masters still have gradients of the last step, for a wrapper to read
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, which outlives every call that needs it."""
+        """The optimizer; it outlives every call that needs it."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
 
     @property
     def is_pending(self) -> bool:
-        """Whether a backward since the last step has something to say about the next one."""
+        """True if a backward since the last step counts for the next step."""
         return bool(self.pending.backwards) or not self.window.is_closed
 
     def wrapped_by(self, wrapper: Optimizer) -> None:
-        """Leave gradients after a step, and expect masters to be written, as `wrapper`, which calls `step`, may do."""
+        """Keep gradients after a step, and expect written masters: `wrapper`, which calls `step`, may use both."""
         self._is_wrapped = True
         self.rows.wrapped_by(wrapper)
 
     def adopt_data_writes_next(self, is_wanted: bool) -> None:
-        """Have the next backward take writes through `param.data` over into masters, or not."""
+        """Set if the next backward copies writes through `param.data` into masters."""
         self.adopts_next = is_wanted
 
     def require_kernels(self, moment_dtype: torch.dtype) -> None:
@@ -128,7 +128,7 @@ class Stepper:
         self.needs_kernels = True
 
     def check_first_use(self) -> None:
-        """Before a `scale_loss` or step: raise AmpStateError if something that has happened since forbids the first."""
+        """Before a `scale_loss` or step: raise AmpStateError if something since its creation forbids the first use."""
         if self._check is not None:
             self._check(self)
             self._check = None
@@ -138,10 +138,12 @@ class Stepper:
     def enter_backward(self, backward: Backward, waits: bool = False, scale: ScaleSnapshot | None = None) -> None:
         """Entry of `scale_loss`: look for new parameters and foreign writes, open the window, or enter it again.
 
+        Raises AmpStateError inside of a body, before anything is changed.
+
         Args:
-            backward: the scale of what is to come.
-            waits: whether the window is told when a backward begins.
-            scale: of gradients that low-precision parameters gathered before they had masters; None: 1.
+            backward: has the scale of the gradients to come.
+            waits: True if the window is told when a backward begins.
+            scale: the scale of gradients that low-precision parameters gathered before they had masters; None for 1.
         """
         if self.window.is_in_body:
             raise AmpStateError(
@@ -159,15 +161,16 @@ class Stepper:
         self.window.open(backward, waits, not self.backward_seen or bool(self._unchecked))
 
     def _has_gradients(self) -> bool:
-        """True if a next backward is added to what earlier ones left."""
+        """True if the next backward adds to gradients of earlier ones."""
         is_held = self.rows.slots.count > 0 or self.window.is_left_open
         return is_held or tensor_lists.any_gradient(self.rows.columns.weight_handle)
 
     def join_open_window(self, scale: ScaleSnapshot | None) -> None:
-        """Have what parameters gathered before they came be scaled as the rest of a window that was left open is.
+        """Scale gradients of joined parameters like the others in a window that was left open.
 
         Args:
-            scale: of what low-precision parameters gathered before they had masters; None: 1. All else is unscaled.
+            scale: the scale of gradients that low-precision parameters gathered before they had masters; None for 1.
+                All other gathered gradients are unscaled.
         """
         if not self.window.is_left_open:
             return
@@ -187,7 +190,7 @@ class Stepper:
             self.check_gathered(self.optimizer, [p for p in self.rows.joined if p.grad is not None])
 
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
-        """Exit of `scale_loss`: unscale and check, but what another optimizer of it did. No host sync."""
+        """Exit of `scale_loss`: unscale and check, except what another optimizer of it has done. No host sync."""
         self.window.close(backward, check, unscaled)
         if self._is_clipped and (found := self.rows.slots.check) is not None and found.unscaled is not None:
             found.unscaled.watch()
@@ -198,21 +201,22 @@ class Stepper:
         self._written_gradients.note(self.rows)
 
     def look_for_parameters(self) -> None:
-        """Give new parameters masters, and take foreign writes over into masters."""
+        """Give new parameters masters, and copy foreign writes into masters."""
         self.rows.scan()
         self.rows.judge_half()
         self.rows.refresh(self.adopts_next)
         self.adopts_next = False
 
     def is_given_gradients(self) -> None:
-        """The backward of a loss that this optimizer is not listed in left gradients: look at them before a step."""
+        """Note gradients from the backward of a loss that does not list this optimizer, to check before a step."""
         self._unchecked = self.rows.columns.plain
 
     def has_gathered(self, is_stepping: bool = False) -> bool:
         """True if there is a gradient that no check of this optimizer saw. Looks for new parameters.
 
         Args:
-            is_stepping: whether it is stepped next: what a skipped step left counts then, for nobody zeroed it.
+            is_stepping: True if a step comes next: gradients that a skipped step left, and that were not zeroed, count
+                then.
         """
         self.rows.scan()
         if is_stepping and self._has_left and tensor_lists.any_gradient(self.rows.columns.plain_handle):
@@ -220,7 +224,7 @@ class Stepper:
         return any(p.grad is not None for p in self._unchecked) or bool(self.rows.joined)
 
     def _take_gathered(self, scaler: LossScaler, scale: ScaleSnapshot | None) -> None:
-        """Give new masters what their parameters gathered, and count an overflow of it. No host sync."""
+        """Give new masters the gradients that their parameters gathered, and count an overflow. No host sync."""
         joined, self.rows.joined = self.rows.joined, []
         for p in joined:
             grad, master = p.grad, self.rows.master_of(p)
@@ -232,7 +236,7 @@ class Stepper:
         self._unchecked = self.rows.columns.plain
 
     def shares_parameters_with(self, other: Stepper) -> bool:
-        """Whether a parameter is stepped by both."""
+        """True if both optimizers step a common parameter."""
         ids = {id(p) for p in other.rows.columns.params}
         return any(id(p) in ids for p in self.rows.columns.params)
 
@@ -247,10 +251,10 @@ class Stepper:
                 tell()
         self.look_for_parameters()
 
-    # Around a backward in somebody's own `scale_loss`, who names the scaler in the end, and decides on the skip.
+    # Around a backward in a foreign `scale_loss`, which names the scaler at its exit, and decides on the skip.
 
     def prepare_backward(self) -> None:
-        """Entry: open the window, or enter it again."""
+        """Entry: open the window, or enter it again. Raises AmpStateError inside of a body."""
         if self.window.is_in_body:
             raise AmpStateError(
                 f"_prepare_amp_backward() was called for {type(self.optimizer).__name__} inside of an `with "
@@ -260,16 +264,16 @@ class Stepper:
         self.window.prepare(self._stand_in(), not self.backward_seen or bool(self._unchecked))
 
     def post_backward(self, scaler: LossScaler) -> None:
-        """Exit: unscale by `scaler`, and record in it what was not finite. No host sync but `scaler.to`'s."""
+        """Exit: unscale by `scaler`, and record overflows in it. No host sync but that of `scaler.to`."""
         self._adopt_gradients()
         for weight in self.rows.columns.weights[:1]:
             scaler.to(weight.device)
         self.window.claim(Backward(scaler, 0, scaler.snapshot()))
         self.close_window(self.window.backward, True)
-        agree(self.ranks.groups(), scaler.found_inf)  # whoever called this looks at it next
+        agree(self.ranks.groups(), scaler.found_inf)  # the caller reads it next
 
     def set_left_open(self, value: bool) -> None:
-        """Declare the gradients that are there scaled, or not, without looking at them."""
+        """Declare the present gradients scaled or unscaled, without a check."""
         if value and not self.window.is_in_body:
             self._adopt_gradients()
             if not self.window.is_left_open:
@@ -278,14 +282,14 @@ class Stepper:
             self.window.close_as_is()
 
     def skipped_by_caller(self) -> None:
-        """The step was skipped without us, and all that was decided about it is past."""
+        """Record a step that the caller skipped, and spend its gradients."""
         self.pending.skipped_by_caller()
         self.backward_seen = False
         self._has_left = True
         self.rows.spend_gradients()
 
     def forget_backwards(self) -> None:
-        """Discard what backwards since the last step left, and what they decided."""
+        """Discard the gradients and outcomes of backwards since the last step."""
         if not self.window.is_closed:
             self.window.discard()
         self.pending.forget()
@@ -294,7 +298,7 @@ class Stepper:
         tensor_lists.discard_gradients(self.rows.columns.plain)
 
     def _adopt_gradients(self) -> None:
-        """Have an open window, if need be one around the gradients that are there."""
+        """Ensure an open window, if need be around the present gradients."""
         if self.window.is_closed:
             self._discard_left_gradients()
             self.rows.slots.check = None
@@ -308,16 +312,16 @@ class Stepper:
     # Clipping.
 
     def grad_norm(self, norm_type: float) -> Tensor | None:
-        """Norm of all unscaled gradients: float32, shape []. No host sync.
+        """Return the norm of all unscaled gradients: float32, shape []. No host sync.
 
-        It is the one that the last backward's check took where nobody wrote gradients since. Held ones are nobody
-        else's. Those of rows without masters are watched from the second call on, where torch tells of writes; else
+        It is the norm from the last backward's check if no gradient was written since. Held gradients belong to us
+        alone. Gradients of rows without masters are watched from the second call on, where torch tells of writes; else
         they are read once more, since collectives, NumPy and writes through `.data` move no version.
 
-        None if something else than that backward is in the gradients by now, or for another norm than 2 and infinity.
+        None if gradients hold more or other than that backward, or for a norm other than 2 and infinity.
         """
         if self.rows.makes_masters:
-            self.rows.scan()  # parameters may have come, or left the groups, since
+            self.rows.scan()  # parameters may have joined or left the groups since
         check = self.rows.whole_check()
         if check is None or self.rows.slots.norm is not None or norm_type not in (2.0, math.inf):
             return None
@@ -326,7 +330,7 @@ class Stepper:
         if check.unscaled is None or check.unscaled.is_unwritten():
             if norm_type == math.inf:
                 return (found.largest.max().double() * inv_scale()).float()
-            return tensor_lists.copy(norm)  # the caller's to write to
+            return tensor_lists.copy(norm)  # a copy, which the caller may write
         ignored, norm = torch.zeros_like(norm), torch.empty_like(norm)
         now = self._clipping.run(check.unscaled.grads, None, torch.ones_like(norm), ignored, norm)
         if self.rows.slots.count == 0:
@@ -337,7 +341,7 @@ class Stepper:
         return (found.sum_squares[held].sum() * inv_scale().square() + now.sum_squares.sum()).sqrt().float()
 
     def _held_rows(self, device: torch.device) -> Tensor:
-        """Where there are masters: int64, on `device`; found once for each arrangement of rows."""
+        """Return the rows with masters: int64, on `device`; computed once for each Columns."""
         columns = self.rows.columns
         if self._with_masters is None or self._with_masters[0] is not columns:
             rows = [row for row, is_plain in enumerate(columns.plain_mask) if not is_plain]
@@ -345,7 +349,7 @@ class Stepper:
         return self._with_masters[1]
 
     def clip_grads_with_norm_(self, norm: Tensor, max_norm: float) -> None:
-        """Multiply the gradients by `min(1, max_norm / (norm + 1e-6))`: masters' in the step. After `grad_norm`."""
+        """Multiply gradients by `min(1, max_norm / (norm + 1e-6))`; masters' in the step. Call after `grad_norm`."""
         slots = self.rows.slots
         slots.clip(tensor_lists.copy(norm), max_norm)
         if slots.check is not None and slots.check.unscaled is not None:
@@ -354,12 +358,12 @@ class Stepper:
     # The step.
 
     def look_at_gradients(self) -> None:
-        """Before a step: discard what an earlier step left, and say what never reaches the masters.
+        """Before a step: discard gradients of an earlier step, and warn of gradients that never reach the masters.
 
         Raises AmpStateError where torch.amp.GradScaler is to step such gradients.
         """
         if self._left_gradients and not self.backward_seen and self.rows.has_parameter_gradients():
-            self._discard_left_gradients()  # a backward that we did not see: nothing of an earlier one stands for it
+            self._discard_left_gradients()  # of an unseen backward: no earlier gradient stands for it
         self.hide_spent()
         self.pending.hear(wait=False)
         if hasattr(self.optimizer, "found_inf"):
@@ -368,7 +372,7 @@ class Stepper:
             self._written_gradients.warn(self.optimizer, self.rows)
 
     def hide_spent(self) -> None:
-        """Take back, from hooks and the step, the gradients that were shown for `zero_grad` to find."""
+        """Take away the gradients that were shown to `zero_grad`, so that hooks and the step do not see them."""
         if not self._left_gradients:
             self.rows.spent.hear()
 
@@ -378,23 +382,25 @@ class Stepper:
             gradient_warnings.refuse_foreign_scaler(self.optimizer, self.rows)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedStep | None, casts: Casts) -> None:
-        """Skip, or step: fused, or as the class does it on FP32 gradients. Gradients are unscaled by now.
+        """Skip, or step: by the kernels, or by the class's own step on FP32 gradients. Windows are closed by now.
 
         Args:
-            args, kwargs: what the optimizer's `step` was called with, the optimizer first.
-            fused: what can step its class, or None.
-            casts: their copies of FP32 parameters are for a fused step to write.
+            args, kwargs: the arguments of the optimizer's `step`, the optimizer first.
+            fused: the fused step of its class, or None.
+            casts: a fused step writes their copies of FP32 parameters.
 
-        Waits for the device if the host has to decide and does not know yet.
+        Waits for the device if the host has to decide and does not know yet. Raises AmpStateError if the kernels are
+        needed and cannot do the step, for a low-precision weight that is refused, and for a CUDA graph whose replay
+        would miss the decision.
         """
         rows = self.rows
         rows.scan()
         rows.judge_half()
         rows.follow()
         self._written_parameters.warn(self.optimizer, rows)
-        # Planned once, before the decision: a group that came between two plans could be stepped on inf.
+        # Plan once, before the decision: a group that joins between two plans could be stepped on inf.
         planned = None if fused is None else self._plan(fused)
-        if planned is None or not planned.is_current:  # somebody may have called model.half()
+        if planned is None or not planned.is_current:  # model.half() may have been called
             rows.look_at_types()
             rows.judge_half()
         if planned is None and self.needs_kernels:
@@ -404,7 +410,7 @@ class Stepper:
             self._refuse_capture()
         backward_seen, self.backward_seen, self._is_captured = self.backward_seen, False, False
         streams = rows.slots.streams
-        # A wrapper goes on after this step by what it finds, so the host decides.
+        # A wrapper goes on after this step by the gradients that it finds, so the host decides.
         decision = self.pending.decide(on_device=planned is not None and not self._is_wrapped)
         try:
             if isinstance(decision, Skip) or decision.flags:
@@ -425,7 +431,7 @@ class Stepper:
             rows.slots.check = None
 
     def _refuse_capture(self) -> None:
-        """Raise AmpStateError in a CUDA graph's capture: here the host decides, and a replay would not ask it."""
+        """Raise AmpStateError in the capture of a CUDA graph: the host decides here, and a replay does not ask it."""
         weights = self.rows.columns.weights
         if self.pending.backwards and weights and devices.is_capturing(weights[0].device):
             raise AmpStateError(
@@ -436,7 +442,7 @@ class Stepper:
             )
 
     def _refuse_half_a_capture(self) -> None:
-        """Raise AmpStateError outside of the CUDA graph that has the backward: a replay tells the host of none."""
+        """Raise AmpStateError outside of the CUDA graph that has the backward: a replay does not tell the host."""
         if not (self.backward_seen and self._is_captured):
             return
         weights = self.rows.columns.weights
@@ -449,26 +455,26 @@ class Stepper:
             )
 
     def _skip(self) -> None:
-        """Do nothing but discard what the step would have."""
+        """Discard the gradients that a taken step would discard, and do nothing else."""
         self.rows.spend_gradients()
-        if self._is_wrapped:  # nothing for a wrapper to go by
+        if self._is_wrapped:  # a wrapper must find no gradients
             self.rows.spent.hide()
             tensor_lists.discard_gradients(self.rows.columns.plain)
 
     def _discard_left_gradients(self) -> None:
-        """Discard the gradients of the last step that a wrapper was to see."""
+        """Discard the gradients of the last step that were kept for a wrapper."""
         if self._left_gradients:
             self.rows.spent.hear()
             self.rows.discard_master_gradients()
         self._left_gradients = False
 
     def _plan(self, fused: FusedStep) -> StepInput | None:
-        """What the kernels are to do, or None if the class's own step has to."""
+        """Plan the step for the kernels; None if only the class's own step can do it."""
         step = self.rows.step_input()
         return shards.plan(fused, step) if self.rows.columns.has_shards else fused.plan(step)
 
     def _step_fused(self, fused: FusedStep, step: StepInput, flags: Sequence[Tensor], casts: Casts) -> None:
-        """Pass 2: unscale, clip, step and write the model's weights in one go; nothing if one of `flags` is != 0."""
+        """Pass 2: unscale, clip, step and write the model's weights at once; do nothing if one of `flags` is != 0."""
         found_inf = None
         for flag in flags:
             found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
@@ -491,14 +497,14 @@ class Stepper:
         self.rows.mark_in_sync()
 
     def _step_unfused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The optimizer's own step, on gradients that it finds where it looks for them."""
+        """Call the optimizer's own step, with FP32 gradients in `.grad`."""
         optimizer = self.optimizer
         self.rows.materialize(zeros=True)
         try:
             with foreach_as_by_default(optimizer):
                 unhooked_step(optimizer)(optimizer, *args[1:], **kwargs)
         finally:
-            # Also after an exception: a parameter never disagrees with its master.
+            # Also after an exception: a parameter must always agree with its master.
             self.rows.write_back()
 
     # The end.
@@ -513,5 +519,5 @@ class Stepper:
         if self.pending.overflowed() or (self._has_left and self.pending.skipped):
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
-                    p.grad = None  # not finite, and nobody is left to skip the step
+                    p.grad = None  # not finite, and later steps will not be skipped
         self.rows.release()

@@ -1,9 +1,9 @@
 """Gradients that a scaled backward leaves in parameters that no optimizer of its loss steps.
 
-They are unscaled at the exit like those of the loss's own optimizers: such a parameter may join an optimizer with what
-it has gathered (`add_param_group`), or another optimizer steps it next. Nothing tells that from one that nobody will
-ever step, and once a second backward at another scale has added to a gradient, no scale undoes it. What the last
-optimizer of `initialize` will make a master of stays scaled, as all low-precision gradients of the model do.
+The exit unscales them like those of the loss's own optimizers: such a parameter may join an optimizer with its
+gathered gradient (`add_param_group`), or another optimizer steps it next. Nothing tells it from a parameter that is
+never stepped, and once a second backward at another scale has added to a gradient, no scale undoes it. Parameters that
+would get a master keep scaled gradients, as all low-precision gradients of the model are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from amp_engine.stepping.window import Window
 
 
 class _Nobody:
-    """Stands where an optimizer does."""
+    """Takes the place of an optimizer for parameters without one."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": params}]
@@ -38,9 +38,9 @@ class _Others:
     """The parameters that some optimizers do not step.
 
     Attributes:
-        low: those that would get a master.
-        rows: of those that would not.
-        stepped: optimizers that step some of these, weakly.
+        low: the parameters that would get a master.
+        rows: the rows of those that would not.
+        stepped: weak references to optimizers that step some of them.
     """
 
     def __init__(self, low: list[nn.Parameter], plain: list[nn.Parameter], stepped: list[Stepper]) -> None:
@@ -52,28 +52,28 @@ class _Others:
 
 
 class Unlisted:
-    """Those of one engine.
+    """The unlisted parameters of one engine.
 
     Args:
-        models: gives the initialized ones. What any other module has registered since the first of them counts, too,
-            and what has been in an optimizer.
+        models: gives the initialized models. Parameters that any other module has registered since the first of them
+            count, too, and those that have been in an optimizer.
     """
 
     def __init__(self, models: Callable[[], Iterable[nn.Module]]) -> None:
-        self.scale: ScaleSnapshot | None = None  # of what has gathered in low precision
+        self.scale: ScaleSnapshot | None = None  # of gradients that low-precision parameters have gathered
         self._models = models
-        self._has_scaled = False  # whether a body was entered whose scale is not known to be 1
+        self._has_scaled = False  # True once a body was entered at a scale that is not known to be 1
         self._late: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._stop: weakref.finalize[..., Unlisted] | None = None  # noticing
+        self._stop: weakref.finalize[..., Unlisted] | None = None  # call it to stop noticing registrations
         self._found: dict[tuple[Any, ...], _Others] = {}
         self._alive: list[weakref.ref[Any]] = []
-        # Of the body that is run.
+        # Of the running body.
         self._others: _Others | None = None
         self._window: Window | None = None
         self._backward: Backward | None = None
 
     def begin(self) -> None:
-        """From now on notice parameters that modules register, until `end`."""
+        """Notice parameters that modules register from now on, until `end`."""
         self.forget()
         if self._stop is not None:
             return
@@ -88,7 +88,7 @@ class Unlisted:
         self._stop = weakref.finalize(self, register_module_parameter_registration_hook(registered).remove)
 
     def end(self) -> None:
-        """Everything was taken back."""
+        """Stop noticing parameters, and forget everything."""
         self.forget()
         self._late.clear()
         self.scale, self._has_scaled = None, False
@@ -97,12 +97,12 @@ class Unlisted:
         self._stop = None
 
     def forget(self, *_: Any) -> None:
-        """Look for the parameters again. Called as well where a module or an optimizer of them ends."""
+        """Forget found parameters, to look for them again. Also called when a module or optimizer ends."""
         self._found.clear()
         self._alive.clear()
 
     def enter(self, backward: Backward, everyone: list[Stepper]) -> None:
-        """A body is entered, and its windows are open. Nothing is done where there are no such parameters."""
+        """Set unlisted gradients aside at the entry of a body, after its windows open. Does nothing without any."""
         if not backward.snapshot.is_identity:
             self._has_scaled = True
         others = self._of(everyone)
@@ -120,7 +120,7 @@ class Unlisted:
         """Raise AmpStateError for a parameter that joined with a gradient which no exit can have unscaled.
 
         It is in no module that was passed to `initialize` or made since, so nothing tells whether a scaled backward
-        left the gradient, or at which scales.  Waits for the gradient.
+        left the gradient, or at which scales. Waits for the device.
         """
         if not self._has_scaled:
             return
@@ -137,11 +137,11 @@ class Unlisted:
 
     @property
     def windows(self) -> list[Window]:
-        """None, or that of the body that is run."""
+        """The window of the running body in a list; an empty list without one."""
         return [] if self._window is None else [self._window]
 
     def exit(self) -> None:
-        """The body was left: unscale what has arrived, and have other optimizers look whether it is finite."""
+        """At the exit of a body: unscale gradients that arrived, and have other optimizers check them."""
         others, window, backward = self._others, self._window, self._backward
         self._others = self._window = self._backward = None
         if others is None or backward is None:
@@ -154,7 +154,7 @@ class Unlisted:
             has_arrived = True
         else:
             has_arrived = window.has_arrived()
-        # Before earlier gradients are there again.
+        # Look before earlier gradients are put back.
         alive = [one for ref in others.stepped if (one := ref()) is not None] if has_arrived else []
         given = [one for one in alive if tensor_lists.any_gradient(one.rows.columns.plain_handle)]
         window.close(backward, False)
@@ -162,7 +162,7 @@ class Unlisted:
             one.is_given_gradients()
 
     def discard(self) -> None:
-        """The body raised: put back what was there."""
+        """Put earlier gradients back after the body raised."""
         others, window = self._others, self._window
         self._others = self._window = self._backward = None
         if window is not None:
@@ -171,7 +171,7 @@ class Unlisted:
             tensor_lists.discard_gradients(others.plain_handle)
 
     def _rescale(self, others: _Others, snapshot: ScaleSnapshot) -> None:
-        """Have what has gathered in low precision the scale of what is to be added to it."""
+        """Rescale gathered low-precision gradients to the scale of gradients that will be added to them."""
         earlier, self.scale = self.scale, snapshot
         if not tensor_lists.any_gradient(others.low_handle) or (earlier is not None and earlier.equals(snapshot)):
             return
@@ -181,8 +181,8 @@ class Unlisted:
                 p.grad.mul_(moved(factor, p.grad.device))
 
     def _of(self, everyone: list[Stepper]) -> _Others | None:
-        owners = [one for one in everyone if not one.window.is_closed]  # those of this body among them
-        # Nothing that keeps an optimizer or its parameters alive.
+        owners = [one for one in everyone if not one.window.is_closed]  # some are of this body
+        # Ids, which keep no optimizer or parameter alive.
         key = (*map(id, owners), -1, *map(id, everyone), *[one.rows.scans for one in everyone])
         found = self._found.get(key)
         if found is None:
@@ -200,7 +200,7 @@ class Unlisted:
         self._alive += [weakref.ref(m, self.forget) for m in modules]
         self._alive += [weakref.ref(one.optimizer, self.forget) for one in everyone]
         makes_masters = any(one.rows.makes_masters for one in everyone)
-        # A master's parameter belongs to its optimizer: gradients reach it by no other way than `scale_loss`.
+        # A parameter with a master belongs to its optimizer: gradients reach the master only through `scale_loss`.
         owned = {id(p) for one in owners for p in one.rows.columns.params}
         owned |= {id(m.param) for one in everyone for m in one.rows.masters}
         of_modules = (p for m in modules for p in m._parameters.values() if p is not None)

@@ -1,7 +1,7 @@
-"""The gradients of one optimizer around a backward: set aside, check, unscale, accumulate.
+"""The window of one optimizer around a backward: set gradients aside, check, unscale, accumulate.
 
 `scale_loss` opens a window at its entry and closes it at its exit; `delay_unscale=True` leaves it open for the
-next. While it is open, `.grad` holds nothing but scaled gradients of this window.
+next. While it is open, `.grad` holds only scaled gradients of this window.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from amp_engine.stepping.spent import Seen, seen
 
 
 class State(Enum):
-    """Of a window. What a closed one found is in the slots of the rows; it may be opened again before the step."""
+    """State of a window. A closed one has put its gradients into the slots, and may open again before the step."""
 
     CLOSED = "closed"
-    OPEN = "open"  # the body of a `scale_loss` is run, which will close it, or leave it open
-    PREPARED = "prepared"  # somebody's own `scale_loss` is run, which may never end
+    OPEN = "open"  # the body of a `scale_loss` runs, whose exit will close it, or leave it open
+    PREPARED = "prepared"  # a foreign `scale_loss` runs, which may never end
     LEFT_OPEN = "left open"  # between two bodies
 
-    # Enum's own is a function in Python, called four times an iteration.
+    # Enum hashes in Python, which is slow: states are hashed four times an iteration.
     __hash__ = object.__hash__
 
 
@@ -53,80 +53,82 @@ class Window:
     """The window of one optimizer, closed at first.
 
     Args:
-        rows: of the optimizer.
+        rows: the rows of the optimizer.
     """
 
     def __init__(self, rows: Rows) -> None:
         self.state = State.CLOSED
         self._rows = rows
         self._backward: Backward | None = None  # while it is not closed
-        # Whether whose losses these are was said. If not, `_backward` stands in until `claim`.
+        # True if the backward of these gradients is known. If not, `_backward` stands in until `claim`.
         self._is_claimed = False
         self._list_check = kernels.ListCheck()
         # Unscaled gradients of earlier backwards, by id of the parameter that the optimizer steps.
         self._earlier: dict[int, Tensor] = {}
-        self._looks_at_earlier = False  # whether no check of a backward since the last step may have seen them
-        # While left open: what plain parameters hold, those that show a gradient of before the window meanwhile, for
-        # zero_grad to reach, and a gradient of ours on one master.
+        self._looks_at_earlier = False  # True if no check since the last step may have seen them
+        # While left open: gradients of plain parameters; plain parameters that meanwhile show a gradient from before
+        # the window, for zero_grad to reach; and our gradient on one master.
         self._left: list[Seen] = []
         self._showing: list[nn.Parameter] = []
         self._sentinel: Seen | None = None
-        # Since re-entered: what a backward would add to.
+        # After re-entry: the gradients that a backward would add to.
         self._reentered: list[Seen] = []
-        # In a body, until a backward of its loss begins, with the gradients of the model's parameters as they were at
-        # the entry. They stay where they are until then, for `zero_grad()` to reach.
+        # In a body: True until a backward of its loss begins, with marks of the model's gradients from the entry. They
+        # stay in place until then, for `zero_grad()` to reach.
         self._waits = False
         self._at_entry: tensor_lists.GradientMarks | None = None
-        self._is_reentered = False  # whether this body goes on with what an earlier one left open
-        # In a body, for a `zero_grad()` after a backward: a gradient of the smallest master, perhaps of ours, and
-        # those of the model's parameters as the backward left them, where it is to be added to earlier ones.
+        self._is_reentered = False  # True if this body goes on with a window that was left open
+        # In a body, to notice a `zero_grad()` after a backward: the gradient of the smallest master, perhaps our own,
+        # and marks of the model's gradients after a backward that is to be added to earlier ones.
         self._mark: Seen | None = None
         self._ended: tensor_lists.GradientMarks | None = None
         self._smallest: tuple[Columns, nn.Parameter, Tensor] | None = None  # with our gradient
 
     @property
     def is_closed(self) -> bool:
-        """Whether `.grad` holds unscaled gradients, if any."""
+        """True if `.grad` holds unscaled gradients, if any."""
         return self.state is State.CLOSED
 
     @property
     def is_left_open(self) -> bool:
-        """Whether scaled gradients wait for another body, or for the step."""
+        """True if scaled gradients wait for another body, or for the step."""
         return self.state is State.LEFT_OPEN
 
     @property
     def is_in_body(self) -> bool:
-        """Whether the body of a `scale_loss` is run."""
+        """True while the body of a `scale_loss` runs."""
         return self.state is State.OPEN
 
     @property
     def backward(self) -> Backward:
-        """What the gradients in it are scaled by. Raises AmpStateError if it is closed."""
+        """The backward of its gradients, which has their scale. Raises AmpStateError if the window is closed."""
         if self._backward is None:
             raise AmpStateError("A window that is closed has no backward.")
         return self._backward
 
     def may_belong_to(self, scaler: LossScaler) -> bool:
-        """Whether what is in it may be of a loss of `scaler`. Not if nobody said whose it is, and another stood in."""
+        """True if its gradients may be of a loss of `scaler`; False if unclaimed and the stand-in has another."""
         return self._is_claimed or self.backward.scaler is scaler
 
     def open(self, backward: Backward, waits: bool = False, looks_at_earlier: bool = False) -> None:
-        """Entry of `scale_loss`: set aside what is there, or go on with what was left open. Raises AmpStateError.
+        """Entry of `scale_loss`: set present gradients aside, or go on with a window that was left open.
+
+        Raises AmpStateError inside of a body.
 
         Args:
-            backward: the scale of what is to come. The rest of what was left open with another one is discarded: the
-                scaler may be another one than in an earlier body of this window, since `initialize` makes new ones.
-            waits: whether `begin` will be called when a backward begins. Nothing is set aside before.
-            looks_at_earlier: whether what is set aside is checked, too, when it is added to.
+            backward: has the scale of the gradients to come. If the window was left open it keeps the scale of its
+                own backward, and takes all else from this one: `initialize` may have made a new scaler since.
+            waits: True if `begin` will be called when a backward begins. Nothing is set aside before.
+            looks_at_earlier: True to check gradients that are set aside, too, when they are added to.
         """
         self._enter(State.OPEN, backward, waits, looks_at_earlier)
         self.claim(backward)
 
     def begin(self) -> bool:
-        """A backward into this window begins: set aside what it is not to add to, unless that was done.
+        """At the begin of a backward into this window: set present gradients aside, unless that was done.
 
         Returns:
-            Whether what arrives will be added to something, so that `end` is to be called.
+            True if its gradients will be added to earlier ones; then `end` must be called.
         """
         if not self._waits:
             self._rows.spent.hear()
@@ -139,7 +141,7 @@ class Window:
         return has_earlier
 
     def end(self) -> None:
-        """That backward has ended: from now on `zero_grad` is meant for earlier ones, too."""
+        """At the end of that backward: from now on a `zero_grad` means earlier gradients, too."""
         if self.is_in_body and not self._waits:
             self._ended = tensor_lists.gradient_marks(self._rows.columns.param_handle)
 
@@ -160,21 +162,21 @@ class Window:
         return at_entry
 
     def _moved(self, marks: tensor_lists.GradientMarks | None) -> list[tuple[int, bool]]:
-        """The rows whose gradients moved since, and whether there was one; none where other rows were marked."""
+        """Return the rows whose gradients moved since, each with True if it had one; none if other rows were marked."""
         if marks is None or marks.params is not self._rows.columns.param_handle or not marks.have_moved():
             return []
         return marks.moved()
 
     def has_arrived(self) -> bool:
-        """Whether a backward has added to gradients since `begin`. In a body only."""
+        """True if a backward has added to gradients since `begin`. Call in a body only."""
         if self._is_reentered:
             return not all(one.is_untouched() for one in self._reentered)
         return not self._waits and tensor_lists.any_gradient(self._rows.columns.param_handle)
 
     def has_arrived_unseen(self) -> bool:
-        """True if gradients came or were written in a body in which no backward of its loss began. Waits for them."""
+        """True if gradients came or were written in a body without a backward of its loss. Waits for the device."""
         if self._is_reentered:
-            return False  # what is there is of an earlier body, too
+            return False  # there are gradients of an earlier body, too
         columns = self._rows.columns
         if not self._waits:
             return tensor_lists.any_gradient(columns.param_handle)
@@ -183,11 +185,11 @@ class Window:
         return any(row not in zeroed and columns.params[row].grad is not None for row, _ in moved)
 
     def prepare(self, stand_in: Backward, looks_at_earlier: bool = False) -> None:
-        """Entry of somebody's own `scale_loss`, who will `claim` what comes. Raises AmpStateError inside of a body."""
+        """Entry of a foreign `scale_loss`, which will call `claim`. Raises AmpStateError inside of a body."""
         self._enter(State.PREPARED, stand_in, looks_at_earlier=looks_at_earlier)
 
     def adopt(self, stand_in: Backward) -> None:
-        """Have the gradients that are there be those of this window, scaled."""
+        """Take the present gradients into this window as scaled ones. Raises AmpStateError inside of a body."""
         self._rows.spent.hear()
         self._become(State.PREPARED)
         self._rows.materialize()
@@ -195,7 +197,7 @@ class Window:
 
     def _enter(self, state: State, backward: Backward, waits: bool = False, looks_at_earlier: bool = False) -> None:
         if self.state is State.PREPARED:
-            self.discard()  # its owner raised, with nobody to close it
+            self.discard()  # the foreign `scale_loss` raised, and never closed it
         is_reentered = self.is_left_open
         self._become(state)
         self._is_reentered = is_reentered
@@ -203,10 +205,10 @@ class Window:
         if not is_reentered:
             self._backward, self._is_claimed = backward, False
             self._looks_at_earlier = looks_at_earlier
-            self._rows.materialize()  # this backward is to be added to
+            self._rows.materialize()  # this backward is added to these
             columns = self._rows.columns
             if not (columns.asks or tensor_lists.any_gradient(columns.param_handle)):
-                self._waits = False  # for there is nothing to set aside
+                self._waits = False  # nothing is to be set aside
             elif waits and not columns.asks:
                 self._at_entry = tensor_lists.gradient_marks(columns.param_handle)
                 return
@@ -222,7 +224,7 @@ class Window:
                 p.grad = None
 
     def _heed_zeros(self, moved: list[tuple[int, bool]]) -> None:
-        """Masters' gradients go where the model's were zeroed in the body: `model.zero_grad()` means both there."""
+        """Discard masters' gradients where the model's were zeroed in the body: `model.zero_grad()` means both."""
         for row in self._zeroed(moved):
             self._heed_zero_of(row)
 
@@ -239,7 +241,7 @@ class Window:
         return [row for row, grad in grads if grad is None or not bool(arithmetic.values(grad).any())]
 
     def _mark_smallest(self) -> None:
-        """Have a master show a gradient, for zero_grad() to reach, which does not reach the model's own."""
+        """Have the smallest master show a gradient, to notice a zero_grad(), which does not reach the model's own."""
         columns = self._rows.columns
         if self._smallest is None or self._smallest[0] is not columns:
             smallest = min((m.weight for m in self._rows.masters), key=Tensor.numel)
@@ -250,27 +252,27 @@ class Window:
         self._mark = seen(weight)
 
     def _heed_zero_grad(self) -> None:
-        """Discard what a `zero_grad()` since the last backward of this body was to reach."""
+        """Discard the gradients that a `zero_grad()` since the last backward of this body means."""
         (mark, ended), self._mark, self._ended = (self._mark, self._ended), None, None
         is_of_masters = mark is not None and self._unmark(mark)
         if ended is None:
             return
         columns = self._rows.columns
         zeroed = self._zeroed(self._moved(ended))
-        # Masters that the optimizer's zero_grad() has reached are 0 or None by themselves.
+        # The optimizer's zero_grad() has already made masters' gradients 0 or None.
         zeroed = [row for row in zeroed if columns.masters[row] is None or not is_of_masters]
         for row in zeroed:
             self._heed_zero_of(row)
         rows = columns.plain_rows if is_of_masters else range(len(columns.params))
         if zeroed and not any(columns.params[row].grad is not None for row in set(rows).difference(zeroed)):
-            # All of them, so those as well that this body has not reached.
+            # All were zeroed, so gradients that this body has not reached are meant, too.
             is_in_place = any(columns.params[row].grad is not None for row in zeroed)
             self._earlier = {key: torch.zeros_like(g) for key, g in self._earlier.items()} if is_in_place else {}
             if not is_of_masters:
                 self._rows.discard_master_gradients()
 
     def _unmark(self, mark: Seen) -> bool:
-        """Take our gradient from the smallest master. Whether the optimizer's zero_grad() was called before."""
+        """Take our gradient from the smallest master. Returns True if the optimizer's zero_grad() was called before."""
         weight, is_zeroed = mark.param, mark.is_zeroed()
         if is_zeroed and GRAD.__get__(weight) is None:
             self._rows.discard_parameter_gradients()
@@ -284,7 +286,7 @@ class Window:
         return is_zeroed
 
     def _stop_waiting(self) -> None:
-        """The body ends, and no backward of its loss was seen: what is there by now and was not before has arrived."""
+        """Stop waiting at the end of a body. If no backward of its loss was seen, moved gradients count as arrived."""
         if not self._waits:
             self._heed_zero_grad()
             return
@@ -304,7 +306,7 @@ class Window:
             p.grad = grad
 
     def claim(self, backward: Backward) -> None:
-        """Say which scaler is to hear of an overflow and, unless it is known, what the losses are scaled by."""
+        """Set the backward, whose scaler is told of an overflow; a scale that is known already stays."""
         if self._is_claimed:
             earlier, backward = self.backward, Backward(backward.scaler, backward.loss_id, self.backward.snapshot)
             earlier.give_loss(backward)
@@ -320,7 +322,11 @@ class Window:
             self._backward = None
 
     def leave_open(self, last: Backward | None = None) -> None:
-        """Exit with `delay_unscale`, of `last` if that is known: gradients stay scaled and accumulate in place."""
+        """Exit with `delay_unscale`: gradients stay scaled and accumulate in place.
+
+        Args:
+            last: the backward of this body; None if it is not known.
+        """
         self._stop_waiting()
         self._become(State.LEFT_OPEN)
         if last is not None:
@@ -343,16 +349,16 @@ class Window:
             self._sentinel = seen(smallest)
 
     def close(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
-        """Exit: afterwards `.grad` of every stepped parameter is, or gives, the unscaled gradient in its own type.
+        """Exit: afterwards `.grad` of every stepped weight is, or gives, the unscaled gradient in its own type.
 
-        Gradients of this window are checked, and those of before the last step that they are added to. What was found
-        goes into `backward`, and what is held into the slots of the rows. No host sync.
+        Checks the gradients of this window, and unchecked earlier ones that they are added to. The checks go into
+        `backward`, held gradients into the slots of the rows. No host sync.
 
         Args:
-            backward: of all optimizers of this `scale_loss`.
-            check: without it no overflow is recorded in the scaler.
+            backward: shared by all optimizers of this `scale_loss`.
+            check: False to record no overflow in the scaler.
             unscaled: ids of parameters whose gradients another optimizer of this backward has unscaled in
-                place; those that are done here are added. None: there is no other one.
+                place; those that are unscaled here are added. None if there is no other optimizer.
         """
         self._stop_waiting()
         self._take_back()
@@ -405,7 +411,7 @@ class Window:
         check: bool,
         is_only: bool,
     ) -> tuple[Checked, Tensor]:
-        """Check what arrived on one device and unscale, in place, what has no master."""
+        """Check the gradients on one device, and unscale in place those of rows without a master."""
         if not is_only:
             elsewhere = [row for row, g in enumerate(grads) if g is not None and g.device != device]
             grads, accesses = arithmetic.without(elsewhere, grads, accesses)
@@ -431,9 +437,9 @@ class Window:
         backward: Backward,
         check: WholeCheck | None,
     ) -> Slots:
-        """Keep the gradients of masters that have none yet, as copy-on-write clones of the model's own.
+        """Hold gradients for masters that have none yet, as copy-on-write clones of the model's own.
 
-        Whoever clips, zeroes or discards the model's gradients then changes nothing of ours, as in apex.
+        Clipping, zeroing or discarding the model's gradients then changes nothing of ours, as in apex.
         """
         if not self._rows.masters:
             return Slots(check=check)
@@ -450,7 +456,7 @@ class Window:
         devices: Sequence[torch.device],
         backward: Backward,
     ) -> None:
-        """Unscale gradients, and add them to what masters have already: to that of the same row."""
+        """Unscale gradients, and add them to the gradients that masters of the same rows have already."""
         added = [(row, total, g) for row, total in totals.items() if (g := grads[row]) is not None]
         for device in devices:
             inv_scale = moved(backward.snapshot.inv_scale, device)
@@ -463,7 +469,7 @@ class Window:
             if alike:
                 _, sums, grads_here = zip(*alike, strict=True)
                 kernels.axpby_(sums, grads_here, sums, inv_scale, None)
-            for row, _, g in others:  # a user's own
+            for row, _, g in others:  # a layout that only a user makes
                 arithmetic.accumulate(
                     [(self._rows.columns.weights[row], arithmetic.times(g, inv_scale, torch.float32))]
                 )
@@ -471,7 +477,7 @@ class Window:
     def _close_others(
         self, arrived: list[tuple[nn.Parameter, Master | None]], backward: Backward, check: bool
     ) -> Checked:
-        """Sparse gradients, negative views, and types that the kernels do not take, by PyTorch's own operations."""
+        """Close sparse gradients, negative views, and types that the kernels do not take, by PyTorch's operations."""
         snapshot = backward.snapshot
         device = snapshot.inv_scale.device
         looks: list[Tensor] = []  # largest magnitude, sum of squares
@@ -497,19 +503,19 @@ class Window:
         )
 
     def _close_shard(self, param: nn.Parameter, snapshot: ScaleSnapshot) -> Tensor:
-        """Look at and unscale this rank's part of a DTensor's gradient. Returns what `largest_and_squares` does."""
+        """Check and unscale this rank's part of a DTensor's gradient. Returns the result of `largest_and_squares`."""
         shard = local_gradient(param)
-        found = arithmetic.largest_and_squares(shard, has_squares=False)  # another pass, for the norm that is shown
+        found = arithmetic.largest_and_squares(shard, has_squares=False)  # one pass: squares serve only a shown norm
         if not snapshot.is_identity:
             shard.copy_(arithmetic.times(shard, moved(snapshot.inv_scale, shard.device), shard.dtype))
         return found
 
     def discard_backward(self) -> None:
-        """The body of `scale_loss` raised: put back what was there at its entry.
+        """After the body of a `scale_loss` raised: put the gradients of its entry back.
 
-        The window stays open if it was, and this body ran no backward. What half a backward adds to the gradients of
-        an open window cannot be told apart again; then they are discarded. What somebody edited or zeroed in a body
-        that ran no backward stays so.
+        The window stays open if it was and this body ran no backward. If half a backward has added to the gradients of
+        an open window they cannot be separated again, and are discarded. Edits and zeroing in a body that ran no
+        backward stay.
         """
         if self._is_reentered and self._waits:
             self._end_wait()
@@ -529,12 +535,12 @@ class Window:
             self.discard()
 
     def _edited(self) -> list[tuple[int, bool]] | None:
-        """The rows that moved since the entry, without a backward; None if gradients came where none was."""
+        """Return the rows whose gradients moved since the entry; None if a row without a gradient got one."""
         moved = self._moved(self._at_entry)
         return None if any(not was_there for _, was_there in moved) else moved
 
     def close_as_is(self) -> None:
-        """Close the window with gradients as they are, neither unscaled nor checked."""
+        """Close the window, and neither unscale nor check its gradients."""
         self._stop_waiting()
         self._take_back()
         self._restore_earlier(add=True)
@@ -581,7 +587,7 @@ class Window:
             self._rows.spent.zero_all(had)
 
     def _written_params(self) -> Iterator[nn.Parameter]:
-        """What a backward accumulates into: the model's own parameters."""
+        """Yield the model's own parameters, which a backward accumulates into."""
         yield from (master.param for master in self._rows.masters)
         yield from self._rows.columns.plain
 

@@ -1,11 +1,11 @@
-"""Half copies of FP32 weights. Never stale.
+"""Half copies of FP32 weights, which are never stale.
 
-Many write a weight without moving its version: whoever goes through `weight.data` or numpy, collectives, extensions. So
-the memory of a weight that has a copy is *watched*: torch itself notes when anybody asks for it to write there. A copy
-is read only where nobody has, and where nothing else shares that memory, which may have asked before.
+`weight.data`, numpy, collectives and extensions write a weight without moving its version. So the memory of a weight
+that has a copy is *watched*: torch notes each request to write there. A copy is read only if there was no such request,
+and if nothing else shares the memory, since another tensor may have asked for it before.
 
-`WeightCache` keeps a copy for the uses of a weight in one iteration. `NativeWeightCache` keeps it across steps, too,
-where the step is done by our kernels, which write the copies beside the weights.
+`WeightCache` keeps a copy for the uses of a weight in one iteration. `NativeWeightCache` also keeps it across steps of
+our kernels, which write the copies beside the weights.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class WeightCache:
     """Casts of `nn.Parameter`s in training.
 
     A cast is reused while its weight is the same object with the same version, storage and `requires_grad`, its
-    memory is watched and nobody else has it. An address that somebody kept as a number is seen by nothing, so the
-    owner of the cache also calls `after_step` after every optimizer step, `after_backward` after every `scale_loss`,
-    and `discard` when a weight's `.data` is taken.
+    memory is watched and nothing else shares it. A write through an address that was kept as a number goes unseen, so
+    the owner of the cache also calls `after_step` after every optimizer step, `after_backward` after every
+    `scale_loss`, and `discard` when a weight's `.data` is taken.
 
-    Nothing is kept while gradients are off: there a copy would go stale between a load and the next
-    forward, hold memory through evaluation, and be reused in training without its autograd edge. Nothing is kept
-    under torch.compile, functorch or a dispatch mode either, where tensors are not what they seem, and nothing under
-    torch.jit.trace or the capture of a CUDA graph, which would take the cast for a constant.
+    Nothing is kept while gradients are off: a copy would go stale between a load and the next forward, hold memory
+    through evaluation, and be reused in training without its autograd edge. Nothing is kept under torch.compile,
+    functorch or a dispatch mode, where tensors may be fakes or wrappers, and nothing under torch.jit.trace or the
+    capture of a CUDA graph, which would take the cast for a constant.
 
     The cast's autograd node keeps its weight alive until the entry is discarded, at the latest by `discard_orphans` in
     a collection of garbage.
@@ -67,11 +67,11 @@ class WeightCache:
         return len(self._entries)
 
     def kept(self) -> list[Tensor] | None:
-        """The casts; None where the compiled cache has them, which hands out none."""
+        """Return the casts, or None for the compiled cache, which does not hand them out."""
         return [entry.cast for entry in list(self._entries.values())]
 
     def cast(self, weight: nn.Parameter, dtype: torch.dtype, on_cast: Callable[[], None] = lambda: None) -> Tensor:
-        """`weight.to(dtype)`, from the cache if it is there. Gradients flow to `weight`.
+        """Return `weight.to(dtype)`, from the cache if it is there. Gradients flow to `weight`.
 
         Calls `on_cast` if a cast was made.
         """
@@ -110,19 +110,19 @@ class WeightCache:
             self._entries.pop(id(weight._base), None)
 
     def after_backward(self) -> None:
-        """Anybody may have written any weight."""
+        """Discard every cast: after a backward any weight may have been written."""
         self._changes += 1
         self._entries.clear()
 
     def after_step(self) -> None:
-        """An optimizer has stepped: anybody's weights may be written, unless it told which."""
+        """Discard every cast after an optimizer's step, unless `written` has said which weights it wrote."""
         self.after_backward()
 
     def discard_orphans(self) -> None:
-        """Free the weights that nobody but their own casts keeps alive."""
+        """Free the weights that only their own casts keep alive."""
         for key, entry in list(self._entries.items()):
             weight: Any = entry.weight()
-            # Those of this frame, of the call, and of the tensor itself, which the autograd node of the cast holds.
+            # References of this frame, of the call, and of the tensor, which the autograd node of the cast holds.
             if weight is None or (sys.getrefcount(weight) <= 3 and weight._use_count() > 1):
                 self._entries.pop(key, None)
 
@@ -132,37 +132,37 @@ class WeightCache:
         self._entries.clear()
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
-        """What a step is to write beside the weights. Nothing, here."""
+        """Return the copies that a step must write beside the weights: n times None, as this cache has none."""
         return [None] * len(weights)
 
     def written(self, weights: Sequence[Tensor]) -> None:
-        """The step wrote them and no other weight."""
+        """Note that the step wrote these weights and no other one."""
 
 
 class NativeWeightCache(WeightCache):
-    """The same in C++, with copies that live across steps.
+    """A `WeightCache` in C++, whose copies live across steps.
 
-    A copy that our own kernels write in a step is the cast of its weight until somebody else may have written the
-    weight: until its memory is asked for, its version or address moves, its `.data` is taken, another optimizer steps,
-    or a `scale_loss` is left. A weight whose memory other tensors share is cast anew at each use.
+    A copy that our own kernels write in a step is the cast of its weight until other code may have written the weight:
+    until its memory is asked for, its version or address moves, its `.data` is taken, another optimizer steps, or a
+    `scale_loss` is left. A weight whose memory other tensors share is cast anew at each use.
 
-    Copies that a graph or another step still holds are not written: the step gets new memory for them, or none. Of
-    weights that a step writes inside of a CUDA graph no copy is read any more: nobody is told of its replays.
+    Copies that a graph or another step still holds are not written: the step gets new memory for them, or none. If a
+    step inside of a CUDA graph writes a weight, its copy is never read again, since replays are not announced.
     """
 
     def __init__(self, casts: Any) -> None:
         self.native = casts.WeightCache()
-        self._steps = threading.local()  # of this thread: the one that has copies, whether it told what it wrote
+        self._steps = threading.local()  # of this thread: the step that has copies, and whether it told what it wrote
 
     def __len__(self) -> int:
         return len(self.native)
 
     def kept(self) -> list[Tensor] | None:
-        """Nothing that is known here."""
+        """Return None: the copies live in C++."""
         return None
 
     def cast(self, weight: nn.Parameter, dtype: torch.dtype, on_cast: Callable[[], None] = lambda: None) -> Tensor:
-        """`weight.to(dtype)`, from the cache if it is there. Gradients flow to `weight`."""
+        """Return `weight.to(dtype)`, from the cache if it is there. Gradients flow to `weight`."""
         if not _may_keep(weight):
             on_cast()
             return weight.to(dtype)
@@ -172,15 +172,15 @@ class NativeWeightCache(WeightCache):
         return cast
 
     def discard(self, weight: Tensor) -> None:
-        """Discard the cast of one weight: somebody may write it."""
+        """Discard the cast of one weight, which may be written from now on."""
         self.native.discard(weight)
 
     def after_backward(self) -> None:
-        """Anybody may have written any weight."""
+        """Discard every cast: after a backward any weight may have been written."""
         self.native.after_backward()
 
     def discard_orphans(self) -> None:
-        """Free the weights that nobody but their own casts keeps alive."""
+        """Free the weights that only their own casts keep alive."""
         self.native.discard_orphans()
 
     def clear(self) -> None:
@@ -188,12 +188,12 @@ class NativeWeightCache(WeightCache):
         self.native.clear()
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
-        """The copies that a step is to write beside the weights: exact as of now, and held by no graph."""
+        """Return the copies that a step must write beside the weights: exact as of now, and held by no graph."""
         self._steps.has_copies, copies = self.native.copies(weights, getattr(self._steps, "has_copies", 0))
         return copies
 
     def written(self, weights: Sequence[Tensor]) -> None:
-        """The step wrote them and no other weight."""
+        """Note that the step wrote these weights and no other one."""
         self._steps.told = True
         step, self._steps.has_copies = getattr(self._steps, "has_copies", 0), 0
         self.native.written(weights, step)
@@ -201,19 +201,19 @@ class NativeWeightCache(WeightCache):
             self.native.leave(weights)
 
     def after_step(self) -> None:
-        """An optimizer has stepped: anybody's weights may be written, unless it told which."""
+        """Discard every cast after an optimizer's step, unless `written` has said which weights it wrote."""
         if not getattr(self._steps, "told", False):
             self.native.after_backward()
         self._steps.told = False
 
 
 def weight_cache(casts: Any) -> WeightCache:
-    """The compiled cache, or that in Python if there are no compiled casts to read it."""
+    """Return the compiled cache, or the one in Python if there are no compiled casts to read it."""
     return WeightCache() if casts is None else NativeWeightCache(casts)
 
 
 def tensors_hold_their_objects() -> bool:
-    """Whether a tensor that C++ holds keeps the reference count of its Python object up: not in every torch."""
+    """True if a tensor that C++ holds keeps the reference count of its Python object up, which not every torch does."""
     weight = nn.Parameter(torch.zeros(1))
     before = sys.getrefcount(weight)
     held_by_node = weight.view(1)
@@ -223,22 +223,22 @@ def tensors_hold_their_objects() -> bool:
 
 
 def _watch(weight: nn.Parameter) -> bool:
-    """Have torch note from now on whether the memory of `weight` is asked for to write. Whether it will.
+    """Have torch note from now on if the memory of `weight` is asked for to write. True if torch can.
 
-    Copy-on-write memory with one owner is that: torch's word for it is gone when a writer has come. Memory of numpy, of
-    a file, or of several processes is written by others than torch.
+    We make the memory copy-on-write with one owner: torch drops that state when a writer comes. Memory of numpy, of a
+    file, or of several processes cannot be watched, as other code than torch writes it.
     """
     if not is_copy_on_write(weight):
-        weight.data_ptr()  # a writer, to the compiled cache, whose watch this one would meet
+        weight.data_ptr()  # counts as a write to the compiled cache, which may watch this weight, too
         try:
-            lazy_clone(weight.detach())  # which is discarded at once
+            lazy_clone(weight.detach())  # the clone is discarded at once
         except RuntimeError:
             return False
     return _is_untouched(weight)
 
 
 def _is_untouched(weight: nn.Parameter) -> bool:
-    """Whether nobody has asked for the memory of `weight` to write since `_watch`, nor before and has it still."""
+    """True if no request to write the memory of `weight` came since `_watch`, and nothing else shares that memory."""
     users = storage_users(weight.untyped_storage()._cdata)
     return is_copy_on_write(weight) and users == 2  # the weight, and this call
 

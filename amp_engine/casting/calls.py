@@ -1,4 +1,4 @@
-"""A call of a patched function, as those who observe casts are told of it, and the casts that it asks."""
+"""A call of a patched function, as observers are told of it, and the casts that its wrapper needs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Cast:
 
 @dataclass
 class Call:
-    """One call of a patched function, for those who observe the casts.
+    """One call of a patched function, for observers of the casts.
 
     Attributes:
         function: qualified name, such as "torch.nn.functional.linear".
         kind: the list that it is on: half, float, promote, match_self, refused_in_place or banned.
         dtype: the widest floating type among its arguments after casting, None if there is none.
-        casts: those that were made.
+        casts: the casts that were made.
         cached: how many casts the cache saved.
     """
 
@@ -47,12 +47,12 @@ class Call:
     cached: int = 0
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        """`tensor` is cast to `dtype`."""
+        """Note that `tensor` is cast to `dtype`."""
         moved = tensor.numel() * (tensor.dtype.itemsize + dtype.itemsize)
         self.casts.append(Cast(tensor.dtype, dtype, moved))
 
     def cast_weight(self, weight: nn.Parameter, casts: Casts) -> Tensor:
-        """A weight in the low-precision type, from the cache if it is there."""
+        """Return the weight in the low-precision type, from the cache if it is there."""
         before = len(self.casts)
         cast = casts.cache.cast(weight, casts.dtype, lambda: self.cast(weight, casts.dtype))
         self.cached += before == len(self.casts)
@@ -60,7 +60,7 @@ class Call:
 
 
 class Casts(Protocol):
-    """What a wrapper asks of the casts that it belongs to."""
+    """The casts that a wrapper belongs to, as the wrapper sees them."""
 
     dtype: torch.dtype
     cache: WeightCache
@@ -71,17 +71,17 @@ class Casts(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Whether to cast at all."""
+        """True if functions are to be cast."""
 
     @property
     def is_observed(self) -> bool:
-        """Whether somebody wants to be told of each call."""
+        """True if an observer is to be told of each call."""
 
     def note_use(self) -> None:
-        """Told at the first call."""
+        """Note that the casts were used; wrappers call this at the first call."""
 
     def disabled_in_thread(self) -> AbstractContextManager[None]:
-        """No casts inside, in this thread."""
+        """Return a context in which this thread casts nothing."""
 
     def tell(self, call: Call) -> None:
-        """Told of each call, if observed."""
+        """Pass `call` on to the observers; wrappers call this if there are any."""

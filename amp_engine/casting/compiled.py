@@ -1,4 +1,4 @@
-"""What Dynamo knows of torch's functions while they are patched, and when it may be asked."""
+"""Dynamo's tables of torch's functions, which must name the originals while these are patched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_engine.casting.replacements import ORIGINALS
 
 @contextmanager
 def dynamo_if_free() -> Iterator[bool]:
-    """Whether no thread compiles, this one included; none begins inside."""
+    """Give True if no thread compiles, this one included; then none begins to compile inside of the context."""
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
     if lock is None:
         yield True
@@ -29,18 +29,18 @@ def dynamo_if_free() -> Iterator[bool]:
 
 
 def discard_compiled() -> None:
-    """Dynamo guards functions but not methods, operators and hooks."""
+    """Discard Dynamo's compiled code: its guards see functions replaced, but not methods, operators and hooks."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 def know_originals() -> None:
-    """Have Dynamo look torch's functions up, which it does by name and once, while they are the originals."""
+    """Have Dynamo look up torch's functions, which it does once and by name, while the originals are in place."""
     discard_compiled()
     trace_rules = importlib.import_module("torch._dynamo.trace_rules")
     trace_rules.get_tensor_method.cache_clear()
     known = trace_rules.get_torch_obj_rule_map()
     in_graph = trace_rules.TorchInGraphFunctionVariable
-    if any(known.get(patched) is in_graph for patched, _ in ORIGINALS.values()):  # somebody had it look meanwhile
+    if any(known.get(patched) is in_graph for patched, _ in ORIGINALS.values()):  # looked up too early, by other code
         trace_rules.get_torch_obj_rule_map.cache_clear()
         trace_rules.get_torch_obj_rule_map()

@@ -1,4 +1,4 @@
-"""The function casts of one engine: which there are, what was registered, and who observes them."""
+"""The function casts of one engine, its registrations, and its observers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from amp_engine.levels.policy import Policy
 
 
 class EngineCasts:
-    """What one engine casts; at most one `FunctionCasts` at a time.
+    """The casts of one engine: at most one `FunctionCasts` at a time.
 
     Args:
         say: says a message; with True on the first of several ranks only.
@@ -54,15 +54,15 @@ class EngineCasts:
         casts = self._installed
         return casts if casts is not None and casts.has_ended else None
 
-    # What a step asks.
+    # Asked by a step.
 
     def off(self) -> AbstractContextManager[None] | None:
-        """A context without function casts in this thread; None where there are none."""
+        """Return a context without function casts in this thread; None if there are no casts."""
         casts = self.casts
         return None if casts is None else casts.disabled_in_thread()
 
     def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
-        """The low-precision copies that a step is to write beside FP32 weights; None where none are kept."""
+        """Return the low-precision copies that a step must write beside FP32 weights; None if none are kept."""
         cache = None if self.casts is None else self.casts.weight_copies
         return None if cache is None else cache.copies(weights)
 
@@ -72,10 +72,13 @@ class EngineCasts:
         if cache is not None:
             cache.written(weights)
 
-    # What a backward asks.
+    # Asked by a backward.
 
     def note_use(self, wanted: bool) -> None:
-        """A loss was computed: casts that nothing has used were a switch; `wanted` ones that ended are news, once."""
+        """Note that a loss was computed. Says once that `wanted` casts have ended with their modules.
+
+        If nothing has used the casts yet, `initialize` was called as a switch, and they count as used from now on.
+        """
         casts = self._installed
         if casts is None:
             return
@@ -87,7 +90,7 @@ class EngineCasts:
             casts.note_use()
 
     def why_nothing_is_cast(self, policy: Policy | None) -> str | None:
-        """What to tell who asks what was cast under `policy`; None where functions are cast."""
+        """Explain, for users, why nothing is cast under `policy`; None if functions are cast."""
         if self.casts is not None:
             return None
         if policy is None:
@@ -102,7 +105,7 @@ class EngineCasts:
         return f"Function casts are not on at {level}; O1 and O4 cast functions."
 
     def after_backward(self) -> None:
-        """A backward is over, and anybody may have written any weight."""
+        """Tell the cache that a backward has ended, after which any weight may have been written."""
         casts = self.casts
         if casts is not None:
             casts.cache.after_backward()
@@ -111,12 +114,12 @@ class EngineCasts:
 
     @property
     def registrations(self) -> list[Registration]:
-        """What was registered since the last `discard_lists`; the first one of a function counts."""
+        """The registrations since the last `discard_lists`; the first one of a function counts."""
         return list(self._registrations)
 
     @property
     def removals(self) -> list[tuple[Any, str]]:
-        """Owner and name of what was taken off the lists since `discard_lists`; a registration wins over it."""
+        """Owner and name of each function taken off the lists since `discard_lists`; a registration wins over it."""
         return list(self._removals)
 
     def register(self, registration: Registration) -> None:
@@ -137,13 +140,13 @@ class EngineCasts:
         self._registrations, self._removals = [], []
 
     def note_without(self, kind: str, name: str) -> None:
-        """A function that was decorated is called while no function is cast: said once where the model is cast."""
+        """Say, once, that a decorated function is called without casts because its level casts the model instead."""
         if self._casts_model_at is not None and not self._said_without:
             self._said_without = True
             self._say(report.nothing_is_cast(self._casts_model_at, f"amp.{kind}_function", name), rank0=True)
 
     def _say_without(self, registrations: Sequence[Registration]) -> None:
-        """Say of registrations that they have no effect where the model is cast, and no function."""
+        """Say that registrations have no effect if the level casts the model and no functions."""
         level = self._casts_model_at
         if level is not None and registrations:
             calls = ", ".join(dict.fromkeys(f"amp.register_{r.kind}_function" for r in registrations))
@@ -185,11 +188,11 @@ class EngineCasts:
         Args:
             everywhere: False casts in cast regions alone.
 
-        They end with the last module of `models` and of those that the earlier casts were for; without any `models`
-        they last until `remove`.
+        The casts end with the last module of `models` and of the models of the earlier casts; without `models` they
+        last until `remove`.
 
-        Raises AmpValueError, with everything as it was, for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE, and
-        as `check_where`.
+        Raises AmpValueError, and changes nothing, for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE, and like
+        `check_where`.
         """
         self.check_where(everywhere)
         options = {
@@ -214,7 +217,7 @@ class EngineCasts:
         return casts
 
     def check_where(self, everywhere: bool) -> None:
-        """Raise AmpValueError if functions are cast already, and elsewhere than they would be."""
+        """Raise AmpValueError if functions are cast already, but with another `everywhere`."""
         casts = self.casts
         if casts is not None and casts.everywhere != everywhere:
             here, there = ("everywhere", "model") if everywhere else ("model", "everywhere")
@@ -226,7 +229,7 @@ class EngineCasts:
     def follow(
         self, policy: Policy, models: Sequence[nn.Module], allow_banned: bool, verbose: bool, everywhere: bool
     ) -> None:
-        """Cast functions for `models`, or end casts that were for them alone, as `policy` says. Raises as `install`."""
+        """Cast functions for `models`, or end casts for them alone, as `policy` says. Raises like `install`."""
         if policy.patch_torch_functions:
             self.install(
                 policy.patch_torch_functions_type or torch.float16,
@@ -257,7 +260,7 @@ class EngineCasts:
         for explanation in self._explanations:
             casts.observe(explanation)
         casts.install()
-        # From here on a fork finds the new ones wanted, and those before no more.
+        # From here on a forked child keeps the new casts, and discards the earlier ones.
         before, self._installed, self._options = self._installed, casts, options
         self._casts_model_at = None
         if before is not None:
@@ -265,12 +268,12 @@ class EngineCasts:
         return casts
 
     def end_of(self, models: Any, level: str) -> None:
-        """Of models that are at a level without function casts now. Says so if functions go on being cast."""
+        """End the casts for `models`, now at a level without function casts. Says so if functions are still cast."""
         self._casts_model_at, self._said_without = None, False
         if self.casts is not None and self.casts.let_go(_modules_of(models)):
             self.remove()
         if patch_torch.newest() is not None:
-            gc.collect()  # of a model that is in a cycle and not in use
+            gc.collect()  # a model in a cycle of references may not be in use any more
         patch_torch.discard_switches()
         newest = patch_torch.newest()
         if newest is not None:
@@ -286,11 +289,11 @@ class EngineCasts:
                 casts.remove()
 
     def enabled(self) -> AbstractContextManager[None]:
-        """A context in which functions are cast, in this thread, if there are casts. Nests."""
+        """Return a context in which this thread casts functions, if there are casts. Nests."""
         return nullcontext() if self.casts is None else cast_region()
 
     def disabled(self) -> AbstractContextManager[None]:
-        """A context in which no function is cast, in any thread. Nests."""
+        """Return a context in which no thread casts functions. Nests."""
         return nullcontext() if self.casts is None else self.casts.disabled()
 
     @contextmanager

@@ -25,11 +25,11 @@ class Record:
     Attributes:
         function: qualified name, such as "torch.nn.functional.linear" or "torch.Tensor.softmax".
         listed: the list that it is on: half, float, promote, match_self, refused_in_place or banned.
-        dtype: that it ran in: the widest floating type among its arguments after casting; None without any.
-        calls: how often.
-        casts: how many tensors were cast for it.
-        cached: how many were not, because the cache had a weight's cast.
-        bytes_moved: by the casts, read and written.
+        dtype: the type that it ran in: the widest floating one among its arguments after casting; None without any.
+        calls: number of calls.
+        casts: number of tensors that were cast for it.
+        cached: number of casts that were saved because the cache had a weight's cast.
+        bytes_moved: bytes that the casts read and wrote.
     """
 
     function: str
@@ -42,14 +42,14 @@ class Record:
 
 
 class Explanation:
-    """What listed functions did inside of `with amp.explain() as explanation:`, in all threads.
+    """The calls of listed functions inside of `with amp.explain() as explanation:`, in all threads.
 
-    Functions on no list are not seen, nor is what torch.compile compiled: there casts are part of the graph.
+    Functions on no list are not seen, nor is code that torch.compile compiled: there casts are part of the graph.
     `str(explanation)` is a table. Each `with` starts anew. No host sync.
 
     Args:
-        watch: opens a context in which this is told of each call.
-        why_empty: says, at the end, why nothing can have been seen, or None.
+        watch: opens a context in which this explanation is told of each call.
+        why_empty: returns, at the end, the reason why nothing can have been seen, or None.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Explanation:
 
     @property
     def records(self) -> list[Record]:
-        """So far: those that moved most bytes first, then the most called."""
+        """The records so far, sorted by bytes moved, then by calls, largest first."""
         with locks.shared:
             records = [Record(*key, *counts) for key, counts in self._counts.items()]
         patch_torch.remove_discarded()
@@ -126,7 +126,7 @@ _NOTHING_RAN = (
 
 
 def _rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """One for each record, and their sums."""
+    """Return a row for each record, and a row of their sums."""
     rows = [
         (r.function, r.listed, _name(r.dtype), *map(_number, (r.calls, r.casts, r.cached, r.bytes_moved)))
         for r in records

@@ -1,7 +1,7 @@
 """Casts at `forward`: a model and its parts get subclasses of their classes that cast, as FSDP2 swaps classes.
 
 Torch's call of a module, a direct `module.forward(x)` and every user's hook see the types outside of the casts. The
-subclass has the name, module and signature of the module's own class. What to cast is an attribute of the module, so
+subclass has the name, module and signature of the module's own class. An attribute of the module says what to cast, so
 that copies, replicas and pickles take it along, and other instances of the subclass are left alone.
 """
 
@@ -40,10 +40,11 @@ class ForwardCasts:
 
     Attributes:
         inputs, outputs: the types to which it casts floating inputs and outputs; None leaves them alone.
-        functions: whether functions are cast inside, where nothing else is said.
-        of_part: only if it is called from outside of every forward that casts, and inputs only where a parameter has
-            their type: not those of a batch norm in FP32.
-        of_typed: unless it has parameters and none is of the inputs' type: a copy that was converted casts nothing.
+        functions: True if functions are cast inside, outside of other regions.
+        of_part: True if the module is part of a model. It casts only when called from outside of every forward that
+            casts, and casts inputs only if one of its parameters has their type, unlike a batch norm in FP32.
+        of_typed: True if it casts nothing when it has parameters but none of the inputs' type, as a copy that was
+            converted.
     """
 
     inputs: torch.dtype | None
@@ -56,9 +57,9 @@ class ForwardCasts:
 def cast_forward(module: nn.Module, casts: ForwardCasts) -> None:
     """Have the forward of `module` cast from now on, by `casts` alone.
 
-    Nothing is changed where a class cannot be swapped: that of a scripted module, or with slots of its own.
+    Changes nothing if the class cannot be swapped: that of a scripted module, or one with slots of its own.
     """
-    _inside.forward = is_inside()  # there from now on, which Dynamo guards
+    _inside.forward = is_inside()  # the attribute exists from now on: Dynamo guards that
     with suppress(TypeError):
         if not isinstance(module, _CastsAtForward) and type(module).forward is not nn.Module.forward:
             _change_class(module, _casting)
@@ -66,9 +67,9 @@ def cast_forward(module: nn.Module, casts: ForwardCasts) -> None:
 
 
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in `module` that have parameters and can cast, and lists of modules.
+    """Yield the modules in `module` that have parameters and can cast, and lists of modules.
 
-    Not those that compute a parametrized weight, whoever reads it.
+    Leaves out modules that compute a parametrized weight, which any code may read.
     """
     for part in module.children():
         if isinstance(part, (torch.jit.ScriptModule, ParametrizationList)):
@@ -81,7 +82,7 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def cast_joining(part: nn.Module, module: nn.Module) -> None:
-    """Have what joins `module` cast as the parts that are in it."""
+    """Have `part`, which is added to `module`, cast like the parts that are in it."""
     casts = casts_of(module)
     if casts is not None and (casts.inputs is not None or casts.functions):
         for one in parts_of(nn.ModuleList([part])):
@@ -90,19 +91,19 @@ def cast_joining(part: nn.Module, module: nn.Module) -> None:
 
 
 def casts_of(model: nn.Module) -> ForwardCasts | None:
-    """The casts that `cast_forward` gave to `model`, or to what it is a copy of."""
+    """Return the casts that `cast_forward` gave to `model`, or to the model that it is a copy of."""
     return vars(model).get(_CASTS)
 
 
 def restore_class(model: nn.Module) -> None:
-    """Give `model` its own class back. Where another was made of the subclass since, that goes on without casts."""
+    """Give `model` its own class back. A class that was since derived from the subclass stays, without casts."""
     vars(model).pop(_CASTS, None)
     _change_class(model, lambda cls: vars(cls).get(_OWN_CLASS, cls))
 
 
 def is_cast_at_forward(model: nn.Module) -> bool:
-    """True if a call of `model` reaches the forward that casts; one assigned to the instance does not."""
-    # A class of its own could have been given to it since.
+    """True if a call of `model` reaches the forward that casts, not one that was assigned to the instance."""
+    # Other code may have given it another class since.
     return isinstance(model, _CastsAtForward) and casts_of(model) is not None and "forward" not in vars(model)
 
 
@@ -133,12 +134,12 @@ _NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 
 
 class _CastsAtForward:
-    """Comes before the own class of a model."""
+    """The first base of each subclass that casts, before the model's own class."""
 
     _amp_engine_casts = None  # torch.jit.script reads annotations
 
     def __init_subclass__(cls) -> None:
-        """Say nothing to what a user's class would note of its subclasses."""
+        """Do not call `__init_subclass__` of a user's class, which may keep a list of its subclasses."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
@@ -149,14 +150,14 @@ class _CastsAtForward:
 
 
 def new_instance(own: type[nn.Module], *args: Any) -> nn.Module:
-    """An empty instance of the subclass of `own`, for pickle."""
+    """Make an empty instance of the subclass of `own`, for pickle."""
     instance: nn.Module = own.__new__(own, *args)
     _set_class(instance, _casting(own))
     return instance
 
 
 def _casting(own: type[nn.Module]) -> Any:
-    """The subclass of `own` that casts; the same one as long as somebody has it."""
+    """Return the subclass of `own` that casts; it is made only once while it is referred to."""
     for known in type.__subclasses__(own):
         if vars(known).get(_OWN_CLASS) is own:
             return known
@@ -169,7 +170,7 @@ def _casting(own: type[nn.Module]) -> Any:
         return _cast_around(own.forward, casts, self, args, kwargs)
 
     function: Any = forward
-    function.__code__ = function.__code__.replace()  # Dynamo counts what it has compiled of a code
+    function.__code__ = function.__code__.replace()  # Dynamo counts compilations by code object
 
     with suppress(TypeError, ValueError):
         function.__signature__ = inspect.signature(own.forward)  # getfullargspec asks it
@@ -185,7 +186,6 @@ def _casting(own: type[nn.Module]) -> Any:
 
 
 def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call `forward` of `module` with casts."""
     inputs, outputs = casts.inputs, casts.outputs
     if casts.of_part:
         is_in_region = casts.functions and inputs is None and not is_outside()
@@ -223,7 +223,7 @@ part_of_a_graph(_cast_around, compile_what_it_calls=True)  # where the graph bre
 
 
 def _change_class(module: nn.Module, change: Callable[[Any], Any]) -> None:
-    """Give `module` another class; if torch made its class for a parametrization, another base of that."""
+    """Change the class of `module`, or the base of the class that torch made for a parametrization."""
     cls: Any = type(module)
     is_made = is_parametrized(module) and len(cls.__bases__) == 1
     before = cls.__bases__[0] if is_made else cls
@@ -233,4 +233,4 @@ def _change_class(module: nn.Module, change: Callable[[Any], Any]) -> None:
 
 
 def _set_class(model: nn.Module, cls: type) -> None:
-    object.__setattr__(model, "__class__", cls)  # not by a `__setattr__` of the user's
+    object.__setattr__(model, "__class__", cls)  # bypasses a `__setattr__` of the user's

@@ -1,4 +1,4 @@
-"""The function casts of one engine: in which type, on or off, for which registered functions."""
+"""The function casts of one engine: their type, registrations and observers, and the switch that turns them off."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Flo
 
 
 class Observer(Protocol):
-    """Somebody who wants to know what is cast."""
+    """An object that is told of each call of a listed function."""
 
     def tell(self, call: Call) -> None:
-        """Told of each call of a listed function, in the thread that makes it."""
+        """Take `call`, in the thread that makes it."""
 
 
 class Owner(Protocol):
-    """Whose casts they are."""
+    """The owner of some casts, which removes them."""
 
     @property
     def casts(self) -> FunctionCasts | None:
-        """Those that it will remove."""
+        """The casts that it will remove."""
 
 
 class FunctionCasts:
@@ -46,12 +46,12 @@ class FunctionCasts:
         enable_caching: keep casts of weights within an iteration.
         allow_banned: run banned functions in FP32 instead of refusing them.
         verbose: report each cast.
-        registrations: functions beside the lists; they win over them.
+        registrations: functions that are cast, too; they win over the lists.
         removals: owner and name of functions that are not cast, listed or not.
         emit: takes the reports.
-        native: whether the compiled wrappers cast, rather than those of Python. Default: where they are compiled.
-        origin: what switched them on, in the words of messages: a level, or a call.
-        everywhere: cast wherever nothing else is said; False: in cast regions alone.
+        native: True if the compiled wrappers cast, False if the Python ones do. Default: compiled, if there are any.
+        origin: names, in messages, the level or call that switched the casts on.
+        everywhere: cast outside of all regions, too; False: in cast regions alone.
     """
 
     def __init__(
@@ -77,19 +77,20 @@ class FunctionCasts:
         self._observers: tuple[Observer, ...] = (_Trace(emit),) if verbose else ()
         self._disabled = 0
         self._is_switched_off = False
-        self.is_disabled_everywhere = False  # which Dynamo guards, and not how often
+        self.is_disabled_everywhere = False  # Dynamo guards this flag, and not the count
         self.origin = origin
         self.everywhere = everywhere
         self.has_ended = False
-        self.were_used = True  # or nothing depends on it
+        self.were_used = True  # True also if nothing depends on it
         self._owner: weakref.ref[Owner] | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] | None = None  # by id: a class may compare by value
 
     def belong_to(self, owner: Owner, modules: Iterable[nn.Module] | None) -> None:
-        """End with `owner` and, unless `modules` is None, with the last of them. To be called once, before `install`.
+        """End with `owner` and, unless `modules` is None, with the last of them. Call it once, before `install`.
 
-        Modules, and not models: those inside may be taken out of one, put into another, and used without it. Where they
-        are gone before anything was cast, `initialize` was called as a switch, and somebody has to remove the casts.
+        These are modules, not models, because a module may be taken out of its model, put into another, and used
+        without it. If all are gone before anything was cast, `initialize` was called as a switch, and the casts last
+        until they are removed.
         """
         this = weakref.ref(self)
 
@@ -111,25 +112,25 @@ class FunctionCasts:
         self._owner = weakref.ref(owner, end)
 
     def note_use(self) -> None:
-        """Something was computed since they were installed. Their first call is one of Python, to say so."""
+        """Note that the casts were used. Until then calls go through Python, which notes the first one here."""
         self.were_used = True
         patch_torch.tell_native()
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody is there who will remove them: not where their owner was about to take or to drop them."""
+        """True unless they have ended, or their owner is gone or does not have them, as a forked child may find."""
         owner = None if self._owner is None else self._owner()
         return not self.has_ended and (self._owner is None or (owner is not None and owner.casts is self))
 
     @property
     def modules(self) -> list[nn.Module] | None:
-        """Those whose end is theirs and that are still there; None if they last until they are removed."""
+        """The live modules with the last of which the casts end; None if they last until they are removed."""
         if self._modules is None:
             return None
         return [module for ref in list(self._modules.values()) if (module := ref()) is not None]
 
     def let_go(self, modules: Iterable[nn.Module]) -> bool:
-        """Last for these modules no more. Whether that was the last of them: then it is time to remove the casts."""
+        """Stop lasting for these modules. True if no module is left, so that the casts should be removed."""
         if self._modules is None:
             return False
         for module in modules:
@@ -138,27 +139,27 @@ class FunctionCasts:
 
     @property
     def verbose(self) -> bool:
-        """Whether each cast is reported."""
+        """True if each cast is reported."""
         return any(isinstance(observer, _Trace) for observer in self._observers)
 
     @property
     def is_active(self) -> bool:
-        """Whether functions are cast: installed, the newest that is, and not disabled here."""
+        """True if these casts are the newest installed ones, and not disabled here."""
         return in_force.current() is self
 
     @property
     def is_disabled(self) -> bool:
-        """True inside `disabled`, and in this thread inside of a float region, or outside of the regions of casts."""
+        """True inside of `disabled`, and where this thread casts nothing: see `regions.casts_here`."""
         return self.is_disabled_everywhere or not casts_here()
 
     @property
     def weight_copies(self) -> WeightCache | None:
-        """The cache, for a step that writes weights and what it keeps of them; None while it is not used."""
+        """The cache, for a step that writes weights and their copies; None while it is not used."""
         return self.cache if self.enable_caching and in_force.in_force(self) else None
 
     @property
     def is_observed(self) -> bool:
-        """Whether somebody is to be told of each call, which the wrappers of wrappers.py do."""
+        """True if there are observers; then calls go through wrappers.py, which tells them."""
         return bool(self._observers)
 
     def observe(self, observer: Observer) -> None:
@@ -180,7 +181,7 @@ class FunctionCasts:
 
     @property
     def installed(self) -> bool:
-        """Whether torch is patched for them, or will be when others are removed."""
+        """True if torch is patched for these casts, or will be when newer ones are removed."""
         return in_force.holds(self)
 
     def install(self) -> None:
@@ -193,15 +194,15 @@ class FunctionCasts:
         patch_torch.remove(self)
 
     def discard(self) -> None:
-        """As `remove`, for a finalizer: waits for no other thread, of which one may do it later."""
+        """Remove the casts, for a finalizer: waits for no other thread, but may leave the removal to one."""
         self.has_ended = True
         if not sys.is_finalizing():
             patch_torch.discard(self)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """No casts inside, in any thread. Nests."""
-        # The guards of what is compiled see the region, not the count.
+        """Cast nothing inside, in any thread. Nests."""
+        # Guards of compiled code see the region, not the count.
         region = float_region() if in_force.in_force(self) else nullcontext()
         if torch.compiler.is_compiling():  # Dynamo traces no lock
             with region:
@@ -215,7 +216,7 @@ class FunctionCasts:
             self._disable(-1)
 
     def disabled_in_thread(self) -> AbstractContextManager[None]:
-        """No casts inside, in this thread. Nests."""
+        """Return a context in which this thread casts nothing. Nests."""
         return float_region()
 
     def switch(self, on: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which casts are installed, and which of them torch's functions do: the newest."""
+"""The installed casts, of which the newest are in force: torch's functions do them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amp_engine.casting.registration import Registration
 
 
 class InstallableCasts(Casts, Protocol):
-    """Casts with what a user added to the lists."""
+    """Casts with a user's changes to the lists."""
 
     registrations: Sequence[Registration]
     removals: Sequence[tuple[Any, str]]
@@ -22,35 +22,35 @@ class InstallableCasts(Casts, Protocol):
 
     @property
     def is_disabled(self) -> bool:
-        """Whether they are switched off, here or everywhere."""
+        """True if they are switched off, here or everywhere."""
 
     @property
     def is_observed(self) -> bool:
-        """Whether each call must go through Python, which tells of it."""
+        """True if each call must go through Python, which tells the observers."""
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody is there who will remove them."""
+        """True unless they have ended, or their owner is gone or does not have them, as a forked child may find."""
 
     @property
     def modules(self) -> list[nn.Module] | None:
-        """Those whose end is theirs and that are still there; None if they last until they are removed."""
+        """The live modules with the last of which the casts end; None if they last until they are removed."""
 
     def discard(self) -> None:
-        """End them, now or when no other thread is in the way."""
+        """End them, now or as soon as no other thread holds a lock that this needs."""
 
 
 STACK: list[InstallableCasts] = []
-"""Those of every engine that are installed, the newest last. Only `patch_torch` changes it."""
+"""The installed casts of every engine, the newest last. Only `patch_torch` changes it."""
 
 
 def holds(casts: InstallableCasts) -> bool:
-    """Whether `casts` are installed, in force or not."""
+    """True if `casts` are installed, in force or not."""
     return casts in STACK
 
 
 def in_force(casts: InstallableCasts) -> bool:
-    """Whether `casts` is what torch's functions do now."""
+    """True if torch's functions do `casts` now."""
     try:
         return STACK[-1] is casts
     except IndexError:
@@ -58,15 +58,15 @@ def in_force(casts: InstallableCasts) -> bool:
 
 
 def is_installed() -> bool:
-    """Whether any casts are, switched on or off."""
+    """True if any casts are installed, switched on or off."""
     return len(STACK) > 0  # bool() of it breaks graphs in torch 2.11
 
 
 def current() -> InstallableCasts | None:
-    """The casts in force, None where they are switched off.
+    """Return the casts in force, or None if they are switched off.
 
-    Patched functions ask at each call, so that one that somebody kept, `self.act = F.gelu`, follows the
-    engine through another `initialize` and is the plain function after `close`.
+    Patched functions ask at each call, so that a function that was kept, as by `self.act = F.gelu`, follows the engine
+    through another `initialize` and is the plain function after `close`.
     """
     try:
         casts = STACK[-1]

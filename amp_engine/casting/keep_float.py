@@ -1,4 +1,4 @@
-"""Modules that O1 leaves alone: casts are off inside of their forward, and what comes in is FP32.
+"""Modules that O1 leaves alone: casts are off inside of their forward, and their inputs are FP32.
 
 The hooks are module-level functions: a module pickles, deepcopies and compiles with them.
 """
@@ -31,8 +31,8 @@ M = TypeVar("M", bound=nn.Module)
 class _Inside(threading.local):
     """The kept modules whose forward this thread is in, each with its region, and torch's frame that calls it.
 
-    With the module, since torch calls `leave_float` without `enter_float` where a user's hook raised before it.
-    With the frame, since torch calls no hook after a KeyboardInterrupt: who is in a module has it on the stack.
+    The module is needed because torch calls `leave_float` without `enter_float` if a user's hook raised before it. The
+    frame is needed because torch calls no hook after a KeyboardInterrupt: a forward that still runs is on the stack.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ _inside = _Inside()
 
 
 def keep_float(module: M, keep: bool = True) -> M:
-    """Keep `module` in FP32, as `Engine.keep_float` says, or take it back. Raises AmpTypeError for no module."""
+    """Keep `module` in FP32, like `Engine.keep_float`, or take it back. Raises AmpTypeError if it is no module."""
     if not isinstance(module, nn.Module):
         raise AmpTypeError(
             f"keep_float() takes a torch.nn.Module, not a {type(module).__name__}.  Call amp.keep_float(model.head); "
@@ -60,7 +60,7 @@ def keep_float(module: M, keep: bool = True) -> M:
 
 
 def cast_functions_in(model: nn.Module) -> list[RemovableHandle]:
-    """Have functions be cast inside of calls of `model` where its forward does not see to that."""
+    """Have functions cast inside of calls of `model`, unless its forward does so. Returns the hooks that it added."""
     if is_cast_at_forward(model):
         return []
     leave = model.register_forward_hook(leave_float, prepend=True, always_call=True)
@@ -68,12 +68,12 @@ def cast_functions_in(model: nn.Module) -> list[RemovableHandle]:
 
 
 def is_kept(module: nn.Module) -> bool:
-    """Whether `module` itself was passed to `keep_float`."""
+    """True if `module` itself was passed to `keep_float`."""
     return any(hook is enter_float for hook in module._forward_pre_hooks.values())
 
 
 def kept_modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Each kept module of `model`, and whether it is in no other one."""
+    """Yield each kept module of `model`, and True if it is in no other kept one."""
     within: set[nn.Module] = set()
     for module in model.modules():  # parents first
         if is_kept(module):
@@ -82,9 +82,9 @@ def kept_modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 
 def discard_interrupted(compiled: bool = True) -> None:
-    """Leave the modules of this thread that an interrupt has left without us.
+    """Leave the regions of modules whose forward an interrupt has ended in this thread.
 
-    compiled: those too that compiled code entered, which tells no frame. None of them must be running.
+    compiled: leave also modules that compiled code entered, for which no frame is known. None of them may be running.
     """
     regions = _inside.regions
     running = set(map(id, _stack())) if regions else set()
@@ -100,7 +100,7 @@ def _stack() -> Iterator[FrameType]:
 
 
 def enter_float(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Forward pre-hook: casts off, inputs to float32."""
+    """Switch casts off and cast inputs to float32, as a forward pre-hook."""
     if not in_force.is_installed():
         return None
     args, kwargs = (cast_tensors(value, torch.float32, LOW_PRECISION) for value in (args, kwargs))
@@ -109,13 +109,13 @@ def enter_float(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | 
 
 
 def enter_casts(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a model whose forward does not cast functions by itself: casts on."""
+    """Switch casts on, as a forward pre-hook of a model whose forward does not cast functions by itself."""
     if is_outside():
         _enter(module, _region(cast_region))
 
 
 def leave_float(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook, also after an error: casts as they were."""
+    """Restore the casts as they were, as a forward hook that is also called after an error."""
     if _inside.regions and _inside.regions[-1][0] is module:
         next(_inside.regions.pop()[1], None)
 
@@ -130,7 +130,7 @@ def _enter(module: nn.Module, region: Iterator[None]) -> None:
 
 
 def _region(kind: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    # A generator: Dynamo traces no call of __enter__, but a `with` that is left in another function.
+    # A generator, as Dynamo traces no call of __enter__, but does trace a `with` that is left in another function.
     with kind():
         yield
 

@@ -1,8 +1,8 @@
-"""Which functions O1 casts, and how. Data only; a name that a torch version lacks is passed over.
+"""The functions that O1 casts, and their types. Data only; a name that a torch version lacks is passed over.
 
-Two sources. What apex listed stays as apex had it, whatever torch.autocast thinks of it (gelu and pow in FP32,
-prelu in half, `half.cpu()` gives FP32). What PyTorch has grown since follows torch.autocast's lists for CUDA
-(ATen/autocast_mode.h), on every device: the CPU lists lack softmax, layer_norm, exp and pow.
+There are two sources. Functions that apex listed stay as apex had them, even if torch.autocast does otherwise (gelu and
+pow in FP32, prelu in half, `half.cpu()` gives FP32). Functions that PyTorch got since then follow torch.autocast's
+lists for CUDA (ATen/autocast_mode.h), on every device: the CPU lists lack softmax, layer_norm, exp and pow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class CastLists:
         half: cast to the low-precision type.
         float: cast to float32.
         promote: where float32 and low precision meet, cast to float32.
-        sequence: the same inside of a sequence of tensors, which is the first argument.
+        sequence: like `promote`, inside of a sequence of tensors, which is the first argument.
         match_self: in-place methods whose other arguments take the type of the tensor written to.
         refused_in_place: in-place functions that would lose range: an error on float16.
         banned: an error on float16 that names the cure.
@@ -204,7 +204,7 @@ LINALG = CastLists(
 
 SPECIAL = CastLists(float=("erfinv", "expm1", "log1p", "log_softmax", "logsumexp", "softmax"))
 
-# torch.functional holds the Python functions that torch re-exports: a name of its own for each of them.
+# torch.functional holds the Python functions that torch re-exports: each has a second name there.
 TORCH_FUNCTIONAL = CastLists(half=("chain_matmul", "einsum"), float=("cdist", "norm"), promote=("tensordot",))
 
 TENSOR = CastLists(
@@ -260,12 +260,12 @@ TENSOR = CastLists(
     ),
 )
 
-# Of the FP32 list: those that are told so by `dtype`, as autocast does (fp32_set_opt_dtype), and compute their backward
-# in FP32 all the same. Those of cumsum and cumprod would run in the type of the argument.
+# Functions of the FP32 list that get `dtype=torch.float32`, as in autocast (fp32_set_opt_dtype): their backward runs in
+# FP32, too. The backward of cumsum and cumprod would run in the type of the argument.
 FLOAT_BY_DTYPE = frozenset(("log_softmax", "prod", "softmax", "sum"))
 
-# Of the promoted: those that torch itself computes in the widest type, where no tensor is 0-dim. Not the in-place
-# operators, which keep the type of what they write to, and not cat and stack, which are slow at it.
+# Promoted functions that torch itself computes in the widest type, if no tensor is 0-dim. In-place operators are left
+# out, as they keep the type of the tensor that they write to, and cat and stack, as torch is slow at it.
 PROMOTED_BY_TORCH = frozenset(
     (
         *("add", "sub", "mul", "div", "atan2", "addcdiv", "addcmul"),

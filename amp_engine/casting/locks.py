@@ -1,24 +1,24 @@
-"""Locks that a forked child finds open, whatever the other threads of its parent were doing."""
+"""Locks that a forked child finds open, even if another thread of its parent held them."""
 
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Of counts and lists that hold for all threads; held for a few statements. A fork waits for it: the child has only the
-# thread that forked, and nobody there would open what another thread had closed.
+# Guards counts and lists of all threads; held for a few statements. A fork waits for it: the child has only the thread
+# that forked, so a lock that another thread held would stay closed there.
 shared = threading.RLock()
 os.register_at_fork(before=shared.acquire, after_in_parent=shared.release, after_in_child=shared.release)
 
 
 def is_shared_held_here() -> bool:
-    """Whether this thread has `shared`. A finalizer may run in it then, and must wait for no other lock."""
+    """True if this thread holds `shared`. A finalizer may run then, and must wait for no other lock."""
     owned: bool = shared._is_owned()  # type: ignore[attr-defined]  # as threading.Condition asks
     return owned
 
 
 class InstallLock:
-    """Held while torch is patched, which waits for Dynamo: a fork, perhaps of Dynamo's, does not wait for it."""
+    """A lock that is held while torch is patched. Patching may wait for Dynamo, so forks, also Dynamo's, do not."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -27,13 +27,13 @@ class InstallLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Nests within a thread."""
+        """Hold the lock inside. Nests within a thread."""
         with self._lock:
             yield
 
     @contextmanager
     def held_if_free(self) -> Iterator[bool]:
-        """Whether it is held, which it is not where another thread has it."""
+        """Hold the lock inside, and give True; or give False if another thread has it."""
         lock = self._lock
         is_held = lock.acquire(blocking=False)
         try:
@@ -44,7 +44,7 @@ class InstallLock:
 
     def _renew(self) -> None:
         is_free_or_ours = self._lock.acquire(blocking=False)
-        if is_free_or_ours:  # and if ours, this thread goes on with what it does under it
+        if is_free_or_ours:  # if it is ours, this thread goes on under it
             self._lock.release()
         else:
             self._lock = threading.RLock()

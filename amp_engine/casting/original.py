@@ -1,4 +1,4 @@
-"""From what was patched back to what it was."""
+"""Finds the original of a patched function."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from amp_engine.casting.replacements import PatchedBuiltin, PatchedMethod
 
 
 def original(fn: Any) -> Any:
-    """The function or method that stood where `fn` was patched in; `fn` itself if it is not a patched one.
+    """Return the function or method that `fn` was patched over; `fn` itself if it is not a patched one.
 
-    A method comes back bound to what it was bound to. Also undoes the decorators `half_function` and its kin.
+    A bound method comes back bound to the same object. Also undoes the decorators `half_function` and its kin.
     """
     if isinstance(fn, MethodType):
         function = original(fn.__func__)
@@ -30,7 +30,7 @@ def original(fn: Any) -> Any:
 
 
 def _is_ours(fn: Any) -> bool:
-    # By where its code is from: functools.wraps copies any mark onto the wrapper that a user makes.
+    # Told by the module of its code: functools.wraps copies any mark onto a user's wrapper.
     ours = (vars(wrappers), vars(recurrent))
     return isinstance(fn, (PatchedBuiltin, PatchedMethod)) or (
         isinstance(fn, FunctionType) and hasattr(fn, "__wrapped__") and any(fn.__globals__ is space for space in ours)

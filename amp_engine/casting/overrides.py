@@ -24,11 +24,11 @@ _EXAMPLE = "torch.nn.functional.gelu, torch.Tensor.softmax or package.module.fun
 
 @dataclass(frozen=True)
 class Overrides:
-    """What is cast beside the lists, and what is not cast although it is listed.
+    """The functions that are cast, too, and the listed ones that are not cast.
 
     Attributes:
-        registrations: the first one of a function counts.
-        removals: owner and name.
+        registrations: functions that are cast, too; the first registration of a function counts.
+        removals: owner and name of functions that are not cast.
     """
 
     registrations: tuple[Registration, ...]
@@ -54,12 +54,12 @@ def from_environment(environment: Mapping[str, str], registrations: Sequence[Reg
     """Read the three variables. `+name` puts a function on the list of a variable, `-name` takes it off.
 
     Args:
-        environment: os.environ, say.
-        registrations: what the program registered; the environment wins over it.
+        environment: for example os.environ.
+        registrations: the program's registrations; the environment wins over them.
 
-    Raises AmpValueError that names variable and entry: for one without a sign, for a function that does not exist or
-    cannot be replaced, that is added twice, or that is taken off a list that it is not on. Imports the modules that
-    the names begin with.
+    Imports the modules that the names begin with. Raises AmpValueError, which names variable and entry, if an entry has
+    no sign, or its function does not exist, cannot be replaced, is added twice, or is taken off a list that it is not
+    on.
     """
     added: dict[tuple[int, str], _Entry] = {}
     removed: dict[tuple[int, str], _Entry] = {}
@@ -89,7 +89,7 @@ def _parsed(kind: str, text: str) -> _Entry:
         raise _error(kind, text, f"no dotted name of a function, such as {_EXAMPLE}.")
     try:
         owner = pkgutil.resolve_name(path)
-    except Exception as error:  # of an import anything may come
+    except Exception as error:  # an import may raise anything
         raise _error(
             kind,
             text,

@@ -1,7 +1,7 @@
-"""Patches torch as the newest casts have it.
+"""Patches torch for the newest casts.
 
-At most one engine's casts are patched into torch. Those that are installed form a stack: the newest is in force, and
-when it goes the next newest is patched in, or torch is left as it was found.
+At most one engine's casts are patched into torch. The installed casts form a stack: the newest are in force, and when
+they go the next newest are patched in, or torch is left as it was found.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _patches = Patches()
 
 @contextmanager
 def changing() -> Iterator[None]:
-    """Holds `locks.install`. Afterwards removes what finalizers in other threads discarded meanwhile."""
+    """Hold `locks.install` inside; afterwards remove casts that finalizers in other threads discarded meanwhile."""
     try:
         with locks.install.held():
             _applying.finish()
@@ -57,7 +57,7 @@ def changing() -> Iterator[None]:
 
 
 def install(casts: InstallableCasts) -> None:
-    """Put `casts` in force. If that fails, what was in force before stays."""
+    """Put `casts` in force. If that fails, the casts that were in force stay so."""
     with changing():
         STACK.append(casts)
         try:
@@ -68,23 +68,24 @@ def install(casts: InstallableCasts) -> None:
 
 
 def remove(casts: InstallableCasts) -> None:
-    """Take `casts` out of force and put the next newest in. Does nothing if they are not installed."""
+    """Take `casts` out of force and put the next newest in force. Does nothing if they are not installed."""
     with changing():
         _take_out(casts)
 
 
 def discard(casts: InstallableCasts) -> None:
-    """As `remove`, for finalizers, which may run wherever something is allocated: waits for no other thread.
+    """Remove `casts`, for finalizers, which may run at any allocation: waits for no other thread.
 
-    Where a lock is taken, whoever has it removes the casts. While Dynamo compiles, whose caches go with them, they stay
-    until the next collection of garbage, optimizer step or call that concerns casts.
+    If another thread holds a lock that this needs, that thread removes the casts. While Dynamo compiles, they stay
+    until the next collection of garbage, optimizer step or call that concerns casts, as their removal discards its
+    caches.
     """
     _discarded.append(casts)
     remove_discarded()
 
 
 def remove_discarded() -> None:
-    """Remove what finalizers could not, as they ran under a lock: to be called where one was released."""
+    """Remove casts that finalizers could not remove under a lock. Call it after a lock is released."""
     while _discarded and not locks.is_shared_held_here():
         with locks.install.held_if_free() as is_held, dynamo_if_free() as is_free:
             if not (is_held and is_free):
@@ -94,20 +95,20 @@ def remove_discarded() -> None:
 
 
 def discard_switches() -> None:
-    """Remove casts, of any engine, whose models were gone before anything was cast."""
+    """Remove casts, of any engine, whose modules were gone before anything was cast."""
     for casts in list(STACK):
         if casts.modules == []:
             casts.discard()
 
 
 def newest() -> InstallableCasts | None:
-    """The casts that patched functions do, switched on or off."""
+    """Return the casts in force, switched on or off, after removing discarded ones; None if there are none."""
     remove_discarded()
     return STACK[-1] if STACK else None
 
 
 def tell_native() -> None:
-    """Have the compiled wrappers do what `current` says."""
+    """Have the compiled wrappers do the casts that `current` returns."""
     if CASTS is None:
         return
     with locks.shared:
@@ -133,14 +134,14 @@ def _take_out(casts: InstallableCasts) -> None:
 
 
 class _Applying:
-    """Patches torch as the newest casts have it. A collection of garbage in the midst may end an engine: then anew."""
+    """Patches torch for the newest casts, and starts anew if a collection of garbage ends an engine meanwhile."""
 
     def __init__(self) -> None:
         self._is_outdated = self._is_within = False
         os.register_at_fork(after_in_child=self._repair)
 
     def apply_newest(self) -> None:
-        """Under `locks.install`; within itself, leaves it to the outer call."""
+        """Patch torch for the newest casts, under `locks.install`. Within itself, leaves that to the outer call."""
         self._is_outdated = True
         while self._is_outdated and not self._is_within:
             self._is_outdated, self._is_within = False, True
@@ -153,14 +154,14 @@ class _Applying:
                 self._is_within = False
 
     def finish(self) -> None:
-        """Under `locks.install`: do what an exception, such as a KeyboardInterrupt, cut short."""
+        """Do, under `locks.install`, the patching that an exception, such as a KeyboardInterrupt, cut short."""
         if self._is_outdated:
             self.apply_newest()
 
     def _repair(self) -> None:
-        """In a child: do again what another thread of the parent, which is not here, had half done.
+        """Patch again, in a forked child, if another thread of the parent had patched half.
 
-        What it was installing nobody here knows of, and goes. Dynamo is asked for nothing that may have to wait.
+        That thread does not exist here, so casts that it was installing are discarded. Does not wait for Dynamo.
         """
         if not locks.install.was_held_by_another_thread:
             return
@@ -189,7 +190,7 @@ def _patch() -> None:
     if not STACK:
         return
     casts = STACK[-1]
-    casts.cache.clear()  # while others were in force nobody watched its weights
+    casts.cache.clear()  # its weights were not watched while other casts were in force
     taken = _patch_registered(casts) | _patch_removed(casts)
     for namespace, lists in _LISTED:
         _patch_lists(namespace, lists, taken, casts.cache.native is not None)
@@ -200,7 +201,7 @@ def _patch() -> None:
 
 
 def _patch_registered(casts: InstallableCasts) -> set[tuple[int, str]]:
-    """Patch what users registered, which wins over the lists."""
+    """Patch the functions that users registered, which win over the lists; returns their owners' ids and names."""
     listed = {(id(space), name) for space, lists in _LISTED for names in vars(lists).values() for name in names}
     taken = set()
     for registration in casts.registrations:
@@ -214,9 +215,9 @@ def _patch_registered(casts: InstallableCasts) -> set[tuple[int, str]]:
 
 
 def _patch_removed(casts: InstallableCasts) -> set[tuple[int, str]]:
-    """Have functions that a user took off the lists run without casts."""
+    """Have functions that a user took off the lists run without casts; returns their owners' ids and names."""
     for owner, name in casts.removals:
-        if not isinstance(getattr(owner, name), _WRITTEN_IN_C):  # which calls nothing that is patched
+        if not isinstance(getattr(owner, name), _WRITTEN_IN_C):  # C code calls no patched function
             _wrap(owner, name, wrappers.uncast, False)
     return {(id(owner), name) for owner, name in casts.removals}
 
@@ -248,20 +249,20 @@ def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper, is_native: bool) -> 
     if owner is torch.Tensor and is_native:
         _patches.set(owner, name, patched_method(original, wrapper, name))
         return
-    # Not what getattr binds: a class method must go on to find its class, a static method to do without.
+    # The unbound attribute: a class method must still get its class, and a static method nothing.
     as_it_stands = inspect.getattr_static(owner, name, original)
     is_method = isinstance(as_it_stands, (staticmethod, classmethod))
     known_as = f"{_qualified_name(owner)}.{name}"
     patched = wrappers.wrap(wrapper, as_it_stands if is_method else original, current, known_as)
     if owner is torch.Tensor:
-        patched.__module__, patched.__qualname__ = "torch", f"Tensor.{name}"  # which pickles it
+        patched.__module__, patched.__qualname__ = "torch", f"Tensor.{name}"  # pickle finds it by these
     if getattr(original, "__self__", None) is owner and not isinstance(owner, (ModuleType, type)):
         patched = PatchedMethod(original, patched, owner, name)
     _patches.set(owner, name, patched)
 
 
 def _qualified_name(owner: Any) -> str:
-    """`torch.nn.functional`, `torch.Tensor`; of an object that is no module and no class, its class's."""
+    """Return a name like `torch.nn.functional`, or that of the class if `owner` is no module and no class."""
     if isinstance(owner, ModuleType):
         return owner.__name__
     cls = owner if isinstance(owner, type) else type(owner)
@@ -274,9 +275,9 @@ def _patch_recurrent() -> None:
 
 
 def _leave_saved_tensors() -> None:
-    """Hooks on tensors that a graph saves cast nothing: the graph wants its own types back from them.
+    """Have hooks on tensors that a graph saves cast nothing: they must give the graph its own types back.
 
-    `Tensor.cpu` is on a list, and save_on_cpu calls it. Where torch.utils.checkpoint recomputes in such a hook, it
+    `Tensor.cpu` is on a list, and save_on_cpu calls it. torch.utils.checkpoint, which recomputes in such a hook,
     restores the autocast of its forward, and the casts with it.
     """
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
@@ -284,7 +285,7 @@ def _leave_saved_tensors() -> None:
 
     def enter_uncast(self: Any) -> None:
         uncast = [
-            hook if isinstance(hook, torch.fx.GraphModule) else wrappers.uncast(hook, current)  # which is compiled
+            hook if isinstance(hook, torch.fx.GraphModule) else wrappers.uncast(hook, current)  # it is compiled
             for hook in (self.pack_hook, self.unpack_hook)
         ]
         enter(SimpleNamespace(pack_hook=uncast[0], unpack_hook=uncast[1]))
@@ -293,7 +294,7 @@ def _leave_saved_tensors() -> None:
 
 
 def _switch_off_fast_path() -> None:
-    """The fused transformer encoder of eval mode runs inside C++, past the patches, on FP32 weights and half input."""
+    """Disable eval mode's fused transformer encoder: its C++ bypasses the patches, with FP32 weights and half input."""
     before = torch.backends.mha.get_fastpath_enabled()
     _patches.on_undo(lambda: torch.backends.mha.set_fastpath_enabled(before))
     torch.backends.mha.set_fastpath_enabled(False)

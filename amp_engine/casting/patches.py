@@ -1,4 +1,4 @@
-"""The only file that assigns to modules that are not ours. Every patch is undone exactly."""
+"""The only file that assigns to attributes of modules that are not ours. Every patch is undone exactly."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 
 
 class Patches:
-    """Assignments to attributes of foreign objects, and the way back.
+    """Assignments to attributes of foreign objects, and calls that undo them.
 
-    A fork may find any of this half done: the way back is noted first, and may be gone twice.
+    A fork may find any of this half done, so each undo is noted before its assignment, and may run twice.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """`owner.name = value`, until `undo`. A name that `owner` inherited is deleted again, not assigned."""
+        """Set `owner.name` to `value` until `undo`, which deletes a name that `owner` had inherited."""
         was_own = name in vars(owner)
         original = vars(owner).get(name)
 
@@ -33,16 +33,16 @@ class Patches:
         self._undo.append(put_back)
         try:
             setattr(owner, name, value)
-        except Exception:  # not a KeyboardInterrupt, which may come after it
+        except Exception:  # not a KeyboardInterrupt, which may come after the assignment
             self._undo.pop()
             raise
 
     def on_undo(self, call: Callable[[], Any]) -> None:
-        """Have `undo` call something, perhaps twice. To be said before what it takes back is done."""
+        """Have `undo` call `call`, perhaps twice. Register it before doing the thing that it undoes."""
         self._undo.append(call)
 
     def undo(self) -> None:
-        """Take everything back, last patch first."""
+        """Undo everything, the last patch first."""
         while self._undo:
             try:
                 self._undo[-1]()
@@ -53,7 +53,7 @@ class Patches:
 
 
 def is_patchable(owner: Any) -> bool:
-    """Whether attributes of `owner` can be assigned: not those of a class written in C, or of an object with slots."""
+    """True if attributes of `owner` can be assigned: it is no class written in C, and no object with slots."""
     is_immutable = isinstance(owner, type) and bool(owner.__flags__ & _IMMUTABLE_TYPE)
     return hasattr(owner, "__dict__") and not is_immutable
 

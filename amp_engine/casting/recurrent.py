@@ -15,7 +15,7 @@ from amp_engine.casting.lists import RECURRENT
 
 
 class RecurrentFunctions:
-    """Stands for the module `torch._VF` in `torch.nn.modules.rnn`: its recurrent functions cast, the rest passed on."""
+    """Replaces the module `torch._VF` in `torch.nn.modules.rnn`: casts its recurrent functions, passes on the rest."""
 
     def __init__(self, functions: ModuleType, current: wrappers.Current) -> None:
         self._functions = functions
@@ -26,7 +26,7 @@ class RecurrentFunctions:
 
 
 def check_shapes_only(check_input: Callable[..., None], current: wrappers.Current) -> Callable[..., None]:
-    """`RNNBase.check_input` without its demand that the input has the weights' type, where the cast sees to it."""
+    """Return an `RNNBase.check_input` that allows an input of another type than the weights if both will be cast."""
 
     def check(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         weight = self._flat_weights[0]
@@ -73,7 +73,7 @@ def _recurrent(fn: wrappers.Function, current: wrappers.Current) -> wrappers.Fun
 
 
 def _chunked(arg: Any, dtype: torch.dtype) -> Any:
-    """The list of weights as casts in one chunk on CUDA; everything else, and any other layout, as it is."""
+    """Cast a list of FP32 weights on CUDA into one chunk; return anything else, and other layouts, as it is."""
     if not isinstance(arg, (list, tuple)) or not arg:
         return arg
     if not all(isinstance(w, nn.Parameter) and w.device.type == "cuda" and w.dtype is torch.float32 for w in arg):

@@ -1,12 +1,12 @@
-"""Where functions are cast, in one thread: a state that torch carries, not one of our own.
+"""Regions of one thread in which functions are cast or not, kept in a state that torch carries.
 
-It is the type of CPU autocast, which nobody else sets to float32 or float64: autocast has no such types. float32 marks
-a float region, float64 a cast region. torch takes this state along where a flag of ours would be lost: Dynamo puts it
-into its graphs, so that patched methods, which run on fake tensors while a graph is made, see it, and activation
-checkpoints restore it when they recompute.
+The state is the type of CPU autocast, which no other code sets to float32 or float64, as autocast has no such types.
+float32 marks a float region, float64 a cast region. torch carries this state where a flag of ours would be lost: Dynamo
+puts it into its graphs, so that patched methods, which run on fake tensors while a graph is made, see it, and
+activation checkpoints restore it when they recompute.
 
-Dynamo's guards compare the type only where autocast is on, but always whether its cache is. So the cache is off inside
-of a region in which casts are not as outside of all regions, and on in the others.
+Dynamo's guards compare this type only if autocast is on, but always compare if autocast's cache is on. So the cache is
+off inside of a region that casts otherwise than outside of all regions, and on in the other regions.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 
 class _Outside:
-    """Outside of all regions, in every thread."""
+    """The casts outside of all regions, in every thread."""
 
     is_cast = True
 
 
 def cast_everywhere(everywhere: bool) -> None:
-    """Cast outside of all regions, in every thread, or in cast regions alone. Dynamo is to be reset afterwards."""
+    """Cast outside of all regions, in every thread, or in cast regions alone. The caller must reset Dynamo after it."""
     _Outside.is_cast = everywhere
 
 
 def casts_here() -> bool:
-    """True where this thread is to cast functions, if there are casts."""
-    # Not whether the cache is off: a torch.autocast of another device that was made outside switches it on inside.
+    """True if this thread is to cast functions now, if there are casts."""
+    # The cache does not tell: a torch.autocast of another device that was made outside switches it on inside.
     dtype = torch.get_autocast_dtype("cpu")
     return dtype is not torch.float32 if _Outside.is_cast else dtype is torch.float64
 
@@ -41,12 +41,12 @@ def is_outside() -> bool:
 
 
 def float_region() -> AbstractContextManager[Any]:
-    """A context in which nothing is cast, in this thread. Nests. torch.autocast on the CPU is off inside as well."""
+    """Return a context in which this thread casts nothing. Nests. torch.autocast on the CPU is off inside, too."""
     return _region(torch.float32, not _Outside.is_cast)
 
 
 def cast_region() -> AbstractContextManager[Any]:
-    """A context in which functions are cast, in this thread. Nests. torch.autocast on the CPU is off inside as well."""
+    """Return a context in which this thread casts functions. Nests. torch.autocast on the CPU is off inside, too."""
     return _region(torch.float64, _Outside.is_cast)
 
 
@@ -58,7 +58,7 @@ def _region(dtype: torch.dtype, cache_enabled: bool) -> AbstractContextManager[A
 
 
 class _Region:
-    """Does to autocast's state as torch.autocast does, in a quarter of the time."""
+    """Sets autocast's state like torch.autocast, in a quarter of the time."""
 
     def __init__(self, dtype: torch.dtype, cache_enabled: bool) -> None:
         self._inside = False, dtype, cache_enabled

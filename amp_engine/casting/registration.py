@@ -1,4 +1,4 @@
-"""What a user wants cast, beside the lists."""
+"""A function that a user wants cast, beside the lists."""
 
 from __future__ import annotations
 

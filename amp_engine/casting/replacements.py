@@ -1,4 +1,4 @@
-"""What a function of torch becomes while it is patched, and what it stands for."""
+"""The replacements of torch's functions while these are patched, and the original of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amp_engine.kernels.choice import CASTS
 
 
 class PatchedBuiltin:
-    """Stands for a builtin function of a module: like one it does not bind to an instance, and is pickled by name."""
+    """Replaces a builtin function of a module: like a builtin it binds to no instance, and is pickled by name."""
 
     __qualname__: str
 
@@ -28,7 +28,7 @@ class PatchedBuiltin:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The original function, with its casts."""
+        """Call the original function, with its casts."""
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
@@ -36,7 +36,7 @@ class PatchedBuiltin:
 
 
 class PatchedMethod:
-    """Stands for a method of one object in that object. A copy of the object has its own method, which is not cast."""
+    """Replaces a method in one object. A copy of the object has its own method, which is not cast."""
 
     def __init__(self, original: Callable[..., Any], call: Callable[..., Any], owner: Any, name: str) -> None:
         functools.update_wrapper(self, original)
@@ -44,11 +44,11 @@ class PatchedMethod:
         self._owner_and_name = owner, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The original method, with its casts."""
+        """Call the original method, with its casts."""
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        return getattr, self._owner_and_name  # of the bare copy, whose class knows the method
+        return getattr, self._owner_and_name  # the unpickled owner has the method by its class
 
 
 NATIVE = frozenset(
@@ -63,12 +63,12 @@ NATIVE = frozenset(
         wrappers.banned,
     )
 )
-ORIGINALS: dict[int, tuple[Any, Any]] = {}  # by the id of what is patched in, which is kept with it
+ORIGINALS: dict[int, tuple[Any, Any]] = {}  # by the id of the replacement, which is kept with its original
 
 
-@functools.cache  # the same object at each install, so that one that was kept can be pickled by name
+@functools.cache  # one object for all installs, so that a function that was kept can be pickled by name
 def patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, name: str, is_native: bool) -> Any:
-    """What the function `module.name` becomes. To torch.jit.script, which sees code and ids, it is the original."""
+    """Return the replacement of `module.name`. torch.jit.script, which looks at code and ids, sees the original."""
     reference: Any = wrapper(original, current, f"{module}.{name}")
     reference.__module__, reference.__qualname__ = module, name
     patched, native = reference, CASTS
@@ -94,14 +94,14 @@ def patched_function(original: Any, wrapper: wrappers.Wrapper, module: str, name
 
 
 def _python_function(original: Any, call: Callable[..., Any]) -> Any:
-    """What was a Python function stays one: with a signature, and with code that torch.jit.script may look for.
+    """Make a Python function of `call`, with the original's signature, and code that torch.jit.script may look for.
 
-    It names its parameters. `*args, **kwargs` would add 0.3 us to each call.
+    Its code names the parameters, as `*args, **kwargs` would add 0.3 us to each call.
     """
     signature = inspect.signature(original, follow_wrapped=False)
     passed = []
     for p in signature.parameters.values():
-        by_name = p.kind is p.KEYWORD_ONLY or p.name in ("out", "dtype")  # which `call` looks for among keywords
+        by_name = p.kind is p.KEYWORD_ONLY or p.name in ("out", "dtype")  # `call` looks for these among keywords
         stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
         passed.append(f"{p.name}={p.name}" if by_name else stars + p.name)
     bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
@@ -115,7 +115,7 @@ def _python_function(original: Any, call: Callable[..., Any]) -> Any:
 
 @functools.cache
 def patched_method(original: Any, wrapper: wrappers.Wrapper, name: str) -> Any:
-    """What `torch.Tensor.name` becomes: a method descriptor, which Dynamo and operators take as torch's own."""
+    """Return what replaces `torch.Tensor.name`: a method descriptor, which Dynamo and operators take for torch's."""
     reference = wrapper(original, current, f"torch.Tensor.{name}")
     native: Any = CASTS
     doc = original.__doc__ or ""
@@ -126,5 +126,5 @@ def patched_method(original: Any, wrapper: wrappers.Wrapper, name: str) -> Any:
 
 
 def original(function: Any) -> Any:
-    """What a function of a module or a native method stands for; anything else as it is."""
+    """Return the original of a patched function of a module or native method; anything else as it is."""
     return ORIGINALS.get(id(function), (None, function))[1]

@@ -1,4 +1,4 @@
-"""Who may have written a weight while functions are cast: other optimizers, `param.data`, what is gone."""
+"""Watches writes to weights while functions are cast: by other optimizers, and through `param.data`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from amp_engine.ground.torch_private import TensorBase
 class _StepHooks(MutableMapping[Any, Any]):
     """torch's hooks after the step of any optimizer, and one of ours beside them, while functions are cast.
 
-    It stands for torch's dictionary, which a step in another thread may be in the midst of: to add to it would make
-    that step raise. What others add and remove meanwhile is added to and removed from torch's.
+    It replaces torch's dictionary: a step in another thread may iterate over that, and would raise if we added to it.
+    Hooks that other code adds and removes meanwhile are added to and removed from torch's.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class _StepHooks(MutableMapping[Any, Any]):
         return id(self)
 
     def values(self) -> Any:
-        """All of them as they are now, for a step to go through."""
+        """Return a list of all hooks as they are now, which a step iterates over."""
         return [*self.theirs.values(), self.ours]
 
 
-_step_hooks = _StepHooks()  # one for ever: handles of what is added while it stands there refer to it weakly
+_step_hooks = _StepHooks()  # lives for ever: handles of hooks that are added to it refer to it weakly
 
 
 def watch_weights(cache: WeightCache, patches: Patches, afterwards: Callable[[], None]) -> None:
@@ -61,9 +61,9 @@ def watch_weights(cache: WeightCache, patches: Patches, afterwards: Callable[[],
     Most third-party optimizers write through `p.data`.
 
     Args:
-        cache: has the casts.
-        patches: how it is undone.
-        afterwards: called where locks may be free that a finalizer found taken.
+        cache: holds the casts.
+        patches: undo all of this.
+        afterwards: called when locks may be free that a finalizer found taken.
     """
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -1,6 +1,6 @@
-"""What a patched function does: look at its tensor arguments, cast, call on.
+"""Wrappers of functions, which cast their tensor arguments and then call the original.
 
-As in apex only arguments at the top level are looked at, and lists and tuples of tensors among them.
+As in apex, a wrapper looks only at arguments at the top level, and at lists and tuples of tensors among them.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _BANNED = (
 Function = Callable[..., Any]
 Current = Callable[[], Casts | None]
 Convert = Callable[[Tensor, Casts, Call | None], Tensor]
-Wrapper = Callable[..., Function]  # of (fn, current, name=None), where `name` is what observers know it by
+Wrapper = Callable[..., Function]  # takes (fn, current, name=None); observers are told `name`
 
 
 def half(fn: Function, current: Current, name: str | None = None) -> Function:
-    """Floating arguments in the low-precision type; weights through the cache."""
+    """Wrap `fn` to get floating arguments in the low-precision type, weights through the cache."""
     return _listed(fn, current, _to_half, "half", name)
 
 
 def float32(fn: Function, current: Current, name: str | None = None) -> Function:
-    """Low-precision arguments in float32."""
+    """Wrap `fn` to get low-precision arguments in float32."""
     return _listed(fn, current, _to_float, "float", name)
 
 
 def float32_by_dtype(fn: Function, current: Current, name: str | None = None) -> Function:
-    """As `float32`, of a function that takes `dtype`: told to compute in float32, it converts by itself.
+    """Wrap a function that takes `dtype`, like `float32`: it is told to compute in float32, and converts by itself.
 
     It then saves low-precision arguments for the backward, not copies, and some CUDA kernels convert as they read.
     """
@@ -60,7 +60,7 @@ def float32_by_dtype(fn: Function, current: Current, name: str | None = None) ->
         if casts is None:
             return fn(*args, **kwargs)
         told = isinstance(kwargs.get("dtype"), torch.dtype) or any(isinstance(value, torch.dtype) for value in args)
-        can_ask = not any(value is None for value in args)  # which may stand for the type
+        can_ask = not any(value is None for value in args)  # a None may stand for the type
         if kwargs.get("out") is not None or not (told or can_ask) or not _are_plain(args, kwargs):
             return in_float(*args, **kwargs)
         call = _observed(casts, fn, "float", name)
@@ -70,16 +70,16 @@ def float32_by_dtype(fn: Function, current: Current, name: str | None = None) ->
         if low and not told:
             kwargs = {**kwargs, "dtype": torch.float32}
             if call is not None:
-                call.cast(low[0], torch.float32)  # they take one tensor
+                call.cast(low[0], torch.float32)  # these functions take one tensor
         return _run(fn, args, kwargs, None, casts, call)
 
     return wrapper
 
 
 def promote(fn: Function, current: Current, name: str | None = None) -> Function:
-    """Arguments in float32 where it meets low precision, 0-dim tensors included.
+    """Wrap `fn` to get all arguments in float32 if float32 meets low precision, 0-dim tensors included.
 
-    torch itself would let a half tensor decide over a 0-dim float32 one. Mixes with float64 are torch's.
+    torch itself would let a half tensor decide over a 0-dim float32 one. Mixes with float64 are left to torch.
     """
 
     @functools.wraps(fn)
@@ -94,7 +94,7 @@ def promote(fn: Function, current: Current, name: str | None = None) -> Function
 
 
 def match_self(fn: Function, current: Current, name: str | None = None, kind: str = "match_self") -> Function:
-    """Of an in-place method: the other arguments in the type of the tensor written to."""
+    """Wrap an in-place method to get its other arguments in the type of the tensor that it writes to."""
 
     @functools.wraps(fn)
     def wrapper(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ def match_self(fn: Function, current: Current, name: str | None = None, kind: st
 
 
 def refused_function(fn: Function, current: Current, name: str | None = None) -> Function:
-    """Of an in-place function: an error where float16 would lose range."""
+    """Wrap an in-place function to raise NotImplementedError on float16, which would lose range."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def refused_function(fn: Function, current: Current, name: str | None = None) ->
 
 
 def refused_method(fn: Function, current: Current, name: str | None = None) -> Function:
-    """Of an in-place method: an error where float16 would lose range, else as `match_self`."""
+    """Wrap an in-place method to raise NotImplementedError on float16, which would lose range; else as `match_self`."""
     matched = match_self(fn, current, name, "refused_in_place")
 
     @functools.wraps(fn)
@@ -143,7 +143,7 @@ def refused_method(fn: Function, current: Current, name: str | None = None) -> F
 
 
 def banned(fn: Function, current: Current, name: str | None = None) -> Function:
-    """Of binary_cross_entropy: an error on float16 unless allowed, float32 otherwise."""
+    """Wrap binary_cross_entropy to raise NotImplementedError on float16 unless allowed, else to compute in float32."""
     in_float = _listed(fn, current, _to_float, "banned", name)
 
     @functools.wraps(fn)
@@ -157,8 +157,8 @@ def banned(fn: Function, current: Current, name: str | None = None) -> Function:
 
 
 def uncast(fn: Function, current: Current, name: str | None = None) -> Function:
-    """No casts, nor of what it calls (F.softmax calls Tensor.softmax)."""
-    del name  # on no list, so nobody observes it
+    """Wrap `fn` to run without casts, also in functions that it calls (F.softmax calls Tensor.softmax)."""
+    del name  # on no list, so it is not observed
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -174,9 +174,9 @@ def uncast(fn: Function, current: Current, name: str | None = None) -> Function:
 REGISTERED: dict[str, Wrapper] = {"half": half, "float": float32, "promote": promote}
 
 
-@functools.cache  # the same wrapper for the same, as that of a patched function is part of its identity
+@functools.cache  # `patched_function` is cached by its wrapper, so equal wrappers must be one object
 def throughout(wrapper: Wrapper) -> Wrapper:
-    """`wrapper` whose word is the last: the function runs without further casts."""
+    """Return `wrapper` for functions that run without further casts."""
 
     def wrap(fn: Function, current: Current, name: str | None = None) -> Function:
         return wrapper(uncast(fn, current), current, name)
@@ -185,16 +185,16 @@ def throughout(wrapper: Wrapper) -> Wrapper:
 
 
 def wrap(wrapper: Wrapper, fn: Any, current: Current, name: str | None = None) -> Any:
-    """`wrapper(fn, current, name)`; a static or class method, as it stands in the class, stays one."""
+    """Return `wrapper(fn, current, name)`. A static or class method, as it stands in the class, stays one."""
     if isinstance(fn, (staticmethod, classmethod)):
         return type(fn)(wrapper(fn.__func__, current, name))
     return wrapper(fn, current, name)
 
 
 def deferred(kind: str, fn: F, current: Current, without: Callable[[str, str], None] = lambda kind, name: None) -> F:
-    """`fn`, cast as `kind` ("half", "float", "promote") says by the casts that are current when it is called.
+    """Wrap `fn` to be cast as `kind` ("half", "float", "promote") by the casts that are current at each call.
 
-    Without any, `without` is told `kind` and the function's name.
+    If there are no casts then, `without` is called with `kind` and the function's name.
     """
 
     def active() -> Casts | None:
@@ -219,7 +219,7 @@ def _listed(fn: Function, current: Current, listed: Convert, kind: str, name: st
 
 
 def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call | None:
-    """A call to be told of, None if nobody observes it. What is compiled is called once, of fakes, and then gone."""
+    """Return a `Call` to tell observers of, or None without observers. Compiled calls, made on fakes, are not told."""
     if torch.compiler.is_compiling():
         return None
     if not casts.were_used:
@@ -239,7 +239,7 @@ def _run(
     casts: Casts,
     call: Call | None,
 ) -> Any:
-    """`fn` of the arguments, each converted. All but `out`: a copy of it would be written to instead."""
+    """Call `fn` with each argument converted but `out`, instead of which a copy would be written."""
     if convert is not None:
         args = [_convert(value, convert, casts, call) for value in args]
         kwargs = {key: v if key == "out" else _convert(v, convert, casts, call) for key, v in kwargs.items()}
@@ -253,9 +253,9 @@ def _run(
 
 
 def _call(fn: Function, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
-    """`fn(*args, **kwargs)`. Tensor subclasses and function modes are handed `fn` itself.
+    """Call `fn`, which tensor subclasses and function modes get as it is.
 
-    torch would look it up by its name, find what is patched in, and miss tables that were made of its own functions.
+    torch would look `fn` up by name, and give them the patched function, which their tables of functions lack.
     """
     args = tuple(args)
     if not torch.compiler.is_compiling():
@@ -268,7 +268,7 @@ def _call(fn: Function, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _methods() -> dict[Any, Any]:
-    """Operators that are written in C, and the methods that torch hands on for them."""
+    """Map operators that are written in C to the methods that torch passes on for them."""
     pairs = [
         (f"__{name}__", name) for name in ("matmul", "eq", "ne", "ge", "gt", "le", "lt", "add", "sub", "mul", "div")
     ]
@@ -299,7 +299,7 @@ def _to(dtype: torch.dtype) -> Convert:
 
 
 def _to_type_asked_for(kwargs: dict[str, Any]) -> Convert | None:
-    """The type of a given `dtype`, which torch converts to first, or `out`: many functions allow no other."""
+    """Convert to a given `dtype`, to which torch converts first, or to the type of `out`, as many functions require."""
     if kwargs.get("dtype") in CASTABLE:
         return _to(kwargs["dtype"])
     out = kwargs.get("out")
@@ -318,19 +318,19 @@ def _convert(value: Any, convert: Convert, casts: Casts, call: Call | None) -> A
     if isinstance(value, Tensor):
         return convert(value, casts, call)
     if _is_tensor_sequence(value):
-        items = [convert(item, casts, call) for item in tuple(value)]  # which another thread may change meanwhile
+        items = [convert(item, casts, call) for item in tuple(value)]  # another thread may change the list meanwhile
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value
 
 
 def _are_plain(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the tensors among the arguments are of no other class, and not nested: those take no `dtype`."""
+    """True if no tensor argument is of a subclass or nested: such tensors take no `dtype`."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     return all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested for tensor in tensors)
 
 
 def _is_tensor_sequence(value: Any) -> bool:
-    """Whether every element is a floating tensor and at least one is of a type that is cast."""
+    """True if every element is a floating tensor and at least one is of a type that is cast."""
     return (
         isinstance(value, (list, tuple))
         and len(value) > 0
@@ -340,7 +340,7 @@ def _is_tensor_sequence(value: Any) -> bool:
 
 
 def _types(args: Iterable[Any], kwargs: dict[str, Any]) -> set[torch.dtype]:
-    """Types of the tensors among the arguments, `out` aside."""
+    """Return the types of the tensors among the arguments, without `out`."""
     types = set()
     for value in (*args, *(value for key, value in kwargs.items() if key != "out")) if kwargs else args:
         if isinstance(value, Tensor):
@@ -351,7 +351,7 @@ def _types(args: Iterable[Any], kwargs: dict[str, Any]) -> set[torch.dtype]:
 
 
 def _mixed(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether low precision meets another of the types that are cast, and float64 is not among them."""
+    """True if the floating types are two or more types that are cast, and float64 is not among them."""
     types = _types(args, kwargs)
     if len(types) < 2:
         return False

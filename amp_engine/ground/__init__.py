@@ -1,1 +1,1 @@
-"""Facts about torch, tensors and containers that every room stands on."""
+"""Facts about torch, tensors and containers that every room uses."""

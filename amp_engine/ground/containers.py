@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 
 def cast_tensors(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | None = None) -> Any:
-    """`value` with every floating tensor in it cast to `dtype`; with `only`, every tensor of these types.
+    """Return `value` with every floating tensor in it cast to `dtype`; with `only`, every tensor of these types.
 
-    Objects with a `to` method (packed sequences, batch classes) are asked to cast themselves. Walked as
-    `map_tensors` says. No host sync.
+    Objects with a `to` method (packed sequences, batch classes) cast themselves. Walks the containers that
+    `map_tensors` walks. No host sync.
     """
 
     def cast(value: Any) -> Any:
@@ -35,12 +35,12 @@ def cast_tensors(value: Any, dtype: torch.dtype, only: Sequence[torch.dtype] | N
 
 
 def map_tensors(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """`value` with `fn` applied to every tensor in it, and to objects with a `to` method.
+    """Return `value` with `fn` applied to every tensor in it, and to objects with a `to` method.
 
-    Walked: lists, tuples, named tuples, deques, mappings, simple namespaces, and instances of dataclasses and of
-    classes of attrs. A container comes back in its own type and the one handed in is not changed; one in which `fn`
-    gave back what it took comes back itself, and so does one that cannot be built anew. Strings, numbers, sets, numpy
-    arrays, generators, modules and everything else are returned as they are.
+    Walks lists, tuples, named tuples, deques, mappings, simple namespaces, and instances of dataclasses and of classes
+    of attrs. Returns a container of the same type, and does not change the given one; returns the given one itself if
+    `fn` changed nothing in it, or if it cannot be built anew. Strings, numbers, sets, numpy arrays, generators, modules
+    and everything else are returned as they are.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -61,7 +61,7 @@ def map_tensors(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def _holds(value: Any, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether the floating tensors of an object with a `to` method, which casts them all, are of these types."""
+    """True if all floating tensors of an object with a `to` method, which casts all of them, are of these types."""
     items = (
         value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else vars(value).values()
     )
@@ -78,7 +78,7 @@ def _map_sequence(value: Any, fn: Callable[[Any], Any]) -> Any:
         return items
     if kind is tuple:
         return tuple(items)
-    with suppress(Exception):  # of a constructor that takes something else
+    with suppress(Exception):  # the constructor may take something else
         if hasattr(value, "_make"):
             return value._make(items)
         # `torch.return_types.max` and kin are tuples that take one iterable, as list and tuple do.
@@ -89,7 +89,7 @@ def _map_sequence(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def _refilled(value: Any, items: list[Any]) -> Any:
-    """A copy of a list, tuple or deque of a class of its own with other items."""
+    """Copy a list, tuple or deque of a subclass, with other items."""
     if isinstance(value, tuple):
         of_tuple = tuple.__new__(type(value), items)
         getattr(of_tuple, "__dict__", {}).update(getattr(value, "__dict__", {}))
@@ -117,7 +117,7 @@ def _map_mapping(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def _copied_mapping(value: Any) -> Any:
-    """A copy whose items can be replaced without those of `value`."""
+    """Copy `value` so that replacing items of the copy leaves `value` alone."""
     if isinstance(value, OrderedDict) and type(value).__reduce__ is OrderedDict.__reduce__:
         # copy.copy calls the class, which may want arguments.
         rebuilt = type(value).__new__(type(value))
@@ -132,7 +132,7 @@ def _copied_mapping(value: Any) -> Any:
 
 
 def _field_names(value: Any) -> list[str] | None:
-    """The fields of an object that has a fixed set of them."""
+    """Return the names of the fields of an object that has a fixed set of them, or None."""
     if isinstance(value, SimpleNamespace):
         return list(vars(value))
     if isinstance(value, type):
@@ -154,7 +154,7 @@ def _map_fields(value: Any, names: list[str], fn: Callable[[Any], Any]) -> Any:
     if not changed:
         return value
     # Not dataclasses.replace: it would run __post_init__ again and lose init=False state.
-    with suppress(Exception):  # of a class that refuses copies
+    with suppress(Exception):  # its class may refuse copies
         rebuilt = copy.copy(value)
         for name, new in changed.items():
             object.__setattr__(rebuilt, name, new)

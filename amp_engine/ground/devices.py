@@ -11,22 +11,19 @@ from amp_engine.errors import AmpStateError
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`, without waiting unless the host is where it goes.
-
-    A non-blocking copy to the host may be read before it has arrived.
-    """
-    # Asked first: `to` takes 20 microseconds for nothing where the caches are full of a model.
+    """Return `tensor` on `device`. Waits if that is the host, which could read an unfinished copy."""
+    # Compare first: `to` takes 20 microseconds to do nothing when a model fills the caches.
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def number_on(device: torch.device, value: float) -> Tensor:
-    """`value` on `device`, rounded to float32, shape []. Filled there: the host would wait for a copy of its number."""
-    rounded = float(torch.tensor(value, dtype=torch.float32, device="cpu"))  # `full` refuses what it would round to inf
+    """Return `value` on `device`, rounded to float32, shape []. Does not wait: the device fills it, without a copy."""
+    rounded = float(torch.tensor(value, dtype=torch.float32, device="cpu"))  # `full` refuses to round to inf
     return torch.full((), rounded, dtype=torch.float32, device=device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is queued on `device` goes into a CUDA graph now, so that nothing may wait for it."""
+    """True if work queued on `device` now goes into a CUDA graph, so that nothing may wait for it."""
     if device.type != "cuda":
         return False
     if device.index in (None, torch.cuda.current_device()):
@@ -36,16 +33,16 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def current_streams(devices: Iterable[torch.device]) -> tuple[torch.cuda.Stream, ...]:
-    """What work on each of those devices that are GPUs is queued on now."""
+    """Return the current stream of each device that is a GPU."""
     return tuple(torch.cuda.current_stream(device) for device in devices if device.type == "cuda")
 
 
 def wait_for_readers(owners: Sequence[torch.cuda.Stream]) -> None:
-    """Have each stream wait for the current one of its device, if that is another. No host sync.
+    """Have each stream wait for the current stream of its device, if that is another one. No host sync.
 
-    What is freed on the host is given to the stream that it was allocated for again, though another one may still read
-    it. `Tensor.record_stream` is for that, but does not reach memory that is shared copy-on-write. During a capture
-    nothing is done: memory of a graph is not given away, and to wait would draw the stream into the graph.
+    Memory that the host frees goes back to the stream that it was allocated for, though another stream may still read
+    it. `Tensor.record_stream` prevents that, but does not reach memory that is shared copy-on-write. Does nothing
+    during a capture: memory of a graph is not reused, and waiting would draw the stream into the graph.
     """
     for owner in owners:
         reader = torch.cuda.current_stream(owner.device)
@@ -59,9 +56,9 @@ class HostNumbers:
     While a CUDA graph is captured nothing travels: a replay would not tell the host. Such numbers are never known.
 
     Attributes:
-        count: how many they are.
-        values: what they are, once somebody has found that they are there. Whoever looks here asks no device.
-        is_captured: whether they are in a CUDA graph.
+        count: number of tensors.
+        values: the numbers, once a call has found that they have arrived; else None. Reading this asks no device.
+        is_captured: True if they are in a CUDA graph.
     """
 
     def __init__(self, *values: Tensor) -> None:
@@ -85,7 +82,7 @@ class HostNumbers:
         self._event.record(torch.cuda.current_stream(device))
 
     def is_known(self) -> bool:
-        """Whether the values have arrived. Does not wait. During a capture nothing is known that came from a GPU."""
+        """True if the values have arrived. Does not wait. False during a capture on their GPU."""
         if self._event is None:
             return not self.is_captured
         if is_capturing(self._device):  # a query would end the capture
@@ -95,9 +92,9 @@ class HostNumbers:
         return self.values is not None
 
     def read(self, place: int = 0) -> float:
-        """One of the values. Waits until it has arrived.
+        """Return one of the values. Waits for the device until it has arrived.
 
-        Raises AmpStateError during a capture, which waiting would break, unless it was known before.
+        Raises AmpStateError during a capture, which waiting would break, unless the value was known before.
         """
         values = self.values
         return (self._wait() if values is None else values)[place]
@@ -114,10 +111,10 @@ class HostNumbers:
 
     def _arrived(self) -> list[float]:
         sent, values = self._sent, self.values
-        if sent is None:  # another thread was here
+        if sent is None:  # another thread took it
             assert values is not None
             return values
         values = sent.tolist()
-        if not self.is_captured:  # a replay writes others
+        if not self.is_captured:  # a replay writes other values
             self.values, self._sent = values, None
         return values

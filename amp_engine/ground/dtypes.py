@@ -1,4 +1,4 @@
-"""The few questions about types that the other modules ask."""
+"""Functions about types that many modules use."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _NAMES = {
 
 
 def is_low_precision(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is float16 or bfloat16."""
+    """True if `tensor` is float16 or bfloat16."""
     return tensor.dtype in LOW_PRECISION
 
 
-# Flags of torch.cpu.get_capabilities, and Arm's of /proc/cpuinfo where they differ; and what they are called.
+# Flags of torch.cpu.get_capabilities, and Arm's of /proc/cpuinfo where they differ, with the names of the instructions.
 _INSTRUCTIONS: dict[torch.dtype, dict[str, dict[str, str]]] = {
     torch.bfloat16: {
         "x86": {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX"},
@@ -43,15 +43,15 @@ _INSTRUCTIONS: dict[torch.dtype, dict[str, dict[str, str]]] = {
         "arm": {"fp16_arith": "FP16 arithmetic", "asimdhp": "FP16 arithmetic"},
     },
 }
-# What keeps oneDNN from these: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
+# Limits that keep oneDNN from these: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
 _BELOW_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 _BELOW_FLOAT16 = (*_BELOW_BFLOAT16, "AVX512_CORE_BF16")
 
 
 def cpu_lacks(dtype: torch.dtype) -> str | None:
-    """The instructions by which a CPU would compute in `dtype`, where this one has none of them and emulates it.
+    """Return the names of instructions for `dtype` if this CPU has none of them and emulates it, else None.
 
-    None for a type that it computes in. ONEDNN_MAX_CPU_ISA counts: oneDNN, which computes for torch, heeds it.
+    ONEDNN_MAX_CPU_ISA counts, because oneDNN, which computes for torch, obeys it.
     """
     if dtype not in _INSTRUCTIONS:
         return None
@@ -66,7 +66,7 @@ def cpu_lacks(dtype: torch.dtype) -> str | None:
 
 
 def cpu_flags() -> Mapping[str, Any]:
-    """Give the names of the abilities that this CPU has."""
+    """Return the flags of this CPU by name; true values are abilities that it has."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is not None:
         return capabilities()
@@ -79,7 +79,7 @@ def cpu_flags() -> Mapping[str, Any]:
 
 
 def parse_dtype(value: object, argument: str, allow_float64: bool = False) -> torch.dtype:
-    """The training dtype that `value` names: a `torch.dtype`, or a string such as ``"float16"``.
+    """Return the training dtype that `value` names: a `torch.dtype`, or a string such as ``"float16"``.
 
     Raises AmpTypeError, which names `argument`, for anything else.
     """
@@ -94,5 +94,5 @@ def parse_dtype(value: object, argument: str, allow_float64: bool = False) -> to
 
 
 def followed(master: Tensor, param: Tensor) -> Tensor:
-    """`master` where it still rounds to what `param` has, else `param`: float32, of the same shape. No host sync."""
+    """Return `master` where it still rounds to `param`, else `param`: float32, of the same shape. No host sync."""
     return torch.where(param == master.to(param.dtype), master, param.float())

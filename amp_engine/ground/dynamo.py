@@ -1,4 +1,4 @@
-"""How Dynamo treats our own code."""
+"""Sets how Dynamo treats our own code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from amp_engine.ground.torch_private import dynamo_frames
 
 
 def part_of_a_graph(function: Callable[..., Any], compile_what_it_calls: bool = False) -> None:
-    """Have Dynamo trace `function` where it is part of what is compiled, and not compile it alone.
+    """Have Dynamo trace `function` as part of compiled code, but never compile it alone.
 
-    torch runs the hooks of a compiled model one by one outside of its graph, and would make a graph of each: two
-    more to compile, and what a graph of its own does to the state of the thread is gone when the graph is made.
+    torch runs the hooks of a compiled model one by one outside of its graph, and would make a graph of each: it would
+    compile two more graphs, and lose the changes that a hook makes to the state of the thread.
     """
     action = dynamo_frames._FrameAction
     inside = action.DEFAULT if compile_what_it_calls else action.SKIP

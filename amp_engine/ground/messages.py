@@ -1,6 +1,6 @@
-"""Where messages go: the logger `amp_engine`, and from there to stdout as plain lines unless the application says else.
+"""Messages go to the logger `amp_engine`, and from there to stdout as plain lines unless the application changes that.
 
-An application decides by the logger of that name, before amp_engine is imported or later; docs/explaining.md says how.
+An application configures the logger before amp_engine is imported or later; docs/explaining.md says how.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ import sys
 
 LOGGER = logging.getLogger("amp_engine")
 
-# A configuration that names neither disables both (`disable_existing_loggers`); who means this logger disables one.
+# A configuration that names neither logger disables both (`disable_existing_loggers`); one that means to disable LOGGER
+# disables only that.
 _WITNESS = logging.getLogger("amp_engine.by_default")
 
 
-# An attribute of records: StdoutHandler writes an empty line before such a one.
+# An attribute of records: StdoutHandler writes an empty line before a record where it is true.
 APART = "amp_apart"
 
 
 class StdoutHandler(logging.Handler):
-    """Writes each message as one line to what `sys.stdout` is at that moment.
+    """Writes each message as one line to the current `sys.stdout`.
 
-    As `print` does: it flushes nothing, so that lines of others keep their place between ours, and is silent where
-    there is no stdout. What cannot be written is reported by logging on stderr, and the training goes on.
+    Like `print` it does not flush, so that other code's lines keep their place between ours, and does nothing if there
+    is no stdout. If writing fails, logging reports that on stderr, and the training goes on.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line, after an empty one where it is to be set apart."""
+        """Write one line, after an empty one if the record is to be set apart."""
         stream = sys.stdout
         if stream is None:
             return
@@ -41,10 +42,10 @@ def say(text: str, level: int = logging.INFO, stacklevel: int = 1, **fields: obj
     """Log one message; a text of several lines is one message, too.
 
     Args:
-        text: as it is; nothing in it is formatted.
-        level: INFO is what a run goes through anyway, WARNING what somebody should look at.
-        stacklevel: whose file and line the record has: 1 is the caller's.
-        fields: more attributes of the record. Plain values, so that any formatter can write them.
+        text: the message; nothing in it is formatted.
+        level: INFO for events of every run, WARNING for events that a user should look at.
+        stacklevel: the stack frame whose file and line the record has: 1 is the caller's.
+        fields: more attributes of the record: plain values, so that any formatter can write them.
     """
     if LOGGER.disabled and _WITNESS.disabled:
         LOGGER.disabled = _WITNESS.disabled = False
@@ -52,7 +53,7 @@ def say(text: str, level: int = logging.INFO, stacklevel: int = 1, **fields: obj
 
 
 def _set_defaults(logger: logging.Logger) -> None:
-    """A level where none is set, and where there is no handler the one above and no other."""
+    """Set a level if there is none, and if there is no handler add ours and stop propagation."""
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.handlers:

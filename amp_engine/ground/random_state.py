@@ -1,4 +1,4 @@
-"""The random numbers of a process, to be put back after something that nobody should notice."""
+"""Saves and restores a process's random number generators, around work that must not change a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RandomState(NamedTuple):
 
 
 def random_state() -> RandomState:
-    """The state now. Without GPUs during the capture of a CUDA graph, which has its own."""
+    """Return the state now, without GPUs during the capture of a CUDA graph, which has its own."""
     has_gpus = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
     numpy = sys.modules.get("numpy")
     return RandomState(
@@ -32,7 +32,7 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Go on from `state`."""
+    """Set all generators to `state`."""
     torch.set_rng_state(state.cpu)
     if state.gpus is not None:
         torch.cuda.set_rng_state_all(state.gpus)

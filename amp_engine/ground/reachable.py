@@ -1,4 +1,4 @@
-"""What objects of a user refer to."""
+"""Finds the objects that a user's objects refer to."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-_LIMIT = 20_000  # objects that are looked at, and
-ITEMS = 1_000  # of one container: a data set may be a list
+_LIMIT = 20_000  # objects that are looked at
+ITEMS = 1_000  # items of one container that are looked at: a data set may be a list
 _LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device)
-# Their functions refer to nothing of a user's. Each `assert` in a test names a module of pytest's, which has all tests.
+# Functions of these modules refer to no objects of users. Each `assert` in a test names a module of pytest's, which
+# refers to all tests.
 _OPAQUE = {*sys.stdlib_module_names, "torch", "numpy", "_pytest", "amp_engine"}
 
 
 def named_or_held(one: object) -> Iterator[object]:
-    """What `held` gives, and of functions and of classes' methods the global variables that they name."""
+    """Yield the objects of `held`, the global variables that a function names, and the methods of an object's class."""
     yield from held(one)
     if isinstance(one, types.FunctionType):
         yield from _globals(one)
@@ -32,7 +33,7 @@ def named_or_held(one: object) -> Iterator[object]:
 
 
 def reachable(roots: Iterable[object], parts: Callable[[object], Iterable[object]] = named_or_held) -> list[object]:
-    """Roots, their `parts`, the parts of these and so on, the nearest first."""
+    """Return the roots, their `parts`, the parts of these and so on, the nearest first, up to a limit."""
     found: dict[int, object] = {}
     left = deque(roots)
     while left and len(found) < _LIMIT:
@@ -44,7 +45,7 @@ def reachable(roots: Iterable[object], parts: Callable[[object], Iterable[object
 
 
 def held(one: object) -> Iterator[object]:
-    """Attributes, items, keys, and the variables and defaults of functions."""
+    """Yield attributes, items and keys of an object, or the closure's variables and the defaults of a function."""
     if isinstance(one, (Tensor, types.ModuleType)):
         return
     if isinstance(one, dict):

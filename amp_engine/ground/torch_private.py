@@ -1,8 +1,8 @@
-"""What amp_engine uses of torch that torch does not promise to keep, name by name.
+"""The private names of torch that amp_engine uses, which torch does not promise to keep.
 
-Nothing else in the package imports or calls a private name of torch, so that a new torch shows here, by
-tests/test_torch_private.py, what broke. All of them were seen to work in `SEEN_IN`. What the compiled module uses of
-C++ that is not in torch's public headers stands in csrc/storage.h. `torch._foreach_*` is documented, and not in here.
+No other file of the package imports or calls a private name of torch, so that tests/test_torch_private.py shows which
+names a new torch broke. All of them worked in the versions of `SEEN_IN`. csrc/storage.h has the C++ names that are not
+in torch's public headers. `torch._foreach_*` is documented, and not listed here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PrivateName(NamedTuple):
     """A private name of torch.
 
     Attributes:
-        name: where it is found; an attribute of `owner` if there is one.
-        purpose: what amp_engine needs it for.
+        name: its full name, or the name of an attribute of `owner`.
+        purpose: the reason why amp_engine needs it.
         owner: a class of torch, or None for a name in a module.
     """
 
@@ -121,41 +121,41 @@ dynamo_frames: Any = eval_frame
 
 
 def fake_mode() -> Any:
-    """The mode of fake tensors that this call is made in, or None."""
+    """Return the active mode of fake tensors, or None."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE)
 
 
 def fsdp_policy_of(module: Any) -> Any:
-    """The MixedPrecisionPolicy that `fully_shard` was called with on `module`."""
+    """Return the MixedPrecisionPolicy that `fully_shard` got for `module`."""
     return module._get_fsdp_state()._mp_policy
 
 
 def fsdp_param_dtype(module: Any) -> torch.dtype | None:
-    """Its `param_dtype`."""
+    """Return the `param_dtype` of `fsdp_policy_of(module)`, or None."""
     dtype = fsdp_policy_of(module).param_dtype
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Have autograd call `call` when the backward that is run has ended. Nothing where it cannot."""
+    """Have autograd call `call` when the running backward has ended. Does nothing in a compiled backward."""
     variable: Any = torch.autograd.Variable
     with suppress(RuntimeError):  # a compiled backward
         variable._execution_engine.queue_callback(call)
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
+    """True if autograd runs a backward in this thread."""
     return bool(_C._current_graph_task_id() != -1)
 
 
 def joins_uneven_inputs(wrapper: Any) -> bool:
-    """Whether a DistributedDataParallel is used inside of its `join()`, where a rank may have no more batches."""
+    """True if a DistributedDataParallel is used inside of its `join()`, where a rank may have no more batches."""
     config = wrapper._join_config  # a torch.distributed.algorithms.join._JoinConfig
     return bool(config.enable)
 
 
 def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an operation of the dispatcher writes to, by its schema: tensors, and lists of them."""
+    """Return the arguments that an operation of the dispatcher writes to, by its schema: tensors, and lists of them."""
     places = enumerate(operation._schema.arguments)
     written = [(i, one.name) for i, one in places if one.alias_info is not None and one.alias_info.is_write]
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in written]

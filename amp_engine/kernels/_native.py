@@ -1,4 +1,4 @@
-"""The compiled kernels, or why there are none. The only file that imports `amp_engine._C`."""
+"""The compiled kernels, or the reason why there are none. The only file that imports `amp_engine._C`."""
 
 import importlib
 import importlib.machinery
@@ -23,7 +23,7 @@ else:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read what setup.py wrote: the mode that it built, the torch it built against, and why it built no better one."""
+    """Read setup.py's record: the mode that it built, its torch, why it built no better one; {} without a record."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, TypeError, ValueError):
@@ -31,9 +31,9 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def refuse_other_torch(built: str | None) -> str:
-    """The reason of an extension that was compiled against a torch that is not the installed one: also a warning.
+    """Return the reason to refuse an extension that was compiled against another torch, and warn of it.
 
-    The other reasons are silent: nothing was compiled there that could be lost, or they are switched off.
+    Other reasons give no warning: nothing was compiled that could be lost, or the user switched it off.
     """
     reason = f"they were compiled against torch {built}, and torch {torch.__version__} is installed; run: {INSTALL}"
     warnings.warn(f"amp_engine does not use its compiled kernels, only speed is lost: {reason}", AmpRuntimeWarning, 2)
@@ -41,10 +41,10 @@ def refuse_other_torch(built: str | None) -> str:
 
 
 def load(record: dict[str, Any]) -> tuple[ModuleType | None, str | None]:
-    """The extension, or the reason why there is none and what to do. Raises nothing.
+    """Return the extension, or the reason why there is none and the remedy. Raises nothing.
 
     Warns:
-        AmpRuntimeWarning: if there is one that was compiled against another torch.
+        AmpRuntimeWarning: if the extension was compiled against another torch.
     """
     if os.environ.get("AMP_ENGINE_BUILD") == "none":
         return None, "AMP_ENGINE_BUILD=none turns the compiled kernels off; unset it"

@@ -1,4 +1,4 @@
-"""The types of the kernels' arguments and results, and the loops that there are twice: compiled, and in Python."""
+"""Types of the kernels' arguments and results, and protocols of the loops that exist compiled and in Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Checks(NamedTuple):
     Attributes:
         nonfinite: bool, shape [n]: true where the tensor holds an inf or a NaN.
         sum_squares: float64, shape [n].
-        largest: float32, shape [n]: largest magnitude; NaN if there is one.
+        largest: float32, shape [n]: largest magnitude; NaN if the tensor holds one.
     """
 
     nonfinite: Tensor
@@ -29,9 +29,9 @@ class Gradients(NamedTuple):
     """The gradients of many parameters.
 
     Attributes:
-        tensors: n; None where there is none.
-        accesses: n; how the kernels can take each.
-        devices: where those are that can be taken, each device once.
+        tensors: n; None for a parameter without gradient.
+        accesses: n; how the kernels can reach each: NONE, OWN, SHARED or OTHER of layout.py.
+        devices: devices of the gradients that the kernels can reach, each once.
     """
 
     tensors: TensorList
@@ -40,38 +40,38 @@ class Gradients(NamedTuple):
 
 
 class Marks(Protocol):
-    """Some tensors as they were when each was last marked: address, version, type and device.
+    """Marks of some tensors: address, version, type and device of each when it was last marked.
 
-    It keeps their memory alive, or another one could get its address.
+    It keeps their memory alive, as other memory could else get the same address.
     """
 
     def mark(self) -> None:
-        """Mark all of them."""
+        """Mark all tensors."""
         ...
 
     def mark_at(self, place: int, /) -> None:
-        """Mark one of them."""
+        """Mark one tensor."""
         ...
 
     def take(self, place: int, other: Any, other_place: int, /) -> None:
-        """Have one be marked as `other` has marked the same tensor."""
+        """Take the mark that `other` has of the same tensor."""
         ...
 
     def have_moved(self) -> bool:
-        """True if one was written or replaced since it was marked."""
+        """True if a tensor was written or replaced since it was marked."""
         ...
 
     def has_moved(self, place: int, /) -> bool:
-        """True if this one was."""
+        """True if the tensor at `place` was written or replaced since it was marked."""
         ...
 
     def has_other_memory(self, place: int, /) -> bool:
-        """True if this one has nothing new but its memory: `tensor.data = x`."""
+        """True if the tensor at `place` has other memory and else the same mark, as after `tensor.data = x`."""
         ...
 
 
 class GradientMarks(Protocol):
-    """The gradients of some parameters as they were; it tells for as long as they are alive."""
+    """Marks of the gradients of some parameters, valid while these gradients are alive."""
 
     @property
     def params(self) -> Sequence[Tensor]:
@@ -79,64 +79,64 @@ class GradientMarks(Protocol):
         ...
 
     def have_moved(self) -> bool:
-        """True if a gradient came, went, was replaced or written since."""
+        """True if a gradient came, went, was replaced or written since it was marked."""
         ...
 
     def moved(self) -> list[tuple[int, bool]]:
-        """Where that is so, and whether there was a gradient. Slow."""
+        """Return the place of each gradient that has moved, and True if there was one when it was marked. Slow."""
         ...
 
 
 class TensorLists(Protocol):
-    """Loops over parameters, on the host. No subclass of Tensor is asked for anything.
+    """Loops over parameters, on the host, which call no method of a subclass of Tensor.
 
-    They are called many times an iteration, and Python takes a microsecond or more a tensor.
+    They run many times in an iteration, and Python takes a microsecond or more for each tensor.
     """
 
     def params(self, tensors: Sequence[Tensor], /) -> Sequence[Tensor]:
-        """`tensors` in a form that the others read fastest, for lists that are read again and again."""
+        """Return `tensors` in the form that the other loops read fastest, for lists that are read again and again."""
         ...
 
     def marks(self, tensors: Sequence[Tensor], /) -> Marks:
-        """Marks of tensors as they are now."""
+        """Mark tensors as they are now."""
         ...
 
     def gradient_marks(self, params: Sequence[Tensor], /) -> GradientMarks:
-        """Marks of the gradients that they have now; `params` as the function of that name gives them."""
+        """Mark the gradients of `params`, a result of the loop `params`, as they are now."""
         ...
 
     def gradients(self, params: Sequence[Tensor], /) -> Gradients:
-        """The gradient of each parameter."""
+        """Return the gradient of each parameter."""
         ...
 
     def copies(self, tensors: TensorList, accesses: bytes, /) -> TensorList:
-        """A copy of each tensor whose access is not NONE; None for the others.
+        """Return a copy of each tensor whose access is not NONE; None for the others.
 
-        Copy-on-write where it has memory of its own: writing to either leaves the other alone, and is when memory is
-        copied. Memory that is shared (a bucket of DDP) must not become copy-on-write as a whole, that of others (numpy,
-        DLPack) cannot, and on another stream than the default one a GPU's would be copied out of order: these are
-        copied at once.
+        A tensor with its own memory gets a copy-on-write copy: the first write to either copies the memory, and leaves
+        the other tensor alone. Three kinds are copied at once: shared memory (a bucket of DDP), which must not become
+        copy-on-write as a whole; memory of numpy or DLPack, which cannot; and a GPU's memory on another stream than the
+        default one, which would be copied out of order.
         """
         ...
 
     def watch_gradients(self, params: Sequence[Tensor], /) -> None:
-        """Have torch note requests for the memory of the gradients from now on, where it can (since 2.13)."""
+        """Have torch note requests for the memory of the gradients from now on, if it can (since 2.13)."""
         ...
 
     def are_gradients_unwritten(self, params: Sequence[Tensor], /) -> bool:
-        """True if no memory of a gradient was asked for since it was watched, or is known from before."""
+        """True if no request for a gradient's memory came since it was watched, and nothing else shares that memory."""
         ...
 
     def either(self, mask: bytes, first: TensorList, second: TensorList | None = None, /) -> TensorList:
-        """`first[i]` where `mask[i]` is not 0, else `second[i]`; None where there is no `second`."""
+        """Return `first[i]` where `mask[i]` is not 0, else `second[i]`, or None without `second`."""
         ...
 
     def any_gradient(self, tensors: Sequence[Tensor], /) -> bool:
-        """True if one of them has a gradient."""
+        """True if any of `tensors` has a gradient."""
         ...
 
     def same_objects(self, a: Sequence[object], b: Sequence[object], /) -> bool:
-        """True if two lists or tuples have the very same objects. `==` would ask tensors, and compare elements."""
+        """True if two lists or tuples hold the identical objects. `==` would compare the elements of tensors."""
         ...
 
     def same_entries(self, dicts: list[dict[str, Any]], name: str, objects: Sequence[object], /) -> bool:
@@ -144,14 +144,14 @@ class TensorLists(Protocol):
         ...
 
     def discard_gradients(self, tensors: Sequence[Tensor], /) -> None:
-        """`tensor.grad = None` for each."""
+        """Set `tensor.grad` to None for each tensor."""
         ...
 
     def watch_collectives(
         self, writing: Sequence[str], reading: Sequence[str], listener: Callable[[list[Tensor], bool], None], /
     ) -> bool:
-        """Have operators of c10d find memory that was asked for, and tell what they write. True if that is possible.
+        """Have operators of c10d request memory before they use it, and announce writes. True if that is possible.
 
-        listener(tensors, is_broadcast): called after each of the `writing` ones.
+        listener(tensors, is_broadcast): called after each of the `writing` operators with the tensors that it wrote.
         """
         ...

@@ -1,4 +1,4 @@
-"""Each optimizer: its hyperparameters, and its step in plain PyTorch, which the compiled kernels are held to."""
+"""Hyperparameters and step of each optimizer in plain PyTorch, which the compiled kernels must match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from amp_engine.kernels.backend import Checks
 
 
 class State(NamedTuple):
-    """The weight and state that an update reads and returns; None where there is none. All float32, or all float64."""
+    """The weight and state that an update reads and returns; None for missing state. All float32, or all float64."""
 
     weight: Tensor
     state1: Tensor | None
@@ -21,10 +21,10 @@ class State(NamedTuple):
 
 
 class Row(NamedTuple):
-    """All else that one tensor's update reads. Tensors have shape []."""
+    """The other tensors that one tensor's update reads, each of shape []."""
 
     step: Tensor  # the number of this step, from 1
-    factor: Tensor | None  # float64, of the gradient
+    factor: Tensor | None  # float64; the gradient is multiplied by it
     norm: Tensor | None
     checks: Checks | None
     gradient_norm: Tensor | None
@@ -56,20 +56,20 @@ class Formula:
         return True
 
     def update(self, grad: Tensor, old: State, row: Row) -> State:
-        """The step of one tensor.
+        """Compute the step of one tensor.
 
         Args:
             grad: of the weight's shape and type: unscaled, clipped, negated if `maximize`.
-            old: before the step.
-            row: what else there is.
+            old: weight and state before the step.
+            row: the other inputs.
 
         Returns:
-            After it; None where there is no state, or none any more.
+            Weight and state after the step; None for missing or dropped state.
         """
         raise NotImplementedError
 
     def rate(self) -> float | Tensor:
-        """The learning rate as a float; as a tensor where reading it would wait for a device."""
+        """Return the learning rate as a float, or as a tensor if reading it would wait for a device."""
         lr = self.lr
         return lr if isinstance(lr, float | int) else lr.item() if lr.device.type == "cpu" else lr.double()
 
@@ -113,7 +113,7 @@ class Adam(Formula):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sgd(Formula):
-    """SGD with momentum: the calls of torch.optim.SGD, each of which rounds as it does there.
+    """SGD with momentum, by the calls of torch.optim.SGD, so that each rounds as it does there.
 
     Attributes:
         momentum, dampening, nesterov: as torch has them.
@@ -129,7 +129,7 @@ class Sgd(Formula):
 
     @property
     def needs_state1(self) -> bool:
-        """Not without momentum."""
+        """True if `momentum` is not 0."""
         return self.momentum != 0
 
     def update(self, grad: Tensor, old: State, row: Row) -> State:
@@ -286,25 +286,25 @@ class Lamb(Formula):
 FORMULAS: dict[str, type[Formula]] = {
     formula.__name__.lower(): formula for formula in (Adam, Sgd, Adagrad, NovoGrad, Lamb)
 }
-"""By the `formula` of a `step_table`."""
+"""The formulas by name, the `formula` of a `step_table`."""
 
 
 def _bias(corrects: bool, step: Tensor, beta: float) -> Tensor:
-    """1 - beta**step, float64; 1 without bias correction."""
+    """Return 1 - beta**step, float64; 1 without bias correction."""
     step = step.double()
     return 1 - beta**step if corrects else torch.ones_like(step)
 
 
 def times(tensor: Tensor, factor: float | Tensor) -> Tensor:
-    """`tensor * factor`, the factor in the tensor's type first: a 0-d float64 one would widen a 0-d tensor."""
+    """Return `tensor * factor`, with the factor cast to the tensor's type: 0-d float64 would widen a 0-d tensor."""
     return tensor * (factor.to(tensor.dtype) if isinstance(factor, Tensor) else factor)
 
 
 def minus(weight: Tensor, lr: float | Tensor, update: Tensor) -> Tensor:
-    """`weight - lr * update`."""
+    """Return `weight - lr * update`."""
     return weight - times(update, lr) if isinstance(lr, Tensor) else weight.add(update, alpha=-lr)
 
 
 def one_or(factor: Tensor | None) -> Tensor | float:
-    """`factor`, or 1 for None."""
+    """Return `factor`, or 1 for None."""
     return 1.0 if factor is None else factor

@@ -1,8 +1,8 @@
-"""Weights and moments in 16 bits where float32 takes 32, in plain PyTorch; csrc/math/halves.h has the same arithmetic.
+"""Float32 weights as two 16-bit halves, and moments in bfloat16, in plain PyTorch; csrc/math/halves.h does the same.
 
-A float32 is kept as the bfloat16 that it rounds to, ties to even, and its own lower half. Both exactly is impossible:
-of the 65,537 values that round to an even bfloat16, two have one lower half. So a tie below an even one is first moved
-up by one unit in the last place of float32, 32,640 of the 4.28e9 finite values; all others come back as they were.
+A float32 is kept as the bfloat16 that it rounds to, ties to even, and its own lower half. These cannot hold all values:
+of the 65,537 values that round to an even bfloat16, two have the same lower half. So a tie below an even bfloat16 is
+first moved up by one unit in the last place of float32: 32,640 of the 4.28e9 finite values. All others stay exact.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 REMAINDER = torch.int16
-"""The type of lower halves, whose bits they are."""
+"""The type that holds the bits of lower halves."""
 
 _HALF = 0x8000
 _NAN = 0x7FC0
 
 
 def split(value_f32: Tensor) -> tuple[Tensor, Tensor]:
-    """(bfloat16, remainder), of the shape and strides of a float32 tensor. A NaN keeps no payload. No host sync."""
+    """Return (bfloat16, remainder), of the shape and strides of a float32 tensor. NaNs lose payloads. No host sync."""
     bits = value_f32.detach().view(torch.int32)
     bits = bits + ((bits & 0x1FFFF) == 0x18000).int()
     low = bits & 0xFFFF
@@ -28,9 +28,9 @@ def split(value_f32: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 tensor that `split` gave these of. No host sync.
+    """Return the float32 tensor of which `split` made these. No host sync.
 
-    A remainder of another value, because `rounded` was written, changes less than half of bfloat16's unit.
+    If `rounded` was written since, the old remainder changes the result by less than half of bfloat16's unit.
     """
     high, low = _long(rounded.detach().view(torch.int16)), _long(remainder)
     was_rounded_up = low > _HALF
@@ -40,7 +40,7 @@ def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
 
 
 def noise(step: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """16 bits for each of two moments: int64, of the shape and order in memory of `like`, a function of those places.
+    """Return 16 bits for each of two moments: int64, of the shape and order in memory of `like`, by step and place.
 
     Args:
         step: the number of the step, shape [].
@@ -52,17 +52,17 @@ def noise(step: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_chance(value_f32: Tensor, noise: Tensor) -> Tensor:
-    """bfloat16, rounded up with the probability that makes the mean exact, by 16 bits of `noise`.
+    """Round to bfloat16 by 16 bits of `noise`, upwards with the probability that makes the mean exact.
 
-    To nearest, a second moment with beta2 = 0.999 would stand still: a change of a thousandth is less than half of
-    bfloat16's unit.
+    Rounded to nearest, a second moment with beta2 = 0.999 would stand still: a change of a thousandth is less than half
+    of bfloat16's unit.
     """
     bits = (value_f32.view(torch.int32).long() & 0xFFFFFFFF) + noise
     return _short(torch.where(value_f32.isnan(), _NAN, bits >> 16)).view(torch.bfloat16)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """C. Wellons, "Prospecting for Hash Functions" (2018), lowbias32, in the public domain; of 32 bits in int64."""
+    """Hash 32 bits in int64 by lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018, public domain)."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & 0xFFFFFFFF
     x = x ^ (x >> 15)
@@ -71,10 +71,10 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _short(bits: Tensor) -> Tensor:
-    """int16 with the lower 16 bits of an integer."""
+    """Return the lower 16 bits of an integer as int16."""
     return ((bits + _HALF & 0xFFFF) - _HALF).to(torch.int16)
 
 
 def _long(bits: Tensor) -> Tensor:
-    """int32 from the bits of an int16."""
+    """Return the bits of an int16 as int32."""
     return bits.int() & 0xFFFF

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and which of them the kernels can read and write."""
+"""Layouts of tensors in memory, and tests for those that the kernels can read and write."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """The types that the kernels take."""
 
-# How the kernels can take a gradient: there is none; in its own memory; in memory that other tensors share; not at all.
+# Access of the kernels to a gradient: there is none; in its own memory; in memory that other tensors share; not at all.
 NONE, OWN, SHARED, OTHER = range(4)
 
 
 def stamp(t: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
-    """Address, version, type and device: the same until the tensor is written or replaced, while its memory lives."""
+    """Return address, version, type and device, equal until `t` is written or replaced, while its memory lives."""
     return t.data_ptr(), version(t), t.dtype, t.device
 
 
 def version(t: Tensor) -> int:
-    """How often autograd has heard of a write; -1 of an inference tensor, which keeps none."""
+    """Return the number of writes that autograd has counted; -1 for an inference tensor, which has no count."""
     return -1 if t.is_inference() else t._version
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether every element lies once, without gaps, in the tensor's memory. In any order: channels_last is dense."""
+    """True if each element is once in the tensor's memory, without gaps, in any order: channels_last is dense."""
     return t.layout is torch.strided and (t.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(t)))
 
 
 def is_lazy(t: Tensor) -> bool:
-    """Whether the elements are not those in memory: of a negative or conjugate view, or zeros that have no memory."""
+    """True if memory does not hold the elements: of a negative or conjugate view, or of zeros without memory."""
     return t.is_neg() or t.is_conj() or t._is_zerotensor()
 
 
 def written_out(t: Tensor) -> Tensor:
-    """`t`, or if it is lazy a copy that lies in memory as it is."""
+    """Return `t`, or if it is lazy a copy whose elements are in memory."""
     return t.clone() if is_lazy(t) else t
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether `a` and `b` are of one shape and one order in memory."""
+    """True if `a` and `b` have one shape and one order in memory."""
     if a.shape != b.shape:
         return False
     return a.stride() == b.stride() or all(
@@ -49,7 +49,7 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def access_of(grad: Tensor, param: Tensor) -> int:
-    """How the kernels can take the gradient of `param`."""
+    """Return the access of the kernels to `grad`, the gradient of `param`: OWN, SHARED or OTHER."""
     readable = type(grad) is Tensor and grad.dtype in FLOATS and is_dense(grad) and same_layout(grad, param)
     if not readable or is_lazy(grad):
         return OTHER
@@ -58,7 +58,7 @@ def access_of(grad: Tensor, param: Tensor) -> int:
 
 
 def devices_of(tensors: Sequence[Tensor | None], accesses: bytes) -> list[torch.device]:
-    """The devices of what the kernels can take of `tensors`, each once."""
+    """Return the devices of those `tensors` that the kernels can reach, each once."""
     return list(
         dict.fromkeys(t.device for t, how in zip(tensors, accesses, strict=True) if t is not None and how != OTHER)
     )

@@ -1,6 +1,6 @@
-"""Operations: functions of tensors that the compiled kernels compute where they can, and what traces as an operator.
+"""Operations: functions of tensors that the compiled kernels compute if they can, and that are traced as operators.
 
-In eager mode an operation computes directly: the dispatcher takes microseconds per tensor. Where something traces
+In eager mode an operation computes directly, as the dispatcher takes microseconds per tensor. Under a tracer
 (torch.compile, fake tensors) it calls its operator of torch.library, `torch.ops.amp_engine.<name>`.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from amp_engine.ground.torch_private import disabled_torch_dispatch, dispatch_modes
 from amp_engine.kernels.choice import NATIVE
 
-_LIBRARY = torch.library.Library("amp_engine", "DEF")  # its operators live as long as it does
+_LIBRARY = torch.library.Library("amp_engine", "DEF")  # its operators live as long as this object
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -24,12 +24,12 @@ R = TypeVar("R")
 def operation(
     schema: str, fake: Callable[..., Any], returns: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make an operation of a function in plain PyTorch, which computes where there are no kernels.
+    """Make an operation of a function in plain PyTorch, which computes if there are no kernels.
 
     Args:
         schema: the arguments and results of its operator.
-        fake: the operator on tensors that hold nothing.
-        returns: makes the function's result of the operator's.
+        fake: computes the operator on fake tensors.
+        returns: turns the operator's result into the function's.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -60,7 +60,7 @@ def operation(
 
 
 def is_traced(tensor: Tensor | None) -> bool:
-    """True if something traces what is computed of `tensor`."""
+    """True if a tracer records operations on `tensor`."""
     return (
         torch.compiler.is_compiling()
         or dispatch_modes()
@@ -69,7 +69,7 @@ def is_traced(tensor: Tensor | None) -> bool:
 
 
 def call_operator(name: str, *args: Any, **kwargs: Any) -> Any:
-    """`torch.ops.amp_engine.<name>`, of which nothing is differentiated."""
+    """Call `torch.ops.amp_engine.<name>` without gradients."""
     with torch.no_grad():
         return getattr(torch.ops.amp_engine, name)(*args, **kwargs)
 
@@ -84,7 +84,7 @@ def define(name: str, eager: Callable[..., Any], schema: str, fake: Callable[...
 
 
 def fake_nothing(*args: Any, **kwargs: Any) -> None:
-    """An operator that only writes, on tensors that hold nothing."""
+    """Do nothing: the fake of an operator that only writes."""
 
 
 def _one_of(first: Tensor | Sequence[Tensor]) -> Tensor | None:

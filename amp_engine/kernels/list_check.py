@@ -1,4 +1,4 @@
-"""Pass 1 of a step: look at every gradient once, and unscale those that users read."""
+"""Pass 1 of a step: checks every gradient once, and unscales those that users read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from amp_engine.kernels.refusals import check_lists
 
 
 class ListCheck:
-    """Check and unscale one list in one pass, again and again; on a GPU what did not change stays there."""
+    """Checks and unscales one list in one pass, again and again; on a GPU its table stays there until it changes."""
 
     def __init__(self) -> None:
-        # By device, since what stays on one of them is of its own tensors: a list may be checked on each in turn.
+        # By device: the table that stays on a GPU is of its own tensors, and a list may be checked on several in turn.
         self._checks: dict[torch.device, Any] = {}
 
     def run(
@@ -33,15 +33,15 @@ class ListCheck:
             norm: float32, shape []; receives the 2-norm of all tensors over `scale`.
 
         Returns:
-            What was found, of the values before; 0 where a tensor takes no part.
+            The findings of the values before any write; 0 for tensors that take no part.
         """
         return Checks(*self._on(norm.device).run(tensors, outputs, scale, found_inf, norm))
 
     def multiply_(self, tensors: TensorList, factor: Tensor) -> None:
-        """`t *= factor` for each, computed in float32 and rounded once to the type of t. No host sync.
+        """Multiply each tensor by `factor`, in float32, rounded once to the tensor's type. No host sync.
 
         Args:
-            tensors: as `run` has them.
+            tensors: as `run` takes them.
             factor: float32, shape [], on their device.
         """
         self._on(factor.device).multiply_(tensors, factor)

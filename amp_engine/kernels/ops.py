@@ -1,6 +1,6 @@
 """The operations on lists of tensors. None of them waits for a device.
 
-Each body is plain PyTorch: it computes where there are no compiled kernels, and the kernels are held to it.
+Each body is plain PyTorch: it computes if there are no compiled kernels, and the kernels must match it.
 Wrong arguments raise AmpValueError before anything is written.
 """
 
@@ -49,7 +49,7 @@ def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 
 @operation(f"(Tensor[] tensors) -> {_CHECKS}", _fake_checks, Checks)
 def check(tensors: Sequence[Tensor], /) -> Checks:
-    """Look at every element once: non-finite or not, sum of squares and largest magnitude of each tensor.
+    """Find, in one pass, if each tensor has a non-finite element, its sum of squares and its largest magnitude.
 
     Args:
         tensors: n dense tensors of float16, bfloat16 or float32, mixed freely, on one device.
@@ -63,7 +63,7 @@ def check(tensors: Sequence[Tensor], /) -> Checks:
 
 @operation("(Tensor[] tensors) -> (Tensor, Tensor)", _fake_l2norm)
 def l2norm(tensors: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
-    """2-norm over all of `tensors`, and of each of them: float32, shapes [] and [n]."""
+    """Return the 2-norm over all of `tensors`, and of each of them: float32, shapes [] and [n]."""
     check_lists("l2norm", {"tensors": tensors})
     sum_squares = _sum_squares(tensors)
     return sum_squares.sum().sqrt().float(), sum_squares.sqrt().float()
@@ -75,7 +75,7 @@ def l2norm(tensors: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
     Checks,
 )
 def scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: Tensor, /) -> Checks:
-    """`output[...] = input * factor` pairwise, in float32, rounded once to the type of each output.
+    """Compute `output[...] = input * factor` pairwise, in float32, rounded once to the type of each output.
 
     Args:
         outputs: of the shapes and strides of `inputs`, each possibly the input itself.
@@ -83,7 +83,7 @@ def scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: Tensor, 
         factor: float32, shape [], on the device of `inputs`.
 
     Returns:
-        What was found in `inputs`.
+        The findings in `inputs`, before any write.
     """
     check_lists("scale_", {"inputs": inputs, "outputs": outputs}, ["outputs"])
     check_scalars("scale_", _device(inputs), factor=factor)
@@ -102,21 +102,21 @@ def scale_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: Tensor, 
 def axpby_(
     outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], a: Tensor | None, b: Tensor | None, /
 ) -> Checks:
-    """`output[...] = fma(a, x, b * y)` triple by triple, in float32, rounded once to the type of each output.
+    """Compute `output[...] = fma(a, x, b * y)` for each triple, in float32, rounded once to the type of each output.
 
     Args:
         outputs, xs, ys: of equal shapes and strides; an output may be its x or its y.
         a, b: float32, shape [], on the device of `xs`; None is 1.
 
     Returns:
-        What was found in `xs`.
+        The findings in `xs`, before any write.
     """
     check_lists("axpby_", {"xs": xs, "ys": ys, "outputs": outputs}, ["outputs"])
     check_scalars("axpby_", _device(xs), a=a, b=b)
     checks = checks_of(xs)
     for output, x, y in zip(outputs, xs, ys, strict=True):
         by = y.float() if b is None else y.float() * b
-        # In float64 the product is exact, so the sum is rounded as by an fma, but for ties of float32.
+        # In float64 the product is exact, so the sum is rounded as by an fma, except for ties of float32.
         ax = x.double() if a is None else x.double() * a.double()
         output.copy_((ax + by.double()).float())
     return checks
@@ -124,14 +124,14 @@ def axpby_(
 
 @torch.no_grad()
 def accumulate_(totals: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """`total += tensor` pairwise, in the type of `totals`, which may be any."""
+    """Compute `total += tensor` pairwise, in the type of `totals`, which may be any."""
     if totals:
         torch._foreach_add_(list(totals), list(tensors))
 
 
 @operation("(Tensor(a!)[] outputs, Tensor[] inputs) -> ()", fake_nothing)
 def cast_copy_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> None:
-    """`output[...] = input` pairwise, rounded to nearest even into the type of each output."""
+    """Copy `output[...] = input` pairwise, rounded to nearest even into the type of each output."""
     check_lists("cast_copy_", {"inputs": inputs, "outputs": outputs}, ["outputs"])
     if outputs:
         torch._foreach_copy_(list(outputs), list(inputs))
@@ -181,9 +181,9 @@ def update_scale_(
     Args:
         scale: float32, shape []. Computed in float64, rounded once.
         growth_tracker: int32, shape []: clean backwards since the scale last moved.
-        found_inf: float32, shape []. Tested `!= 0`, since it may be a sum over devices or ranks. Left alone unless
+        found_inf: float32, shape []. Tested `!= 0`, since it may be a sum over devices or ranks. Not written unless
             there is a `found_inf_used`.
-        hysteresis_tracker: int32, shape []: overflows that are still let pass. None: the first one counts.
+        hysteresis_tracker: int32, shape []: overflows until the scale backs off. None: it backs off at the first.
         dynamic: False: the scale stays, and the count runs on.
         inv_scale_used: float32, shape [], written.
         found_inf_used: float32, shape [], written.
@@ -225,7 +225,7 @@ def update_scale_(
 
 
 def checks_of(tensors: TensorList, device: torch.device | None = None) -> Checks:
-    """`check` of lists that are known to be fine, on `device`; 0 where there is no tensor."""
+    """Compute `check` of lists that need no validation, on `device`; the findings of None are 0."""
     largest = _per_tensor(tensors, math.inf, torch.float32, device)
     return Checks(~torch.isfinite(largest), _sum_squares(tensors, device), largest)
 
@@ -235,7 +235,7 @@ def _sum_squares(tensors: TensorList, device: torch.device | None = None) -> Ten
 
 
 def _per_tensor(tensors: TensorList, order: float, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """The norm of each tensor, shape [n]; 0 where there is none, or no element."""
+    """Return the norm of each tensor, shape [n]; 0 for None and for tensors without elements."""
     filled = [t for t in tensors if t is not None and t.numel()]
     # A maximum needs no wider type than the values have.
     found = iter(torch._foreach_norm(filled, order, dtype=None if order == math.inf else dtype) if filled else [])
@@ -245,5 +245,5 @@ def _per_tensor(tensors: TensorList, order: float, dtype: torch.dtype, device: t
 
 
 def _device(tensors: TensorList) -> torch.device | None:
-    """The device of the first tensor; None, the default device, if there is none."""
+    """Return the device of the first tensor; None, the default device, if there is none."""
     return next((t.device for t in tensors if t is not None), None)

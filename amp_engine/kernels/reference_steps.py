@@ -1,4 +1,4 @@
-"""The plain PyTorch truth of the steps, on any device. None of them waits for it."""
+"""The steps in plain PyTorch, on any device, as the reference of the kernels. None of them waits for the device."""
 
 from __future__ import annotations
 

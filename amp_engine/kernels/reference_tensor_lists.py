@@ -1,4 +1,4 @@
-"""Loops over parameters in plain Python. `backend.TensorLists` says what each of them does."""
+"""Loops over parameters in plain Python, as `backend.TensorLists` documents them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _GRAD: Any = torch.Tensor.grad
 
 
 def params(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The list itself."""
+    """Return the list itself."""
     return tensors
 
 
 class Marks:
-    """Some tensors as they were when each was last marked."""
+    """Marks of some tensors; see `backend.Marks`."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -31,47 +31,47 @@ class Marks:
         self.mark()
 
     def mark(self) -> None:
-        """Mark all of them."""
+        """Mark all tensors."""
         self._stamps = list(map(stamp, self._tensors))
         self._memory = [t.untyped_storage() for t in self._tensors]
 
     def mark_at(self, place: int) -> None:
-        """Mark one of them."""
+        """Mark one tensor."""
         tensor = self._tensors[place]
         self._stamps[place] = stamp(tensor)
         self._memory[place] = tensor.untyped_storage()
 
     def take(self, place: int, other: Marks, other_place: int) -> None:
-        """Have one be marked as `other` has marked the same tensor."""
+        """Take the mark that `other` has of the same tensor."""
         self._stamps[place], self._memory[place] = other._stamps[other_place], other._memory[other_place]
 
     def have_moved(self) -> bool:
-        """True if one was written or replaced since it was marked."""
+        """True if a tensor was written or replaced since it was marked."""
         return list(map(stamp, self._tensors)) != self._stamps
 
     def has_moved(self, place: int) -> bool:
-        """True if this one was."""
+        """True if the tensor at `place` was written or replaced since it was marked."""
         return stamp(self._tensors[place]) != self._stamps[place]
 
     def has_other_memory(self, place: int) -> bool:
-        """True if this one has nothing new but its memory."""
+        """True if the tensor at `place` has other memory and else the same mark."""
         now, before = stamp(self._tensors[place]), self._stamps[place]
         return now[0] != before[0] and now[1:] == before[1:]
 
 
 class GradientMarks:
-    """The gradients of some parameters as they were."""
+    """Marks of the gradients of some parameters; see `backend.GradientMarks`."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = params
         self._stamps = list(map(_gradient_stamp, params))
 
     def have_moved(self) -> bool:
-        """True if a gradient came, went, was replaced or written since."""
+        """True if a gradient came, went, was replaced or written since it was marked."""
         return list(map(_gradient_stamp, self.params)) != self._stamps
 
     def moved(self) -> list[tuple[int, bool]]:
-        """Where that is so, and whether there was a gradient."""
+        """Return the place of each gradient that has moved, and True if there was one when it was marked."""
         pairs = zip(map(_gradient_stamp, self.params), self._stamps, strict=True)
         return [(place, then is not None) for place, (now, then) in enumerate(pairs) if now != then]
 
@@ -81,14 +81,14 @@ gradient_marks = GradientMarks
 
 
 def gradients(params: Sequence[Tensor]) -> Gradients:
-    """The gradients, how and where they can be taken."""
+    """Return the gradients, the kernels' access to each, and their devices."""
     grads = [_GRAD.__get__(p) for p in params]
     accesses = bytes(NONE if g is None else access_of(g, p) for p, g in zip(params, grads, strict=True))
     return Gradients(grads, accesses, devices_of(grads, accesses))
 
 
 def copies(tensors: TensorList, accesses: bytes) -> TensorList:
-    """Copies, on write where memory is a tensor's own."""
+    """Return copies, copy-on-write for tensors with their own memory."""
     return [
         None if t is None or how == NONE else _copied_on_write(t) if how == OWN else t.clone()
         for t, how in zip(tensors, accesses, strict=True)
@@ -96,7 +96,7 @@ def copies(tensors: TensorList, accesses: bytes) -> TensorList:
 
 
 def _copied_on_write(tensor: Tensor) -> Tensor:
-    # Not on a GPU beside the default stream, as csrc/tensor_lists.cpp has it.
+    # On a GPU only on the default stream, like csrc/tensor_lists.cpp.
     device = tensor.device
     if device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return tensor.clone()
@@ -107,37 +107,37 @@ def _copied_on_write(tensor: Tensor) -> Tensor:
 
 
 def watch_gradients(params: Sequence[Tensor]) -> None:
-    """Python cannot have torch tell."""
+    """Do nothing: Python cannot have torch note requests."""
 
 
 def are_gradients_unwritten(params: Sequence[Tensor]) -> bool:
-    """Nobody knows."""
+    """Return False: Python cannot tell."""
     return False
 
 
 def either(mask: bytes, first: TensorList, second: TensorList | None = None) -> TensorList:
-    """`first[i] if mask[i] else second[i]`."""
+    """Return `first[i] if mask[i] else second[i]` for each i."""
     others = [None] * len(mask) if second is None else second
     return [a if chosen else b for chosen, a, b in zip(mask, first, others, strict=True)]
 
 
 def any_gradient(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of them has a gradient."""
+    """True if any of `tensors` has a gradient."""
     return any(_GRAD.__get__(t) is not None for t in tensors)
 
 
 def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
-    """Whether they have the very same objects."""
+    """True if two sequences hold the identical objects."""
     return len(a) == len(b) and all(map(is_, a, b))
 
 
 def same_entries(dicts: list[dict[str, Any]], name: str, objects: Sequence[object]) -> bool:
-    """Whether each dictionary has its object."""
+    """True if `dicts[i].get(name) is objects[i]` for every i."""
     return all(d.get(name) is o for d, o in zip(dicts, objects, strict=True))
 
 
 def discard_gradients(tensors: Sequence[Tensor]) -> None:
-    """`tensor.grad = None` for each."""
+    """Set `tensor.grad` to None for each tensor."""
     for t in tensors:
         _GRAD.__set__(t, None)
 
@@ -145,7 +145,7 @@ def discard_gradients(tensors: Sequence[Tensor]) -> None:
 def watch_collectives(
     writing: Sequence[str], reading: Sequence[str], listener: Callable[[list[Tensor], bool], None]
 ) -> bool:
-    """Not here: `initialization/collectives.py` registers kernels in Python, which a dispatcher can go on from."""
+    """Return False: `initialization/collectives.py` registers Python kernels that the dispatcher can go on from."""
     return False
 
 

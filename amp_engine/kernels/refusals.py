@@ -1,4 +1,4 @@
-"""Checks at the door of the reference. `csrc/checks.h` makes the same ones for the native kernels."""
+"""Checks of the arguments of the reference. `csrc/checks.h` makes the same checks for the native kernels."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def check_lists(
     """Raise AmpValueError for lists that the kernels cannot take together. No host sync.
 
     Args:
-        op: what messages call the operation.
+        op: name of the operation in messages.
         lists: by name; entries of one index must have one shape and one order in memory. None takes no part.
         written: names of lists that are written, see `check_apart`.
-        allowed: types of those lists that may not be of all three floating ones.
-        device: where the tensors must be; None: where the first one is.
+        allowed: types allowed in a list, by its name; lists that are not named may have all three floating types.
+        device: the device of all tensors; None: that of the first tensor.
     """
     first_name, first = next(iter(lists.items()))
     for name, tensors in lists.items():
@@ -63,12 +63,12 @@ def check_lists(
 def check_apart(
     op: str, written: Mapping[str, TensorList], read: Mapping[str, TensorList], outputs: TensorList = ()
 ) -> None:
-    """Raise AmpValueError for memory that is written twice, or written and read as something else.
+    """Raise AmpValueError for memory that is written twice, or written and read through different tensors.
 
     Args:
-        op: what messages call the operation.
+        op: name of the operation in messages.
         written, read: lists by name, of dense tensors; None takes no part.
-        outputs: what is written under the index of what is read, which may be the same tensor.
+        outputs: written tensors; each may be the tensor that is read under its index.
     """
     ranges = [
         _Range(tensor, rank, i, name, True)
@@ -82,7 +82,7 @@ def check_apart(
         for i, tensor in enumerate(tensors)
         if _has_memory(tensor) and not (i < len(outputs) and _is_same(tensor, outputs[i]))
     ]
-    furthest: dict[bool, _Range] = {}  # the ones that end last of what is read, and of what is written
+    furthest: dict[bool, _Range] = {}  # the ranges that end last: of memory that is written (True), and that is read
     for one in sorted(ranges, key=lambda r: r.begin):
         for is_written in (True, False):
             other = furthest.get(is_written)
@@ -126,7 +126,7 @@ def check_vector(op: str, name: str, vector: Tensor | None, n: int, dtype: torch
 
 
 class _Range:
-    """The addresses of a dense tensor, and where it was found."""
+    """The addresses of a dense tensor, and its place in the lists."""
 
     __slots__ = ("begin", "end", "index", "is_written", "name", "rank")
 

@@ -1,4 +1,4 @@
-"""The steps: the tensors of one optimizer as a table that is stepped each time, or one step of tensors as they come."""
+"""Steps of optimizers: of a table of tensors that is stepped again and again, or of tensors that are stepped once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amp_engine.kernels.library import call_operator, define, fake_nothing, is_t
 
 
 class StepTable(Protocol):
-    """The tensors of one optimizer, stepped together: of the compiled kernels, or of reference_steps.py."""
+    """The tensors of one optimizer, stepped together by the compiled kernels or by reference_steps.py."""
 
     def is_current(self) -> bool:
         """True if every tensor still has the memory that the table points to."""
@@ -37,18 +37,18 @@ class StepTable(Protocol):
         checks: Checks | None = None,
         gradient_norm: Tensor | None = None,
     ) -> None:
-        """One step of every tensor that has a gradient; of none, counts included, where `found_inf != 0`. No host sync.
+        """Step every tensor that has a gradient; change none, counts included, if `found_inf != 0`. No host sync.
 
         Args:
             grads: n, of the weights' shapes and strides, or None. Not written.
-            scaled: n: which of them are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
+            scaled: n; True for gradients that are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
             groups: hyperparameters of each group, of the formula's class in formulas.py.
             inv_scale: float32, shape []; None is 1.
             found_inf: float32, shape []; None is 0.
-            norm: float32, shape []: of all unscaled gradients. None: not clipped.
+            norm: float32, shape []: the norm of all unscaled gradients; None does not clip.
             max_norm: the norm that gradients are clipped to.
-            checks: of exactly these gradients; None: LAMB and NovoGrad read them once more.
-            gradient_norm: float32, shape []: LAMB clips by it; None: by that over all gradients of this call.
+            checks: findings of exactly these gradients; None: LAMB and NovoGrad read the gradients once more.
+            gradient_norm: float32, shape []: the norm by which LAMB clips; None: that of all gradients of this call.
 
         Raises:
             AmpValueError: for tensors that cannot be stepped together; nothing is written.
@@ -72,13 +72,13 @@ def step_table(
     Args:
         formula: a key of `kernels.FORMULAS`: "adam", "sgd", "adagrad", "novograd" or "lamb".
         weights: n masters (float32), or parameters (of any of the three types).
-        copies: n low-precision parameters that the new weights are rounded into, or None; of a bfloat16 weight also its
-            remainder, int16: the two are stepped as the float32 that they are halves of (halves.py).
-        state1: n, float32: exp_avg, momentum buffer or sum; None where the optimizer keeps none. Of "adam" also
+        copies: n low-precision parameters that the new weights are rounded into, or None. A bfloat16 weight may have
+            its remainder, int16, here: both are stepped as the float32 whose halves they are (halves.py).
+        state1: n, float32: exp_avg, momentum buffer or sum; None if the optimizer keeps none. "adam" also takes
             bfloat16, which is rounded by chance.
-        state2: n, as state1: exp_avg_sq; None where the optimizer keeps none.
-        groups: n places in the list of groups that `step` is given.
-        steps: float32, shape [n], contiguous: how many steps each tensor has had.
+        state2: n, like state1: exp_avg_sq; None if the optimizer keeps none.
+        groups: n places in the list of groups that `step` gets.
+        steps: float32, shape [n], contiguous: the number of steps that each tensor has had.
         norms: float32, shape [n], contiguous: NovoGrad's norms.
 
     Raises:
@@ -103,7 +103,7 @@ def step_once(
     found_inf: Tensor | None = None,
     gradient_norm: Tensor | None = None,
 ) -> None:
-    """One step of tensors that are not stepped together again; arguments are those of `step_table` and its `step`.
+    """Step tensors that are not stepped together again; the arguments are those of `step_table` and its `step`.
 
     Args:
         state1, state2: None if the formula has no such state.

@@ -1,4 +1,4 @@
-"""Loops over parameters. `backend.TensorLists` says what those do of which there are two."""
+"""Loops over parameters: the compiled ones, or the ones in Python; `backend.TensorLists` documents them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ watch_collectives = TENSOR_LISTS.watch_collectives
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """A copy of a tensor that has its own memory, which takes none until one of the two is written, if it can."""
+    """Copy a tensor that has its own memory; if possible, copy the memory only when either tensor is written."""
     copied = copies([tensor], bytes([OWN]))[0]
     assert copied is not None
     return copied
 
 
 def asks_for_gradients(params: Sequence[Tensor]) -> bool:
-    """Whether a class among theirs has a `.grad` of its own, as masters do, which `gradients` would look past."""
+    """True if a class of `params` has a `.grad` of its own, as masters do, which `gradients` would bypass."""
     return any(getattr(kind, "grad", _GRAD) is not _GRAD for kind in set(map(type, params)))

@@ -32,8 +32,8 @@ class FusedOptimizer(Optimizer):
     unscales, clips, skips and writes the model's half parameters in that same pass.
 
     With `master_weights` it keeps float32 masters of half parameters, as `state[p]["master_param"]`. A master starts
-    from its parameter at the parameter's first gradient. Other code's writes into the parameter since the last step go
-    into the master; elements that are still the rounded master's leave it exact.
+    from its parameter at the parameter's first gradient. If other code wrote the parameter since the last step, the
+    master follows it, but keeps the exact value of elements that are still the rounded master's.
     """
 
     rule: ClassVar[Rule]
@@ -42,7 +42,7 @@ class FusedOptimizer(Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool = True) -> None:
         self.set_grad_none = set_grad_none
-        # Of half parameters and their masters, after their last step.
+        # Stamps of half parameters and their masters after their last step.
         self._stamps: WeakIdKeyDictionary = WeakIdKeyDictionary()
         super().__init__(params, defaults)
 
@@ -70,9 +70,10 @@ class FusedOptimizer(Optimizer):
             older, named: None for `grads`, `output_params`, `scale`, `grad_norms` and `grad_scaler`.
 
         Raises AmpTypeError for `grads`, `output_params`, `scale` and `grad_norms`, which ancient versions of apex took,
-        and for `grad_scaler`, with what to type instead, unless they are None; AmpStateError for sparse gradients.
+        and for `grad_scaler`, unless they are None; the message says what to type. Raises AmpStateError for sparse
+        gradients.
         """
-        # Not by name in the signature: torch.amp.GradScaler would take that for an optimizer that unscales.
+        # The signature does not name `grad_scaler`: torch.amp.GradScaler would believe that this optimizer unscales.
         given = {**dict(zip(_OF_APEX, older, strict=False)), **named}
         if given.get("grad_scaler") is not None:
             raise AmpTypeError(
@@ -106,9 +107,9 @@ class FusedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class, the class of torch.optim with the same state, or apex's saved.
+        """Load a state that this class, the class of torch.optim with the same state, or apex's class saved.
 
-        State stays float32 for half parameters too, where torch would round it. Raises AmpStateError for amsgrad.
+        State stays float32 also for half parameters, for which torch would round it. Raises AmpStateError for amsgrad.
         """
         for group in state_dict["param_groups"]:
             refuse_amsgrad(type(self).__name__, group.get("amsgrad", False))
@@ -159,17 +160,17 @@ class FusedOptimizer(Optimizer):
         return isinstance(getattr(self, "grad_scale", None), Tensor)
 
     def _step_unscaling(self, fused: FusedStep, step: StepInput) -> None:
-        """`fused.step` with what torch.amp.GradScaler has set, if it drives this step."""
+        """Step with the scale and the flag that torch.amp.GradScaler has set, if it drives this step."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         fused.step(
             step,
             inv_scale=grad_scale.reshape(()).double().reciprocal().float() if isinstance(grad_scale, Tensor) else None,
-            # The int 0 where no parameter has a gradient.
+            # `found_inf` is the int 0 if no parameter has a gradient.
             found_inf=found_inf.reshape(()) if isinstance(found_inf, Tensor) else None,
         )
 
     def _master(self, p: Tensor, grad: Tensor | None) -> Tensor:
-        """The float32 master of `p`, which has followed writes to either; `p` itself if it is float32 or unstepped."""
+        """Return the float32 master of `p`, after writes to either went to both; `p` if it is float32 or unstepped."""
         if p.dtype == torch.float32:
             return p
         state: dict[str, Any] = self.state[p] if grad is not None else self.state.get(p, {})
@@ -188,7 +189,7 @@ class FusedOptimizer(Optimizer):
         return master
 
     def _with_defaults(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """`state_dict` with this class's settings where another class saved none, and counts where torch has them."""
+        """Return `state_dict` with this class's settings if another class saved none, and counts as torch has them."""
         groups = [{**self.defaults, **self._renamed(group), **group} for group in state_dict["param_groups"]]
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         for group, own in zip(groups, self.param_groups, strict=False):
@@ -196,11 +197,11 @@ class FusedOptimizer(Optimizer):
         return {**state_dict, "state": state, "param_groups": groups}
 
     def _renamed(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that torch's classes have under another name."""
+        """Return settings that torch's classes have under another name."""
         return {}
 
     def _spread(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]], params: list[nn.Parameter]) -> None:
-        """apex counts the steps of a group, and keeps NovoGrad's norms there; here each parameter has its own."""
+        """Give each parameter its own step count and NovoGrad norm, which apex keeps in the group."""
         step = group.pop("step", None)
         norms = group.pop(NORM, None)
         for index in group["params"]:
@@ -213,7 +214,7 @@ class FusedOptimizer(Optimizer):
                     state[index].setdefault(NORM, (singles if p.dtype == torch.float32 else halves).pop(0).float())
 
     def _check(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Raise for what cannot be stepped, before anything is written."""
+        """Raise AmpTypeError or AmpStateError for tensors that cannot be stepped, before anything is written."""
         for i, (p, g) in enumerate(zip(params, gradients, strict=True)):
             if any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride(), strict=True)):
                 raise AmpTypeError(
@@ -238,21 +239,21 @@ class FusedOptimizer(Optimizer):
 
 
 def _one_order(master: Tensor, param: Tensor) -> bool:
-    """True if a master has the order in memory of its parameter, or the parameter has gaps, or the shapes differ."""
+    """True if a master has its parameter's order in memory, or the parameter has gaps, or the shapes differ."""
     return master.shape != param.shape or not kernels.is_dense(param) or kernels.same_layout(master, param)
 
 
 def _float32_like(param: Tensor, value: Tensor) -> Tensor:
-    """A copy of `value` in the order in memory of `param`, which may have gaps."""
+    """Copy `value` to float32 in the order in memory of `param`, which may have gaps."""
     if value.shape != param.shape:
-        return value.detach().float().contiguous()  # is refused later, in words
+        return value.detach().float().contiguous()  # refused later, with a message
     return torch.empty_like(param, dtype=torch.float32).copy_(value.detach())
 
 
 def check_not_negative(**values: float | Tensor) -> None:
     """Raise AmpValueError for the first value below 0."""
     for name, value in values.items():
-        # A tensor on a GPU is taken as it is: looking would wait.
+        # A tensor on a GPU is not checked: reading it would wait.
         if not (isinstance(value, Tensor) and not value.is_cpu) and not value >= 0.0:
             raise AmpValueError(f"{name}={value!r}, but it must be 0 or more.  Use for example {name}=1e-3.")
 
@@ -264,6 +265,6 @@ def check_betas(betas: tuple[float, float]) -> None:
 
 
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:
-    """Raise AmpStateError, a RuntimeError as apex's, for the variant that no kernel computes."""
+    """Raise AmpStateError, a RuntimeError like apex's, for AMSGrad, which no kernel computes."""
     if amsgrad:
         raise AmpStateError(f"{name} does not support the AMSGrad variant.  Use torch.optim.AdamW(amsgrad=True).")

@@ -42,7 +42,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     master_weights = True
     # torch.amp.GradScaler then sets `grad_scale` and `found_inf` for the time of a step, instead of unscaling and
-    # waiting for the device. Not in every fused optimizer: FSDP's ShardedGradScaler leaves `found_inf` local to a rank.
+    # waiting for the device. Others lack it by default: FSDP's ShardedGradScaler leaves `found_inf` local to a rank.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -89,12 +89,12 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                     self.state[p]["step"] = torch.tensor(float(step), device="cpu")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its `lr` becomes a tensor of its own."""
+        """Add a group, and copy its `lr` into a float32 tensor of shape [] on the device of its parameters."""
         super().add_param_group(param_group)
         _put_lr_on_device(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this class, FusedLAMB or apex's saved; see FusedOptimizer."""
+        """Load a state that this class, FusedLAMB or apex's class saved; see FusedOptimizer."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             _put_lr_on_device(group)

@@ -19,7 +19,7 @@ def _hyperparameters(group: Group) -> Formula:
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad (Ginsburg et al. 2019): the second moment is one number a tensor, kept as a norm, not its square.
 
-    State per parameter: `step`, `exp_avg`, and `exp_avg_sq`, that norm, float32 of shape [].
+    State per parameter: `step`, `exp_avg`, and `exp_avg_sq`, which is that norm, float32 of shape [].
 
     Args:
         params: parameters or groups.

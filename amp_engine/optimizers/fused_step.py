@@ -1,4 +1,4 @@
-"""One optimizer's step by the kernels: its tensors as a table, its state kept in torch's form."""
+"""Steps one optimizer by the kernels: its tensors become a table, its state keeps torch's form."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FUSED_STEPS: weakref.WeakKeyDictionary[Optimizer, FusedStep] = weakref.WeakKeyD
 
 
 def fused_step_of(optimizer: Optimizer) -> FusedStep | None:
-    """What steps `optimizer` with the kernels, or None if its class is not known to them.
+    """Return the FusedStep of `optimizer`, made at the first call, or None if the kernels do not know its class.
 
-    torch.optim's Adam, AdamW and SGD are (the classes themselves, not subclasses) where the native kernels are, and
-    this package's own optimizers always.
+    They know torch.optim's Adam, AdamW and SGD (the classes themselves, not subclasses), which need compiled kernels,
+    and this package's own optimizers.
     """
     fused = _FUSED_STEPS.get(optimizer)
     if fused is None:
@@ -41,12 +41,12 @@ def fused_step_of(optimizer: Optimizer) -> FusedStep | None:
 
 
 def fused_step_so_far(optimizer: Optimizer) -> FusedStep | None:
-    """What steps `optimizer` with the kernels, if a step, or `initialize`, has made it by now. Changes nothing."""
+    """Return the FusedStep of `optimizer` if a step or `initialize` has made it, else None. Changes nothing."""
     return _FUSED_STEPS.get(optimizer)
 
 
 def release_fused_step(optimizer: Optimizer) -> None:
-    """Give a class of torch.optim its state in its own form, and discard its fused step. Waits for the device."""
+    """Give an optimizer of torch.optim its state in torch's form, and discard its FusedStep. Waits for the device."""
     fused = _FUSED_STEPS.get(optimizer)
     if fused is not None:
         fused.widen_moments()
@@ -56,16 +56,16 @@ def release_fused_step(optimizer: Optimizer) -> None:
 
 
 class StepInput(NamedTuple):
-    """What one step reads and writes, one row for each entry of the optimizer's groups, in order.
+    """The tensors that one step reads and writes, one row for each entry of the optimizer's groups, in order.
 
     Attributes:
         params: n, the entries.
-        weights: n, what is stepped: `params`, but for shards and an optimizer with masters of its own.
+        weights: n, the tensors to step: `params`, except for shards and an optimizer with masters of its own.
         gradients: n; of the weights' shapes, or None.
         copies: n low-precision parameters that the new weights are rounded into, or None each; None: there are none.
-        scaled: n; which gradients are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
-        are_plain: whether all gradients are known to be dense, of the kernels' types, and laid out as their weights.
-        is_current: whether the tables of the last step serve this one; `FusedStep.plan` finds out.
+        scaled: n; True for gradients that are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
+        are_plain: True if all gradients are known to be dense, of the kernels' types, and laid out as their weights.
+        is_current: True if the tables of the last step serve this one; `FusedStep.plan` sets it.
     """
 
     params: Sequence[Tensor]
@@ -81,16 +81,16 @@ class FusedStep:
     """Steps every tensor of one optimizer in one pass.
 
     Args:
-        optimizer: held weakly. Its `state` is filled as its own class would fill it; only `step` counts differ: they
+        optimizer: held weakly. Its `state` is filled as its own class would fill it, except for `step` counts: they
             are views of one float32 tensor on the parameters' device, where they advance.
-        rule: what its class computes.
+        rule: the rule of its class.
     """
 
     def __init__(self, optimizer: Optimizer, rule: Rule) -> None:
         self.rule = rule
         self._optimizer = weakref.ref(optimizer)
         self._tables: list[Table] = []
-        self._captured: list[Table] = []  # those of before, which a CUDA graph goes on writing to
+        self._captured: list[Table] = []  # earlier tables, to which CUDA graphs still write
         self._weights: tuple[Tensor, ...] = ()
         self._copies: tuple[Tensor | None, ...] = ()
         self._inner: list[dict[str, Any]] = []
@@ -98,30 +98,30 @@ class FusedStep:
         self._needs_state1: list[bool] = []
         self._group_sizes: list[int] = []
         self._form = StateForm(rule)
-        self.is_required = False  # whether its class's own step cannot do it, so that the reference is to
+        self.is_required = False  # True if its class's own step cannot do it, so that the reference must
         self._hook = optimizer.register_state_dict_post_hook(_to_torch_form)
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the kernels have done a step of what the optimizer steps now."""
+        """True if the kernels have stepped the tensors that the optimizer steps now."""
         return bool(self._tables)
 
     @property
     def moment_dtype(self) -> torch.dtype:
-        """What moments are kept in."""
+        """The type in which moments are kept: float32 or bfloat16."""
         return self._form.dtype
 
     @property
     def copies(self) -> Sequence[Tensor | None]:
-        """What the last step wrote beside the weights: n, or none before it."""
+        """The copies that the last step wrote beside the weights: n, or none before a step."""
         return self._copies
 
     def require(self, moment_dtype: torch.dtype = torch.float32) -> None:
-        """Step also where the kernels are not compiled, and keep moments in `moment_dtype`."""
+        """Step also if the kernels are not compiled, and keep moments in `moment_dtype`."""
         self.is_required, self._form.dtype = True, moment_dtype
 
     def plan(self, step: StepInput) -> StepInput | None:
-        """`step`, if the kernels can do it, else None. Changes nothing. No host sync."""
+        """Return `step` if the kernels can do it, else None. Changes nothing. No host sync."""
         optimizer = self._live_optimizer()
         device = step.weights[0].device if step.weights else torch.device("cpu")
         if not (self._form.is_ours or self.is_required or kernels.has_native(device)):
@@ -146,14 +146,16 @@ class FusedStep:
         max_norm: float = math.inf,
         checks: kernels.Checks | None = None,
     ) -> None:
-        """One step of every weight that has a gradient; of none where `found_inf != 0`. No host sync.
+        """Step every weight that has a gradient; none if `found_inf != 0`. No host sync.
+
+        Raises AmpStateError during the capture of a CUDA graph if the tensors are not those of the last step.
 
         Args:
-            step: as `plan` gave it; nothing was written since.
-            copies: in place of those of `step`, which has none.
+            step: as `plan` returned it; nothing may have been written since.
+            copies: n copies to write if `step` has none.
             inv_scale, found_inf, norm: float32, shape [].
-            max_norm: infinity: not clipped.
-            checks: what `kernels.check` found for exactly these gradients.
+            max_norm: the norm that gradients are clipped to; infinity does not clip.
+            checks: the result of `kernels.check` for exactly these gradients.
         """
         optimizer = self._live_optimizer()
         weights, gradients, scaled = step.weights, step.gradients, step.scaled
@@ -192,7 +194,7 @@ class FusedStep:
         self.is_required, self._form.dtype = False, torch.float32
 
     def release(self) -> None:
-        """Give the state its torch form back: counts are tensors of their own, on the CPU. Waits for the device."""
+        """Give the state torch's form back: each count is a tensor of its own, on the CPU. Waits for the device."""
         for table in self._tables:
             for inner, count in zip(table.inner, table.steps.cpu().unbind(), strict=True):
                 if self.rule.keeps_step and "step" in inner:
@@ -203,9 +205,9 @@ class FusedStep:
         self._hook.remove()
 
     def in_torch_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """`state_dict` with the counts as torch's classes keep them, on the CPU. Waits for the device.
+        """Return `state_dict` with the counts as torch's classes keep them, on the CPU. Waits for the device.
 
-        A momentum buffer whose first step was skipped on the device does not exist yet, as far as torch knows.
+        A momentum buffer whose first step was skipped on the device becomes None, as torch has none before a step.
         """
         counts = {id(view): count for table in self._tables for view, count in table.by_state()}
         if not counts:
@@ -221,7 +223,7 @@ class FusedStep:
         return {**state_dict, "state": state}
 
     def obstacle(self, step: StepInput) -> str | None:
-        """Why no table can be built of these tensors and the optimizer's state as they are; None if it can."""
+        """Explain why no table can be built of these tensors and the optimizer's state; None if it can."""
         optimizer = self._live_optimizer()
         dtypes = kernels.FLOATS if self._form.is_ours else (torch.float32,)
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
@@ -244,9 +246,9 @@ class FusedStep:
             if reason is not None:
                 return f"parameter {i} of shape {tuple(w.shape)} {reason}"
         if self._form.is_ours:
-            return None  # the table refuses what overlaps, in its own words
+            return None  # the table refuses overlaps with its own message
         both = list(zip(self._states(step.params), step.weights, strict=True))
-        moments = {  # what is laid out anew gets memory of its own
+        moments = {  # a moment that is laid out anew gets its own memory
             name: [self._form.kept(state.get(name), w) for state, w in both] for name in self._form.moments
         }
         try:
@@ -332,9 +334,9 @@ def _is_plain(grad: Tensor) -> bool:
 
 
 def laid_out_as(weight: Tensor, grad: Tensor | None) -> Tensor | None:
-    """`grad` in the memory order of `weight`, which the kernels need. Autograd gives it so; users may not.
+    """Return `grad` in the memory order of `weight`, which the kernels need, or a copy of it in that order.
 
-    What lies negated in memory, or nowhere, is written out.
+    Gradients of autograd have that order, a user's may not. Lazy gradients (negated, or without memory) are copied.
     """
     if grad is None or grad.shape != weight.shape or (kernels.same_layout(grad, weight) and not kernels.is_lazy(grad)):
         return grad

@@ -33,12 +33,12 @@ class LARC:
     of FP32 masters, and an overflow skips the step as usual.
 
     Args:
-        optimizer: what steps.
+        optimizer: the inner optimizer, which steps.
         trust_coefficient: above 0.
         clip: never step further than the learning rate alone would; False: scale by the rate times the learning rate.
         eps: added to the denominator.
 
-    Raises AmpTypeError for what is no optimizer, AmpValueError for values outside of these.
+    Raises AmpTypeError if `optimizer` is none, AmpValueError for values outside of these.
     """
 
     def __init__(
@@ -88,23 +88,23 @@ class LARC:
         return self.optim.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's; LARC has no state."""
+        """Return the inner optimizer's state; LARC has none."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's."""
+        """Load the inner optimizer's state."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The inner optimizer's, with torch's default."""
+        """Discard the inner optimizer's gradients, by default as in torch."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add to the inner optimizer."""
+        """Add a group to the inner optimizer."""
         self.optim.add_param_group(param_group)
 
     def register_step_pre_hook(self, hook: Callable[[LARC], None]) -> RemovableHandle:
-        """Have `hook(larc)` called at the beginning of each step, before gradients are looked at."""
+        """Have `hook(larc)` called at the beginning of each step, before gradients are read."""
         handle = RemovableHandle(self._step_pre_hooks)
         self._step_pre_hooks[handle.id] = hook
         return handle
@@ -139,12 +139,12 @@ class LARC:
         rate = self.trust_coefficient * of_params / (of_grads + weight_decay * of_params + self.eps)
         if self.clip:
             rate = (rate / group["lr"]).clamp(max=1.0)
-        # A gradient of 0 stays 0: what the weight decay makes of it goes again.
+        # A gradient of 0 stays 0: the factor 0 removes the weight decay that was added to it.
         factors = torch.where(of_grads == 0, 0.0, torch.where(of_params == 0, 1.0, rate)).unbind()
-        # In half the sum and the factors, which `_foreach_mul_` would round to the gradients' type, lose too much.
+        # In half the sum would lose too much, and so would the factors, which `_foreach_mul_` rounds to that type.
         adapted = [g.float() for g in grads] if is_low else grads
         if weight_decay != 0:
-            # An optimizer that maximizes negates all that it gets.
+            # An optimizer that maximizes negates the gradient, and the decay in it.
             decay = -weight_decay if group.get("maximize", False) else weight_decay
             torch._foreach_add_(adapted, [p.float() for p in params] if is_low else params, alpha=decay)
         torch._foreach_mul_(adapted, factors)
@@ -165,7 +165,7 @@ def _without_weight_decay(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _with_gradients(params: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """The `params` that have a gradient, with their gradients, in lists of one device and type.
+    """Return the `params` that have a gradient, with their gradients, in lists of one device and type.
 
     Raises AmpStateError for sparse gradients.
     """

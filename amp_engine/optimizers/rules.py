@@ -1,4 +1,4 @@
-"""How the kernels step each optimizer: its formula, its state, its hyperparameters."""
+"""The rule by which the kernels step each optimizer: its formula, state and hyperparameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """How one optimizer class is stepped by the kernels.
+    """The rule by which the kernels step one class of optimizers.
 
     Attributes:
         formula: a key of `kernels.FORMULAS`.
@@ -50,7 +50,7 @@ class Rule:
 
 
 def hyperparameters(formula: type[Formula], **entries: str) -> Callable[[Group], Formula]:
-    """A function from a parameter group to its `formula`: each field is the entry of its name, or as in `entries`.
+    """Return a function from a parameter group to its `formula`: each field is the entry of its name, or of `entries`.
 
     `betas` are beta1 and beta2. Fields without an entry keep their defaults.
     """
@@ -97,6 +97,6 @@ TORCH_RULES: dict[type[Optimizer], Rule] = {
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
-    """The rule for the class of `optimizer`, or None if the kernels do not know it."""
+    """Return the rule for the class of `optimizer`, or None if the kernels do not know it."""
     rule = getattr(type(optimizer), "rule", None) or TORCH_RULES.get(type(optimizer))
     return rule if isinstance(rule, Rule) else None

@@ -1,4 +1,4 @@
-"""The state of an optimizer, tensor by tensor: what the kernels can go on with, and how it becomes so."""
+"""The state of an optimizer for each tensor: checks that the kernels can use it, and brings it into their form."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NORM = "exp_avg_sq"  # where NovoGrad keeps the one norm of a tensor
 
 
 class StateForm:
-    """What a class keeps of each tensor in `optimizer.state`, by its rule.
+    """The form of `optimizer.state[p]` for a class of optimizers, by its rule.
 
     Attributes:
-        moments: the names under which it keeps tensors of their weights' shapes.
-        is_ours: whether the class is one of this package's own.
-        dtype: of the moments; float32, or bfloat16 for Adam's.
+        moments: names of the state tensors that have their weights' shapes.
+        is_ours: True if the class is one of this package's own.
+        dtype: type of the moments: float32, or bfloat16 for Adam's.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -31,9 +31,9 @@ class StateForm:
         self.dtype = torch.float32
 
     def misfit(self, state: dict[str, Any], weight: Tensor) -> str | None:
-        """What of a tensor's state the kernels could not go on with, were it laid out anew.
+        """Say which part of a tensor's state the kernels cannot use even if it is laid out anew; None if they can.
 
-        torch's SGD steps buffers of any type, and keeps them so; its Adam fails halfway on other types.
+        torch's SGD steps buffers of any type, and keeps the type; its Adam fails halfway on other types.
         """
         for name in self.moments:
             value = state.get(name)
@@ -57,19 +57,19 @@ class StateForm:
         return None
 
     def torn(self, state: dict[str, Any], group: dict[str, Any]) -> str | None:
-        """What is missing where the rest is there, on which torch's own steps raise; all of it is started anew."""
+        """Say what a partial state lacks, as torch's own steps raise on one; None if it is whole or can start anew."""
         rule = self._rule
         moments = ([rule.state1] if rule.needs_state1(group) else []) + ([rule.state2] if rule.state2 else [])
         moments += [NORM] * rule.keeps_norm
         whole = moments + ["step"] * rule.keeps_step
         missing = [name for name in whole if state.get(name) is None]
         found = [name for name in moments if name not in missing]
-        if not self.is_ours and rule.keeps_step and state:  # torch asks for all, whatever is there
+        if not self.is_ours and rule.keeps_step and state:  # torch then needs all of it
             found = list(state)
         return f"has {' and '.join(found)}, but no {' and no '.join(missing)}" if found and missing else None
 
     def lacks(self, state: dict[str, Any], needs_state1: bool) -> bool:
-        """Whether a step would have to start some of the state."""
+        """True if a step would have to start some of the state."""
         rule = self._rule
         return (
             (needs_state1 and state.get(rule.state1) is None)
@@ -79,7 +79,7 @@ class StateForm:
         )
 
     def start(self, state: dict[str, Any], known: dict[int, float]) -> float:
-        """How many steps this tensor has had; for SGD, which does not count them, 0 or more."""
+        """Return the number of steps of this tensor; for SGD, which does not count them, 0 if it has no buffer."""
         if self._rule.keeps_step:
             step = state.get("step")
             return known[id(step)] if id(step) in known else 0.0 if step is None else float(step)
@@ -87,7 +87,7 @@ class StateForm:
         return 0.0 if buffer is None else known.get(id(buffer), 1.0)
 
     def fill(self, state: dict[str, Any], weight: Tensor, group: dict[str, Any]) -> None:
-        """As torch's classes do at a tensor's first gradient; `weight` may be a DTensor, and moments then are."""
+        """Start missing state as torch's classes do at a tensor's first gradient. A DTensor gets DTensor moments."""
         rule = self._rule
         if rule.keeps_step and state.get("step") is None:
             state["step"] = torch.tensor(0.0, device="cpu")
@@ -99,19 +99,19 @@ class StateForm:
             state[NORM] = torch.zeros((), device="cpu")
 
     def lay_out(self, state: dict[str, Any], weight: Tensor) -> None:
-        """Have the moments in their type, in the weight's order in memory: a checkpoint's may have others."""
+        """Bring the moments into their type and the weight's order in memory: a checkpoint may have others."""
         for name in self.moments:
             value = state.get(name)
             if value is not None and not self.fits(local_of(value), weight):
                 state[name] = torch.empty_like(weight, dtype=self.dtype).copy_(value.detach())
 
     def kept(self, value: Tensor | None, weight: Tensor) -> Tensor | None:
-        """The moment, of a DTensor this rank's part, if it fits; None if it is missing or will be laid out anew."""
+        """Return the moment, or this rank's part of it; None if it is missing or will be laid out anew."""
         value = None if value is None else local_of(value)
         return value if self.fits(value, weight) else None
 
     def fits(self, value: Tensor | None, weight: Tensor) -> bool:
-        """Whether a moment has its type, and the order in memory of its weight."""
+        """True if a moment has its type, and its weight's order in memory."""
         return (
             value is not None
             and value.dtype == self.dtype

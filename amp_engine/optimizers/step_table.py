@@ -1,4 +1,4 @@
-"""The tensors that the kernels step together, and the state of their optimizer that goes with them."""
+"""The tensors that the kernels step together, with their optimizer's state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from amp_engine.optimizers.state_form import NORM
 
 
 class Table:
-    """The tensors of one device. `rows` are their places among the optimizer's, None if they are all."""
+    """The tensors of one device. `rows` are their places among the optimizer's tensors; None stands for all."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Table:
         )
 
     def is_current(self, rule: Rule) -> bool:
-        """Whether the optimizer's state is still what the table points to."""
+        """True if the table still points to the optimizer's state."""
         return (
             tensor_lists.same_entries(self.inner, rule.state1, self.state1)
             and (rule.state2 is None or tensor_lists.same_entries(self.inner, rule.state2, self.state2))
@@ -62,13 +62,13 @@ class Table:
         )
 
     def by_state(self) -> list[tuple[Tensor, float]]:
-        """The tensor of the optimizer's state that tells a count, and the count. Waits for the device."""
+        """Return pairs of a state tensor and the step count that goes with it. Waits for the device."""
         pairs = zip(self._counts, self.steps.tolist(), strict=True)
         return [(tensor, count) for tensor, count in pairs if tensor is not None]
 
 
 def _put(inner: list[dict[str, Any]], name: str, numbers: Tensor) -> list[Tensor | None]:
-    """Replace each number that state has under `name` by the view of its place in `numbers`: n views, or None."""
+    """Replace each number that state has under `name` by a view of its place in `numbers`; return n views or None."""
     views: list[Tensor | None] = []
     for state, view in zip(inner, numbers.unbind(), strict=True):
         if state.get(name) is None:
@@ -80,5 +80,5 @@ def _put(inner: list[dict[str, Any]], name: str, numbers: Tensor) -> list[Tensor
 
 
 def _local(states: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Of DTensors what this rank has."""
+    """Return this rank's parts of DTensors, and other tensors as they are."""
     return [None if state is None else local_of(state) for state in states]

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from amp_engine.ground.reachable import held, reachable
 from amp_engine.optimizers.larc import LARC
 
-# Where torch.optim.Optimizer keeps the hooks that are used here. A class that never calls its __init__ lacks some, and
-# its `step` is not `hooked`: torch calls none of them.
+# Attributes in which torch.optim.Optimizer keeps the hooks that are used here. A class that never calls its __init__
+# lacks some, and its `step` is not `hooked`: torch calls none of them.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_state_dict_post_hooks",
@@ -22,7 +22,7 @@ _HOOKS = (
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Optimizers that `optimizer` keeps in its attributes, in lists and dictionaries too (Lookahead, SAM and kin)."""
+    """Return optimizers in attributes of `optimizer`, and in lists and dictionaries there (Lookahead, SAM and kin)."""
     found: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
@@ -43,9 +43,9 @@ def takes_hooks(optimizer: Optimizer) -> bool:
 
 
 def inner_of(optimizer: Any) -> Any:
-    """The optimizer that steps: inside of LARC or of a wrapper without hooks (timm's Lookahead), else `optimizer`.
+    """Return the optimizer that steps: inside of LARC or of a wrapper without hooks (timm's Lookahead), or `optimizer`.
 
-    Without hooks it must hold exactly one optimizer that has them, and share the lists of parameters in its groups.
+    A wrapper without hooks must hold exactly one optimizer that has them, and share its groups' lists of parameters.
     """
     if isinstance(optimizer, LARC):
         return optimizer.optim
@@ -70,10 +70,10 @@ def has_groups_of(optimizer: Optimizer, inner: Optimizer) -> bool:
 
 
 def parameters_elsewhere(wrapper: Optimizer, inner: Optimizer) -> str | None:
-    """The attribute in which `wrapper` keeps parameters of `inner` beside groups and state, where no master comes.
+    """Return an attribute in which `wrapper` keeps parameters of `inner` that no master replaces; None without one.
 
-    What it has in common with `inner` is no such place, nor are optimizers. Where both are one, what only `__init__`
-    names is none.
+    Groups, state, optimizers and objects that it shares with `inner` do not count. If `wrapper` is `inner`, attributes
+    that only `__init__` names do not count.
     """
     own = {id(value) for value in (vars(inner) if wrapper is not inner else {}).values()}
     own |= {id(one) for both in (wrapper, inner) for one in (both.param_groups, both.state)}
@@ -91,10 +91,10 @@ def parameters_elsewhere(wrapper: Optimizer, inner: Optimizer) -> str | None:
 
 
 def _names_used(kind: type) -> set[str]:
-    """The attributes that methods of a class name, other than `__init__` and methods of torch."""
+    """Return the names that a class's methods use, without `__init__` and methods of torch."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing")]
     methods = (value for base in bases for name, value in vars(base).items() if name != "__init__")
     codes = [inspect.unwrap(one).__code__ for one in methods if isinstance(one, types.FunctionType)]
-    for code in codes:  # which grows
+    for code in codes:  # grows meanwhile
         codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return {name for code in codes for name in code.co_names}

@@ -88,7 +88,7 @@ def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def own_memory(grad: Tensor) -> Tensor:
-    """Return `grad`, or a copy if it shares its memory."""
+    """Return `grad`, or a copy if it shares memory with other tensors."""
     # DDP's gradient_as_bucket_view makes gradients views of a bucket that the next backward overwrites.
     if grad.is_sparse or is_sharded(grad):
         return grad

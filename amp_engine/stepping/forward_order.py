@@ -192,7 +192,7 @@ def _saved(node: Node) -> Iterator[tuple[str, Tensor]]:
 
 
 def _has_no_hooks(raw: object) -> bool:
-    """True if a tensor was saved without hooks. Torch tells only by refusing a second pair of hooks."""
+    """True if a tensor was saved without hooks. Gives it hooks that do nothing: torch refuses a second pair."""
     try:
         raw.register_hooks(_itself, _itself)  # type: ignore[attr-defined]
     except RuntimeError:

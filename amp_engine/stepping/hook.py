@@ -152,7 +152,7 @@ class StepHook:
         )
 
     def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:
-        # torch casts loaded state to the type of what is in the groups: masters must be there first.
+        # torch casts loaded state to the type of the entries of the groups: masters must be there first.
         if self._stepped.rows.makes_masters:
             self._stepped.rows.scan()
 

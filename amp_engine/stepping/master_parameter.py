@@ -113,7 +113,7 @@ class MasterParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        GRAD.__set__(self, value)  # raises for what is no gradient of this parameter
+        GRAD.__set__(self, value)  # raises if it cannot be a gradient of this parameter
         if (owner := _owner(id(self))) is not None:
             owner.discard_held()
 

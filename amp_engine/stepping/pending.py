@@ -86,7 +86,7 @@ class Pending:
         return any(backward.skips and backward.outcome.overflowed() for backward in self.backwards)
 
     def add(self, backward: Backward, squares: list[Tensor] | None = None) -> None:
-        """Keep a backward for the next step; drop earlier ones that are known to be without overflow and flush.
+        """Keep a backward for the next step; drop earlier ones without overflow or flush, to bound memory.
 
         Args:
             squares: sums of squares of this optimizer's gradients, still scaled; None if not computed.

@@ -44,7 +44,7 @@ class Ranks:
         # The wrappers of its parameters: looked for at the first backward in a process group, and when one is gone.
         self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None
         self._local: list[weakref.ref[DistributedDataParallel]] = []  # wrappers under `no_sync` in this backward
-        self._waiting: list[weakref.ref[DistributedDataParallel]] = []  # and in an earlier backward whose exit unscaled
+        self._waiting: list[weakref.ref[DistributedDataParallel]] = []  # and in an earlier one whose exit unscaled
 
     def enter(self, is_first: bool, is_left_open: bool) -> None:
         """Entry of `scale_loss`: note wrappers under `no_sync`.

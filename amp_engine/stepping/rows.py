@@ -122,7 +122,7 @@ class Rows:
         return bool(self.masters) or self.splits
 
     def wrapped_by(self, wrapper: Optimizer) -> None:
-        """Expect `wrapper`, which shares the groups, to write weights after their step."""
+        """Expect `wrapper`, which shares the groups, to write weights after the step."""
         self.written_outside = True
 
     def look_for_joined(self) -> None:
@@ -265,7 +265,7 @@ class Rows:
         if written:
             for master in self.masters:
                 if master.gradient() is not None:
-                    master.materialize()  # autograd wrote into the master itself, beside what is held
+                    master.materialize()  # autograd wrote into the master itself, beside the held gradient
         if slots.count > 0 and slots.is_whole and not written and not columns.plain:
             return slots.gradients, slots.states
         held = bytes(slots.states) if slots.count > 0 else bytes(len(columns.weights))
@@ -428,7 +428,7 @@ class MasterRows(Rows):
                 master.is_doubted = True
 
     def wrapped_by(self, wrapper: Optimizer) -> None:
-        """Expect `wrapper`, which shares the groups, to write masters after their step; give it its state by master."""
+        """Expect `wrapper`, which shares the groups, to write masters after the step; move its state to masters."""
         super().wrapped_by(wrapper)
         self._wrappers.append(weakref.ref(wrapper))
         states = list(self._states())

@@ -280,7 +280,7 @@ class ScaledBackwards:
 
 
 class ContextOfLoss:
-    """The context that `scale_loss` gives; using it as the scaled loss raises an AttributeError that explains."""
+    """The context that `scale_loss` gives. Used as the scaled loss it says in an AttributeError how to get one."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

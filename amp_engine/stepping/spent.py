@@ -68,7 +68,7 @@ class Spent:
         HOLDING.discard(id(self))
 
     def _look(self) -> None:
-        """Have masters ask for gradients while some gradients are 0."""
+        """Have masters ask their owners for gradients while some gradients are 0."""
         (HOLDING.add if _ZERO in self.states else HOLDING.discard)(id(self))
 
     @property

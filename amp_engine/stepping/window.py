@@ -86,12 +86,12 @@ class Window:
 
     @property
     def is_closed(self) -> bool:
-        """True if `.grad` holds unscaled gradients, if any."""
+        """True if the window is closed: `.grad` holds unscaled gradients, if any."""
         return self.state is State.CLOSED
 
     @property
     def is_left_open(self) -> bool:
-        """True if scaled gradients wait for another body, or for the step."""
+        """True if the window is left open: scaled gradients wait for another body, or for the step."""
         return self.state is State.LEFT_OPEN
 
     @property
@@ -125,7 +125,7 @@ class Window:
         self.claim(backward)
 
     def begin(self) -> bool:
-        """At the begin of a backward into this window: set present gradients aside, unless that was done.
+        """At the start of a backward into this window: set present gradients aside, unless that was done.
 
         Returns:
             True if its gradients will be added to earlier ones; then `end` must be called.

@@ -322,6 +322,8 @@ PYBIND11_MODULE(_C, m) {
         return true;
       },
       "Calls listener(tensors, is_broadcast) after each of the writing operators of c10d, from now on.");
+  m.def("ask_for_written_lists", &ask_for_written_lists,
+        "Has torch's operators on lists ask for the memory that they write, from now on.");
 
   py::class_<ListOperation>(m, "ListCheck")
       .def(py::init<>())

@@ -7,6 +7,9 @@ parameters that were written, on every rank alike, so that masters of all ranks 
 The same kernel asks for the memory of what it is given before it passes it on. Backends do that in threads of their
 own, and torch takes care of no two threads that ask at once for memory that is copied on write, as that of a weight
 with a copy in half may be (casting/cache.py): "refcount >= 0 INTERNAL ASSERT FAILED".
+
+torch's operators on lists (`_foreach_mul_`, `_fused_adam_`) get such a kernel as well: on a GPU they take the memory
+that they write as memory that they read, so a write into a gradient of the model would reach its copy-on-write clone.
 """
 
 from __future__ import annotations
@@ -62,14 +65,17 @@ _REGISTERING = threading.Lock()
 def watch() -> Watch:
     """Have collectives move versions until what is returned is discarded."""
     with _REGISTERING:
-        if not _REGISTERED and torch.distributed.is_available():
-            writing, reading = ([n for n in names if hasattr(torch.ops.c10d, n)] for names in (WRITING, READING))
-            _REGISTERED.append(
-                tensor_lists.watch_collectives(writing, reading, _written) or _register(writing, reading)
-            )
+        if not _REGISTERED:
+            tensor_lists.ask_for_written_lists()
+            _REGISTERED.append(torch.distributed.is_available() and _watch_c10d())
     result = Watch()
     _WATCHES.add(result)
     return result
+
+
+def _watch_c10d() -> object:
+    writing, reading = ([n for n in names if hasattr(torch.ops.c10d, n)] for names in (WRITING, READING))
+    return tensor_lists.watch_collectives(writing, reading, _written) or _register(writing, reading)
 
 
 def _register(writing: Sequence[str], reading: Sequence[str]) -> torch.library.Library:

@@ -155,3 +155,10 @@ class TensorLists(Protocol):
         listener(tensors, is_broadcast): called after each of the `writing` operators with the tensors that it wrote.
         """
         ...
+
+    def ask_for_written_lists(self) -> None:
+        """Have torch's operators on lists (`_foreach_mul_`, `_fused_adam_`) request the memory that they write.
+
+        Their GPU kernels do not, so they would write a copy-on-write clone together with its origin.
+        """
+        ...

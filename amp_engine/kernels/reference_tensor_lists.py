@@ -96,10 +96,8 @@ def copies(tensors: TensorList, accesses: bytes) -> TensorList:
 
 
 def _copied_on_write(tensor: Tensor) -> Tensor:
-    # On a GPU only on the default stream, like csrc/tensor_lists.cpp.
-    device = tensor.device
-    if device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
-        return tensor.clone()
+    if not tensor.is_cpu:
+        return tensor.clone()  # torch's operators on lists write a GPU's memory without a request
     try:
         return lazy_clone(tensor)
     except RuntimeError:  # memory of others (numpy, DLPack), which copy-on-write cannot hold
@@ -147,6 +145,10 @@ def watch_collectives(
 ) -> bool:
     """Return False: `initialization/collectives.py` registers Python kernels that the dispatcher can go on from."""
     return False
+
+
+def ask_for_written_lists() -> None:
+    """Do nothing: memory on GPUs is copied at once."""
 
 
 def _gradient_stamp(param: Tensor) -> tuple[int, int, int] | None:

@@ -35,6 +35,7 @@ same_objects = TENSOR_LISTS.same_objects
 same_entries = TENSOR_LISTS.same_entries
 discard_gradients = TENSOR_LISTS.discard_gradients
 watch_collectives = TENSOR_LISTS.watch_collectives
+ask_for_written_lists = TENSOR_LISTS.ask_for_written_lists
 
 
 def copy(tensor: Tensor) -> Tensor:

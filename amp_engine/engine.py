@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
@@ -33,7 +32,7 @@ from amp_engine.levels.policy import Policy
 from amp_engine.levels.policy_file import RunPolicy, takes_policy
 from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE, DynamicLossScale
 from amp_engine.optimizers import LARC, inner_of
-from amp_engine.page import markup
+from amp_engine.page.page import Page, Verbatim
 from amp_engine.saving import by_name, checkpoint_file, scaler_state
 from amp_engine.saving import objects as saved_objects
 from amp_engine.saving.averages import AveragedModel, AvgFn, MultiAvgFn
@@ -116,14 +115,12 @@ class Engine:
         return f"<Engine at {self.policy.opt_level}: steps {optimizers or 'no optimizer'}; {count}, loss scale {scale}>"
 
     def _repr_html_(self) -> str:
-        return markup.fragment(markup.preformatted(repr(self)))
+        return Page.of(Verbatim(repr(self))).html()
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @overload

@@ -15,7 +15,7 @@ from amp_engine.advice import words
 from amp_engine.advice.figures import MOST_DIFFERENCE, NOISES, Comparison, Figures, compared
 from amp_engine.advice.recommendation import LEAST_GAIN, Recommendation, recommend, why_not
 from amp_engine.advice.records import BASE, Dropped, Trial
-from amp_engine.page.page import Page, Section, Sentence, Table, Verbatim
+from amp_engine.page.page import Page, Paged, Section, Sentence, Table, Verbatim
 from amp_engine.telemetry.wording import plural
 
 FORMAT = 1
@@ -24,8 +24,8 @@ FORMAT = 1
 _HEAD = ("level", "losses", "differ by", "ms a step", "speed", "memory", "", "lost", "steps", "skipped", "loss scale")
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, repr=False)
+class Advice(Paged):
     """A few steps of a script at each level, and the level that they speak for.
 
     Attributes:
@@ -65,12 +65,6 @@ class Advice:
         fields["comparison"] = dataclasses.asdict(self.comparison)
         fields["recommendation"] = dataclasses.asdict(self.recommendation)
         return json.dumps(_plain(fields), indent=1, allow_nan=False)
-
-    def __str__(self) -> str:
-        return self._page().text()
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def _page(self) -> Page:
         comparison = self.comparison

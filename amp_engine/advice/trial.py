@@ -22,14 +22,12 @@ from amp_engine import amp
 from amp_engine.advice.fitting import fitted
 from amp_engine.advice.records import Dropped, Task, Trial
 from amp_engine.engine import Engine
-from amp_engine.ground.dtypes import LOW_PRECISION
-from amp_engine.levels.policy import Policy
 from amp_engine.stepping.pending import Pending
 from amp_engine.telemetry.magnitudes import MagnitudeCounter
 from amp_engine.telemetry.receipt import memory
 from amp_engine.telemetry.records import Memory
 from amp_engine.telemetry.step_times import Clock, SystemClock
-from amp_engine.telemetry.wording import dtype_name
+from amp_engine.telemetry.wording import dtype_name, plural
 
 COUNTED_STEPS = 3
 """Of how many of the last steps gradients are counted."""
@@ -168,7 +166,8 @@ class _Seen:
         return self.steps + 1 in (_MEASURED_STEP, self._task.steps)
 
     def initialized(self, asked: str, dropped: list[Dropped]) -> None:
-        self._asked, self._dtype = asked, _low_precision(self._engine.policy)
+        half = self._engine.policy and self._engine.policy.low_precision
+        self._asked, self._dtype = asked, dtype_name(half) if half else None
         self._pendings = [one.pending for one in self._engine._initialized.stepped]
         self._look_at_device()
         self._dropped += [one for one in dropped if one not in self._dropped]
@@ -272,9 +271,7 @@ def machine(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
     if device.type != "cpu":
         return str(device.type)
-    threads = torch.get_num_threads()
-    counted = f"{threads} thread{'' if threads == 1 else 's'}"
-    return f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {counted}"
+    return f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def _cpu_name() -> str:
@@ -284,13 +281,6 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else "CPU"
-
-
-def _low_precision(policy: Policy | None) -> str | None:
-    for dtype in (policy.patch_torch_functions_type, policy.cast_model_type) if policy else ():
-        if isinstance(dtype, torch.dtype) and dtype in LOW_PRECISION:
-            return dtype_name(dtype)
-    return None
 
 
 def _write(trial: Trial, path: str) -> None:

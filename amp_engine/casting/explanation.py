@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
 from amp_engine.casting import locks, patch_torch
 from amp_engine.casting.calls import Call
 from amp_engine.errors import AmpStateError
-from amp_engine.page import markup
-from amp_engine.page.tables import table
+from amp_engine.page.page import Page, Paged, Table, Verbatim
 
 _USE = "Type:\n\n    with amp.explain() as explanation:\n        ...  # one iteration\n    print(explanation)"
 
@@ -41,7 +39,7 @@ class Record:
     bytes_moved: int
 
 
-class Explanation:
+class Explanation(Paged):
     """The calls of listed functions inside of `with amp.explain() as explanation:`, in all threads.
 
     Functions on no list are not seen, nor is code that torch.compile compiled: there casts are part of the graph.
@@ -70,9 +68,7 @@ class Explanation:
         self._open.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         assert self._open is not None
         self._reason = self._why_empty()
         self._open.__exit__(None, None, None)
@@ -96,24 +92,14 @@ class Explanation:
         patch_torch.remove_discarded()
         return sorted(records, key=lambda r: (-r.bytes_moved, -r.calls, r.function, str(r.dtype)))
 
-    def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
+    def _page(self) -> Page:
         if not self._entered:
-            return f"Nothing is explained yet.  {_USE}"
+            return Page.of(Verbatim(f"Nothing is explained yet.  {_USE}"))
         records = self.records
         if not records:
             reason = self._why_empty() if self._open is not None else self._reason
-            return f"No listed function was seen.  {reason or _NOTHING_RAN}"
-        return table([_HEAD, *_rows(records)], words=3, has_total=True)
-
-    def _repr_html_(self) -> str:
-        records = self.records
-        if not records:
-            return markup.fragment(markup.preformatted(str(self)))
-        classes = [""] * len(records) + ["total"]
-        return markup.fragment(markup.table(_HEAD, _rows(records), numbers=range(3, len(_HEAD)), classes=classes))
+            return Page.of(Verbatim(f"No listed function was seen.  {reason or _NOTHING_RAN}"))
+        return Page.of(Table(_rows(records), _HEAD, numbers=range(3, len(_HEAD)), has_total=True))
 
 
 _HEAD = ("function", "list", "ran in", "calls", "casts", "cached", "bytes moved")

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -97,31 +98,8 @@ class OverflowWatch:
     def unchecked_loss(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
         """Note a loss that is not finite, where gradients are not checked."""
         places = self._places()
-        earlier = self._scaling.history.losses_before(loss_id, backward)
         weights = self._bad_weights(places)
-        cause = likely_cause(
-            loss,
-            earlier,
-            has_gradient=False,
-            has_bad_weights=bool(weights),
-            came_from_outside=origin is not None and origin.operation is None and not origin.is_parameter,
-        )
-        operation, near = _origin(origin, places)
-        self._note(
-            OverflowRecord(
-                backward,
-                loss_id,
-                1.0,
-                loss,
-                cause,
-                operation=operation,
-                near=near,
-                weights=weights,
-                skipped=False,
-                growth=growth_of(loss, earlier),
-                is_exact=origin is None or origin.is_exact,
-            )
-        )
+        self._note(self._explained(backward, loss_id, loss, origin, weights, places, loss_scale=1.0, skipped=False))
 
     def _note(self, record: OverflowRecord, is_said: bool = True) -> None:
         self._records.append(record)
@@ -146,35 +124,57 @@ class OverflowWatch:
         origin = backward.origin
         if not is_finite and origin is None:
             self._scaling.heard_of_loss(is_finite=False)
-        earlier = self._scaling.history.losses_before(backward.loss_id, backward.number)
-        operation, near = _origin(origin, places)
         place = None if first is None else _place(first[0], places)
-        return OverflowRecord(
-            backward=backward.number,
-            loss_id=backward.loss_id,
+        return self._explained(
+            backward.number,
+            backward.loss_id,
+            loss,
+            origin,
+            weights,
+            places,
             loss_scale=backward.outcome.scale(),
-            loss=loss,
-            cause=likely_cause(
-                loss,
-                earlier,
-                has_gradient=first is not None,
-                has_bad_weights=bool(weights),
-                came_from_outside=origin is not None and origin.operation is None and not origin.is_parameter,
-            ),
             parameter=None if place is None else place.parameter,
             module=None if place is None else place.module,
             module_type=None if place is None else place.module_type,
             kind=None if first is None else "nan" if first[1] else "inf",
             elements=backward.elements,
             numel=0 if first is None else first[0].numel(),
-            operation=operation,
-            near=near,
             nonfinite=tuple(_place(param, places).parameter for param, _ in nonfinite),
             checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
-            weights=weights,
             skipped=skipped,
+        )
+
+    def _explained(
+        self,
+        backward: int,
+        loss_id: int,
+        loss: float | None,
+        origin: Origin | None,
+        weights: tuple[str, ...],
+        places: dict[int, Place],
+        **details: Any,
+    ) -> OverflowRecord:
+        """The record with these details, and what the loss, those before it, and its graph tell."""
+        earlier = self._scaling.history.losses_before(loss_id, backward)
+        cause = likely_cause(
+            loss,
+            earlier,
+            has_gradient=details.get("parameter") is not None,
+            has_bad_weights=bool(weights),
+            came_from_outside=origin is not None and origin.operation is None and not origin.is_parameter,
+        )
+        near = None if origin is None or origin.parameter is None else places.get(origin.parameter)
+        return OverflowRecord(
+            backward,
+            loss_id,
+            loss=loss,
+            cause=cause,
+            operation=None if origin is None else origin.operation or origin.took,
+            near=None if near is None else near.parameter,
+            weights=weights,
             growth=growth_of(loss, earlier),
             is_exact=origin is None or origin.is_exact,
+            **details,
         )
 
     def _bad_weights(self, places: dict[int, Place]) -> tuple[str, ...]:
@@ -193,11 +193,3 @@ def _is_of_this_rank(record: OverflowRecord, backward: Backward) -> bool:
 
 def _place(param: Tensor, places: dict[int, Place]) -> Place:
     return places.get(id(param), Place(f"a parameter of shape {tuple(param.shape)}"))
-
-
-def _origin(origin: Origin | None, places: dict[int, Place]) -> tuple[str | None, str | None]:
-    """The operation, and the parameter at it or before it, by name."""
-    if origin is None:
-        return None, None
-    near = None if origin.parameter is None else places.get(origin.parameter)
-    return origin.operation or origin.took, None if near is None else near.parameter

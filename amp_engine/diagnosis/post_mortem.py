@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from amp_engine.page.tables import table
+from amp_engine.page.page import Page, Paged, Sentence, Table
 
 Cause = Literal["data", "forward", "backward", "divergence", "weights", "elsewhere"]
 
@@ -89,7 +89,7 @@ class OverflowRecord:
         return f"Amp post-mortem:  {self.cause}.  {_what_happened(self)}"
 
 
-class OverflowReport(Sequence[OverflowRecord]):
+class OverflowReport(Paged, Sequence[OverflowRecord]):
     """The overflows that the host has heard of, oldest first; `str()` is a table of them.
 
     Args:
@@ -107,12 +107,9 @@ class OverflowReport(Sequence[OverflowRecord]):
     def __len__(self) -> int:
         return len(self._records)
 
-    def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
+    def _page(self) -> Page:
         if not self._records:
-            return "No backward has overflowed, as far as the host has heard."
+            return Page.of(Sentence("No backward has overflowed, as far as the host has heard."))
         head = ("cause", "first in", "kind", "operation", "step", "backward", "loss_id", "scale", "loss", "elements")
         rows = [
             (
@@ -129,8 +126,8 @@ class OverflowReport(Sequence[OverflowRecord]):
             )
             for r in self._records
         ]
-        older = f"\n{self.dropped} older ones are not kept." if self.dropped else ""
-        return table([head, *rows], words=5) + older
+        older = [Sentence(f"{self.dropped} older ones are not kept.")] if self.dropped else []
+        return Page.of(Table(rows, head, numbers=range(5, len(head))), *older)
 
 
 def _where(record: OverflowRecord) -> str | None:

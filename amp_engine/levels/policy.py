@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from amp_engine.errors import AmpStateError, AmpValueError
-from amp_engine.ground.dtypes import parse_dtype
+from amp_engine.ground.dtypes import LOW_PRECISION, parse_dtype
 from amp_engine.levels.scale_rule import DynamicLossScale
 
 # Scales and their inverses are float32 on the device: the smallest normal number, and one over it.
@@ -47,6 +47,11 @@ class Policy:
     master_weights: bool | Literal["split"] | None = None
     loss_scale: LossScale = 1.0
     patch_torch_functions_type: torch.dtype | None = None
+
+    @property
+    def low_precision(self) -> torch.dtype | None:
+        """The half type that functions or models are cast to; None where they compute in float32."""
+        return next((t for t in (self.patch_torch_functions_type, self.cast_model_type) if t in LOW_PRECISION), None)
 
     def override(self, **overrides: object) -> Policy:
         """A copy with every override that is not None.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from textwrap import indent, wrap
 
-from amp_engine.page import markup, tables
+from amp_engine.page.style import STYLE
 
 WIDTH = 100
 """Of text, where names allow."""
@@ -20,6 +20,12 @@ class Block:
     """A part of a section; in text it is indented by so many steps."""
 
     indent: int = field(default=0, kw_only=True)
+
+    def _lines(self, width: int) -> Sequence[str]:
+        raise NotImplementedError
+
+    def _html(self) -> str:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,26 @@ class Sentence(Block):
     kind: str = ""
     link: str = ""
 
+    def _lines(self, width: int) -> Sequence[str]:
+        return _wrapped(self.words, width)
+
+    def _html(self) -> str:
+        opened = f'<p class="{self.kind}">' if self.kind else "<p>"
+        linked = f' <a href="{escape(self.link)}">{escape(self.link)}</a>' if self.link else ""
+        return f"{opened}{escape(self.words)}{linked}</p>"
+
 
 @dataclass(frozen=True)
 class Verbatim(Block):
     """Lines that are never wrapped, such as code."""
 
     lines: str
+
+    def _lines(self, width: int) -> Sequence[str]:
+        return self.lines.splitlines()
+
+    def _html(self) -> str:
+        return f"<pre>{escape(self.lines)}</pre>"
 
 
 @dataclass(frozen=True)
@@ -50,6 +70,17 @@ class Named(Block):
 
     words: str
     names: Sequence[str]
+
+    def _lines(self, width: int) -> Sequence[str]:
+        left = len(self.names) - _SHOWN_NAMES
+        shown = ", ".join(self.names[:_SHOWN_NAMES]) + (f" and {left} more" if left > 0 else "")
+        return [*_wrapped(self.words, width), *(f"    {line}" for line in _wrapped(shown, width - 4))]
+
+    def _html(self) -> str:
+        words, names = escape(self.words), ", ".join(map(_breakable, self.names))
+        if len(self.names) == 1:
+            return f"<p>{words}: {names}</p>"
+        return f"<details><summary>{words} ({len(self.names)} modules)</summary>{names}</details>"
 
 
 @dataclass(frozen=True)
@@ -70,6 +101,39 @@ class Table(Block):
     marked: Container[int] = ()
     has_total: bool = False
 
+    def _lines(self, width: int) -> Sequence[str]:
+        rows = [self.head, *self.rows] if self.head else self.rows
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [line for row in rows for line in self._lines_of(row, widths, width)]
+        if not self.head:
+            return lines
+        rule = "-" * max(map(len, lines))
+        if self.has_total:
+            return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+        return [lines[0], rule, *lines[1:]]
+
+    def _lines_of(self, row: Sequence[str], widths: Sequence[int], width: int) -> Iterator[str]:
+        left = sum(widths[:-1]) + 2 * (len(widths) - 1)
+        is_wrapped = len(row) - 1 not in self.numbers
+        first, *rest = (_wrapped(row[-1], max(width - left, 20)) or [""]) if is_wrapped else [row[-1]]
+        cells = enumerate(zip([*row[:-1], first], widths, strict=True))
+        yield "  ".join(cell.rjust(w) if i in self.numbers else cell.ljust(w) for i, (cell, w) in cells).rstrip()
+        yield from (" " * left + line for line in rest)
+
+    def _html(self) -> str:
+        kinds = ["changed" if i in self.marked else "" for i in range(len(self.rows))]
+        kinds = [*kinds[:-1], "total"] if self.has_total else kinds
+        head = f"<thead>{self._html_of(self.head, 'th')}</thead>" if self.head else ""
+        rows = "".join(self._html_of(row, "td", kind) for row, kind in zip(self.rows, kinds, strict=True))
+        return f'<div class="wide"><table>{head}<tbody>{rows}</tbody></table></div>'
+
+    def _html_of(self, row: Sequence[str], tag: str, kind: str = "") -> str:
+        cells = (
+            f'<{tag} class="n">{escape(cell)}</{tag}>' if i in self.numbers else f"<{tag}>{_breakable(cell)}</{tag}>"
+            for i, cell in enumerate(row)
+        )
+        return (f'<tr class="{kind}">' if kind else "<tr>") + "".join(cells) + "</tr>"
+
 
 @dataclass(frozen=True)
 class Figure(Block):
@@ -78,6 +142,12 @@ class Figure(Block):
     picture: str
     words: Sequence[str] = ()
 
+    def _lines(self, width: int) -> Sequence[str]:
+        return [line for words in self.words for line in _wrapped(words, width)]
+
+    def _html(self) -> str:
+        return self.picture
+
 
 @dataclass(frozen=True)
 class Section:
@@ -85,6 +155,17 @@ class Section:
 
     name: str
     blocks: Sequence[Block]
+
+    def _text(self) -> str:
+        texts = [self.name]
+        for block in self.blocks:
+            steps = block.indent + (1 if self.name else 0)
+            texts.append(indent("\n".join(block._lines(WIDTH - 2 * steps)), "  " * steps))
+        return "\n".join(filter(None, texts))
+
+    def _html(self) -> str:
+        name = [f"<h2>{escape(self.name)}</h2>"] if self.name else []
+        return "".join([*name, *(block._html() for block in self.blocks)])
 
 
 @dataclass(frozen=True)
@@ -95,22 +176,21 @@ class Page:
     sections: Sequence[Section]
     style: str = ""
 
+    @classmethod
+    def of(cls, *blocks: Block) -> Page:
+        """A page without names."""
+        return cls("", [Section("", blocks)])
+
     def text(self) -> str:
         """The page as text, `WIDTH` wide where names allow. Named sections are indented."""
         parts = [f"{self.title}\n{'=' * len(self.title)}"] if self.title else []
-        for section in filter(lambda section: section.blocks, self.sections):
-            steps = 1 if section.name else 0
-            blocks = [_text(block, block.indent + steps) for block in section.blocks]
-            parts.append("\n".join(filter(None, [section.name, *blocks])))
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, *(section._text() for section in self.sections if section.blocks)])
 
     def html(self) -> str:
         """The page as HTML with its style, for a notebook or another page."""
-        parts = [f"<h1>{escape(self.title)}</h1>"] if self.title else []
-        for section in filter(lambda section: section.blocks, self.sections):
-            parts += [f"<h2>{escape(section.name)}</h2>"] if section.name else []
-            parts += map(_html, section.blocks)
-        return markup.fragment("".join(parts), self.style)
+        title = f"<h1>{escape(self.title)}</h1>" if self.title else ""
+        sections = "".join(section._html() for section in self.sections if section.blocks)
+        return f'<div class="amp"><style>{STYLE}{self.style}</style>{title}{sections}</div>'
 
     def html_file(self) -> str:
         """The page as a file of HTML that loads nothing."""
@@ -124,43 +204,26 @@ class Page:
         )
 
 
-def _text(block: Block, steps: int) -> str:
-    width, lines = WIDTH - 2 * steps, []
-    match block:
-        case Sentence(words):
-            lines = _wrapped(words, width)
-        case Verbatim(text):
-            lines = text.splitlines()
-        case Named(words, names):
-            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-            shown = _wrapped(", ".join(names[:_SHOWN_NAMES]) + more, width - 4)
-            lines = [*_wrapped(words, width), *(f"    {line}" for line in shown)]
-        case Table(rows, head, numbers):
-            lines = tables.columns([head, *rows] if head else rows, numbers, width)
-            lines = tables.ruled(lines, block.has_total) if head else lines
-        case Figure(_, paragraphs):
-            lines = [line for words in paragraphs for line in _wrapped(words, width)]
-    return indent("\n".join(lines), "  " * steps)
+class Paged:
+    """Has a page, which `str()`, `repr()` and notebooks show."""
 
+    def _page(self) -> Page:
+        raise NotImplementedError
 
-def _html(block: Block) -> str:
-    match block:
-        case Sentence(words, kind, link):
-            return markup.paragraph(words, kind, link)
-        case Verbatim(text):
-            return markup.preformatted(text)
-        case Named(words, [name]):
-            return f"<p>{escape(words)}: {markup.name(name)}</p>"
-        case Named(words, names):
-            inside = ", ".join(map(markup.name, names))
-            return f"<details><summary>{escape(words)} ({len(names)} modules)</summary>{inside}</details>"
-        case Table(rows, head, numbers, marked):
-            classes = ["changed" if i in marked else "" for i in range(len(rows))]
-            return markup.table(head, rows, numbers, [*classes[:-1], "total"] if block.has_total else classes)
-        case Figure(picture):
-            return picture
-    raise TypeError(block)
+    def __str__(self) -> str:
+        return self._page().text()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self._page().html()
 
 
 def _wrapped(words: str, width: int) -> list[str]:
     return wrap(words, width, break_on_hyphens=False)
+
+
+def _breakable(text: str) -> str:
+    """The text as HTML, in which lines may break behind each dot and underscore."""
+    return escape(text).replace(".", ".<wbr>").replace("_", "_<wbr>")

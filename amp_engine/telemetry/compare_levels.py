@@ -43,10 +43,6 @@ class _Run:
     follower: Follower | None = None
 
     @property
-    def is_finite(self) -> bool:
-        return bool(self.loss.isfinite().all()) and self.has_finite_gradients
-
-    @property
     def has_finite_gradients(self) -> bool:
         return all(bool(stored(gradient).isfinite().all()) for gradient in self.gradients.values())
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from amp_engine.page import markup
-from amp_engine.page.tables import table
+from amp_engine.page.page import Page, Paged, Sentence, Table
 
 SHOWN = 10
 """How many operations, and how many modules, a table has."""
@@ -87,7 +86,7 @@ class ComparedParameter:
 
 
 @dataclass(frozen=True)
-class LevelComparison:
+class LevelComparison(Paged):
     """One batch at a level beside the same batch at a reference, which the errors are relative to.
 
     Attributes:
@@ -128,18 +127,10 @@ class LevelComparison:
         """True if the loss and every gradient are finite at the level."""
         return math.isfinite(self.loss) and not self.overflowed and math.isfinite(self.gradient_error)
 
-    def __str__(self) -> str:
-        parts = [self._heading(), table([_OPERATION_HEAD, *self._operation_rows()], words=4), *self._sentences()]
-        return "\n".join([*parts, table([_MODULE_HEAD, *self._module_rows()], words=2)])
-
-    def _repr_html_(self) -> str:
-        body = [
-            markup.paragraph(self._heading()),
-            markup.table(_OPERATION_HEAD, self._operation_rows(), numbers=range(4, len(_OPERATION_HEAD))),
-            *map(markup.paragraph, self._sentences()),
-            markup.table(_MODULE_HEAD, self._module_rows(), numbers=range(2, len(_MODULE_HEAD))),
-        ]
-        return markup.fragment("".join(body))
+    def _page(self) -> Page:
+        operations = Table(self._operation_rows(), _OPERATION_HEAD, numbers=range(4, len(_OPERATION_HEAD)))
+        modules = Table(self._module_rows(), _MODULE_HEAD, numbers=range(2, len(_MODULE_HEAD)))
+        return Page.of(Sentence(self._heading()), operations, *map(Sentence, self._sentences()), modules)
 
     def _heading(self) -> str:
         kept = f", with {', '.join(map(_shown, self.keep_float))} in FP32" if self.keep_float else ""

@@ -12,7 +12,7 @@ from torch import nn
 
 from amp_engine.errors import AmpTypeError, AmpValueError
 from amp_engine.levels.policy_file import RunPolicy
-from amp_engine.page import markup
+from amp_engine.page.page import Page, Section, Sentence
 from amp_engine.telemetry.compare_levels import StepFn, Trials, as_policy
 from amp_engine.telemetry.comparison import ComparedModule, LevelComparison
 from amp_engine.telemetry.delta_debugging import reduced
@@ -91,7 +91,7 @@ class FP32Modules:
         )
 
     def _repr_html_(self) -> str:
-        return markup.fragment(markup.paragraph(str(self))) + self.before._repr_html_()
+        return Page("", [Section("", [Sentence(str(self))]), *self.before._page().sections]).html()
 
 
 class _OutOfRunsError(Exception):

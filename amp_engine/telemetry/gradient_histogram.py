@@ -142,8 +142,6 @@ def gradient_histogram(
         )
     check_callable(step_fn, "gradient_histogram")
     check_shapes(engine._initialized.models, "gradient_histogram")
-    half = policy.patch_torch_functions_type if policy.patch_torch_functions else policy.cast_model_type
-    half = half if half in (torch.float16, torch.bfloat16) else torch.float16
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise AmpTypeError(f"dtype is a torch.dtype, not a {type(dtype).__name__}.  Use for example torch.float16.")
     if dtype is not None and not dtype.is_floating_point:
@@ -158,7 +156,7 @@ def gradient_histogram(
     names = ", ".join(dict.fromkeys(type(model).__name__ for model in engine._initialized.models))
     return GradientHistogram(
         title=f"Gradients of {names or 'the model'} at {policy.opt_level}",
-        dtype=dtype_name(dtype or half),
+        dtype=dtype_name(dtype or policy.low_precision or torch.float16),
         loss_scale=counting.scale,
         measured_at=counting.scale * factor,
         activations=activations,

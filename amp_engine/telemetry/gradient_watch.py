@@ -6,7 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -16,8 +15,7 @@ from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.devices import HostNumbers, is_capturing
 from amp_engine.kernels import tensor_lists
-from amp_engine.page import markup
-from amp_engine.page.tables import table
+from amp_engine.page.page import Page, Paged, Sentence, Table, Verbatim
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows
 from amp_engine.telemetry.closed_gradients import ClosedGradient, closed_gradients
@@ -25,8 +23,6 @@ from amp_engine.telemetry.wording import number, percent, scale
 
 KEPT = 100
 """How many of the looked-at backwards are kept, the newest."""
-
-_ZEROS, _FLUSHED, _SUBNORMAL, _NONFINITE, _SQUARES, _LARGEST = range(6)
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class _Noted(NamedTuple):
     numbers: HostNumbers
 
 
-class GradientWatch:
+class GradientWatch(Paged):
     """Looks at the gradients of every n-th backward inside of `with amp.watch_gradients(every=100) as watch:`.
 
         with amp.watch_gradients(every=100) as watch:
@@ -115,9 +111,7 @@ class GradientWatch:
         self._unsubscribe = closed.subscribe(self._look)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._unsubscribe()
 
     @property
@@ -125,30 +119,15 @@ class GradientWatch:
         """Records of the newest 100 backwards that were looked at, oldest first. Waits for the device."""
         return [record for noted in self._noted for record in self._read(noted)]
 
-    def __str__(self) -> str:
-        rows = self._rows()
-        if not rows:
-            return "No gradient was looked at.  Run a backward in amp.scale_loss inside of the `with`."
-        newest = self._read(self._noted[-1])
-        first = f"backward {newest[0].backward}, loss scale {scale(newest[0].loss_scale)}"
-        return f"{first}\n{table([_HEAD, *rows], words=1)}"
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        rows = self._rows()
-        if not rows:
-            return markup.fragment(markup.preformatted(str(self)))
-        return markup.fragment(markup.table(_HEAD, rows, numbers=range(1, len(_HEAD))))
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        """Rows of the newest backward, by the share that is lost."""
+    def _page(self) -> Page:
+        """The newest backward, by the share that is lost."""
         if not self._noted:
-            return []
+            return Page.of(
+                Verbatim("No gradient was looked at.  Run a backward in amp.scale_loss inside of the `with`.")
+            )
         last = self._noted[-1].backward
         newest = [record for noted in self._noted if noted.backward == last for record in self._read(noted)]
-        return [
+        rows = [
             (
                 r.parameter,
                 number(r.elements),
@@ -160,15 +139,13 @@ class GradientWatch:
             )
             for r in sorted(newest, key=lambda r: -(r.zeros + r.subnormal))
         ]
+        first = Sentence(f"backward {last}, loss scale {scale(newest[-1].loss_scale)}")
+        return Page.of(first, Table(rows, _HEAD, numbers=range(1, len(_HEAD))))
 
     def _limits(self) -> tuple[float, float]:
         """Half of the smallest number of the half type, and its smallest normal number."""
         policy = self._engine.policy
-        dtype = self._dtype
-        if dtype is None:
-            found = policy and (policy.patch_torch_functions_type or policy.cast_model_type)
-            dtype = found if found in (torch.float16, torch.bfloat16) else torch.float16
-        info = torch.finfo(dtype)
+        info = torch.finfo(self._dtype or (policy and policy.low_precision) or torch.float16)
         return info.tiny * info.eps / 2, info.tiny
 
     def _look(self, rows: Sequence[Rows], backward: Backward | None) -> None:
@@ -212,7 +189,7 @@ class GradientWatch:
         loss_scale = read(0)
         records = []
         for i, (name, elements) in enumerate(zip(noted.names, noted.elements, strict=True)):
-            found = [read(1 + 6 * i + place) for place in range(6)]
+            zeros, flushed, subnormal, nonfinite, squares, largest = (read(1 + 6 * i + place) for place in range(6))
             total = max(1, elements)
             records.append(
                 GradientRecord(
@@ -220,12 +197,12 @@ class GradientWatch:
                     loss_scale=loss_scale,
                     parameter=name,
                     elements=elements,
-                    largest=found[_LARGEST] / loss_scale,
-                    norm=found[_SQUARES] ** 0.5 / loss_scale,
-                    zeros=found[_ZEROS] / total,
-                    flushed=found[_FLUSHED] / total,
-                    subnormal=found[_SUBNORMAL] / total,
-                    nonfinite=int(found[_NONFINITE]),
+                    largest=largest / loss_scale,
+                    norm=squares**0.5 / loss_scale,
+                    zeros=zeros / total,
+                    flushed=flushed / total,
+                    subnormal=subnormal / total,
+                    nonfinite=int(nonfinite),
                 )
             )
         return records

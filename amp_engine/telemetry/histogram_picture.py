@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from amp_engine.page import markup
+from amp_engine.page.page import Block, Page, Section, Sentence
+from amp_engine.page.page import Figure as Picture
 from amp_engine.telemetry import plots
 from amp_engine.telemetry.magnitudes import Limits, Magnitudes
 from amp_engine.telemetry.wording import number, percent, scale
@@ -72,16 +73,65 @@ class GradientHistogram:
 
         Raises ModuleNotFoundError without matplotlib: `pip install amp_engine[plots]`.
         """
-        return _figure(self, path)
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as e:
+            raise ModuleNotFoundError(
+                "plot() draws by matplotlib, which is not installed.  Type: pip install amp_engine[plots].  print() of "
+                "the histogram needs nothing."
+            ) from e
+        low, high = _span(self)
+        drawn = Figure(figsize=(9, 1.2 + 2.9 * len(self.parts)), layout="constrained")
+        axes = drawn.subplots(len(self.parts), 1, squeeze=False)[:, 0]
+        sentences = list(losses(self))
+        for axis, (_, found), sentence in zip(axes, self.parts, sentences, strict=True):
+            exponents = [e for e, _ in found.counts]
+            shares = [100 * n / max(1, found.nonzero) for _, n in found.counts]
+            axis.bar(exponents, shares, width=0.9, align="edge", color=plots.COLOURS[0])
+            for mark in _marks(self):
+                if low < mark.exponent <= high + 1:
+                    colour = plots.COLOURS[2 if mark.is_at_scale else 5]
+                    style = "-" if mark.what.startswith("0") else ":"
+                    axis.axvline(
+                        mark.exponent, color=colour, linestyle=style, label=f"below 2^{mark.exponent}: {mark.what}"
+                    )
+            axis.set_xlim(low, high + 1)
+            axis.set_ylabel("% of those not 0")
+            axis.set_title(sentence, fontsize=9, wrap=True)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(fontsize=8, loc="best")
+        axes[-1].set_xlabel("log2 of the magnitude, without the loss scale")
+        drawn.suptitle(self.title)
+        if path is not None:
+            drawn.savefig(path, dpi=120)
+        return drawn
 
     def __str__(self) -> str:
-        return _text(self)
+        parts = self.parts
+        low, high = _span(self)
+        step = max(1, math.ceil((high - low + 1) / _ROWS))
+        rows = [
+            (top, [_share(found, top - step + 1, top) for _, found in parts]) for top in range(high, low - 1, -step)
+        ]
+        longest = max((share for _, shares in rows for share in shares), default=0.0) or 1.0
+        left = list(_marks(self))
+        lines = [f"{self.title}, by powers of two, without the loss scale"]
+        lines.append(f"(measured at a scale of {scale(self.measured_at)})")
+        lines.append("".join([" " * 9, *(f"{name:<{_BAR + 10}}" for name, _ in parts)]).rstrip())
+        for top, shares in rows:
+            while left and left[0].exponent > top:
+                mark = left.pop(0)
+                lines.append(f"{'':9}-- below 2^{mark.exponent}: {mark.what} --")
+            cells = [f"{percent(s):>7} {_bar(s / longest):<{_BAR + 2}}" if s else " " * (_BAR + 10) for s in shares]
+            lines.append("".join([f"{f'2^{top - step + 1}':>7}  ", *cells]).rstrip())
+        lines += [f"{'':9}-- below 2^{mark.exponent}: {mark.what} --" for mark in left if mark.exponent > low - step]
+        return "\n".join([*lines, "", *losses(self)])
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return markup.fragment(f"<h2>{escape(self.title)}</h2>{section(self)}", plots.STYLE + STYLE)
+        return Page("", [Section(self.title, blocks(self))], plots.STYLE + STYLE).html()
 
 
 class _Mark(NamedTuple):
@@ -122,70 +172,13 @@ def losses(histogram: GradientHistogram) -> Iterator[str]:
         )
 
 
-def _text(histogram: GradientHistogram) -> str:
-    """Rows of powers of two, from the largest down, with the limits between them."""
-    parts = histogram.parts
-    low, high = _span(histogram)
-    step = max(1, math.ceil((high - low + 1) / _ROWS))
-    rows = [(top, [_share(found, top - step + 1, top) for _, found in parts]) for top in range(high, low - 1, -step)]
-    longest = max((share for _, shares in rows for share in shares), default=0.0) or 1.0
-    left = list(_marks(histogram))
-    lines = [f"{histogram.title}, by powers of two, without the loss scale"]
-    lines.append(f"(measured at a scale of {scale(histogram.measured_at)})")
-    lines.append("".join([" " * 9, *(f"{name:<{_BAR + 10}}" for name, _ in parts)]).rstrip())
-    for top, shares in rows:
-        while left and left[0].exponent > top:
-            mark = left.pop(0)
-            lines.append(f"{'':9}-- below 2^{mark.exponent}: {mark.what} --")
-        cells = [f"{percent(s):>7} {_bar(s / longest):<{_BAR + 2}}" if s else " " * (_BAR + 10) for s in shares]
-        lines.append("".join([f"{f'2^{top - step + 1}':>7}  ", *cells]).rstrip())
-    lines += [f"{'':9}-- below 2^{mark.exponent}: {mark.what} --" for mark in left if mark.exponent > low - step]
-    return "\n".join([*lines, "", *losses(histogram)])
-
-
-def section(histogram: GradientHistogram) -> str:
-    """A picture and a sentence for each kind of gradients."""
-    sentences = list(losses(histogram))
+def blocks(histogram: GradientHistogram) -> Sequence[Block]:
+    """A picture, which text leaves out, and a sentence for each kind of gradients."""
     measured = f"By powers of two, without the loss scale; measured at a scale of {scale(histogram.measured_at)}."
-    parts = [markup.paragraph(measured, "soft")]
-    for (name, found), sentence in zip(histogram.parts, sentences, strict=True):
-        parts += [markup.paragraph(sentence), _svg(histogram, name, found)]
-    return "".join(parts)
-
-
-def _figure(histogram: GradientHistogram, path: str | None) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(
-            "plot() draws by matplotlib, which is not installed.  Type: pip install amp_engine[plots].  print() of the "
-            "histogram needs nothing."
-        ) from e
-    low, high = _span(histogram)
-    drawn = Figure(figsize=(9, 1.2 + 2.9 * len(histogram.parts)), layout="constrained")
-    axes = drawn.subplots(len(histogram.parts), 1, squeeze=False)[:, 0]
-    sentences = list(losses(histogram))
-    for axis, (_, found), sentence in zip(axes, histogram.parts, sentences, strict=True):
-        exponents = [e for e, _ in found.counts]
-        shares = [100 * n / max(1, found.nonzero) for _, n in found.counts]
-        axis.bar(exponents, shares, width=0.9, align="edge", color=plots.COLOURS[0])
-        for mark in _marks(histogram):
-            if low < mark.exponent <= high + 1:
-                colour = plots.COLOURS[2 if mark.is_at_scale else 5]
-                style = "-" if mark.what.startswith("0") else ":"
-                axis.axvline(
-                    mark.exponent, color=colour, linestyle=style, label=f"below 2^{mark.exponent}: {mark.what}"
-                )
-        axis.set_xlim(low, high + 1)
-        axis.set_ylabel("% of those not 0")
-        axis.set_title(sentence, fontsize=9, wrap=True)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, loc="best")
-    axes[-1].set_xlabel("log2 of the magnitude, without the loss scale")
-    drawn.suptitle(histogram.title)
-    if path is not None:
-        drawn.savefig(path, dpi=120)
-    return drawn
+    found: list[Block] = [Picture(f'<p class="soft">{measured}</p>')]
+    for (name, part), sentence in zip(histogram.parts, losses(histogram), strict=True):
+        found += [Sentence(sentence), Picture(_svg(histogram, name, part))]
+    return found
 
 
 def _svg(histogram: GradientHistogram, name: str, found: Magnitudes) -> str:

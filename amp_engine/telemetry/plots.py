@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from amp_engine.page.markup import paragraph
 from amp_engine.telemetry import wording
 from amp_engine.telemetry.records import Loss, Memory
 
 # Colours that people who see fewer of them tell apart: Okabe and Ito, https://jfly.uni-koeln.de/color/
 COLOURS = ("#0072b2", "#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#d55e00", "#d55e00", "#999999")
 _WIDTH, _HEIGHT, _MARGIN = 1000.0, 160.0, 12.0
+_TICKS = '<p class="soft">Ticks at the bottom: backwards that overflowed.</p>'
 
 STYLE = """
 .amp .plot { display: grid; grid-template-columns: auto 1fr; column-gap: .6em; margin: .6em 0; }
@@ -59,7 +59,7 @@ def scale_over_backwards(loss: Loss) -> str:
         f'aria-label="{escape(label)}"><path d="{path}" {stroke} style="stroke: var(--mark)" stroke-width="2"></path>'
         f"{marks}</svg>"
         f'<div class="x"><span>0</span><span>backward</span><span>{wording.number(last)}</span></div></div>'
-        f"{paragraph('Ticks at the bottom: backwards that overflowed.', 'soft') if ticks else ''}"
+        f"{_TICKS if ticks else ''}"
     )
 
 

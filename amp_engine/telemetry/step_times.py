@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
+from amp_engine.page.page import Block, Page, Paged, Sentence, Table
 from amp_engine.telemetry.records import Phase, Times
+from amp_engine.telemetry.wording import percent, plural
 
 BACKWARD, SCALE_LOSS, STEP, OTHER = "backward", "scale_loss", "step", "other"
 _WHAT = {
@@ -54,7 +55,7 @@ class SystemClock:
         return end[0] - start[0], device
 
 
-class StepTimes:
+class StepTimes(Paged):
     """Measures how much of the iterations inside of `with amp.step_times() as times:` is spent in amp.
 
     Seconds on the host, and on the GPU of the current device: in the bodies of `scale_loss`, its entries and exits, and
@@ -96,9 +97,7 @@ class StepTimes:
         self._start = self._clock.now()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         end = self._clock.now()
         for unsubscribe in self._unsubscribe:
             unsubscribe()
@@ -113,17 +112,10 @@ class StepTimes:
         """Seconds by phase of the last `with`; empty before its end."""
         return self._times
 
-    def __str__(self) -> str:
+    def _page(self) -> Page:
         if not self._times.phases:
-            return "Nothing is measured yet.  Leave `with amp.step_times() as times:` first."
-        lines = [
-            f"{phase.name:<10}  {100 * self._times.share(phase):5.1f} %  {phase.host_seconds:10.4f} s  {phase.what}"
-            for phase in self._times.phases
-        ]
-        return "\n".join([f"{self._times.steps} steps", *lines])
-
-    def __repr__(self) -> str:
-        return str(self)
+            return Page.of(Sentence("Nothing is measured yet.  Leave `with amp.step_times() as times:` first."))
+        return Page.of(*blocks(self._times))
 
     def _summed(self, end: Any) -> Times:
         sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in (SCALE_LOSS, BACKWARD, STEP)}
@@ -158,3 +150,14 @@ class StepTimes:
     def _end(self, phase: str, one: object) -> None:
         self._mark(phase, one)
         self._moments.pop(id(one), None)
+
+
+def blocks(times: Times) -> Sequence[Block]:
+    """A row for each phase: its share, and its seconds on each clock."""
+    clocks = ["host", "device"] if all(p.device_seconds is not None for p in times.phases) else ["host"]
+    rows = [
+        (p.name, percent(times.share(p)), *[f"{getattr(p, f'{clock}_seconds'):.3g} s" for clock in clocks], p.what)
+        for p in times.phases
+    ]
+    table = Table(rows, ("part", "share", *clocks, "what"), numbers=range(1, 2 + len(clocks)))
+    return Sentence(f"Of {plural(times.steps, 'step')}:"), table

@@ -248,6 +248,7 @@ def test_the_report_is_a_table_and_keeps_the_newest() -> None:
     run.plant("backward")
     report = run.engine.overflow_report()
     assert "planted.layer.bias" in str(report)
+    assert report._repr_html_().count("<tr>") == 2
     assert len(report) == 1
     assert list(report)[0].skipped
     run.engine.close()

@@ -14,14 +14,13 @@ from typing import Any
 from amp_engine.casting import Explanation
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.page.page import Figure, Page, Section, Sentence, Table
-from amp_engine.telemetry import histogram_picture, plots
+from amp_engine.page.page import Page, Paged, Section, Sentence, Table
+from amp_engine.telemetry import histogram_picture, plots, step_times
 from amp_engine.telemetry.histogram_picture import GradientHistogram
 from amp_engine.telemetry.receipt import asked, functions, losses, memory, models, optimizers, shapes
 from amp_engine.telemetry.records import Asked, Fact, Functions, Loss, Memory, Model, Shapes, Stepped, Times
 from amp_engine.telemetry.software import describe
 from amp_engine.telemetry.step_times import StepTimes
-from amp_engine.telemetry.wording import percent, plural
 
 FORMAT = 1
 """Of the JSON; another number where a field has got another meaning."""
@@ -35,8 +34,8 @@ _NO_GRADIENTS = (
 )
 
 
-@dataclass(frozen=True)
-class Receipt:
+@dataclass(frozen=True, repr=False)
+class Receipt(Paged):
     """A run: its arguments, what they did, and its memory, scales and skips. `telemetry.records` has the sections.
 
     `str(receipt)` is a page of text, `receipt.save("run.html")` a page of HTML in one file; a notebook shows the same.
@@ -90,6 +89,8 @@ class Receipt:
         Path(path).write_text(writers[suffix](), encoding="utf-8")
 
     def _page(self) -> Page:
+        gradients = histogram_picture.blocks(self.gradients) if self.gradients else [Sentence(_NO_GRADIENTS, "soft")]
+        times = step_times.blocks(self.times) if self.times else [Sentence(_NO_TIMES, "soft")]
         sections = (
             asked.section(self.asked),
             models.section(self.models),
@@ -98,39 +99,11 @@ class Receipt:
             losses.section(self.losses),
             memory.section(self.memory),
             shapes.section(self.shapes),
-            _gradients(self.gradients),
-            _times(self.times),
+            Section("Gradients", gradients),
+            Section("Time", times),
             Section("Software", [Table([(fact.name, fact.value) for fact in self.software])]),
         )
         return Page(self.title, sections, plots.STYLE + histogram_picture.STYLE)
-
-    def __str__(self) -> str:
-        return self._page().text()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return self._page().html()
-
-
-def _gradients(gradients: GradientHistogram | None) -> Section:
-    if gradients is None:
-        return Section("Gradients", [Sentence(_NO_GRADIENTS, "soft")])
-    picture = Figure(histogram_picture.section(gradients), list(histogram_picture.losses(gradients)))
-    return Section("Gradients", [picture])
-
-
-def _times(times: Times | None) -> Section:
-    if times is None:
-        return Section("Time", [Sentence(_NO_TIMES, "soft")])
-    clocks = ["host", "device"] if all(p.device_seconds is not None for p in times.phases) else ["host"]
-    rows = [
-        (p.name, percent(times.share(p)), *[f"{getattr(p, f'{clock}_seconds'):.3g} s" for clock in clocks], p.what)
-        for p in times.phases
-    ]
-    table = Table(rows, ("part", "share", *clocks, "what"), numbers=range(1, 2 + len(clocks)))
-    return Section("Time", [Sentence(f"Of {plural(times.steps, 'step')}:"), table])
 
 
 def receipt(

@@ -28,18 +28,7 @@ def described(engine: Engine, explanation: Explanation | None) -> Functions:
     why_not = engine.function_casts.why_nothing_is_cast(engine.policy)
     ops, note = None, why_not or ""
     if explanation is not None:
-        ops = tuple(
-            Op(
-                r.function,
-                r.listed,
-                None if r.dtype is None else dtype_name(r.dtype),
-                r.calls,
-                r.casts,
-                r.cached,
-                r.bytes_moved,
-            )
-            for r in explanation.records
-        )
+        ops = tuple(Op(**{**vars(r), "dtype": dtype_name(r.dtype) if r.dtype else None}) for r in explanation.records)
         note = "" if ops else why_not or str(explanation)
     elif why_not is None:
         note = _HOW_TO_EXPLAIN

@@ -1,9 +1,4 @@
-"""Elements of HTML: tables scroll where a window is narrow, and text is escaped, so names are never markup."""
-
-from __future__ import annotations
-
-from collections.abc import Container, Sequence
-from html import escape
+"""The style of a page of HTML: tables scroll where a window is narrow."""
 
 # One root class, so that nothing of the page around it changes. Colours of its own, so that it can be read whatever is
 # behind it; both sets keep a contrast of 4.5 (WCAG 2.1, 1.4.3).
@@ -38,54 +33,3 @@ STYLE = """
 @media (max-width: 600px) { .amp { padding: .7em; } .amp table { font-size: 12px; }
   .amp th, .amp td { padding-right: .4em; } }
 """
-
-
-def fragment(body: str, style: str = "") -> str:
-    """`body` with its style, for a notebook or a page."""
-    return f'<div class="amp"><style>{STYLE}{style}</style>{body}</div>'
-
-
-def table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    numbers: Container[int] = (),
-    classes: Sequence[str] | None = None,
-) -> str:
-    """A table of texts, which are escaped. Lines may break behind a dot or an underscore.
-
-    Args:
-        head: names of the columns; empty: the table has no head.
-        rows: a text for each column.
-        numbers: the columns that are aligned to the right.
-        classes: one for each row, "" for none.
-    """
-
-    def cell(tag: str, column: int, text: str) -> str:
-        if column in numbers:
-            return f'<{tag} class="n">{escape(text)}</{tag}>'
-        return f"<{tag}>{name(text)}</{tag}>"
-
-    top = "".join(cell("th", i, text) for i, text in enumerate(head)) if any(head) else ""
-    lines = []
-    for row, kind in zip(rows, classes or [""] * len(rows), strict=True):
-        opened = f'<tr class="{escape(kind)}">' if kind else "<tr>"
-        lines.append(opened + "".join(cell("td", i, text) for i, text in enumerate(row)) + "</tr>")
-    header = f"<thead><tr>{top}</tr></thead>" if top else ""
-    return f'<div class="wide"><table>{header}<tbody>{"".join(lines)}</tbody></table></div>'
-
-
-def name(text: str) -> str:
-    """Escape a text, and let lines break behind each dot and underscore."""
-    return escape(text).replace(".", ".<wbr>").replace("_", "_<wbr>")
-
-
-def paragraph(text: str, kind: str = "", link: str = "") -> str:
-    """A paragraph: a text, which is escaped, and an address to follow."""
-    opened = f'<p class="{kind}">' if kind else "<p>"
-    linked = f' <a href="{escape(link)}">{escape(link)}</a>' if link else ""
-    return f"{opened}{escape(text)}{linked}</p>"
-
-
-def preformatted(text: str) -> str:
-    """Lines that are not wrapped, in a font of fixed width; the text is escaped."""
-    return f"<pre>{escape(text)}</pre>"

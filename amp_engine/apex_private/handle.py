@@ -54,9 +54,8 @@ class Handle:
         return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.verbose
 
     def remove_cache(self, param: nn.Parameter) -> None:
-        """Discard the cast of one weight."""
-        if self._engine.function_casts.casts is not None:
-            self._engine.function_casts.casts.cache.discard(param)
+        """Have weights, `param` among them, be cast anew: a write to one is noticed without this."""
+        self._engine.function_casts.after_backward()
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """`optimizer` with `scale_loss`, and a dynamic scaler for each of `num_loss` losses.

@@ -45,8 +45,8 @@ class WeightCache:
 
     A cast is reused while its weight is the same object with the same version, storage and `requires_grad`, its
     memory is watched and nothing else shares it. A write through an address that was kept as a number goes unseen, so
-    the owner of the cache also calls `after_step` after every optimizer step, `after_backward` after every
-    `scale_loss`, and `discard` when a weight's `.data` is taken.
+    the owner of the cache also calls `after_step` after every optimizer step, and `after_backward` after every
+    `scale_loss`.
 
     Nothing is kept while gradients are off: a copy would go stale between a load and the next forward, hold memory
     through evaluation, and be reused in training without its autograd edge. Nothing is kept under torch.compile,
@@ -102,13 +102,6 @@ class WeightCache:
             self._entries.pop(id(weight), None)
         return cast
 
-    def discard(self, weight: Tensor) -> None:
-        """Discard the cast of one weight, which may be given as a view."""
-        self._changes += 1
-        self._entries.pop(id(weight), None)
-        if weight._base is not None:
-            self._entries.pop(id(weight._base), None)
-
     def after_backward(self) -> None:
         """Discard every cast: after a backward any weight may have been written."""
         self._changes += 1
@@ -143,8 +136,8 @@ class NativeWeightCache(WeightCache):
     """A `WeightCache` in C++, whose copies live across steps.
 
     A copy that our own kernels write in a step is the cast of its weight until other code may have written the weight:
-    until its memory is asked for, its version or address moves, its `.data` is taken, another optimizer steps, or a
-    `scale_loss` is left. A weight whose memory other tensors share is cast anew at each use.
+    until its memory is asked for, its version or address moves, another optimizer steps, or a `scale_loss` is left. A
+    weight whose memory other tensors share is cast anew at each use.
 
     Copies that a graph or another step still holds are not written: the step gets new memory for them, or none. If a
     step inside of a CUDA graph writes a weight, its copy is never read again, since replays are not announced.
@@ -170,10 +163,6 @@ class NativeWeightCache(WeightCache):
         if was_made:
             on_cast()
         return cast
-
-    def discard(self, weight: Tensor) -> None:
-        """Discard the cast of one weight, which may be written from now on."""
-        self.native.discard(weight)
 
     def after_backward(self) -> None:
         """Discard every cast: after a backward any weight may have been written."""

@@ -1,4 +1,4 @@
-"""Watches writes to weights while functions are cast: by other optimizers, and through `param.data`."""
+"""Discards copies of weights that an optimizer of others may have written while functions are cast."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import gc
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import optimizer as optimizers
 
 from amp_engine.casting.cache import WeightCache, tensors_hold_their_objects
 from amp_engine.casting.patches import Patches
-from amp_engine.ground.torch_private import TensorBase
 
 
 class _StepHooks(MutableMapping[Any, Any]):
@@ -58,7 +55,7 @@ _step_hooks = _StepHooks()  # lives for ever: handles of hooks that are added to
 def watch_weights(cache: WeightCache, patches: Patches, afterwards: Callable[[], None]) -> None:
     """Discard casts of weights that may be written without moving their version.
 
-    Most third-party optimizers write through `p.data`.
+    torch tells of writes that ask for memory; an optimizer may have kept an address as a number.
 
     Args:
         cache: holds the casts.
@@ -89,15 +86,3 @@ def watch_weights(cache: WeightCache, patches: Patches, afterwards: Callable[[],
 
     patches.on_undo(discard_collections)
     gc.callbacks.append(on_collection)
-
-    descriptor: Any = TensorBase.data
-
-    def get_data(tensor: Tensor) -> Tensor:
-        cache.discard(tensor)
-        return descriptor.__get__(tensor)
-
-    def set_data(tensor: Tensor, data: Tensor) -> None:
-        cache.discard(tensor)
-        descriptor.__set__(tensor, data)
-
-    patches.set(torch.Tensor, "data", property(get_data, set_data, descriptor.__delete__))

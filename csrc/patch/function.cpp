@@ -540,7 +540,6 @@ void bind(py::module_& m) {
             return py::make_tuple(std::move(cast.tensor), cast.was_made);
           },
           py::arg("weight"), py::arg("dtype"))
-      .def("discard", &WeightCache::discard)
       .def("after_backward", &WeightCache::after_backward)
       .def("discard_orphans", &WeightCache::discard_orphans)
       .def("clear", &WeightCache::clear)

@@ -87,25 +87,6 @@ WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
   return {result, !is_current};
 }
 
-void WeightCache::discard(at::Tensor const& weight) {
-  ++changes_;
-  if (weight.is_view()) {
-    discard(at::Tensor(weight._base()));
-  }
-  auto const found = entries_.find(weight.unsafeGetTensorImpl());
-  if (found == entries_.end()) {
-    return;
-  }
-  Entry& entry = found->second;
-  std::pair<Alias, Alias> const discarded{std::move(entry.connected), std::move(entry.plain)};
-  at::Tensor const memory = entry.copy;
-  if (entry.stepped) {
-    entry.state = State::wrong;
-  } else {
-    entries_.erase(found);
-  }
-}
-
 void WeightCache::after_backward() {
   ++changes_;
   // What is discarded may run Python that comes back here.

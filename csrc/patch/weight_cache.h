@@ -28,9 +28,6 @@ class WeightCache {
   // The weight in type `low`; gradients flow to the weight.
   Cast cast(at::Tensor weight, at::ScalarType low);
 
-  // Somebody may have written the weight.
-  void discard(at::Tensor const& weight);
-
   // Anybody may have written any weight: no copy is a cast any more. Those that a step writes, or may write next, keep
   // their memory.
   void after_backward();

@@ -383,7 +383,7 @@ def test_a_call_in_which_its_engine_ends_and_another_starts_is_right_under_one_o
     assert (torch.mm, F.linear, Tensor.matmul) == (MM, LINEAR, MATMUL)
 
 
-@pytest.mark.parametrize("what", ["clear", "after_backward", "discard", "copies", "run"])
+@pytest.mark.parametrize("what", ["clear", "after_backward", "copies", "run"])
 def test_copies_may_be_dropped_or_stepped_in_the_midst_of_a_call(what: str, casts: FunctionCasts) -> None:
     """Freeing a tensor lets others run, in the middle of whatever freed it."""
     model, x = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)), torch.ones(1, 2)
@@ -391,7 +391,6 @@ def test_copies_may_be_dropped_or_stepped_in_the_midst_of_a_call(what: str, cast
     calls: dict[str, Callable[[], Any]] = {
         "clear": casts.cache.clear,
         "after_backward": casts.cache.after_backward,
-        "discard": lambda: casts.cache.discard(weights[0]),
         "copies": lambda: casts.cache.copies(weights),
         "run": lambda: model(x),
     }

@@ -106,7 +106,6 @@ def test_threads_may_cast_drop_and_step_the_copies_of_one_model(casts: FunctionC
         drop: list[Callable[[], Any]] = [
             casts.cache.clear,
             casts.cache.after_backward,
-            lambda first=weights[0]: casts.cache.discard(first),
             lambda all_of_them=weights: casts.cache.copies(all_of_them),
         ]
 

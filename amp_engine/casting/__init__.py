@@ -8,14 +8,3 @@ from amp_engine.casting.keep_float import keep_float as keep_float
 from amp_engine.casting.original import original as original
 from amp_engine.casting.registration import Registration as Registration
 from amp_engine.casting.wrappers import deferred as deferred
-
-__all__ = [
-    "EngineCasts",
-    "Explanation",
-    "FunctionCasts",
-    "Registration",
-    "deferred",
-    "discard_interrupted",
-    "keep_float",
-    "original",
-]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from amp_engine.casting.cache import WeightCache
+from amp_engine.casting.registration import Registration
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,17 @@ class Call:
 
 
 class Casts(Protocol):
-    """The casts that a wrapper belongs to, as the wrapper sees them."""
+    """The casts of an engine, as wrappers and patches see them."""
 
     dtype: torch.dtype
     cache: WeightCache
     enable_caching: bool
     allow_banned: bool
-
+    registrations: Sequence[Registration]
+    removals: Sequence[tuple[Any, str]]
+    is_disabled_everywhere: bool
+    origin: str
+    everywhere: bool
     were_used: bool
 
     @property
@@ -74,14 +79,26 @@ class Casts(Protocol):
         """True if functions are to be cast."""
 
     @property
+    def is_disabled(self) -> bool:
+        """True if they are switched off, here or everywhere."""
+
+    @property
     def is_observed(self) -> bool:
-        """True if an observer is to be told of each call."""
+        """True if each call must go through Python, which tells the observers."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """True unless they have ended, or their owner is gone or does not have them, as a forked child may find."""
+
+    @property
+    def modules(self) -> list[nn.Module] | None:
+        """The live modules with the last of which the casts end; None if they last until they are removed."""
 
     def note_use(self) -> None:
         """Note that the casts were used; wrappers call this at the first call."""
 
-    def disabled_in_thread(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread casts nothing."""
-
     def tell(self, call: Call) -> None:
         """Pass `call` on to the observers; wrappers call this if there are any."""
+
+    def discard(self) -> None:
+        """End them, now or as soon as no other thread holds a lock that this needs."""

@@ -16,7 +16,7 @@ from amp_engine.casting.explanation import Explanation
 from amp_engine.casting.function_casts import FunctionCasts
 from amp_engine.casting.overrides import from_environment
 from amp_engine.casting.patches import check_patchable
-from amp_engine.casting.regions import cast_region
+from amp_engine.casting.regions import cast_region, float_region
 from amp_engine.casting.registration import Registration
 from amp_engine.errors import AmpValueError
 from amp_engine.ground.dtypes import LOW_PRECISION
@@ -58,8 +58,7 @@ class EngineCasts:
 
     def off(self) -> AbstractContextManager[None] | None:
         """Return a context without function casts in this thread; None if there are no casts."""
-        casts = self.casts
-        return None if casts is None else casts.disabled_in_thread()
+        return None if self.casts is None else float_region()
 
     def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
         """Return the low-precision copies that a step must write beside FP32 weights; None if none are kept."""
@@ -176,17 +175,16 @@ class EngineCasts:
         self,
         dtype: torch.dtype,
         *,
-        enable_caching: bool = True,
-        allow_banned: bool = False,
-        verbose: bool = False,
-        origin: str = "amp.init()",
         models: Sequence[nn.Module] = (),
+        origin: str = "amp.init()",
         everywhere: bool = True,
+        **options: bool,
     ) -> FunctionCasts:
         """Cast listed functions to `dtype` from now on, process-wide; replaces this engine's earlier casts.
 
         Args:
             everywhere: False casts in cast regions alone.
+            options: `enable_caching`, `allow_banned` and `verbose` of FunctionCasts.
 
         The casts end with the last module of `models` and of the models of the earlier casts; without `models` they
         last until `remove`.
@@ -195,20 +193,13 @@ class EngineCasts:
         `check_where`.
         """
         self.check_where(everywhere)
-        options = {
-            "dtype": dtype,
-            "enable_caching": enable_caching,
-            "allow_banned": allow_banned,
-            "verbose": verbose,
-            "origin": origin,
-            "everywhere": everywhere,
-        }
+        of_casts = {**options, "dtype": dtype, "origin": origin, "everywhere": everywhere}
         new = _modules_of(models)
         with patch_torch.changing():  # or the casts of an `initialize` in another thread would stay for ever
             before = self.casts
             earlier = [] if before is None else before.modules
             lasts = earlier is None or not models
-            casts = self._install(options, None if earlier is None or lasts else [*earlier, *new])
+            casts = self._install(of_casts, None if earlier is None or lasts else [*earlier, *new])
             self._said_ended = False
         if before is not None and before.dtype != dtype:
             ids = {id(module) for module in new}
@@ -258,7 +249,7 @@ class EngineCasts:
         if self.casts is not None and self.casts.were_used:
             casts.note_use()
         for explanation in self._explanations:
-            casts.observe(explanation)
+            casts.observe(explanation.tell)
         casts.install()
         # From here on a forked child keeps the new casts, and discards the earlier ones.
         before, self._installed, self._options = self._installed, casts, options
@@ -301,13 +292,13 @@ class EngineCasts:
         """Have `explanation` see each call, also under casts that are installed meanwhile."""
         self._explanations.append(explanation)
         if self.casts is not None:
-            self.casts.observe(explanation)
+            self.casts.observe(explanation.tell)
         try:
             yield
         finally:
             self._explanations.remove(explanation)
             if self.casts is not None:
-                self.casts.unobserve(explanation)
+                self.casts.unobserve(explanation.tell)
 
 
 def _names(removal: tuple[Any, str], registration: Registration) -> bool:

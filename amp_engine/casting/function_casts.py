@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,23 +20,10 @@ from amp_engine.casting.registration import Registration
 from amp_engine.ground import messages
 from amp_engine.kernels.choice import CASTS
 
-HAS_NATIVE = CASTS is not None
 _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
 
 
-class Observer(Protocol):
-    """An object that is told of each call of a listed function."""
-
-    def tell(self, call: Call) -> None:
-        """Take `call`, in the thread that makes it."""
-
-
-class Owner(Protocol):
-    """The owner of some casts, which removes them."""
-
-    @property
-    def casts(self) -> FunctionCasts | None:
-        """The casts that it will remove."""
+Observer = Callable[[Call], None]  # takes each call of a listed function, in the thread that makes it
 
 
 class FunctionCasts:
@@ -49,7 +37,7 @@ class FunctionCasts:
         registrations: functions that are cast, too; they win over the lists.
         removals: owner and name of functions that are not cast, listed or not.
         emit: takes the reports.
-        native: True if the compiled wrappers cast, False if the Python ones do. Default: compiled, if there are any.
+        native: True if the compiled wrappers cast, if there are any; False if the Python ones do.
         origin: names, in messages, the level or call that switched the casts on.
         everywhere: cast outside of all regions, too; False: in cast regions alone.
     """
@@ -64,7 +52,7 @@ class FunctionCasts:
         registrations: Sequence[Registration] = (),
         removals: Sequence[tuple[Any, str]] = (),
         emit: Callable[[str], None] = messages.say,
-        native: bool | None = None,
+        native: bool = True,
         origin: str = "FunctionCasts",
         everywhere: bool = True,
     ) -> None:
@@ -73,8 +61,9 @@ class FunctionCasts:
         self.allow_banned = allow_banned
         self.registrations: Sequence[Registration] = tuple(registrations)
         self.removals: Sequence[tuple[Any, str]] = tuple(removals)
-        self.cache = weight_cache(CASTS if (HAS_NATIVE if native is None else native) else None)
-        self._observers: tuple[Observer, ...] = (_Trace(emit),) if verbose else ()
+        self.cache = weight_cache(CASTS if native else None)
+        self.verbose = verbose
+        self._observers: tuple[Observer, ...] = (partial(_report, emit),) if verbose else ()
         self._disabled = 0
         self._is_switched_off = False
         self.is_disabled_everywhere = False  # Dynamo guards this flag, and not the count
@@ -82,11 +71,13 @@ class FunctionCasts:
         self.everywhere = everywhere
         self.has_ended = False
         self.were_used = True  # True also if nothing depends on it
-        self._owner: weakref.ref[Owner] | None = None
+        self._owner: weakref.ref[Any] | None = None
         self._modules: dict[int, weakref.ref[nn.Module]] | None = None  # by id: a class may compare by value
 
-    def belong_to(self, owner: Owner, modules: Iterable[nn.Module] | None) -> None:
+    def belong_to(self, owner: Any, modules: Iterable[nn.Module] | None) -> None:
         """End with `owner` and, unless `modules` is None, with the last of them. Call it once, before `install`.
+
+        The owner has these casts as its attribute `casts`, and removes them.
 
         These are modules, not models, because a module may be taken out of its model, put into another, and used
         without it. If all are gone before anything was cast, `initialize` was called as a switch, and the casts last
@@ -101,7 +92,7 @@ class FunctionCasts:
                 if not casts._modules and casts.were_used:
                     casts.discard()
 
-        def end(ref: weakref.ref[Owner]) -> None:
+        def end(ref: weakref.ref[Any]) -> None:
             casts = this()
             if casts is not None:
                 casts.discard()
@@ -138,11 +129,6 @@ class FunctionCasts:
         return not self._modules
 
     @property
-    def verbose(self) -> bool:
-        """True if each cast is reported."""
-        return any(isinstance(observer, _Trace) for observer in self._observers)
-
-    @property
     def is_active(self) -> bool:
         """True if these casts are the newest installed ones, and not disabled here."""
         return in_force.current() is self
@@ -171,18 +157,18 @@ class FunctionCasts:
     def unobserve(self, observer: Observer) -> None:
         """Stop telling `observer`, if it is told."""
         with locks.shared:
-            self._observers = tuple(other for other in self._observers if other is not observer)
+            self._observers = tuple(other for other in self._observers if other != observer)
         patch_torch.tell_native()
 
     def tell(self, call: Call) -> None:
         """Pass `call` on to all observers."""
         for observer in self._observers:
-            observer.tell(call)
+            observer(call)
 
     @property
     def installed(self) -> bool:
         """True if torch is patched for these casts, or will be when newer ones are removed."""
-        return in_force.holds(self)
+        return self in in_force.STACK
 
     def install(self) -> None:
         """Patch torch. Does nothing if installed."""
@@ -215,10 +201,6 @@ class FunctionCasts:
         finally:
             self._disable(-1)
 
-    def disabled_in_thread(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread casts nothing. Nests."""
-        return float_region()
-
     def switch(self, on: bool) -> None:
         """Cast, or cast nothing in any thread until switched on again. Does not nest."""
         if on == self._is_switched_off:
@@ -232,12 +214,7 @@ class FunctionCasts:
         patch_torch.tell_native()
 
 
-class _Trace:
-    """Reports each cast in apex's words."""
-
-    def __init__(self, emit: Callable[[str], None]) -> None:
-        self._emit = emit
-
-    def tell(self, call: Call) -> None:
-        for made in call.casts:
-            self._emit(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({call.function.rpartition('.')[2]})")
+def _report(emit: Callable[[str], None], call: Call) -> None:
+    """Report each cast in apex's words."""
+    for made in call.casts:
+        emit(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({call.function.rpartition('.')[2]})")

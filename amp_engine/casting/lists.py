@@ -33,15 +33,7 @@ class CastLists:
     banned: tuple[str, ...] = ()
 
 
-_CONVOLUTIONS = (
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "conv_tbc",
-)
+_CONVOLUTIONS = (*(f"{name}{n}d" for name in ("conv", "conv_transpose") for n in (1, 2, 3)), "conv_tbc")
 _MATRIX_PRODUCTS = ("addmm", "addmv", "addr", "matmul", "mm", "mv", "addbmm", "baddbmm", "bmm")
 
 _POINTWISE_OF_WIDE_RANGE = (
@@ -62,8 +54,28 @@ _POINTWISE_OF_WIDE_RANGE = (
 )
 _REDUCTIONS = ("cumprod", "cumsum", "dist", "norm", "prod", "std", "sum", "var", "renorm")
 
+_LOSSES_AND_NORMS = (
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cosine_similarity",
+    "group_norm",
+    "hinge_embedding_loss",
+    "kl_div",
+    "layer_norm",
+    "margin_ranking_loss",
+    "poisson_nll_loss",
+    "triplet_margin_loss",
+)
+
 _COMPARISONS = ("eq", "equal", "ge", "gt", "le", "lt", "ne")
 _ARITHMETIC = ("addcdiv", "addcmul", "atan2", "cross", "dot", "add", "div", "mul")
+
+# since apex
+_FLOAT_SINCE_APEX = ("arccos", "arcsin", "log1p", "log_softmax", "logsumexp", "softmax", "square")
+_PROMOTED_SINCE_APEX = ("arctan2", "index_copy", "index_put", "inner", "scatter_add", "vdot")
+
+# torch._VF, which nn.RNN, nn.LSTM, nn.GRU and their cells call; see `recurrent.RecurrentFunctions`.
+RECURRENT = ("rnn_relu", "rnn_tanh", "gru", "lstm", "rnn_relu_cell", "rnn_tanh_cell", "gru_cell", "lstm_cell")
 
 FUNCTIONAL = CastLists(
     half=(
@@ -74,6 +86,7 @@ FUNCTIONAL = CastLists(
         "scaled_dot_product_attention",
     ),
     float=(
+        *_LOSSES_AND_NORMS,
         "interpolate",
         "grid_sample",
         "softplus",
@@ -81,27 +94,17 @@ FUNCTIONAL = CastLists(
         "log_softmax",
         "softmax",
         "gelu",
-        "layer_norm",
-        "group_norm",
         "local_response_norm",
         "normalize",
-        "cosine_similarity",
-        "poisson_nll_loss",
-        "cosine_embedding_loss",
         "cross_entropy",
-        "hinge_embedding_loss",
-        "kl_div",
         "l1_loss",
         "mse_loss",
-        "margin_ranking_loss",
         "multilabel_margin_loss",
         "multilabel_soft_margin_loss",
         "multi_margin_loss",
         "nll_loss",
-        "binary_cross_entropy_with_logits",
         "smooth_l1_loss",
         "soft_margin_loss",
-        "triplet_margin_loss",
         "ctc_loss",
         # since apex
         "huber_loss",
@@ -123,77 +126,37 @@ TORCH = CastLists(
         "chain_matmul",
         "convolution",
         "einsum",
-        "gru",
-        "gru_cell",
-        "lstm",
-        "lstm_cell",
-        "rnn_relu",
-        "rnn_relu_cell",
-        "rnn_tanh",
-        "rnn_tanh_cell",
+        *RECURRENT,
     ),
     float=(
         *_POINTWISE_OF_WIDE_RANGE,
         *_REDUCTIONS,
         # since apex
-        "arccos",
-        "arcsin",
-        "binary_cross_entropy_with_logits",
+        *_FLOAT_SINCE_APEX,
+        *_LOSSES_AND_NORMS,
         "cdist",
-        "cosine_embedding_loss",
-        "cosine_similarity",
         "cumulative_trapezoid",
         "frobenius_norm",
-        "group_norm",
-        "hinge_embedding_loss",
-        "kl_div",
-        "layer_norm",
-        "log1p",
-        "log_softmax",
-        "logsumexp",
-        "margin_ranking_loss",
         "native_layer_norm",
         "norm_except_dim",
         "nuclear_norm",
         "pairwise_distance",
         "pdist",
-        "poisson_nll_loss",
         "rms_norm",
-        "softmax",
-        "square",
         "trapezoid",
         "trapz",
-        "triplet_margin_loss",
     ),
     promote=(
         *_ARITHMETIC,
         *_COMPARISONS,
         "bilinear",
         # since apex
-        "arctan2",
+        *_PROMOTED_SINCE_APEX,
         "grid_sampler",
-        "index_copy",
-        "index_put",
-        "inner",
-        "scatter_add",
         "tensordot",
-        "vdot",
     ),
     sequence=("cat", "stack"),
-    refused_in_place=(
-        "acos_",
-        "asin_",
-        "cosh_",
-        "exp_",
-        "expm1_",
-        "log_",
-        "log10_",
-        "log2_",
-        "reciprocal_",
-        "rsqrt_",
-        "sinh_",
-        "tan_",
-    ),
+    refused_in_place=tuple(f"{name}_" for name in _POINTWISE_OF_WIDE_RANGE if name not in ("erfinv", "pow")),
 )
 
 # since apex
@@ -222,13 +185,7 @@ TENSOR = CastLists(
         "__rpow__",
         "cpu",
         # since apex
-        "arccos",
-        "arcsin",
-        "log1p",
-        "log_softmax",
-        "logsumexp",
-        "softmax",
-        "square",
+        *_FLOAT_SINCE_APEX,
         "sum_to_size",
     ),
     promote=(
@@ -238,13 +195,7 @@ TENSOR = CastLists(
         *(f"__i{name}__" for name in ("add", "div", "mul", "sub", "truediv")),
         *(f"__r{name}__" for name in ("add", "div", "mul", "sub", "truediv")),
         *(f"__{name}__" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
-        # since apex
-        "arctan2",
-        "index_copy",
-        "index_put",
-        "inner",
-        "scatter_add",
-        "vdot",
+        *_PROMOTED_SINCE_APEX,
     ),
     match_self=(
         *(f"{name}_" for name in ("addmm", "addmv", "addr", "addbmm", "baddbmm")),
@@ -275,9 +226,6 @@ PROMOTED_BY_TORCH = frozenset(
         *(f"__{name}__" for name in ("eq", "ge", "gt", "le", "lt", "ne")),
     )
 )
-
-# torch._VF, which nn.RNN, nn.LSTM, nn.GRU and their cells call; see `recurrent.RecurrentFunctions`.
-RECURRENT = ("rnn_relu", "rnn_tanh", "gru", "lstm", "rnn_relu_cell", "rnn_tanh_cell", "gru_cell", "lstm_cell")
 
 # torch.distributions took these names from torch.nn.functional when it was imported.
 _LOGITS = CastLists(float=("binary_cross_entropy_with_logits",))

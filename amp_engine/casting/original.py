@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_engine.casting import recurrent, replacements, wrappers
-from amp_engine.casting.replacements import PatchedBuiltin, PatchedMethod
+from amp_engine.casting.replacements import PatchedBuiltin
 
 
 def original(fn: Any) -> Any:
@@ -32,6 +32,6 @@ def original(fn: Any) -> Any:
 def _is_ours(fn: Any) -> bool:
     # Told by the module of its code: functools.wraps copies any mark onto a user's wrapper.
     ours = (vars(wrappers), vars(recurrent))
-    return isinstance(fn, (PatchedBuiltin, PatchedMethod)) or (
+    return isinstance(fn, PatchedBuiltin) or (
         isinstance(fn, FunctionType) and hasattr(fn, "__wrapped__") and any(fn.__globals__ is space for space in ours)
     )

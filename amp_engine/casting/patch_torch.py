@@ -29,8 +29,9 @@ import torch.nn.functional
 from torch.nn.modules import rnn
 
 from amp_engine.casting import locks, wrappers
+from amp_engine.casting.calls import Casts
 from amp_engine.casting.compiled import dynamo_if_free, know_originals
-from amp_engine.casting.in_force import STACK, InstallableCasts, current, holds, in_force
+from amp_engine.casting.in_force import STACK, current, in_force
 from amp_engine.casting.lists import FLOAT_BY_DTYPE, NAMESPACES, CastLists
 from amp_engine.casting.patches import Patches
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
@@ -41,7 +42,7 @@ from amp_engine.kernels.choice import CASTS
 
 _LISTED = tuple((pkgutil.resolve_name(name), lists) for name, lists in NAMESPACES)
 _WRITTEN_IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
-_discarded: deque[InstallableCasts] = deque()
+_discarded: deque[Casts] = deque()
 _patches = Patches()
 
 
@@ -56,7 +57,7 @@ def changing() -> Iterator[None]:
         remove_discarded()
 
 
-def install(casts: InstallableCasts) -> None:
+def install(casts: Casts) -> None:
     """Put `casts` in force. If that fails, the casts that were in force stay so."""
     with changing():
         STACK.append(casts)
@@ -67,13 +68,13 @@ def install(casts: InstallableCasts) -> None:
             raise
 
 
-def remove(casts: InstallableCasts) -> None:
+def remove(casts: Casts) -> None:
     """Take `casts` out of force and put the next newest in force. Does nothing if they are not installed."""
     with changing():
         _take_out(casts)
 
 
-def discard(casts: InstallableCasts) -> None:
+def discard(casts: Casts) -> None:
     """Remove `casts`, for finalizers, which may run at any allocation: waits for no other thread.
 
     If another thread holds a lock that this needs, that thread removes the casts. While Dynamo compiles, they stay
@@ -101,7 +102,7 @@ def discard_switches() -> None:
             casts.discard()
 
 
-def newest() -> InstallableCasts | None:
+def newest() -> Casts | None:
     """Return the casts in force, switched on or off, after removing discarded ones; None if there are none."""
     remove_discarded()
     return STACK[-1] if STACK else None
@@ -122,8 +123,8 @@ def tell_native() -> None:
     remove_discarded()
 
 
-def _take_out(casts: InstallableCasts) -> None:
-    if holds(casts):
+def _take_out(casts: Casts) -> None:
+    if casts in STACK:
         is_newest = in_force(casts)
         STACK.remove(casts)
         if is_newest:
@@ -194,13 +195,14 @@ def _patch() -> None:
     taken = _patch_registered(casts) | _patch_removed(casts)
     for namespace, lists in _LISTED:
         _patch_lists(namespace, lists, taken, casts.cache.native is not None)
-    _patch_recurrent()
+    _patches.set(rnn, "_VF", RecurrentFunctions(vars(rnn)["_VF"], current))
+    _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input, current))
     watch_weights(casts.cache, _patches, remove_discarded)
     _leave_saved_tensors()
     _switch_off_fast_path()
 
 
-def _patch_registered(casts: InstallableCasts) -> set[tuple[int, str]]:
+def _patch_registered(casts: Casts) -> set[tuple[int, str]]:
     """Patch the functions that users registered, which win over the lists; returns their owners' ids and names."""
     listed = {(id(space), name) for space, lists in _LISTED for names in vars(lists).values() for name in names}
     taken = set()
@@ -214,7 +216,7 @@ def _patch_registered(casts: InstallableCasts) -> set[tuple[int, str]]:
     return taken
 
 
-def _patch_removed(casts: InstallableCasts) -> set[tuple[int, str]]:
+def _patch_removed(casts: Casts) -> set[tuple[int, str]]:
     """Have functions that a user took off the lists run without casts; returns their owners' ids and names."""
     for owner, name in casts.removals:
         if not isinstance(getattr(owner, name), _WRITTEN_IN_C):  # C code calls no patched function
@@ -267,11 +269,6 @@ def _qualified_name(owner: Any) -> str:
         return owner.__name__
     cls = owner if isinstance(owner, type) else type(owner)
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _patch_recurrent() -> None:
-    _patches.set(rnn, "_VF", RecurrentFunctions(vars(rnn)["_VF"], current))
-    _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input, current))
 
 
 def _leave_saved_tensors() -> None:

@@ -31,23 +31,18 @@ class PatchedBuiltin:
         """Call the original function, with its casts."""
         return self._call(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)  # loads without amp_engine, too
 
 
-class PatchedMethod:
+class PatchedMethod(PatchedBuiltin):
     """Replaces a method in one object. A copy of the object has its own method, which is not cast."""
 
     def __init__(self, original: Callable[..., Any], call: Callable[..., Any], owner: Any, name: str) -> None:
-        functools.update_wrapper(self, original)
-        self._call = call
+        super().__init__(original, call)
         self._owner_and_name = owner, name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original method, with its casts."""
-        return self._call(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, self._owner_and_name  # the unpickled owner has the method by its class
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.casting.calls import Call, Casts
+from amp_engine.casting.regions import float_region
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import TensorBase, fake_mode
 
@@ -34,17 +35,18 @@ _BANNED = (
 Function = Callable[..., Any]
 Current = Callable[[], Casts | None]
 Convert = Callable[[Tensor, Casts, Call | None], Tensor]
+Choose = Callable[[Casts, tuple[Any, ...], dict[str, Any]], Convert | None]  # how to convert arguments; may refuse them
 Wrapper = Callable[..., Function]  # takes (fn, current, name=None); observers are told `name`
 
 
 def half(fn: Function, current: Current, name: str | None = None) -> Function:
     """Wrap `fn` to get floating arguments in the low-precision type, weights through the cache."""
-    return _listed(fn, current, _to_half, "half", name)
+    return _listed(fn, current, lambda casts, args, kwargs: _to_type_asked_for(kwargs) or _to_half, "half", name)
 
 
 def float32(fn: Function, current: Current, name: str | None = None) -> Function:
     """Wrap `fn` to get low-precision arguments in float32."""
-    return _listed(fn, current, _to_float, "float", name)
+    return _listed(fn, current, lambda casts, args, kwargs: _to_type_asked_for(kwargs) or _to_float, "float", name)
 
 
 def float32_by_dtype(fn: Function, current: Current, name: str | None = None) -> Function:
@@ -81,79 +83,52 @@ def promote(fn: Function, current: Current, name: str | None = None) -> Function
 
     torch itself would let a half tensor decide over a 0-dim float32 one. Mixes with float64 are left to torch.
     """
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = current()
-        if casts is None:
-            return fn(*args, **kwargs)
-        call = _observed(casts, fn, "promote", name)
-        return _run(fn, args, kwargs, _to_float if _mixed(args, kwargs) else None, casts, call)
-
-    return wrapper
+    return _listed(
+        fn, current, lambda casts, args, kwargs: _to_float if _mixed(args, kwargs) else None, "promote", name
+    )
 
 
-def match_self(fn: Function, current: Current, name: str | None = None, kind: str = "match_self") -> Function:
+def match_self(fn: Function, current: Current, name: str | None = None) -> Function:
     """Wrap an in-place method to get its other arguments in the type of the tensor that it writes to."""
-
-    @functools.wraps(fn)
-    def wrapper(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        casts = current()
-        if casts is None:
-            return fn(self, *args, **kwargs)
-        call = _observed(casts, fn, kind, name)
-        is_cast = isinstance(self, Tensor) and self.dtype in CASTABLE
-        return _run(fn, (self, *args), kwargs, _to(self.dtype) if is_cast else None, casts, call)
-
-    return wrapper
+    return _listed(fn, current, _to_type_of_self, "match_self", name)
 
 
 def refused_function(fn: Function, current: Current, name: str | None = None) -> Function:
     """Wrap an in-place function to raise NotImplementedError on float16, which would lose range."""
 
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = current()
-        if casts is None:
-            return fn(*args, **kwargs)
+    def choose(casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.float16 in _types(args, kwargs):
             raise NotImplementedError(
                 f"Cannot call in-place function {fn.__name__} with fp16 arguments.  Use "
                 f"{fn.__name__.rstrip('_')}(...) instead, which runs in FP32."
             )
-        return _run(fn, args, kwargs, None, casts, _observed(casts, fn, "refused_in_place", name))
 
-    return wrapper
+    return _listed(fn, current, choose, "refused_in_place", name)
 
 
 def refused_method(fn: Function, current: Current, name: str | None = None) -> Function:
     """Wrap an in-place method to raise NotImplementedError on float16, which would lose range; else as `match_self`."""
-    matched = match_self(fn, current, name, "refused_in_place")
 
-    @functools.wraps(fn)
-    def wrapper(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, Tensor) and self.dtype is torch.float16 and current() is not None:
+    def choose(casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Convert | None:
+        if torch.float16 in _types(args[:1], {}):
             raise NotImplementedError(
                 f"Cannot call in-place method {fn.__name__} on fp16 Tensors.  Use "
                 f".{fn.__name__.rstrip('_')}(...) instead, which runs in FP32."
             )
-        return matched(self, *args, **kwargs)
+        return _to_type_of_self(casts, args, kwargs)
 
-    return wrapper
+    return _listed(fn, current, choose, "refused_in_place", name)
 
 
 def banned(fn: Function, current: Current, name: str | None = None) -> Function:
     """Wrap binary_cross_entropy to raise NotImplementedError on float16 unless allowed, else to compute in float32."""
-    in_float = _listed(fn, current, _to_float, "banned", name)
 
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = current()
-        if casts is not None and not casts.allow_banned and torch.float16 in _types(args, kwargs):
+    def choose(casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Convert:
+        if not casts.allow_banned and torch.float16 in _types(args, kwargs):
             raise NotImplementedError(_BANNED)
-        return in_float(*args, **kwargs)
+        return _to_type_asked_for(kwargs) or _to_float
 
-    return wrapper
+    return _listed(fn, current, choose, "banned", name)
 
 
 def uncast(fn: Function, current: Current, name: str | None = None) -> Function:
@@ -162,10 +137,9 @@ def uncast(fn: Function, current: Current, name: str | None = None) -> Function:
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = current()
-        if casts is None:
+        if current() is None:
             return fn(*args, **kwargs)
-        with casts.disabled_in_thread():
+        with float_region():
             return fn(*args, **kwargs)
 
     return wrapper
@@ -206,14 +180,14 @@ def deferred(kind: str, fn: F, current: Current, without: Callable[[str, str], N
     return cast("F", wrap(REGISTERED[kind], fn, active))
 
 
-def _listed(fn: Function, current: Current, listed: Convert, kind: str, name: str | None) -> Function:
+def _listed(fn: Function, current: Current, choose: Choose, kind: str, name: str | None) -> Function:
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts = current()
         if casts is None:
             return fn(*args, **kwargs)
-        call = _observed(casts, fn, kind, name)
-        return _run(fn, args, kwargs, _to_type_asked_for(kwargs) or listed, casts, call)
+        convert = choose(casts, args, kwargs)
+        return _run(fn, args, kwargs, convert, casts, _observed(casts, fn, kind, name))
 
     return wrapper
 
@@ -224,9 +198,7 @@ def _observed(casts: Casts, fn: Function, kind: str, name: str | None) -> Call |
         return None
     if not casts.were_used:
         casts.note_use()
-    if not casts.is_observed:
-        return None
-    if fake_mode() is not None:
+    if not casts.is_observed or fake_mode() is not None:
         return None
     return Call(name or f"{fn.__module__}.{getattr(fn, '__qualname__', _name(fn))}", kind)
 
@@ -296,6 +268,11 @@ def _to_float(tensor: Tensor, casts: Casts, call: Call | None) -> Tensor:
 
 def _to(dtype: torch.dtype) -> Convert:
     return lambda tensor, casts, call: _cast(tensor, dtype, call)
+
+
+def _to_type_of_self(casts: Casts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Convert | None:
+    types = [value.dtype for value in args[:1] if isinstance(value, Tensor) and value.dtype in CASTABLE]
+    return _to(types[0]) if types else None
 
 
 def _to_type_asked_for(kwargs: dict[str, Any]) -> Convert | None:

@@ -137,7 +137,7 @@ def operands() -> dict[str, Any]:
 @contextmanager
 def ours(call: str, native: bool = True) -> Iterator[Block]:
     """The call under O4's casts; where `native` is false, with the wrappers in Python."""
-    casts = FunctionCasts(HALF, native=None if native else False)
+    casts = FunctionCasts(HALF, native=native)
     casts.install()
     try:
         yield _block(call)

@@ -45,7 +45,7 @@ TOLD = {
 def casts(low: torch.dtype, native: bool, request: pytest.FixtureRequest) -> Iterator[FunctionCasts]:
     if request.param == "native" and not native:
         pytest.skip("the wrappers are not compiled (python -m amp_engine info)")
-    casts = FunctionCasts(low, native=None if request.param == "native" else False)
+    casts = FunctionCasts(low, native=request.param == "native")
     casts.install()
     yield casts
     casts.remove()

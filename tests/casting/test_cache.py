@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def layer(value: float = 1.0) -> nn.Linear:
 def observed_calls(casts: FunctionCasts) -> list[Call]:
     """The calls of listed functions from now on."""
     calls: list[Call] = []
-    casts.observe(SimpleNamespace(tell=calls.append))
+    casts.observe(calls.append)
     return calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from amp_engine import amp
 from amp_engine.casting import FunctionCasts
+from amp_engine.casting.regions import float_region
 
 X = torch.ones(2, 2)
 
@@ -58,10 +60,14 @@ def test_remove_forgets_the_cached_casts(casts: FunctionCasts) -> None:
     assert len(casts.cache) == 0
 
 
-@pytest.mark.parametrize("context", ["disabled", "disabled_in_thread"])
+def region(casts: FunctionCasts, context: str) -> Callable[[], AbstractContextManager[Any]]:
+    return casts.disabled if context == "disabled" else float_region
+
+
+@pytest.mark.parametrize("context", ["disabled", "float_region"])
 class TestDisabled:
     def test_nests(self, context: str, casts: FunctionCasts) -> None:
-        disabled = getattr(casts, context)
+        disabled = region(casts, context)
         with disabled():
             with disabled():
                 assert dtype() == torch.float32
@@ -69,17 +75,17 @@ class TestDisabled:
         assert (dtype(), casts.is_active) == (casts.dtype, True)
 
     def test_ends_with_an_exception(self, context: str, casts: FunctionCasts) -> None:
-        with pytest.raises(KeyError), getattr(casts, context)():
+        with pytest.raises(KeyError), region(casts, context)():
             raise KeyError
         assert dtype() == casts.dtype
 
     def test_leaves_refusals_and_bans_off(self, context: str, casts: FunctionCasts) -> None:
-        with getattr(casts, context)():
+        with region(casts, context)():
             X.half().exp_()
             F.binary_cross_entropy(X.half(), X.half())
 
     def test_outlives_remove_and_install(self, context: str, casts: FunctionCasts) -> None:
-        with getattr(casts, context)():
+        with region(casts, context)():
             casts.remove()
             casts.install()
             assert dtype() == torch.float32
@@ -87,10 +93,10 @@ class TestDisabled:
 
 
 @pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("context", ["disabled", "disabled_in_thread"])
+@pytest.mark.parametrize("context", ["disabled", "float_region"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_is_followed_inside_and_around(context: str, backend: str, casts: FunctionCasts) -> None:
-    disabled = getattr(casts, context)
+    disabled = region(casts, context)
 
     def operator(x: Tensor) -> torch.dtype:
         return (x @ x).dtype
@@ -110,17 +116,17 @@ def test_compiled_code_is_followed_inside_and_around(context: str, backend: str,
 
 def test_autocast_is_as_it_was_after_a_region(casts: FunctionCasts) -> None:
     with torch.autocast("cpu", dtype=torch.float16):
-        with casts.disabled_in_thread():
+        with float_region():
             assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.float16
         assert torch.is_autocast_cache_enabled()
 
 
-def test_disabled_reaches_every_thread_disabled_in_thread_its_own(casts: FunctionCasts) -> None:
+def test_disabled_reaches_every_thread_a_float_region_its_own(casts: FunctionCasts) -> None:
     with casts.disabled():
         assert in_thread(dtype) == torch.float32
-    with casts.disabled_in_thread():
+    with float_region():
         assert in_thread(dtype) == casts.dtype
     assert in_thread(dtype) == casts.dtype
 

@@ -121,8 +121,7 @@ class WeightCache:
 
     def clear(self) -> None:
         """Discard every cast."""
-        self._changes += 1
-        self._entries.clear()
+        self.after_backward()
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the copies that a step must write beside the weights: n times None, as this cache has none."""
@@ -194,11 +193,6 @@ class NativeWeightCache(WeightCache):
         if not getattr(self._steps, "told", False):
             self.native.after_backward()
         self._steps.told = False
-
-
-def weight_cache(casts: Any) -> WeightCache:
-    """Return the compiled cache, or the one in Python if there are no compiled casts to read it."""
-    return WeightCache() if casts is None else NativeWeightCache(casts)
 
 
 def tensors_hold_their_objects() -> bool:

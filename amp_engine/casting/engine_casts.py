@@ -48,12 +48,6 @@ class EngineCasts:
         casts = self._installed
         return None if casts is None or casts.has_ended else casts
 
-    @property
-    def ended(self) -> FunctionCasts | None:
-        """Casts that ended with the last of their modules, and were not removed."""
-        casts = self._installed
-        return casts if casts is not None and casts.has_ended else None
-
     # Asked by a step.
 
     def off(self) -> AbstractContextManager[None] | None:
@@ -96,8 +90,8 @@ class EngineCasts:
             return "amp.initialize() was not called.  Call amp.initialize(model, optimizer, opt_level='O1') first."
         if not policy.enabled:
             return "amp.initialize(enabled=False) casts nothing."
-        if self.ended is not None:
-            return report.casts_ended(self.ended.origin)
+        if self._installed is not None:  # they ended with the last of their modules
+            return report.casts_ended(self._installed.origin)
         level = policy.opt_level
         if policy.cast_model_type in LOW_PRECISION:
             return f"Function casts are not on at {level}, which casts the model instead; O1 and O4 cast functions."
@@ -237,12 +231,12 @@ class EngineCasts:
                 self._say_without(self._registrations)
 
     def _install(self, options: dict[str, Any], modules: Sequence[nn.Module] | None) -> FunctionCasts:
-        overrides = from_environment(os.environ, self._registrations)
-        removals = [r for r in self._removals if not any(_names(r, added) for added in overrides.registrations)]
+        registrations, removed = from_environment(os.environ, self._registrations)
+        removals = [r for r in self._removals if not any(_names(r, added) for added in registrations)]
         casts = FunctionCasts(
             **options,
-            registrations=overrides.registrations,
-            removals=(*overrides.removals, *removals),
+            registrations=registrations,
+            removals=[*removed, *removals],
             emit=self._say,
         )
         casts.belong_to(self, modules)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from amp_engine.casting import in_force, locks, patch_torch
-from amp_engine.casting.cache import WeightCache, weight_cache
+from amp_engine.casting.cache import NativeWeightCache, WeightCache
 from amp_engine.casting.calls import Call
 from amp_engine.casting.regions import casts_here, float_region
 from amp_engine.casting.registration import Registration
@@ -61,7 +61,7 @@ class FunctionCasts:
         self.allow_banned = allow_banned
         self.registrations: Sequence[Registration] = tuple(registrations)
         self.removals: Sequence[tuple[Any, str]] = tuple(removals)
-        self.cache = weight_cache(CASTS if native else None)
+        self.cache = WeightCache() if CASTS is None or not native else NativeWeightCache(CASTS)
         self.verbose = verbose
         self._observers: tuple[Observer, ...] = (partial(_report, emit),) if verbose else ()
         self._disabled = 0

@@ -141,12 +141,13 @@ part_of_a_graph(leave_float)
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    for hooks, hook, extra in (
-        (before, enter_float, [module._forward_pre_hooks_with_kwargs]),
-        (after, leave_float, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
-    ):
-        for key in [key for key, other in hooks.items() if other is hook]:
-            handle = RemovableHandle(hooks, extra_dict=extra)
-            handle.id = key
-            handle.remove()
+    before: list[Any] = [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
+    after: list[Any] = [
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ]
+    for hook, tables in ((enter_float, before), (leave_float, after)):
+        for key in [key for key, other in tables[0].items() if other is hook]:
+            for table in tables:
+                table.pop(key, None)

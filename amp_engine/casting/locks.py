@@ -21,20 +21,14 @@ class InstallLock:
     """A lock that is held while torch is patched. Patching may wait for Dynamo, so forks, also Dynamo's, do not."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.was_held_by_another_thread = False  # in a forked child: when it was forked
         os.register_at_fork(after_in_child=self._renew)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock inside. Nests within a thread."""
-        with self._lock:
-            yield
-
-    @contextmanager
     def held_if_free(self) -> Iterator[bool]:
         """Hold the lock inside, and give True; or give False if another thread has it."""
-        lock = self._lock
+        lock = self.lock
         is_held = lock.acquire(blocking=False)
         try:
             yield is_held
@@ -43,11 +37,11 @@ class InstallLock:
                 lock.release()
 
     def _renew(self) -> None:
-        is_free_or_ours = self._lock.acquire(blocking=False)
+        is_free_or_ours = self.lock.acquire(blocking=False)
         if is_free_or_ours:  # if it is ours, this thread goes on under it
-            self._lock.release()
+            self.lock.release()
         else:
-            self._lock = threading.RLock()
+            self.lock = threading.RLock()
         self.was_held_by_another_thread = not is_free_or_ours
 
 

@@ -23,19 +23,6 @@ _EXAMPLE = "torch.nn.functional.gelu, torch.Tensor.softmax or package.module.fun
 
 
 @dataclass(frozen=True)
-class Overrides:
-    """The functions that are cast, too, and the listed ones that are not cast.
-
-    Attributes:
-        registrations: functions that are cast, too; the first registration of a function counts.
-        removals: owner and name of functions that are not cast.
-    """
-
-    registrations: tuple[Registration, ...]
-    removals: tuple[tuple[Any, str], ...]
-
-
-@dataclass(frozen=True)
 class _Entry:
     kind: str
     text: str
@@ -50,12 +37,17 @@ class _Entry:
         return _error(self.kind, self.text, complaint)
 
 
-def from_environment(environment: Mapping[str, str], registrations: Sequence[Registration] = ()) -> Overrides:
+def from_environment(
+    environment: Mapping[str, str], registrations: Sequence[Registration] = ()
+) -> tuple[list[Registration], list[tuple[Any, str]]]:
     """Read the three variables. `+name` puts a function on the list of a variable, `-name` takes it off.
 
     Args:
         environment: for example os.environ.
         registrations: the program's registrations; the environment wins over them.
+
+    Returns:
+        The functions that are cast, too, of which the first registration counts; owner and name of those that are not.
 
     Imports the modules that the names begin with. Raises AmpValueError, which names variable and entry, if an entry has
     no sign, or its function does not exist, cannot be replaced, is added twice, or is taken off a list that it is not
@@ -78,7 +70,7 @@ def from_environment(environment: Mapping[str, str], registrations: Sequence[Reg
         del removed[key]
     kept = [r for r in registrations if (id(r.module), r.name) not in removed]
     ours = [Registration(entry.kind, entry.owner, entry.name) for entry in added.values()]
-    return Overrides((*ours, *kept), tuple((entry.owner, entry.name) for entry in removed.values()))
+    return [*ours, *kept], [(entry.owner, entry.name) for entry in removed.values()]
 
 
 def _parsed(kind: str, text: str) -> _Entry:

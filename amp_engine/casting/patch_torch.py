@@ -50,7 +50,7 @@ _patches = Patches()
 def changing() -> Iterator[None]:
     """Hold `locks.install` inside; afterwards remove casts that finalizers in other threads discarded meanwhile."""
     try:
-        with locks.install.held():
+        with locks.install.lock:
             _applying.finish()
             yield
     finally:

@@ -148,44 +148,33 @@ class CastModel:
         self._casts_before = casts_of(model)
         self._parts: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
         try:
-            self._cast(model, dtype, keep_batchnorm_fp32, output_dtype, saves_float32, casts_functions)
+            casts_inputs = False
+            if dtype is not None:
+                _cast_each(model, cast_targets(model, dtype, keep_batchnorm_fp32))
+                casts_inputs = not is_kept(model) and not fsdp2_param_dtypes(model)  # whose policy casts inputs before
+                if casts_inputs:
+                    self._handles.append(model.register_forward_pre_hook(CastModelInputs(dtype), with_kwargs=True))
+                    self._handles += _cast_around_kept(model, dtype)
+            if dtype in LOW_PRECISION or saves_float32:
+                self._handles += hook_model(model)
+            if saves_float32:
+                self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
+            if output_dtype is not None:
+                self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
+            if (casts_inputs or output_dtype is not None) and not is_fsdp2(model):
+                casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
+                # Nothing more for a part of a model like this one.
+                if not casts_inputs or self._casts_before != replace(casts, of_part=True):
+                    self._casts = replace(casts, of_typed=casts_inputs and has_parameter_of(model, dtype))
+                    cast_forward(model, self._casts)
+            if casts_functions:
+                self._handles += cast_functions_in(model)
+            if casts_functions or (casts_inputs and self._casts is not None):
+                casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions, of_part=True)
+                self._cast_parts(model, casts)
         except BaseException:
             self.remove_hooks()
             raise
-
-    def _cast(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype | None,
-        keep_batchnorm_fp32: bool,
-        output_dtype: torch.dtype | None,
-        saves_float32: bool,
-        casts_functions: bool,
-    ) -> None:
-        casts_inputs = False
-        if dtype is not None:
-            cast_model(model, dtype, keep_batchnorm_fp32)
-            if not is_kept(model) and not fsdp2_param_dtypes(model):  # whose policy casts inputs before this hook does
-                casts_inputs = True
-                self._handles.append(model.register_forward_pre_hook(CastModelInputs(dtype), with_kwargs=True))
-                self._handles += _cast_around_kept(model, dtype)
-        if dtype in LOW_PRECISION or saves_float32:
-            self._handles += hook_model(model)
-        if saves_float32:
-            self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
-        if output_dtype is not None:
-            self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
-        if (casts_inputs or output_dtype is not None) and not is_fsdp2(model):
-            casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
-            is_part = casts_inputs and self._casts_before == replace(casts, of_part=True)  # of a model like this one
-            if not is_part:
-                self._casts = replace(casts, of_typed=casts_inputs and has_parameter_of(model, dtype))
-                cast_forward(model, self._casts)
-        if casts_functions:
-            self._handles += cast_functions_in(model)
-        if casts_functions or (casts_inputs and self._casts is not None):
-            casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions, of_part=True)
-            self._cast_parts(model, casts)
 
     def _cast_parts(self, model: nn.Module, casts: ForwardCasts) -> None:
         for part in dict.fromkeys(parts_of(model)):
@@ -232,18 +221,18 @@ class CastModel:
         """Remove the hooks and leave the types."""
         while self._handles:
             self._handles.pop().remove()
-        model = self.model
-        if model is not None and self._casts is not None and casts_of(model) is self._casts:
-            restore_class(model)
-            if self._casts_before is not None:
-                cast_forward(model, self._casts_before)
+        _put_back(self.model, self._casts, self._casts_before)
         while self._parts:
             ref, casts, before = self._parts.pop()
-            part = ref()
-            if part is not None and casts_of(part) is casts:
-                restore_class(part)
-                if before is not None:
-                    cast_forward(part, before)
+            _put_back(ref(), casts, before)
+
+
+def _put_back(module: nn.Module | None, casts: ForwardCasts | None, before: ForwardCasts | None) -> None:
+    """Take `casts` from `module`, if it still has them, and give it those that it had before."""
+    if module is not None and casts is not None and casts_of(module) is casts:
+        restore_class(module)
+        if before is not None:
+            cast_forward(module, before)
 
 
 def without_casts(model: nn.Module) -> bool:
@@ -266,9 +255,8 @@ def _remove(model: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
                 hook = getattr(hook, "hook", hook)  # torch wraps some
                 if is_ours(hook):
                     removed.append(hook)
-                    handle = RemovableHandle(hooks, extra_dict=[getattr(module, extra) for extra in extras])
-                    handle.id = key
-                    handle.remove()
+                    for noted in (hooks, *(getattr(module, extra) for extra in extras)):
+                        noted.pop(key, None)
     return removed
 
 
@@ -320,17 +308,12 @@ def remember(models: Sequence[nn.Module]) -> Callable[[], None]:
     return put_back
 
 
-def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
-    """Cast floating parameters, their gradients and floating buffers in place.
+def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> list[tuple[Tensor, torch.dtype]]:
+    """Each floating parameter and buffer, and the type that it is to have.
 
     With `keep_batchnorm_fp32`, affine batch norms become (usually: stay) float32. Norms without
     parameters and layer, group and instance norms are cast, as apex did. Kept modules become float32, too.
     """
-    _cast_each(model, cast_targets(model, dtype, keep_batchnorm_fp32))
-
-
-def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> list[tuple[Tensor, torch.dtype]]:
-    """Each tensor that `cast_model` casts, and to which type."""
     kept = {
         id(tensor)
         for module in model.modules()

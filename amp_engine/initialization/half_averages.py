@@ -26,7 +26,9 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
     depth = 3
     while frame is not None and (frame.f_globals.get("__name__") == "copy" or frame.f_code.co_name == "__deepcopy__"):
         frame, depth = frame.f_back, depth + 1
-    if frame is None or _averages_exactly(frame) or not any(map(_is_average, _names(frame))):
+    if frame is None or getattr(type(frame.f_locals.get("self")), "averages_exactly", False):
+        return
+    if not any(map(_is_average, _names(frame))):
         return
     # Not the class that averages, but who made it.
     while frame.f_code.co_name == "__init__" and frame.f_back is not None:
@@ -39,10 +41,6 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
         AmpWarning,
         stacklevel=depth,
     )
-
-
-def _averages_exactly(frame: FrameType) -> bool:
-    return getattr(type(frame.f_locals.get("self")), "averages_exactly", False)
 
 
 def _names(frame: FrameType) -> Iterator[str]:

@@ -112,12 +112,8 @@ class Initialized:
 
         For that the memory from before the cast is held until the last optimizer is added.
         """
-        models, optimizers, policy, output_dtype = (
-            request.models,
-            request.optimizers,
-            request.policy,
-            request.output_dtype,
-        )
+        models, optimizers, policy = request.models, request.optimizers, request.policy
+        output_dtype = request.output_dtype
         # Values from before the cast, without a copy: casting gives a parameter other memory. Not p.detach(), which
         # would share the parameter's version: a step of the master would count as a write to the parameter.
         exact = {

@@ -86,7 +86,8 @@ def modules_named(models: Sequence[nn.Module], names: Sequence[str]) -> list[tup
             near = get_close_matches(name, [path for path in bare if path], 3)
             there = [path for path in bare if path][:3]
             near_text = f"Near are {', '.join(near)}" if near else f"There are for example {', '.join(there)}"
-            several = f" in the {len(models)} models" if len(models) > 1 else f" in this {_class_of(models)}"
+            of_class = type(models[0]).__name__ if models else "empty list of models"
+            several = f" in the {len(models)} models" if len(models) > 1 else f" in this {of_class}"
             raise AmpValueError(
                 f"The policy keeps {name!r} in FP32, and no module has that name{several}.  {near_text}; "
                 "model.named_modules() has all of them."
@@ -118,7 +119,3 @@ def _stripped(name: str) -> str:
 
 def _joined(*parts: str) -> str:
     return ".".join(part for part in parts if part)
-
-
-def _class_of(models: Sequence[nn.Module]) -> str:
-    return type(models[0]).__name__ if models else "empty list of models"

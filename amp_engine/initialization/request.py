@@ -105,13 +105,11 @@ def checked(
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
     moments = torch.float32 if moments is None else parse_dtype(moments, "moment_dtype")
     arguments.check_narrow(stepping, wrappers, policy, moments)
-    bounds = given["min_loss_scale"], given["max_loss_scale"]
+    bounds = {name: given[name] for name in ("min_loss_scale", "max_loss_scale")}
     are_cast = {id(param) for param in changed}
     names = partial(_names, [weakref.ref(model) for model in model_list])
     halves = [half_weights(one, policy, allow_half or hard_override, names, are_cast) for one in stepping]
-    LossScaler(
-        policy.loss_scale, min_loss_scale=bounds[0], max_loss_scale=bounds[1]
-    )  # raises for bounds that the real scalers would refuse
+    LossScaler(policy.loss_scale, **bounds)  # raises for bounds that the real scalers would refuse
     return Request(
         model_list,
         stepping,
@@ -121,7 +119,7 @@ def checked(
         output_dtype,
         process_group,
         moments,
-        *bounds,
+        **bounds,
         casts_everywhere=given["casts"] == "everywhere",
         half_weights=halves,
     )

@@ -15,29 +15,20 @@ from amp_engine.stepping.stepper import Stepper
 
 def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callable[[Stepper], None] | None:
     """A check that raises AmpStateError if `models` were sharded after this call; None if they are already."""
-    return None if any(map(is_any_sharded, models)) else _Replaced(models, scaling)
+    if any(map(is_any_sharded, models)):
+        return None
+    # Ids, not the parameters: torch swaps none that has a weak reference.
+    before = [(weakref.ref(model), {id(param) for param in model.parameters()}) for model in models]
 
-
-class _Replaced:
-    """The ids of the parameters that models had."""
-
-    def __init__(self, models: Sequence[nn.Module], scaling: Scaling) -> None:
-        # Not the parameters: torch swaps none that has a weak reference.
-        self._models = [weakref.ref(model) for model in models]
-        self._ids = [{id(param) for param in model.parameters()} for model in models]
-        self._scaling = scaling
-
-    def __call__(self, stepped: Stepper) -> None:
+    def check(stepped: Stepper) -> None:
         if not has_ranks():
             return
         params = stepped.rows.columns.params
         # Each rank decides on its own shards, unless process_group named the ranks that agree.
         needs_whole = (
-            stepped.rows.makes_masters
-            or stepped.rows.splits
-            or (self._scaling.is_active and not stepped.ranks.are_said)
+            stepped.rows.makes_masters or stepped.rows.splits or (scaling.is_active and not stepped.ranks.are_said)
         )
-        for ref, ids in zip(self._models, self._ids, strict=True):
+        for ref, ids in before:
             model = ref()
             ours = {id(param) for param in params} & ids
             if model is None or not ours:
@@ -50,6 +41,8 @@ class _Replaced:
                 raise AmpStateError(_text(stepped, model, f"{name} {what}", f"{name}(model)", is_gone))
             if is_gone and wrapper is None and is_any_sharded(model):
                 raise AmpStateError(_text(stepped, model, "DTensors have replaced", "fully_shard(model)", True))
+
+    return check
 
 
 def _text(stepped: Stepper, model: nn.Module, what: str, call: str, is_gone: bool) -> str:

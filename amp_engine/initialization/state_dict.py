@@ -8,7 +8,8 @@ them when it joins, or else when the one around it is saved or loaded.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,9 +78,9 @@ def save_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
     With `keep_vars=True` the entries are the parameters themselves, and stay.
     """
     del local_metadata
-    for name, tensor in _own_tensors(module):
+    for name, tensor in chain(module._parameters.items(), module._buffers.items()):
         saved = state_dict.get(prefix + name)
-        if not isinstance(saved, Tensor) or saved is tensor or not is_low_precision(saved):
+        if tensor is None or not isinstance(saved, Tensor) or saved is tensor or not is_low_precision(saved):
             continue
         value_f32 = exact_value(tensor) if isinstance(tensor, nn.Parameter) else None
         state_dict[prefix + name] = _one_if_tied(
@@ -157,10 +158,3 @@ def memory_of(tensor: Tensor) -> Hashable:
 def _same_values(a: Tensor, b: Tensor) -> bool:
     """True if two tensors of one type have the same values; NaN equals NaN. Waits for the device."""
     return torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for tensors in (module._parameters, module._buffers):
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                yield name, tensor

@@ -117,16 +117,12 @@ class Reporter:
             if self._is_after_banner and text.startswith(("Note:", "Warning:")):
                 fields[messages.APART] = True
             self._is_after_banner = False
-            messages.say(text, level_of(text) if level is None else level, stacklevel=2, **fields)
+            level_of_text = logging.WARNING if text.startswith("Warning:") else logging.INFO
+            messages.say(text, level_of_text if level is None else level, stacklevel=2, **fields)
 
     def says(self, is_first: bool) -> bool:
         """True if this rank prints a message about an agreement of ranks, of which it `is_first` or not."""
         return is_first or self.verbosity > 1
-
-
-def level_of(text: str) -> int:
-    """WARNING for what begins with "Warning:", as apex marked it, INFO for the rest."""
-    return logging.WARNING if text.startswith("Warning:") else logging.INFO
 
 
 def complain(text: str, rank0: bool = False) -> None:

@@ -113,12 +113,16 @@ class FusedOptimizer(Optimizer):
         """
         for group in state_dict["param_groups"]:
             refuse_amsgrad(type(self).__name__, group.get("amsgrad", False))
-        state_dict = self._with_defaults(state_dict)
-        super().load_state_dict(state_dict)
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        # Settings that another class saved none of, and counts as torch has them.
+        groups = [{**self.defaults, **self._renamed(group), **group} for group in state_dict["param_groups"]]
+        state = {key: dict(value) for key, value in state_dict["state"].items()}
+        for group, own_group in zip(groups, self.param_groups, strict=False):
+            self._spread(group, state, own_group["params"])
+        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+        saved = chain.from_iterable(group["params"] for group in groups)
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, p in zip(saved, own, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
+            for name, value in state.get(index, {}).items():
                 if not isinstance(value, Tensor):
                     continue
                 if name == "step":
@@ -187,14 +191,6 @@ class FusedOptimizer(Optimizer):
         elif of_master is not None and of_master != kernels.stamp(master):
             p.copy_(master)  # the master was written, and this step may have no gradient for it
         return master
-
-    def _with_defaults(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return `state_dict` with this class's settings if another class saved none, and counts as torch has them."""
-        groups = [{**self.defaults, **self._renamed(group), **group} for group in state_dict["param_groups"]]
-        state = {key: dict(value) for key, value in state_dict["state"].items()}
-        for group, own in zip(groups, self.param_groups, strict=False):
-            self._spread(group, state, own["params"])
-        return {**state_dict, "state": state, "param_groups": groups}
 
     def _renamed(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings that torch's classes have under another name."""

@@ -92,7 +92,7 @@ class FusedStep:
         self._tables: list[Table] = []
         self._captured: list[Table] = []  # earlier tables, to which CUDA graphs still write
         self._weights: tuple[Tensor, ...] = ()
-        self._copies: tuple[Tensor | None, ...] = ()
+        self.copies: tuple[Tensor | None, ...] = ()  # that the last step wrote beside the weights
         self._inner: list[dict[str, Any]] = []
         self._stateless: list[int] = []  # rows that have had no gradient yet
         self._needs_state1: list[bool] = []
@@ -111,11 +111,6 @@ class FusedStep:
         """The type in which moments are kept: float32 or bfloat16."""
         return self._form.dtype
 
-    @property
-    def copies(self) -> Sequence[Tensor | None]:
-        """The copies that the last step wrote beside the weights: n, or none before a step."""
-        return self._copies
-
     def require(self, moment_dtype: torch.dtype = torch.float32) -> None:
         """Step also if the kernels are not compiled, and keep moments in `moment_dtype`."""
         self.is_required, self._form.dtype = True, moment_dtype
@@ -131,7 +126,7 @@ class FusedStep:
         if not step.are_plain and not all(g is None or _is_plain(g) for g in step.gradients):
             return None
         is_current = self._is_current(step.weights, step.gradients)
-        if is_current and (step.copies is None or tensor_lists.same_objects(step.copies, self._copies)):
+        if is_current and (step.copies is None or tensor_lists.same_objects(step.copies, self.copies)):
             return step._replace(is_current=True)
         return step if self.obstacle(step) is None else None
 
@@ -160,7 +155,7 @@ class FusedStep:
         optimizer = self._live_optimizer()
         weights, gradients, scaled = step.weights, step.gradients, step.scaled
         copies = copies or step.copies or [None] * len(weights)
-        is_current = step.is_current and tensor_lists.same_objects(copies, self._copies)
+        is_current = step.is_current and tensor_lists.same_objects(copies, self.copies)
         if not (step.are_plain and is_current):
             gradients = [laid_out_as(w, g) for w, g in zip(weights, gradients, strict=True)]
         if not is_current:
@@ -315,7 +310,7 @@ class FusedStep:
             )
             for device, rows in by_device.items()
         ]
-        self._weights, self._copies = tuple(weights), tuple(copies)
+        self._weights, self.copies = tuple(weights), tuple(copies)
         self._inner = list(optimizer.state.values())
 
     def _live_optimizer(self) -> Optimizer:

@@ -58,25 +58,20 @@ class StateForm:
 
     def torn(self, state: dict[str, Any], group: dict[str, Any]) -> str | None:
         """Say what a partial state lacks, as torch's own steps raise on one; None if it is whole or can start anew."""
-        rule = self._rule
-        moments = ([rule.state1] if rule.needs_state1(group) else []) + ([rule.state2] if rule.state2 else [])
-        moments += [NORM] * rule.keeps_norm
-        whole = moments + ["step"] * rule.keeps_step
+        whole = self._whole(self._rule.needs_state1(group))
         missing = [name for name in whole if state.get(name) is None]
-        found = [name for name in moments if name not in missing]
-        if not self.is_ours and rule.keeps_step and state:  # torch then needs all of it
+        found = [name for name in whole if name not in ("step", *missing)]
+        if not self.is_ours and self._rule.keeps_step and state:  # torch then needs all of it
             found = list(state)
         return f"has {' and '.join(found)}, but no {' and no '.join(missing)}" if found and missing else None
 
     def lacks(self, state: dict[str, Any], needs_state1: bool) -> bool:
         """True if a step would have to start some of the state."""
-        rule = self._rule
-        return (
-            (needs_state1 and state.get(rule.state1) is None)
-            or (rule.state2 is not None and state.get(rule.state2) is None)
-            or (rule.keeps_step and state.get("step") is None)
-            or (rule.keeps_norm and state.get(NORM) is None)
-        )
+        return any(state.get(name) is None for name in self._whole(needs_state1))
+
+    def _whole(self, needs_state1: bool) -> list[str]:
+        moments = self.moments if needs_state1 else self.moments[1:]
+        return moments + [NORM] * self._rule.keeps_norm + ["step"] * self._rule.keeps_step
 
     def start(self, state: dict[str, Any], known: dict[int, float]) -> float:
         """Return the number of steps of this tensor; for SGD, which does not count them, 0 if it has no buffer."""
@@ -91,8 +86,7 @@ class StateForm:
         rule = self._rule
         if rule.keeps_step and state.get("step") is None:
             state["step"] = torch.tensor(0.0, device="cpu")
-        names = [rule.state1] if rule.needs_state1(group) else []
-        for name in names + ([] if rule.state2 is None else [rule.state2]):
+        for name in self.moments if rule.needs_state1(group) else self.moments[1:]:
             if state.get(name) is None:
                 state[name] = torch.zeros_like(weight, dtype=self.dtype, memory_format=torch.preserve_format)
         if rule.keeps_norm and state.get(NORM) is None:

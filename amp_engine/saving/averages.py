@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,20 +50,10 @@ class AveragedModel(swa_utils.AveragedModel):
 
         The first time they are copied. No host sync but torch's own, which reads `n_averaged`.
         """
-        super().update_parameters(_Exact(model))  # type: ignore[arg-type]
-
-
-class _Exact:
-    """A model as `update_parameters` reads it, in FP32."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def parameters(self) -> Iterator[Tensor]:
-        return _exact(self._model.parameters())
-
-    def buffers(self) -> Iterator[Tensor]:
-        return _exact(self._model.buffers())
+        exact: Any = SimpleNamespace(
+            parameters=lambda: _exact(model.parameters()), buffers=lambda: _exact(model.buffers())
+        )
+        super().update_parameters(exact)
 
 
 def _exact(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

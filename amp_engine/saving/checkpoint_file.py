@@ -181,12 +181,8 @@ def _check(file: IO[bytes], path: str) -> None:
     written = file.read(_DIGEST_SIZE)
     sha256 = hashlib.sha256()
     file.seek(0)
-    while body > 0:
-        block = file.read(min(_BLOCK, body))
-        if not block:
-            break
-        sha256.update(block)
-        body -= len(block)
+    for start in range(0, body, _BLOCK):
+        sha256.update(file.read(min(_BLOCK, body - start)))
     if sha256.hexdigest().encode() != written:
         raise AmpFileError(
             f"{path} is damaged: expected the SHA-256 that stands at its end, {written.decode('ascii', 'replace')}, "

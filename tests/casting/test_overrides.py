@@ -192,11 +192,11 @@ def test_a_wrong_entry_that_appears_later_leaves_the_casts_as_they_were(monkeypa
 
 def test_the_environment_becomes_registrations_and_removals() -> None:
     program = [Registration("half", torch, "tanh"), Registration("half", torch, "sin")]
-    overrides = from_environment(
+    registrations, removals = from_environment(
         {"AMP_ENGINE_HALF": "-torch.tanh", "AMP_ENGINE_FLOAT": "+torch.relu,-torch.exp", "OTHER": "x"}, program
     )
-    assert overrides.registrations == (Registration("float", torch, "relu"), program[1])
-    assert overrides.removals == ((torch, "tanh"), (torch, "exp"))
+    assert registrations == [Registration("float", torch, "relu"), program[1]]
+    assert removals == [(torch, "tanh"), (torch, "exp")]
     assert from_environment({}) == from_environment({"AMP_ENGINE_HALF": " , "})
 
 

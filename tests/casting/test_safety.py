@@ -153,7 +153,7 @@ def test_a_collection_does_not_wait_for_a_thread_that_patches_torch() -> None:
     taken, done = threading.Event(), threading.Event()
 
     def patching() -> bool:
-        with locks.install.held():
+        with locks.install.lock:
             taken.set()
             return done.wait(WAIT)
 

@@ -118,15 +118,21 @@ def is_called_from_outside() -> bool:
 
 
 def _is_called_by_cast_model() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in stack():
         if frame.f_code is _CALL:
             module = frame.f_locals.get("self")
             casts = casts_of(module) if isinstance(module, nn.Module) else None
             if casts is not None and not casts.of_part:
                 return True
-        frame = frame.f_back
     return False
+
+
+def stack() -> Iterator[FrameType]:
+    """Yield the frames of this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 _CALL: CodeType = nn.Module.__call__.__code__

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting import in_force
 from amp_engine.casting.compiled import discard_compiled
-from amp_engine.casting.forward_casts import is_cast_at_forward
+from amp_engine.casting.forward_casts import is_cast_at_forward, stack
 from amp_engine.casting.regions import cast_region, float_region, is_outside
 from amp_engine.errors import AmpTypeError
 from amp_engine.ground.containers import cast_tensors
@@ -87,16 +87,9 @@ def discard_interrupted(compiled: bool = True) -> None:
     compiled: leave also modules that compiled code entered, for which no frame is known. None of them may be running.
     """
     regions = _inside.regions
-    running = set(map(id, _stack())) if regions else set()
+    running = set(map(id, stack())) if regions else set()
     while regions and (compiled if (caller := regions[-1][2]) is None else id(caller) not in running):
         next(regions.pop()[1], None)
-
-
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def enter_float(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

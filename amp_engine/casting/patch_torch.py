@@ -254,21 +254,14 @@ def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper, is_native: bool) -> 
     # The unbound attribute: a class method must still get its class, and a static method nothing.
     as_it_stands = inspect.getattr_static(owner, name, original)
     is_method = isinstance(as_it_stands, (staticmethod, classmethod))
-    known_as = f"{_qualified_name(owner)}.{name}"
-    patched = wrappers.wrap(wrapper, as_it_stands if is_method else original, current, known_as)
+    space = owner if isinstance(owner, (ModuleType, type)) else type(owner)
+    known_as = space.__name__ if isinstance(space, ModuleType) else f"{space.__module__}.{space.__qualname__}"
+    patched = wrappers.wrap(wrapper, as_it_stands if is_method else original, current, f"{known_as}.{name}")
     if owner is torch.Tensor:
         patched.__module__, patched.__qualname__ = "torch", f"Tensor.{name}"  # pickle finds it by these
-    if getattr(original, "__self__", None) is owner and not isinstance(owner, (ModuleType, type)):
+    if getattr(original, "__self__", None) is owner and space is not owner:
         patched = PatchedMethod(original, patched, owner, name)
     _patches.set(owner, name, patched)
-
-
-def _qualified_name(owner: Any) -> str:
-    """Return a name like `torch.nn.functional`, or that of the class if `owner` is no module and no class."""
-    if isinstance(owner, ModuleType):
-        return owner.__name__
-    cls = owner if isinstance(owner, type) else type(owner)
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _leave_saved_tensors() -> None:

@@ -58,6 +58,7 @@ def _of_current_engine(function: Callable[Concatenate[Engine, P], R]) -> Callabl
     name = function.__name__
     signature = inspect.signature(function)
     _, *parameters = signature.parameters.values()
+    is_method = hasattr(Engine, name)
     takes_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     @functools.wraps(function, assigned=("__name__", "__doc__", "__annotations__"))
@@ -65,7 +66,8 @@ def _of_current_engine(function: Callable[Concatenate[Engine, P], R]) -> Callabl
         if keywords and not takes_any_keyword:
             check_keywords(f"amp.{name}", keywords, [p.name for p in parameters])
         engine = _amp_state.engine
-        return getattr(type(engine), name, function)(engine, *args, **keywords)  # its class may override Engine's
+        # The engine's own: its class, or somebody who stands in for a method, may have another one.
+        return getattr(engine, name)(*args, **keywords) if is_method else function(engine, *args, **keywords)
 
     call.__qualname__ = name
     vars(call)["__signature__"] = signature.replace(parameters=parameters)

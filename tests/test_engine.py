@@ -585,6 +585,9 @@ def test_an_unknown_keyword_is_refused_with_the_one_that_is_meant():
         ("scale_rule", "DynamicLossScale"),
         ("scaler", "LossScaler"),
         ("stepping.rows", "follow_masters_in_eager"),
+        ("casting.explain", "Record"),
+        ("telemetry.find_overflow", "OverflowSource"),
+        ("telemetry.post_mortem", "OverflowRecord"),
         ("telemetry.receipt", "Receipt"),
         ("telemetry.records", "Loss"),
     ],
@@ -592,3 +595,8 @@ def test_an_unknown_keyword_is_refused_with_the_one_that_is_meant():
 def test_pickles_of_earlier_versions_find_their_classes(module, name):
     found = pickle.loads(f"camp_engine.{module}\n{name}\n.".encode())
     assert (found.__name__, found.__module__.startswith("amp_engine.")) == (name, True)
+
+
+def test_functions_of_amp_call_what_stands_in_for_a_method_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amp._amp_state.engine, "get_scale", lambda loss_id=0: "mine")
+    assert amp.get_scale() == "mine"

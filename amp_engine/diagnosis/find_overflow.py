@@ -158,7 +158,7 @@ class _Search(Recorder):
         """The floating ones whose memory was not made unwritten."""
         return [one for one in _floats(tensors) if one.untyped_storage()._cdata not in self._unwritten]
 
-    def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def given(self, module: Module, tensors: Sequence[Tensor]) -> None:
         """Look at the inputs of a model."""
         self._claim(tensors)
         if self.innermost is not None:
@@ -166,10 +166,10 @@ class _Search(Recorder):
         with self.paused():
             for one in _floats(tensors):
                 if self._found is None and _is_bad(one):
-                    self._note("data", one, Module("", type(module).__name__))
+                    self._note("data", one, Module("", module.type))
         self.is_paused = False
 
-    def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def gave(self, module: Module, tensors: Sequence[Tensor]) -> None:
         """Watch the backward of the outputs of a model."""
         self._claim(tensors)
         if len(self.running) <= 1:

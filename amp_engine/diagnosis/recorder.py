@@ -57,10 +57,19 @@ class Recorder(DispatchMode):
         """While inside, hear of modules."""
         handles: list[RemovableHandle] = []
         try:
-            for module in self.modules:
+            for module, name in self.modules.items():
                 if not isinstance(module, torch.jit.ScriptModule):
-                    handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
-                    handles.append(module.register_forward_hook(self._exit, always_call=True))
+                    # Functions, which a copy of a module shares: a bound method would be copied with this.
+                    handles += [
+                        module.register_forward_pre_hook(
+                            lambda _, args, kwargs, name=name: self._enter(name, (args, kwargs)),
+                            prepend=True,
+                            with_kwargs=True,
+                        ),
+                        module.register_forward_hook(
+                            lambda _, args, output, name=name: self._exit(name, output), always_call=True
+                        ),
+                    ]
             yield
         finally:
             for handle in handles:
@@ -83,10 +92,10 @@ class Recorder(DispatchMode):
         self.handles.clear()
         self.modules.clear()
 
-    def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def given(self, module: Module, tensors: Sequence[Tensor]) -> None:
         """A module is about to be run, inside of `innermost`."""
 
-    def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def gave(self, module: Module, tensors: Sequence[Tensor]) -> None:
         """A module was run, and is `innermost` still."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -106,11 +115,11 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         return func(*args, **kwargs) if self.is_paused or is_in_backward() else self.run(func, args, kwargs)
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.given(module, tensors_in((args, kwargs)))
-        self.running.append(self.modules[module])
+    def _enter(self, module: Module, inputs: Any) -> None:
+        self.given(module, tensors_in(inputs))
+        self.running.append(module)
 
-    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _exit(self, module: Module, output: Any) -> None:
         self.gave(module, tensors_in(output))
         if self.running:
             self.running.pop()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amp_engine.diagnosis.recorder import Recorder, tensors_in
+from amp_engine.diagnosis.recorder import Module, Recorder, tensors_in
 from amp_engine.diagnosis.relative_error import distance, growth
 from amp_engine.errors import AmpValueError
 from amp_engine.ground.distributed import is_sharded
@@ -111,9 +111,9 @@ class Follower(Recorder):
             self._saw(self._key(operation), given[:3] if operation == "batch_norm" else given, gave[0])
         return result
 
-    def given(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def given(self, module: Module, tensors: Sequence[Tensor]) -> None:
         """Look at the inputs of a module."""
-        name = self.modules[module].name
+        name = module.name
         self._calls[name] += 1
         with self.paused():
             if not self._has_begun:
@@ -122,9 +122,9 @@ class Follower(Recorder):
             for i, one in enumerate(_floats(tensors)):
                 self._saw_value(Key(name, self._calls[name], "input", i), one)
 
-    def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def gave(self, module: Module, tensors: Sequence[Tensor]) -> None:
         """Look at the outputs of a module, and at their gradients when these come."""
-        name = self.modules[module].name
+        name = module.name
         with self.paused():
             for i, one in enumerate(_floats(tensors)):
                 self._saw_value(Key(name, self._calls[name], "output", i), one)

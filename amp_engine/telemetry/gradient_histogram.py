@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from amp_engine.diagnosis.recorder import Recorder
+from amp_engine.diagnosis.recorder import Module, Recorder
 from amp_engine.diagnosis.rehearsal import check_callable, check_shapes, rehearse
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import local_of
+from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows
@@ -50,7 +51,7 @@ class _Counting(Recorder):
             counter.merge(one)
         return counter.read()
 
-    def gave(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def gave(self, module: Module, tensors: Sequence[Tensor]) -> None:
         """Watch for the gradients of the outputs of a module. A cast of an output is the same output."""
         for tensor in tensors:
             node, place = tensor.grad_fn, tensor.output_nr
@@ -146,6 +147,7 @@ def gradient_histogram(
         raise AmpTypeError(f"dtype is a torch.dtype, not a {type(dtype).__name__}.  Use for example torch.float16.")
     if dtype is not None and not dtype.is_floating_point:
         raise AmpValueError(f"dtype={dtype} is not a floating type.  Use for example torch.float16.")
+    half = policy.patch_torch_functions_type if policy.patch_torch_functions else policy.cast_model_type
     counting, factor = _measured(engine, step_fn, is_narrow=policy.opt_level in ("O1", "O2", "O3"))
     activations, weights = counting.activations.read(), counting.weights
     if not (activations.total or weights.total):
@@ -156,7 +158,7 @@ def gradient_histogram(
     names = ", ".join(dict.fromkeys(type(model).__name__ for model in engine._initialized.models))
     return GradientHistogram(
         title=f"Gradients of {names or 'the model'} at {policy.opt_level}",
-        dtype=dtype_name(dtype or policy.low_precision or torch.float16),
+        dtype=dtype_name(dtype or (half if half in LOW_PRECISION else torch.float16)),
         loss_scale=counting.scale,
         measured_at=counting.scale * factor,
         activations=activations,

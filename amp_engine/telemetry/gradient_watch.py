@@ -104,7 +104,7 @@ class GradientWatch(Paged):
 
     def __enter__(self) -> GradientWatch:
         closed = self._engine.backwards.events.closed
-        if closed.observers:
+        if any(isinstance(getattr(observer, "__self__", None), GradientWatch) for observer in closed.observers):
             raise AmpStateError("amp.watch_gradients() is watching already.  Leave its `with` before the next one.")
         self._count = 0
         self._noted.clear()
@@ -113,6 +113,7 @@ class GradientWatch(Paged):
 
     def __exit__(self, *error: object) -> None:
         self._unsubscribe()
+        self._unsubscribe = lambda: None  # the other one refers to this
 
     @property
     def records(self) -> list[GradientRecord]:

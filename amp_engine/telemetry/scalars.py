@@ -10,7 +10,7 @@ def scalars(engine: Engine) -> dict[str, float]:
     """Scales and skips that the host has heard of, by a name to log them under.
 
     Returns:
-        "amp/loss_scale": the scale of the next backward; with several losses "amp/loss_scale/0" and so on. Spent out
+        "amp/loss_scale": the scale of the next backward; with several losses "amp/loss_scale/0" and so on. Left out
         while the host does not know it. "amp/skipped_steps": since `initialize`, of all optimizers together.
         "amp/skips_in_a_row": of the optimizer that has most now. "amp/overflow_share": of the checked backwards since
         `initialize`, 0 to 1. Empty if not enabled.

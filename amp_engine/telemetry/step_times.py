@@ -101,6 +101,7 @@ class StepTimes(Paged):
         end = self._clock.now()
         for unsubscribe in self._unsubscribe:
             unsubscribe()
+        self._unsubscribe.clear()  # which refer to this
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_engine import AmpStateError, AmpTypeError, Engine
+from amp_engine.telemetry.gradient_histogram import gradient_histogram
+from amp_engine.telemetry.gradient_watch import GradientWatch
+from amp_engine.telemetry.step_times import StepTimes
 from tests.models import NORMED_MLP
 from tests.support import DYNAMIC_LEVELS, LEVELS, assert_bitwise
 from tests.telemetry.plants import LAYERS
@@ -359,3 +363,46 @@ def test_lazy_modules_are_run_first(level: str, kind: str) -> None:
         with torch.no_grad():
             model(x)
         assert engine.find_overflow(lambda: model(x).float().sum(), loss_scale=1.0).phase is None
+
+
+@pytest.mark.parametrize("look", ["find_overflow", "gradient_histogram"])
+def test_a_batch_may_run_a_copy_of_the_model(look: str) -> None:
+    with Engine() as engine:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+        x = torch.ones(2, 3)
+
+        def batch() -> Tensor:
+            loss = model(x)
+            return (loss + copy.deepcopy(model)(x)).sum()  # as for a target network
+
+        looked = engine.find_overflow(batch) if look == "find_overflow" else gradient_histogram(engine, batch)
+        assert str(looked)
+
+
+def test_gradients_may_be_watched_inside_of_a_batch_that_is_looked_at() -> None:
+    with Engine() as engine:
+        model = nn.Linear(3, 1)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+
+        def batch() -> Tensor:
+            with GradientWatch(engine):
+                return model(torch.ones(2, 3)).sum()
+
+        assert "finite" in str(engine.find_overflow(batch))
+
+
+@pytest.mark.parametrize("kind", [GradientWatch, StepTimes])
+def test_what_was_watched_is_free_at_once(kind: Any) -> None:
+    with Engine() as engine:
+        model = nn.Linear(3, 1)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+        gc.disable()
+        try:
+            with kind(engine) as watch:
+                pass
+            ref = weakref.ref(watch)
+            del watch
+            assert ref() is None
+        finally:
+            gc.enable()

@@ -235,11 +235,11 @@ PYBIND11_MODULE(_C, m) {
   patch::bind(m);
   m.def("build_info", &build_info, "What this module was compiled against, and the instruction set that it chose.");
   // Of amp_engine.kernels.ops, which documents them.
-  m.def("check", &check);
-  m.def("l2norm", &l2norm);
-  m.def("scale_", &scale_);
-  m.def("axpby_", &axpby_);
-  m.def("cast_copy_", &cast_copy_);
+  m.def("check", &check, py::arg("tensors"));
+  m.def("l2norm", &l2norm, py::arg("tensors"));
+  m.def("scale_", &scale_, py::arg("outputs"), py::arg("inputs"), py::arg("factor"));
+  m.def("axpby_", &axpby_, py::arg("outputs"), py::arg("xs"), py::arg("ys"), py::arg("a"), py::arg("b"));
+  m.def("cast_copy_", &cast_copy_, py::arg("outputs"), py::arg("inputs"));
   m.def(
       "update_scale_",
       [](at::Tensor const& scale, at::Tensor const& growth_tracker, at::Tensor const& found_inf, double growth_factor,

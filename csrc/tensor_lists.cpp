@@ -51,26 +51,27 @@ at::Tensor const& grad_of(at::Tensor const& t) { return t.unsafeGetTensorImpl()-
 }  // namespace
 
 Stamp Stamp::of(at::Tensor const& t) {
-  return {t.const_data_ptr(), version_or_none(t), t.scalar_type(), t.device()};
+  void const* const storage = t.has_storage() ? &storage_of(t) : nullptr;
+  return {storage, t.const_data_ptr(), version_or_none(t), t.scalar_type(), t.device()};
 }
 
 void Marks::mark(Tensors const& tensors) {
-  stamps_.resize(tensors.size(), Stamp{nullptr, 0, at::kFloat, at::kCPU});
-  memory_.resize(tensors.size());
+  stamps_.resize(tensors.size(), Stamp{nullptr, nullptr, 0, at::kFloat, at::kCPU});
+  storages_.resize(tensors.size(), decltype(storages_)::value_type(c10::intrusive_ptr<c10::StorageImpl>()));
   for_each(tensors, [&](size_t i, at::Tensor const& t) { mark(i, t); });
 }
 
 void Marks::mark(size_t i, at::Tensor const& t) {
-  stamps_[i] = Stamp::of(t);
-  c10::StorageImpl* const storage = t.has_storage() ? &storage_of(t) : nullptr;
-  if (memory_[i].unsafeGetStorageImpl() != storage) {
-    memory_[i] = storage == nullptr ? c10::Storage() : t.storage();
+  Stamp const now = Stamp::of(t);
+  if (now.storage != nullptr && now.storage != stamps_[i].storage) {
+    storages_[i] = t.storage().getWeakStorageImpl();
   }
+  stamps_[i] = now;
 }
 
 void Marks::take(size_t i, Marks const& other, size_t j) {
   stamps_[i] = other.stamps_[j];
-  memory_[i] = other.memory_[j];
+  storages_[i] = other.storages_[j];
 }
 
 bool Marks::have_moved(Tensors const& tensors) const {
@@ -87,9 +88,10 @@ bool Marks::has_moved(size_t i, at::Tensor const& t) const { return Stamp::of(t)
 
 bool Marks::has_other_memory(size_t i, at::Tensor const& t) const {
   Stamp now = Stamp::of(t);
-  if (now.address == stamps_[i].address) {
+  if (now == stamps_[i]) {
     return false;
   }
+  now.storage = stamps_[i].storage;
   now.address = stamps_[i].address;
   return now == stamps_[i];
 }

@@ -19,7 +19,7 @@ inline uint32_t version_of(at::Tensor const& t) {
 
 // What tells that a tensor was written or replaced.
 struct Stamp {
-  void const* address;
+  void const *storage, *address;
   int64_t version;
   at::ScalarType type;
   at::Device device;
@@ -55,7 +55,8 @@ class Marks {
 
  private:
   std::vector<Stamp> stamps_;
-  std::vector<c10::Storage> memory_;  // alive, so that no other memory gets an address that a stamp knows
+  // Known, so that no other storage gets an address that a stamp has; what is in them may be freed.
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
 };
 
 // The gradients of some parameters as they were. They tell for as long as the gradients are alive.

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp_engine.ground.torch_private import data_address
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """The types that the kernels take."""
 
@@ -16,7 +18,7 @@ NONE, OWN, SHARED, OTHER = range(4)
 
 def stamp(t: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
     """Return address, version, type and device, equal until `t` is written or replaced, while its memory lives."""
-    return t.data_ptr(), version(t), t.dtype, t.device
+    return data_address(t), version(t), t.dtype, t.device
 
 
 def version(t: Tensor) -> int:

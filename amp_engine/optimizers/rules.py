@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -49,26 +49,36 @@ class Rule:
         return FORMULAS[self.formula].keeps_norm
 
 
-def hyperparameters(formula: type[Formula], **entries: str) -> Callable[[Group], Formula]:
+# Entries that groups of some classes, or of earlier versions of torch, lack: their fields keep the formula's defaults.
+_MAY_BE_ABSENT = {"maximize", "lr_decay", "decoupled_weight_decay"}
+
+
+def hyperparameters(
+    formula: type[Formula], *, without: Sequence[str] = (), **entries: str
+) -> Callable[[Group], Formula]:
     """Return a function from a parameter group to its `formula`: each field is the entry of its name, or of `entries`.
 
-    `betas` are beta1 and beta2. Fields without an entry keep their defaults.
+    `betas` are beta1 and beta2. Fields in `without` are none of the class's: an entry of that name says nothing.
     """
-    known = [(field.name, entries.get(field.name, field.name), field.default) for field in fields(formula)]
-    plain = [(name, entry) for name, entry, default in known if not isinstance(default, bool)]
-    flags = [(name, entry) for name, entry, default in known if isinstance(default, bool)]
+    betas = ("beta1", "beta2")
+    named = [field for field in fields(formula) if field.name not in (*without, *betas)]
+    known = [(field.name, entries.get(field.name, field.name), isinstance(field.default, bool)) for field in named]
+    has_betas = any(field.name == "beta1" for field in fields(formula))
 
     def of_group(group: Group) -> Formula:
-        found = {name: group[entry] for name, entry in plain if entry in group}
-        found |= {name: bool(group[entry]) for name, entry in flags if entry in group}
-        if "betas" in group:
-            found["beta1"], found["beta2"] = group["betas"]
+        found = {
+            name: bool(group[entry]) if is_flag else group[entry]
+            for name, entry, is_flag in known
+            if entry in group or entry not in _MAY_BE_ABSENT
+        }
+        if has_betas:
+            found.update(zip(betas, group["betas"], strict=True))
         return formula(**found)
 
     return of_group
 
 
-_torch_adam = hyperparameters(AdamFormula, decoupled="decoupled_weight_decay")
+_torch_adam = hyperparameters(AdamFormula, without=["bias_correction"], decoupled="decoupled_weight_decay")
 
 
 def _supports_torch_adam(group: Group) -> bool:
@@ -88,7 +98,7 @@ TORCH_RULES: dict[type[Optimizer], Rule] = {
         "sgd",
         "momentum_buffer",
         None,
-        hyperparameters(SgdFormula),
+        hyperparameters(SgdFormula, without=["decay_after_momentum"]),
         keeps_step=False,
         needs_state1=lambda group: group["momentum"] != 0,
         supports=lambda group: not group["differentiable"],

@@ -39,7 +39,7 @@ class Events:
     """The events that observers can subscribe to.
 
     Attributes:
-        entering: gives the context of a `scale_loss` before it is entered.
+        entering: gives the context of a `scale_loss` before it is entered; none of the others follows if that raises.
         entered: gives the context, its loss and the scale, before the body runs.
         leaving: gives the context, after its body has ended or raised.
         closed: gives the rows of the optimizers and their Backward, while gradients are as the step will find them.

@@ -163,7 +163,8 @@ class Master(Exact):
 
     def mark_weight(self) -> None:
         """Mark the master as it is now, and leave the mark of the parameter."""
-        self._ledger.weights.mark_at(self._place)
+        if self._ledger is not _NOT_SCANNED:
+            self._ledger.weights.mark_at(self._place)
 
     def enter(self, ledger: Ledger, place: int, row: int) -> None:
         """Move to `ledger`, which takes over the marks of an earlier one, and holds the gradient."""

@@ -222,3 +222,14 @@ def test_memory_that_was_marked_gives_its_address_to_no_other() -> None:
     for _ in range(10):
         param.data = torch.ones(1000)
         assert marks.has_moved(0)
+
+
+def test_marks_keep_no_memory_that_was_replaced(backend: str) -> None:
+    if backend == "reference":
+        pytest.skip("in Python a storage is known by keeping it")
+    param = nn.Parameter(torch.ones(1000))
+    memory = param.detach()
+    marks = tensor_lists.marks([param])
+    param.data = torch.ones(1000)
+    assert marks.has_moved(0)
+    assert torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == 2  # `memory`, and this call

@@ -1,4 +1,4 @@
-"""What one scaled backward came to, as the host learns of it."""
+"""The outcome of one scaled backward travels to the host."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from amp_engine.ground.devices import HostNumbers
 class Outcome:
     """The flag, the scales and the loss of one backward, on their way to the host in one message.
 
-    Making one does not wait. What is not said to wait does not; the rest waits until the numbers have arrived.
+    Making one does not wait. Methods that wait say so: they wait until the numbers have arrived.
 
     Args:
         flag: != 0 is an overflow: float32, shape [].
         next_scale: the scale after it: float32, shape [].
         scale: the scale that the loss had: float32, shape [].
-        value: the loss before scaling, if the host knows it; else
-        loss: that loss, of any shape; None: it is not known. One number travels with the others.
+        value: the loss before scaling, if the host knows it.
+        loss: the same loss where the host does not know it, of any shape; None if it was not given. A loss of one
+            number travels with the others.
         flushed: != 0 if all gradients were 0 at an "auto" scale that was too low: float32, shape []; else None.
         skips: whether an overflow skips the step, or is only reported.
         is_agreed: whether several ranks agreed on the flag.

@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
 class Marks(Protocol):
     """Marks of some tensors: address, version, type and device of each when it was last marked.
 
-    It keeps their memory alive, as other memory could else get the same address.
+    They know the storage of each tensor, so that no other memory at the same address is taken for it.
     """
 
     def mark(self) -> None:

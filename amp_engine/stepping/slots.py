@@ -56,12 +56,10 @@ class Unscaled(NamedTuple):
     """Gradients of parameters without masters, right after they were unscaled in place.
 
     Attributes:
-        param_handle: the parameters, as in `Columns`.
         grads: their gradients, kept alive so that no new tensor is mistaken for one of them; None elsewhere.
         marks: marks of these gradients.
     """
 
-    param_handle: Sequence[Tensor]
     grads: Sequence[Tensor | None]
     marks: tensor_lists.GradientMarks
 
@@ -71,11 +69,11 @@ class Unscaled(NamedTuple):
 
     def watch(self) -> None:
         """Have torch notice writes that move no version: by collectives, NumPy, `.data`."""
-        tensor_lists.watch_gradients(self.param_handle)
+        tensor_lists.watch_gradients(self.marks.params)
 
     def is_unwritten(self) -> bool:
         """True if the gradients were not written in any way since `watch`."""
-        return tensor_lists.are_gradients_unwritten(self.param_handle)
+        return tensor_lists.are_gradients_unwritten(self.marks.params)
 
 
 class WholeCheck(NamedTuple):

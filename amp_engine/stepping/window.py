@@ -389,7 +389,7 @@ class Window:
         in_place = None
         if arrived:
             unmastered = tensor_lists.either(columns.plain_mask, grads)
-            in_place = Unscaled(columns.plain_handle, unmastered, tensor_lists.gradient_marks(columns.plain_handle))
+            in_place = Unscaled(unmastered, tensor_lists.gradient_marks(columns.plain_handle))
         is_whole = first and len(looks) == 1 and not others and not done
         whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
         self._rows.slots = self._held(columns, grads, accesses, devices, totals, backward, whole)

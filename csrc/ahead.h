@@ -40,6 +40,9 @@ inline void ask_for_parts(at::Tensor const& t) {
   }
 }
 
+// tensor.grad() asks first whether it is a leaf, to warn.
+inline at::Tensor const& grad_of(at::Tensor const& t) { return t.unsafeGetTensorImpl()->grad(); }
+
 // To be called with i = 0, 1, 2... by a loop that is going to look at each tensor.
 template <class List>
 void ask_ahead(List const& tensors, size_t i) {
@@ -67,6 +70,22 @@ void for_each(List const& tensors, Visit const& visit) {
     ask_ahead(tensors, i);
     if (at::Tensor const* const t = at_place(tensors, i)) {
       visit(i, *t);
+    }
+  }
+}
+
+// Like `ask_ahead`, by a loop that is going to look at the gradient of each tensor as well.
+inline void ask_ahead_for_gradients(Tensors const& tensors, size_t i) {
+  constexpr size_t kAhead = 3;
+  ask_ahead(tensors, i);
+  if (i + 2 * kAhead < tensors.size()) {
+    if (at::Tensor const& grad = grad_of(*tensors[i + 2 * kAhead]); grad.defined()) {
+      ask_for_tensor(grad);
+    }
+  }
+  if (i + kAhead < tensors.size()) {
+    if (at::Tensor const& grad = grad_of(*tensors[i + kAhead]); grad.defined()) {
+      ask_for_parts(grad);
     }
   }
 }

@@ -25,6 +25,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 // Ten thousand Python objects more or less decide when the garbage collector runs, and it takes longer than a step.
 struct TensorList {
   OptionalTensors tensors;
+  std::shared_ptr<Held> held = nullptr;  // of rows without a tensor
 };
 
 using TensorsOrList = std::variant<TensorList*, OptionalTensors>;
@@ -32,6 +33,11 @@ using TensorsOrList = std::variant<TensorList*, OptionalTensors>;
 OptionalTensors const& in(TensorsOrList const& tensors) {
   return std::holds_alternative<TensorList*>(tensors) ? std::get<TensorList*>(tensors)->tensors
                                                       : std::get<OptionalTensors>(tensors);
+}
+
+Inputs inputs(TensorsOrList const& tensors) {
+  auto const* const list = std::get_if<TensorList*>(&tensors);
+  return {in(tensors), list ? (*list)->held.get() : nullptr};
 }
 
 // Python's objects: a reference in C++ for longer than a call would have torch.utils.swap_tensors refuse.
@@ -183,12 +189,27 @@ bool same_objects(py::object const& a, py::object const& b) {
   return PySequence_Fast_GET_SIZE(y.ptr()) == n && std::equal(first, first + n, PySequence_Fast_ITEMS(y.ptr()));
 }
 
-// Whether dicts[i][name] is objects[i], the very object, for all i. None: no such entry, or None.
-bool same_entries(py::list const& dicts, py::str const& name, py::list const& objects) {
-  for (size_t i = 0; i < dicts.size(); ++i) {
-    PyObject* const found = PyDict_GetItemWithError(dicts[i].ptr(), name.ptr());
-    if ((found ? found : Py_None) != objects[i].ptr()) {
-      return false;
+// Whether dicts[i][name] is objects[i], the very object, for all i, and for each name with its objects. None: no such
+// entry, or None.
+bool same_entries(py::list const& dicts, std::vector<std::pair<py::str, py::list>> const& named) {
+  constexpr size_t kAhead = 4;
+  size_t const n = dicts.size();
+  PyObject* const* const each = PySequence_Fast_ITEMS(dicts.ptr());
+  for (size_t i = 0; i < n; ++i) {
+    if (i + 2 * kAhead < n) {
+      __builtin_prefetch(each[i + 2 * kAhead]);
+    }
+    if (i + kAhead < n) {
+      auto const* const keys = reinterpret_cast<char const*>(reinterpret_cast<PyDictObject*>(each[i + kAhead])->ma_keys);
+      __builtin_prefetch(keys);
+      __builtin_prefetch(keys + 64);
+      __builtin_prefetch(keys + 128);
+    }
+    for (auto const& [name, objects] : named) {
+      PyObject* const found = PyDict_GetItemWithError(each[i], name.ptr());
+      if ((found ? found : Py_None) != PyList_GET_ITEM(objects.ptr(), Py_ssize_t(i))) {
+        return false;
+      }
     }
   }
   return true;
@@ -277,29 +298,46 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "gradients",
       [named = py::object(py::module_::import("amp_engine.kernels.backend").attr("Gradients"))](
-          ParamsOrList const& params) {
-        Gradients found = gradients(in(params));
-        return named(TensorList{std::move(found.tensors)}, py::bytes(found.accesses), std::move(found.devices));
+          ParamsOrList const& params, std::optional<py::bytes> const& mask) {
+        std::optional<std::string> const held = mask;
+        Gradients found = gradients(in(params), held ? &*held : nullptr);
+        return named(TensorList{std::move(found.tensors)}, py::bytes(found.accesses), std::move(found.devices),
+                     std::move(found.held));
       },
+      py::arg("params"), py::arg("mask") = py::none(),
       "The gradient of each parameter, how the kernels can take it, and on which devices they find them.");
+  py::class_<Held, std::shared_ptr<Held>>(m, "Held", "Gradients that are held for a step.")
+      .def("__len__", &Held::size)
+      .def("__getitem__", [](Held const& self, size_t i) {
+        return i >= self.size() ? throw py::index_error() : self.has(i) ? OptionalTensor(self.tensor(i)) : std::nullopt;
+      })
+      .def("states", [](Held const& self) {
+        std::string states(self.size(), 0);
+        for (size_t i = 0; i < self.size(); ++i) {
+          states[i] = self.has(i);
+        }
+        return py::bytes(states);
+      })
+      .def("discard", [](Held& self, size_t i) { self.discard(i); })
+      .def("rearranged", &Held::rearranged)
+      .def("written", &Held::written)
+      .def(
+          "beside",
+          [](std::shared_ptr<Held> const& self, std::optional<TensorsOrList> const& tensors) {
+            return TensorList{tensors ? in(*tensors) : OptionalTensors(self->size()), self};
+          },
+          py::arg("tensors") = py::none());
   py::class_<TensorList>(m, "TensorList", "Tensors and Nones that have no Python objects until somebody looks.")
       .def("__len__", [](TensorList const& self) { return self.tensors.size(); })
       .def("__getitem__", [](TensorList const& self, size_t i) {
         if (i >= self.tensors.size()) {
           throw py::index_error();
         }
-        return self.tensors[i];
+        return self.held && self.held->has(i) ? self.held->tensor(i) : self.tensors[i];
       });
   m.def(
-      "copies",
-      [](TensorsOrList const& tensors, py::bytes const& accesses) { return TensorList{copies(in(tensors), accesses)}; },
-      "A copy of each, copy-on-write where it has its own memory.");
-  m.def(
-      "either",
-      [](py::bytes const& mask, TensorsOrList const& first, std::optional<TensorsOrList> const& second) {
-        return TensorList{either(mask, in(first), second ? &in(*second) : nullptr)};
-      },
-      py::arg("mask"), py::arg("first"), py::arg("second") = py::none(), "first[i] if mask[i] else second[i].");
+      "where", [](py::bytes const& mask, TensorsOrList const& tensors) { return TensorList{where(mask, in(tensors))}; },
+      "tensors[i] if mask[i] else None.");
   m.def(
       "any_gradient", [](ParamsOrList const& tensors) { return any_gradient(in(tensors)); },
       "Whether one of the tensors has a gradient.");
@@ -310,7 +348,7 @@ PYBIND11_MODULE(_C, m) {
       "are_gradients_unwritten", [](ParamsOrList const& params) { return are_gradients_unwritten(in(params)); },
       "Whether nobody has asked for the memory of any gradient since it was watched.");
   m.def("same_objects", &same_objects, "Whether two sequences have the very same objects.");
-  m.def("same_entries", &same_entries, "Whether each dictionary has its object under a name.");
+  m.def("same_entries", &same_entries, "Whether each dictionary has its object under each name.");
   m.def(
       "discard_gradients", [](ParamsOrList const& tensors) { discard_gradients(in(tensors)); },
       "tensor.grad = None for each.");
@@ -330,7 +368,7 @@ PYBIND11_MODULE(_C, m) {
       .def("run",
            [](ListOperation& self, TensorsOrList const& tensors, std::optional<TensorsOrList> const& outputs,
               at::Tensor const& scale, at::Tensor const& found_inf, at::Tensor const& norm) {
-             return as_tuple(self.run("check", in(tensors), outputs ? &in(*outputs) : nullptr, nullptr, scale, true, {},
+             return as_tuple(self.run("check", inputs(tensors), outputs ? &in(*outputs) : nullptr, nullptr, scale, true, {},
                                       found_inf, norm, scale, true));
            })
       .def("multiply_", [](ListOperation& self, TensorsOrList const& tensors, at::Tensor const& factor) {
@@ -366,7 +404,7 @@ PYBIND11_MODULE(_C, m) {
             }
             StepTable::Stepping const stepping(self);
             py::gil_scoped_release const no_gil;
-            self.step(in(grads), scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest,
+            self.step(inputs(grads), scaled, native, inv_scale, found_inf, norm, max_norm, sum_squares, largest,
                       gradient_norm);
           },
           py::arg("grads"), py::arg("scaled"), py::arg("groups"), py::arg("inv_scale") = py::none(),

@@ -32,8 +32,8 @@ inline std::string text(at::Tensor const& t) {
   return out.str();
 }
 
-inline Type type_of(at::Tensor const& t) {
-  switch (t.scalar_type()) {
+inline Type type_of(at::ScalarType type) {
+  switch (type) {
     case at::kFloat:
       return Type::float32;
     case at::kHalf:
@@ -44,6 +44,8 @@ inline Type type_of(at::Tensor const& t) {
       return Type::bfloat16;
   }
 }
+
+inline Type type_of(at::Tensor const& t) { return type_of(t.scalar_type()); }
 
 // Whether the elements are not those in memory: of a negative or conjugate view, or zeros that have no memory.
 inline bool is_lazy(at::Tensor const& t) {

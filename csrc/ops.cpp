@@ -5,15 +5,6 @@
 namespace amp_engine {
 namespace {
 
-at::Device device_of(OptionalTensors const& tensors, at::Device otherwise = at::kCPU) {
-  for (auto const& t : tensors) {
-    if (t) {
-      return t->device();
-    }
-  }
-  return otherwise;
-}
-
 void check_device(char const* op, at::Device device) {
   TORCH_CHECK_VALUE(device.is_cpu() || (has_cuda() && device.is_cuda()), op, ": the tensors are on ", device,
                     ", but this build of amp_engine._C computes on ", has_cuda() ? "CPUs and CUDA GPUs." : "CPUs only.");
@@ -29,6 +20,14 @@ Entry read(std::optional<at::Tensor> const& t, bool scaled = false) {
   }
   void const* const data = t->numel() > 0 ? t->const_data_ptr() : &kEmpty;
   return {const_cast<void*>(data), type_of(*t), scaled};
+}
+
+Entry read(Inputs const& inputs, size_t i, bool scaled = false) {
+  if (!inputs.is_held(i)) {
+    return read(inputs.tensors[i], scaled);
+  }
+  void const* const data = inputs.held->numel(i) > 0 ? inputs.held->data(i) : &kEmpty;
+  return {const_cast<void*>(data), type_of(inputs.held->type(i)), scaled};
 }
 
 Entry written(std::optional<at::Tensor> const& t) {
@@ -70,23 +69,44 @@ struct DeviceTables {};
 bool has_cuda() { return false; }
 #endif
 
+at::Device Inputs::device_or(at::Device otherwise) const {
+  for (size_t i = 0; i < size(); ++i) {
+    if (has(i)) {
+      return is_held(i) ? held->device(i) : tensors[i]->device();
+    }
+  }
+  return otherwise;
+}
+
+void Inputs::check(char const* op, char const* name, at::Device device) const {
+  check_tensors({op, name, tensors}, device);
+  for (size_t i = 0; held && i < size(); ++i) {
+    TORCH_CHECK_VALUE(!held->has(i) || (!tensors[i] && held->device(i) == device), op, ": ", name, "[", i,
+                      "] is a held gradient on ", held->device(i), ", but the first tensor of the call is on ", device,
+                      ", or there is a tensor beside it.");
+  }
+}
+
 ListOperation::ListOperation() = default;
 ListOperation::~ListOperation() = default;
 
-Checks ListOperation::run(char const* op, OptionalTensors const& xs, OptionalTensors const* outs,
+Checks ListOperation::run(char const* op, Inputs const& xs, OptionalTensors const* outs,
                           OptionalTensors const* ys, std::optional<at::Tensor> const& a, bool reciprocal,
                           std::optional<at::Tensor> const& b, std::optional<at::Tensor> const& found_inf,
                           std::optional<at::Tensor> const& norm, std::optional<at::Tensor> const& norm_scale,
                           bool checked) {
-  at::Device const device = device_of(xs, found_inf ? found_inf->device() : at::Device(at::kCPU));
+  at::Device const device = xs.device_or(found_inf ? found_inf->device() : at::Device(at::kCPU));
   check_device(op, device);
-  Named const x_list{op, "xs", xs};
-  check_tensors(x_list, device);
+  Named const x_list{op, "xs", xs.tensors};
+  xs.check(op, "xs", device);
   if (outs) {
     Named const out_list{op, "outputs", *outs};
     check_length(out_list, xs.size(), "xs");
     check_tensors(out_list, device);
     check_same_layout(out_list, x_list);
+    for (size_t i = 0; xs.held && i < xs.size(); ++i) {
+      TORCH_CHECK_VALUE(!(*outs)[i] || !xs.is_held(i), out_list.at(i), " is given for a held gradient, which is only read.");
+    }
   }
   if (ys) {
     Named const y_list{op, "ys", *ys};
@@ -112,7 +132,7 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, OptionalTen
   int64_t const n = int64_t(xs.size());
   std::vector<int64_t> numels(n);
   for (int64_t t = 0; t < n; ++t) {
-    numels[t] = xs[t] ? xs[t]->numel() : 0;
+    numels[t] = xs.numel(t);
   }
   if (!chunking_ || numels != numels_) {
     numels_ = std::move(numels);
@@ -120,7 +140,7 @@ Checks ListOperation::run(char const* op, OptionalTensors const& xs, OptionalTen
     rows_.resize(n);
   }
   for (int64_t t = 0; t < n; ++t) {
-    rows_[t] = {read(xs[t]),
+    rows_[t] = {read(xs, t),
                 ys ? read((*ys)[t]) : Entry{},
                 outs ? written((*outs)[t]) : Entry{},
                 numels_[t],
@@ -274,7 +294,7 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
 
 StepTable::~StepTable() = default;
 
-void StepTable::check_memory(char const* op, OptionalTensors const* gradients) const {
+void StepTable::check_memory(char const* op, Inputs const* gradients) const {
   OptionalTensors const counts{steps_}, norms{norms_};
   Memory memory;
   memory.written({op, "weights", weights_});
@@ -283,8 +303,10 @@ void StepTable::check_memory(char const* op, OptionalTensors const* gradients) c
   memory.written({op, "state2", state2_});
   memory.written({op, "steps", counts});
   memory.written({op, "norms", norms});
+  OptionalTensors const held = gradients && gradients->held ? gradients->held->tensors() : OptionalTensors();
   if (gradients) {
-    memory.read({op, "gradients", *gradients}, weights_);
+    memory.read({op, "gradients", gradients->tensors}, weights_);
+    memory.read({op, "gradients", held}, weights_);
   }
   memory.check();
 }
@@ -312,7 +334,7 @@ bool StepTable::is_current() const {
   return true;
 }
 
-void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& scaled,
+void StepTable::step(Inputs const& gradients, std::vector<bool> const& scaled,
                      std::vector<Group> const& groups, std::optional<at::Tensor> const& inv_scale,
                      std::optional<at::Tensor> const& found_inf, std::optional<at::Tensor> const& norm, double max_norm,
                      std::optional<at::Tensor> sum_squares, std::optional<at::Tensor> largest,
@@ -320,9 +342,9 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
   char const* const op = "StepTable.step";
   size_t const n = rows_.size();
   at::Device const device = steps_.device();
-  Named const list{op, "gradients", gradients};
+  Named const list{op, "gradients", gradients.tensors};
   check_length(list, n, "weights");
-  check_tensors(list, device);
+  gradients.check(op, "gradients", device);
   check_same_layout(list, {op, "weights", weights_});
   TORCH_CHECK_VALUE(scaled.size() == n, op, ": scaled has ", scaled.size(), " entries, but weights has ", n, ".");
   check_scalar(op, "inv_scale", inv_scale, at::kFloat, device);
@@ -335,12 +357,14 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
   for (size_t t = 0; t < n; ++t) {
     TORCH_CHECK_VALUE(rows_[t].group < groups.size(), op, ": weights[", t, "] is in group ", rows_[t].group, " of ",
                       groups.size(), ".");
-    if (!gradients[t]) {
+    if (!gradients.has(t)) {
       continue;
     }
     Group const& group = groups[rows_[t].group];
     bool const needs_state1 = with_optimizer(formula_, [&](auto update) { return reads_state1<decltype(update)>(group); });
     TORCH_CHECK_VALUE(weights_[t].has_value(), op, ": gradients[", t, "] is given, but weights[", t, "] is None.");
+    TORCH_CHECK_VALUE(!gradients.is_held(t) || gradients.held->is_laid_out_as(t, *weights_[t]), list.at(t), " is held, ",
+                      "but weights[", t, "] is ", text(*weights_[t]), ".  Shapes and strides must be equal.");
     TORCH_CHECK_VALUE((!needs_state1 || state1_[t]) && (!needs_state2 || state2_[t]), op, ": weights[", t,
                       "] has a gradient, but no optimizer state.");
   }
@@ -356,7 +380,7 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
   }
 
   for (size_t t = 0; t < n; ++t) {
-    entries_[t] = read(gradients[t], scaled[t]);
+    entries_[t] = read(gradients, t, scaled[t]);
   }
   StepArgs args{};
   args.formula = formula_;
@@ -388,10 +412,14 @@ void StepTable::step(OptionalTensors const& gradients, std::vector<bool> const& 
   } else {
     step_on_device(args, rows_, entries_, groups, *chunking_, device_, device);
   }
-  bump_versions(weights_);
-  bump_versions(copies_);
-  bump_versions(state1_);
-  bump_versions(state2_);
+  for (size_t t = 0; t < n; ++t) {
+    ask_ahead(weights_, t);
+    ask_ahead(copies_, t);
+    auto const& written = copies_[t] && rows_[t].copy_type != Type::remainder ? copies_[t] : weights_[t];
+    if (written && !written->is_inference()) {
+      written->unsafeGetTensorImpl()->bump_version();
+    }
+  }
 }
 
 #ifndef AMP_WITH_CUDA

@@ -12,8 +12,27 @@
 
 #include "checks.h"
 #include "chunking.h"
+#include "held.h"
 
 namespace amp_engine {
+
+// What an operation reads: of each index a tensor, or a held gradient, or nothing.
+struct Inputs {
+  OptionalTensors const& tensors;
+  Held const* held;  // of as many rows, or null
+
+  Inputs(OptionalTensors const& tensors, Held const* held = nullptr) : tensors(tensors), held(held) {
+    TORCH_CHECK_VALUE(!held || held->size() == tensors.size(), "A list of ", tensors.size(), " tensors is beside ",
+                      held ? held->size() : 0, " held gradients.");
+  }
+  size_t size() const { return tensors.size(); }
+  bool is_held(size_t i) const { return held && held->has(i); }
+  bool has(size_t i) const { return tensors[i] || is_held(i); }
+  int64_t numel(size_t i) const { return is_held(i) ? held->numel(i) : tensors[i] ? tensors[i]->numel() : 0; }
+  at::Device device_or(at::Device otherwise) const;
+  // Refuses what the kernels cannot read, and what is on another device.
+  void check(char const* op, char const* name, at::Device device) const;
+};
 
 // bool[n], float64[n], float32[n] on the device of the tensors: of the values as given.
 struct Checks {
@@ -38,13 +57,13 @@ class ListOperation {
   ~ListOperation();
 
   // Where outs[i] is given, outs[i] = a * xs[i] (+ b * ys[i]), computed in float32 and rounded once.
-  //   xs         float16, bfloat16 or float32; an entry None takes no part
+  //   xs         float16, bfloat16 or float32; an entry None takes no part, and a held gradient is only read
   //   outs, ys   as xs; of equal shapes and strides, on one device
   //   a, b       float32 []; None is 1. `reciprocal`: 1 / a instead of a
   //   found_inf  float32 [], set to 1 if an element of xs is not finite, else left alone
   //   norm       float32 [], the 2-norm over all xs; divided by `norm_scale` (float32 []) if given
   // With `checked` false nothing is summed and the result is empty. Bumps the versions of outs.
-  Checks run(char const* op, OptionalTensors const& xs, OptionalTensors const* outs, OptionalTensors const* ys,
+  Checks run(char const* op, Inputs const& xs, OptionalTensors const* outs, OptionalTensors const* ys,
              std::optional<at::Tensor> const& a, bool reciprocal, std::optional<at::Tensor> const& b,
              std::optional<at::Tensor> const& found_inf, std::optional<at::Tensor> const& norm,
              std::optional<at::Tensor> const& norm_scale, bool checked);
@@ -102,8 +121,9 @@ class StepTable {
   //   inv_scale, found_inf, norm, gradient_norm   float32 []
   //   sum_squares, largest   float64 [n], float32 [n] of these gradients; NovoGrad and LAMB read them once more if
   //                          these are not given
-  // Bumps the versions of weights, copies and state.
-  void step(OptionalTensors const& gradients, std::vector<bool> const& scaled, std::vector<Group> const& groups,
+  // Bumps the versions of the model's parameters: copies, and weights without one. Masters and state have no readers
+  // but the step, and torch's fused optimizers bump none.
+  void step(Inputs const& gradients, std::vector<bool> const& scaled, std::vector<Group> const& groups,
             std::optional<at::Tensor> const& inv_scale, std::optional<at::Tensor> const& found_inf,
             std::optional<at::Tensor> const& norm, double max_norm, std::optional<at::Tensor> sum_squares,
             std::optional<at::Tensor> largest, std::optional<at::Tensor> const& gradient_norm);
@@ -114,7 +134,7 @@ class StepTable {
 
  private:
   // Refuses tensors that overlap. Gradients are looked at in the first step of a table only: it takes a sort.
-  void check_memory(char const* op, OptionalTensors const* gradients) const;
+  void check_memory(char const* op, Inputs const* gradients) const;
 
   Formula formula_;
   bool narrow_ = false;

@@ -15,9 +15,9 @@
 
 namespace amp_engine {
 
-inline c10::StorageImpl& storage_of(at::Tensor const& t) {
-  return *t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
+inline c10::StorageImpl& storage_of(c10::Storage const& storage) { return *storage.unsafeGetStorageImpl(); }
+
+inline c10::StorageImpl& storage_of(at::Tensor const& t) { return storage_of(t.unsafeGetTensorImpl()->unsafe_storage()); }
 
 inline bool is_watched(c10::StorageImpl const& storage) {
 #if AMP_HAS_MATERIALIZER

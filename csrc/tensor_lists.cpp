@@ -1,10 +1,5 @@
 #include "tensor_lists.h"
 
-#include <ATen/ops/_lazy_clone_native.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/impl/COW.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 
 #include "checks.h"
@@ -26,27 +21,9 @@ Access access_of(at::Tensor const& grad, at::Tensor const& param) {
 
 int64_t version_or_none(at::Tensor const& t) { return t.is_inference() ? -1 : int64_t(version_of(t)); }
 
-// Not memory of others (numpy, DLPack), which copy-on-write cannot hold. On a GPU not beside the default stream: there
-// torch makes a copy that somebody writes its own with a plain cudaMemcpy, which other streams do not wait for and a
-// capture, whose stream is never the default one, does not allow.
-bool may_be_copied_on_write(at::Tensor const& t) {
-  c10::StorageImpl const& storage = *t.storage().unsafeGetStorageImpl();
-  if (!c10::impl::cow::has_simple_data_ptr(storage) && !c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) {
-    return false;
-  }
-  if (t.is_cpu()) {
-    return true;
-  }
-  c10::impl::VirtualGuardImpl const guard(t.device().type());
-  return guard.getStream(t.device()) == guard.getDefaultStream(t.device());
-}
-
 bool has_memory(at::Tensor const& t) {
   return t.layout() == at::kStrided && t.has_storage() && !t.unsafeGetTensorImpl()->is_python_dispatch();
 }
-
-// tensor.grad() asks first whether it is a leaf, to warn.
-at::Tensor const& grad_of(at::Tensor const& t) { return t.unsafeGetTensorImpl()->grad(); }
 
 }  // namespace
 
@@ -129,49 +106,43 @@ GradientStamp GradientStamp::of(at::Tensor const& param) {
   return {grad.unsafeGetTensorImpl(), version_or_none(grad), has_memory(grad) ? storage_of(grad).data_ptr().get() : nullptr};
 }
 
-Gradients gradients(Tensors const& params) {
+Gradients gradients(Tensors const& params, std::string const* mask) {
+  TORCH_CHECK_VALUE(!mask || mask->size() == params.size(), "gradients: mask has ", mask ? mask->size() : 0,
+                    " entries, but there are ", params.size(), " parameters.");
   Gradients result;
   result.tensors.resize(params.size());
   result.accesses.resize(params.size(), char(Access::none));
+  if (mask) {
+    result.held = std::make_shared<Held>(params.size());
+  }
   auto& devices = result.devices;
-  for_each(params, [&](size_t i, at::Tensor const& param) {
-    at::Tensor const& grad = grad_of(param);
+  for (size_t i = 0; i < params.size(); ++i) {
+    ask_ahead_for_gradients(params, i);
+    at::Tensor const& grad = grad_of(*params[i]);
     if (!grad.defined()) {
-      return;
+      continue;
     }
-    Access const access = access_of(grad, param);
-    result.tensors[i] = grad;
+    Access const access = access_of(grad, *params[i]);
     result.accesses[i] = char(access);
+    if (mask && (*mask)[i] != 0 && access != Access::other) {
+      result.held->hold(i, grad, access == Access::shared);
+    } else {
+      result.tensors[i] = grad;
+    }
     if (access != Access::other && std::find(devices.begin(), devices.end(), grad.device()) == devices.end()) {
       devices.push_back(grad.device());
     }
-  });
+  }
   return result;
 }
 
-OptionalTensors copies(OptionalTensors const& tensors, std::string const& accesses) {
-  c10::NoGradGuard const no_grad;
-  OptionalTensors result(tensors.size());
-  for_each(tensors, [&](size_t i, at::Tensor const& t) {
-    if (i < accesses.size() && Access(accesses[i]) != Access::none) {
-      // Past the dispatcher, which takes longer than the clone: what has its own memory is a plain, dense tensor.
-      bool const shares = Access(accesses[i]) == Access::own && may_be_copied_on_write(t);
-      result[i] = shares ? at::native::_lazy_clone(t) : t.clone();
-    }
-  });
-  return result;
-}
-
-OptionalTensors either(std::string const& mask, OptionalTensors const& first, OptionalTensors const* second) {
-  TORCH_CHECK_VALUE(first.size() == mask.size() && (!second || second->size() == mask.size()), "either: mask has ",
-                    mask.size(), " entries, but the lists have ", first.size(), " and ",
-                    second ? second->size() : mask.size(), ".");
+OptionalTensors where(std::string const& mask, OptionalTensors const& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == mask.size(), "where: mask has ", mask.size(), " entries, but tensors has ",
+                    tensors.size(), ".");
   OptionalTensors result(mask.size());
   for (size_t i = 0; i < mask.size(); ++i) {
     if (mask[i] != 0) {
-      result[i] = first[i];
-    } else if (second) {
-      result[i] = (*second)[i];
+      result[i] = tensors[i];
     }
   }
   return result;
@@ -214,11 +185,12 @@ bool are_gradients_unwritten([[maybe_unused]] Tensors const& params) {
 }
 
 void discard_gradients(Tensors const& tensors) {
-  for_each(tensors, [](size_t, at::Tensor const& t) {
-    if (grad_of(t).defined()) {
-      t.mutable_grad() = at::Tensor();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    ask_ahead_for_gradients(tensors, i);
+    if (grad_of(*tensors[i]).defined()) {
+      tensors[i]->mutable_grad() = at::Tensor();
     }
-  });
+  }
 }
 
 }  // namespace amp_engine

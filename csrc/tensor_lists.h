@@ -4,11 +4,13 @@
 
 #include <ATen/ATen.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "ahead.h"
+#include "held.h"
 
 namespace amp_engine {
 
@@ -81,18 +83,17 @@ struct Gradients {
   // at all (`other`: sparse, of another type, a subclass with a dispatch of its own, in another order than its parameter,
   // a view that negates its memory).
   OptionalTensors tensors;
+  // Instead of `tensors` where they were to be held and can be taken.
+  std::shared_ptr<Held> held;
   std::string accesses;
   // Where those are that can be taken: each device once.
   std::vector<at::Device> devices;
 };
-Gradients gradients(Tensors const& params);
+// Holds the gradients of the parameters whose byte in `mask` is not 0; none without a mask.
+Gradients gradients(Tensors const& params, std::string const* mask = nullptr);
 
-// A copy of each whose access is not `none`: copy-on-write of its own memory, at once of shared memory, which must not
-// become copy-on-write as a whole.
-OptionalTensors copies(OptionalTensors const& tensors, std::string const& accesses);
-
-// first[i] where mask[i] != 0, else second[i], or none without a second.
-OptionalTensors either(std::string const& mask, OptionalTensors const& first, OptionalTensors const* second);
+// tensors[i] where mask[i] != 0, else none.
+OptionalTensors where(std::string const& mask, OptionalTensors const& tensors);
 
 // Whether one of them has a gradient.
 bool any_gradient(Tensors const& tensors);

@@ -25,18 +25,55 @@ class Checks(NamedTuple):
     largest: Tensor
 
 
+class Held(Protocol):
+    """Gradients that are held for a step, one or none in each of n rows: their values stay, whoever writes them.
+
+    A gradient with its own memory is held by a reference, and copied before it is written (from torch 2.13 on, else as
+    a copy-on-write clone). Three kinds are copied at once: shared memory (a bucket of DDP); memory of numpy or DLPack;
+    and a GPU's memory on another stream than the default one, which would be copied out of order.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Tensor | None:
+        """Return the gradient of a row; write only to a copy of it."""
+        ...
+
+    def states(self) -> bytes:
+        """Return one byte a row: 1 where a gradient is held, else 0."""
+        ...
+
+    def discard(self, row: int, /) -> None:
+        """Discard the gradient of a row."""
+        ...
+
+    def rearranged(self, rows: Sequence[int], /) -> Held:
+        """Return the gradients in new rows, and keep none; `rows` gives the present row of each, or -1."""
+        ...
+
+    def written(self) -> list[int]:
+        """Return rows whose gradient may have been written where it is, as far as torch tells of requests."""
+        ...
+
+    def beside(self, tensors: TensorList | None = None, /) -> TensorList:
+        """Return n entries: the held gradient, or where none is held that of `tensors`, or None."""
+        ...
+
+
 class Gradients(NamedTuple):
     """The gradients of many parameters.
 
     Attributes:
-        tensors: n; None for a parameter without gradient.
+        tensors: n; None for a parameter without gradient, and where it is held.
         accesses: n; how the kernels can reach each: NONE, OWN, SHARED or OTHER of layout.py.
         devices: devices of the gradients that the kernels can reach, each once.
+        held: those that were to be held and that the kernels can reach; None if none were to be held.
     """
 
     tensors: TensorList
     accesses: bytes
     devices: list[torch.device]
+    held: Held | None
 
 
 class Marks(Protocol):
@@ -105,18 +142,8 @@ class TensorLists(Protocol):
         """Mark the gradients of `params`, a result of the loop `params`, as they are now."""
         ...
 
-    def gradients(self, params: Sequence[Tensor], /) -> Gradients:
-        """Return the gradient of each parameter."""
-        ...
-
-    def copies(self, tensors: TensorList, accesses: bytes, /) -> TensorList:
-        """Return a copy of each tensor whose access is not NONE; None for the others.
-
-        A tensor with its own memory gets a copy-on-write copy: the first write to either copies the memory, and leaves
-        the other tensor alone. Three kinds are copied at once: shared memory (a bucket of DDP), which must not become
-        copy-on-write as a whole; memory of numpy or DLPack, which cannot; and a GPU's memory on another stream than the
-        default one, which would be copied out of order.
-        """
+    def gradients(self, params: Sequence[Tensor], mask: bytes | None = None, /) -> Gradients:
+        """Return the gradient of each parameter; hold those of the parameters whose byte in `mask` is not 0."""
         ...
 
     def watch_gradients(self, params: Sequence[Tensor], /) -> None:
@@ -127,8 +154,8 @@ class TensorLists(Protocol):
         """True if no request for a gradient's memory came since it was watched, and nothing else shares that memory."""
         ...
 
-    def either(self, mask: bytes, first: TensorList, second: TensorList | None = None, /) -> TensorList:
-        """Return `first[i]` where `mask[i]` is not 0, else `second[i]`, or None without `second`."""
+    def where(self, mask: bytes, tensors: TensorList, /) -> TensorList:
+        """Return `tensors[i]` where `mask[i]` is not 0, else None."""
         ...
 
     def any_gradient(self, tensors: Sequence[Tensor], /) -> bool:
@@ -139,8 +166,8 @@ class TensorLists(Protocol):
         """True if two lists or tuples hold the identical objects. `==` would compare the elements of tensors."""
         ...
 
-    def same_entries(self, dicts: list[dict[str, Any]], name: str, objects: Sequence[object], /) -> bool:
-        """True if `dicts[i].get(name) is objects[i]` for every i."""
+    def same_entries(self, dicts: list[dict[str, Any]], named: Sequence[tuple[str, list[Any]]], /) -> bool:
+        """True if `dicts[i].get(name) is objects[i]` for each i, and each `name, objects` of `named`."""
         ...
 
     def discard_gradients(self, tensors: Sequence[Tensor], /) -> None:

@@ -21,6 +21,11 @@ def stamp(t: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
     return data_address(t), version(t), t.dtype, t.device
 
 
+def address_of(t: Tensor) -> int:
+    """Return the address of the first element. `data_ptr()` also asks to write there, which copies what is held."""
+    return int(data_address(t) + t.storage_offset() * t.element_size())
+
+
 def version(t: Tensor) -> int:
     """Return the number of writes that autograd has counted; -1 for an inference tensor, which has no count."""
     return -1 if t.is_inference() else t._version

@@ -13,7 +13,7 @@ from amp_engine.errors import AmpTypeError, AmpValueError
 from amp_engine.kernels import halves
 from amp_engine.kernels.backend import Checks, TensorList
 from amp_engine.kernels.formulas import FORMULAS, Formula, Row, State, one_or, times
-from amp_engine.kernels.layout import FLOATS
+from amp_engine.kernels.layout import FLOATS, address_of
 from amp_engine.kernels.ops import checks_of
 from amp_engine.kernels.refusals import check_apart, check_lists, check_scalars, check_vector
 
@@ -149,7 +149,7 @@ class StepTable:
 
     def _memory(self) -> list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]] | None]:
         return [
-            None if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride())
+            None if t is None else (address_of(t), t.dtype, t.shape, t.stride())
             for tensors in (self._weights, self._copies, self._state1, self._state2)
             for t in tensors
         ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_engine.ground.torch_private import data_address, lazy_clone
 from amp_engine.kernels.backend import Gradients, TensorList
-from amp_engine.kernels.layout import NONE, OWN, SHARED, access_of, devices_of, stamp, version
+from amp_engine.kernels.layout import NONE, OTHER, OWN, SHARED, access_of, devices_of, stamp, version
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -80,19 +80,55 @@ marks = Marks
 gradient_marks = GradientMarks
 
 
-def gradients(params: Sequence[Tensor]) -> Gradients:
-    """Return the gradients, the kernels' access to each, and their devices."""
-    grads = [_GRAD.__get__(p) for p in params]
+class Held:
+    """Held gradients, copy-on-write; see `backend.Held`."""
+
+    def __init__(self, gradients: list[Tensor | None]) -> None:
+        self._gradients = gradients
+
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+    def __getitem__(self, row: int) -> Tensor | None:
+        return self._gradients[row]
+
+    def states(self) -> bytes:
+        """Return one byte a row: 1 where a gradient is held, else 0."""
+        return bytes(g is not None for g in self._gradients)
+
+    def discard(self, row: int) -> None:
+        """Discard the gradient of a row."""
+        self._gradients[row] = None
+
+    def rearranged(self, rows: Sequence[int]) -> Held:
+        """Return the gradients in new rows, and keep none."""
+        before, self._gradients = self._gradients, [None] * len(self._gradients)
+        return Held([None if row < 0 else before[row] for row in rows])
+
+    def written(self) -> list[int]:
+        """Return no rows: a write moves the gradient to other memory, which `GradientMarks` tell of."""
+        return []
+
+    def beside(self, tensors: TensorList | None = None) -> TensorList:
+        """Return the held gradient of each row, or where none is held the tensor of `tensors`, or None."""
+        if tensors is None:
+            return list(self._gradients)
+        return [t if g is None else g for g, t in zip(self._gradients, tensors, strict=True)]
+
+
+def gradients(params: Sequence[Tensor], mask: bytes | None = None) -> Gradients:
+    """Return the gradients, the kernels' access to each, their devices, and those that are held."""
+    grads: list[Tensor | None] = [_GRAD.__get__(p) for p in params]
     accesses = bytes(NONE if g is None else access_of(g, p) for p, g in zip(params, grads, strict=True))
-    return Gradients(grads, accesses, devices_of(grads, accesses))
-
-
-def copies(tensors: TensorList, accesses: bytes) -> TensorList:
-    """Return copies, copy-on-write for tensors with their own memory."""
-    return [
-        None if t is None or how == NONE else _copied_on_write(t) if how == OWN else t.clone()
-        for t, how in zip(tensors, accesses, strict=True)
-    ]
+    devices = devices_of(grads, accesses)
+    if mask is None:
+        return Gradients(grads, accesses, devices, None)
+    held: list[Tensor | None] = [None] * len(grads)
+    for row, (grad, how) in enumerate(zip(grads, accesses, strict=True)):
+        if mask[row] and grad is not None and how != OTHER:
+            held[row] = _copied_on_write(grad) if how == OWN else grad.clone()
+            grads[row] = None
+    return Gradients(grads, accesses, devices, Held(held))
 
 
 def _copied_on_write(tensor: Tensor) -> Tensor:
@@ -113,10 +149,9 @@ def are_gradients_unwritten(params: Sequence[Tensor]) -> bool:
     return False
 
 
-def either(mask: bytes, first: TensorList, second: TensorList | None = None) -> TensorList:
-    """Return `first[i] if mask[i] else second[i]` for each i."""
-    others = [None] * len(mask) if second is None else second
-    return [a if chosen else b for chosen, a, b in zip(mask, first, others, strict=True)]
+def where(mask: bytes, tensors: TensorList) -> TensorList:
+    """Return `tensors[i] if mask[i] else None` for each i."""
+    return [tensor if chosen else None for chosen, tensor in zip(mask, tensors, strict=True)]
 
 
 def any_gradient(tensors: Sequence[Tensor]) -> bool:
@@ -129,9 +164,9 @@ def same_objects(a: Sequence[object], b: Sequence[object]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
-def same_entries(dicts: list[dict[str, Any]], name: str, objects: Sequence[object]) -> bool:
-    """True if `dicts[i].get(name) is objects[i]` for every i."""
-    return all(d.get(name) is o for d, o in zip(dicts, objects, strict=True))
+def same_entries(dicts: list[dict[str, Any]], named: Sequence[tuple[str, list[Any]]]) -> bool:
+    """True if `dicts[i].get(name) is objects[i]` for each i, and each `name, objects` of `named`."""
+    return all(d.get(name) is o for name, objects in named for d, o in zip(dicts, objects, strict=True))
 
 
 def discard_gradients(tensors: Sequence[Tensor]) -> None:

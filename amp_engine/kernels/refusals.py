@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amp_engine.errors import AmpValueError
 from amp_engine.kernels.backend import TensorList
-from amp_engine.kernels.layout import FLOATS, is_dense, is_lazy, same_layout
+from amp_engine.kernels.layout import FLOATS, address_of, is_dense, is_lazy, same_layout
 
 _LAZY_REFUSED = (
     ", whose elements are not those in its memory (a negative view, or zeros without memory).  Pass a .clone() of it."
@@ -131,7 +131,7 @@ class _Range:
     __slots__ = ("begin", "end", "index", "is_written", "name", "rank")
 
     def __init__(self, tensor: Tensor, rank: int, index: int, name: str, is_written: bool) -> None:
-        self.begin = tensor.data_ptr()
+        self.begin = tensor.data_ptr() if is_written else address_of(tensor)
         self.end = self.begin + tensor.numel() * tensor.element_size()
         self.rank, self.index, self.name, self.is_written = rank, index, name, is_written
 
@@ -141,7 +141,7 @@ def _has_memory(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def _is_same(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
+    return b is not None and address_of(a) == address_of(b) and a.dtype == b.dtype
 
 
 def _check_tensor(place: str, tensor: Tensor, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from amp_engine.kernels.backend import GradientMarks as GradientMarks
 from amp_engine.kernels.backend import Gradients as Gradients
+from amp_engine.kernels.backend import Held as Held
 from amp_engine.kernels.backend import Marks as Marks
 from amp_engine.kernels.choice import TENSOR_LISTS
 from amp_engine.kernels.layout import NONE as NONE
@@ -26,23 +27,15 @@ params = TENSOR_LISTS.params
 marks = TENSOR_LISTS.marks
 gradient_marks = TENSOR_LISTS.gradient_marks
 gradients = TENSOR_LISTS.gradients
-copies = TENSOR_LISTS.copies
 watch_gradients = TENSOR_LISTS.watch_gradients
 are_gradients_unwritten = TENSOR_LISTS.are_gradients_unwritten
-either = TENSOR_LISTS.either
+where = TENSOR_LISTS.where
 any_gradient = TENSOR_LISTS.any_gradient
 same_objects = TENSOR_LISTS.same_objects
 same_entries = TENSOR_LISTS.same_entries
 discard_gradients = TENSOR_LISTS.discard_gradients
 watch_collectives = TENSOR_LISTS.watch_collectives
 ask_for_written_lists = TENSOR_LISTS.ask_for_written_lists
-
-
-def copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor that has its own memory; if possible, copy the memory only when either tensor is written."""
-    copied = copies([tensor], bytes([OWN]))[0]
-    assert copied is not None
-    return copied
 
 
 def asks_for_gradients(params: Sequence[Tensor]) -> bool:

@@ -266,7 +266,7 @@ class FusedStep:
         ):
             return False
         for table in self._tables:  # no generators: asked before each step
-            if not table.is_current(self.rule):
+            if not table.is_current():
                 return False
         return not self._stateless or all(gradients[i] is None for i in self._stateless)
 

@@ -41,25 +41,23 @@ class Table:
         self._counts: list[Tensor | None] = self.state1
         if rule.keeps_step:
             self._counts = _put(inner, "step", self.steps)
+        self._entries = [(rule.state1, self.state1)]
+        if rule.state2 is not None:
+            self._entries.append((rule.state2, self.state2))
+        if rule.keeps_step:
+            self._entries.append(("step", self._counts))
         norms = None
-        self._norms: list[Tensor | None] = [None] * len(inner)
         if rule.keeps_norm:
             known = [float(state.get(NORM) or 0.0) for state in inner]
             norms = moved(torch.tensor(known, dtype=torch.float32, device="cpu"), device)
-            self._norms = _put(inner, NORM, norms)
+            self._entries.append((NORM, _put(inner, NORM, norms)))
         self.native = kernels.step_table(
             rule.formula, weights, copies, _local(self.state1), _local(self.state2), groups, self.steps, norms
         )
 
-    def is_current(self, rule: Rule) -> bool:
+    def is_current(self) -> bool:
         """True if the table still points to the optimizer's state."""
-        return (
-            tensor_lists.same_entries(self.inner, rule.state1, self.state1)
-            and (rule.state2 is None or tensor_lists.same_entries(self.inner, rule.state2, self.state2))
-            and (not rule.keeps_step or tensor_lists.same_entries(self.inner, "step", self._counts))
-            and (not rule.keeps_norm or tensor_lists.same_entries(self.inner, NORM, self._norms))
-            and self.native.is_current()
-        )
+        return tensor_lists.same_entries(self.inner, self._entries) and self.native.is_current()
 
     def by_state(self) -> list[tuple[Tensor, float]]:
         """Return pairs of a state tensor and the step count that goes with it. Waits for the device."""

@@ -23,7 +23,7 @@ class Columns(NamedTuple):
         copies: n; the parameters that have a master, else None.
         plain: the parameters without a master.
         plain_rows: the rows of `plain`.
-        plain_mask: n; not 0 in the rows of `plain`.
+        plain_mask, master_mask: n; not 0 in the rows of `plain`, and in the others.
         has_shards: True if some of `weights` are DTensors.
         asks: True if some of `plain` compute their `.grad` when read, as masters of another optimizer do.
         weight_handle, param_handle, plain_handle: `weights`, `params` and `plain`, in the form that loops read fastest.
@@ -36,6 +36,7 @@ class Columns(NamedTuple):
     plain: tuple[nn.Parameter, ...]
     plain_rows: tuple[int, ...]
     plain_mask: bytes
+    master_mask: bytes
     has_shards: bool
     asks: bool
     weight_handle: Sequence[Tensor]
@@ -51,11 +52,11 @@ def columns_of(groups: list[dict[str, Any]], find: Callable[[nn.Parameter], Mast
     params = tuple(w if p is None else p for w, p in zip(weights, copies, strict=True))
     plain_rows = tuple(row for row, m in enumerate(masters) if m is None)
     plain = tuple(weights[row] for row in plain_rows)
-    mask = bytes(m is None for m in masters)
+    masks = bytes(m is None for m in masters), bytes(m is not None for m in masters)
     handles = [tensor_lists.params(tensors) for tensors in (weights, params, plain)]
     asks = tensor_lists.asks_for_gradients(plain)
     has_shards = any(map(is_sharded, weights))
-    return Columns(weights, params, masters, copies, plain, plain_rows, mask, has_shards, asks, *handles)
+    return Columns(weights, params, masters, copies, plain, plain_rows, *masks, has_shards, asks, *handles)
 
 
 NO_COLUMNS = columns_of([], lambda _: None)

@@ -21,6 +21,7 @@ from amp_engine.ground import devices
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import tensor_lists
+from amp_engine.kernels.backend import TensorList
 from amp_engine.optimizers.fused_step import StepInput
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
@@ -266,20 +267,24 @@ class Rows:
             for master in self.masters:
                 if master.gradient() is not None:
                     master.materialize()  # autograd wrote into the master itself, beside the held gradient
-        if slots.count > 0 and slots.is_whole and not written and not columns.plain:
-            return slots.gradients, slots.states
-        held = bytes(slots.states) if slots.count > 0 else bytes(len(columns.weights))
-        own: Sequence[Tensor | None]
+        held = None if slots.count == 0 else slots.held
+        if held is not None and slots.is_whole and not written and not columns.plain:
+            return held.beside(), slots.states
+        own: TensorList
         if columns.asks:
-            own = [None if k else w.grad for k, w in zip(held, columns.weights, strict=True)]
+            own = [None if is_held else w.grad for is_held, w in zip(self._held_states(), columns.weights, strict=True)]
             states = bytes(Slot.EMPTY if grad is None else Slot.FOREIGN for grad in own)  # its access is unknown
         else:
-            own, accesses, _ = tensor_lists.gradients(columns.weight_handle)
+            own, accesses, _, _ = tensor_lists.gradients(columns.weight_handle)
             states = accesses.translate(OWN_SLOTS)
-        if slots.count > 0:
-            own = tensor_lists.either(held, slots.gradients, own)
-            states = bytes(map(or_, held, states))  # a row that is HELD has no gradient of its own by now
+        if held is not None:
+            own = held.beside(own)
+            states = bytes(map(or_, slots.states, states))  # a row that is HELD has no gradient of its own by now
         return own, states
+
+    def _held_states(self) -> bytes | bytearray:
+        """Return the state of each slot."""
+        return self.slots.states if self.slots.count > 0 else bytes(len(self.columns.weights))
 
     def whole_check(self) -> WholeCheck | None:
         """Return the last check if every gradient is as it was then and no other has come; else None."""
@@ -308,12 +313,15 @@ class Rows:
     def gradients_written_since(self, before: tensor_lists.GradientMarks) -> bool:
         """True if a gradient was written or replaced since `gradient_marks()`; not if it was discarded.
 
-        A write through `.data` moves no version, but moves the gradient to new memory: the held one has the old.
+        A write through `.data` moves no version, but torch asks for it, or moves the gradient to new memory.
         """
-        if before.params is not self._low or not before.have_moved():
-            return False  # of other rows; or not at all
-        moved = before.moved()
-        is_written = any(was_there and self.masters[row].param.grad is not None for row, was_there in moved)
+        if before.params is not self._low:
+            return False  # of other rows
+        places = [place for place, was_there in before.moved() if was_there] if before.have_moved() else []
+        copies = self._columns.copies
+        written = [copies[row] for row in self.slots.held.written()] if self.slots.held is not None else []
+        written += [self.masters[place].param for place in places]
+        is_written = any(p is not None and p.grad is not None for p in written)
         # Gradients of a parameter that has several masters come and go with the windows of each.
         return is_written and all(len(list(masters_of(master.param))) == 1 for master in self.masters)
 
@@ -352,11 +360,10 @@ class Rows:
 
     def _has_gradients(self) -> bytes:
         """Return one byte a row, not 0 where the row has a gradient, held or its own."""
-        columns, slots = self.columns, self.slots
-        held = bytes(slots.states) if slots.count > 0 else bytes(len(columns.weights))
+        held = bytes(self._held_states())
         if not tensor_lists.any_gradient(self._high):
             return held
-        return bytes(map(or_, held, tensor_lists.gradients(columns.weight_handle)[1]))
+        return bytes(map(or_, held, tensor_lists.gradients(self.columns.weight_handle).accesses))
 
     def show_spent(self) -> None:
         """Have the smallest master and the smallest parameter whose gradients a step discarded show one."""
@@ -371,8 +378,8 @@ class Rows:
 
     def discard_gradients(self) -> None:
         """Discard the gradients of masters and of their parameters."""
+        self.discard_parameter_gradients()  # first: then nothing else has the memory of those that are held
         self.discard_master_gradients()
-        self.discard_parameter_gradients()
 
     def discard_master_gradients(self) -> None:
         """Discard the gradients of masters, and keep those of their parameters."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_engine.ground.distributed import is_sharded, local_of
+from amp_engine.kernels.layout import address_of
 from amp_engine.optimizers.fused_step import FusedStep, StepInput
 
 # DTensor -> the result of `to_local`, which makes a new view in each call.
@@ -37,8 +38,8 @@ def _part_of(weight: Tensor) -> Tensor:
     if not is_sharded(weight):
         return weight
     part, before = local_of(weight), _PARTS.get(weight)
-    if before is not None and (before.data_ptr(), before.shape, before.stride()) == (
-        part.data_ptr(),
+    if before is not None and (address_of(before), before.shape, before.stride()) == (
+        address_of(part),
         part.shape,
         part.stride(),
     ):

@@ -32,11 +32,6 @@ OWN_SLOTS = bytes.maketrans(
     bytes([Slot.EMPTY, Slot.OWN, Slot.OWN, Slot.FOREIGN]),
 )
 
-# From the access of a parameter's gradient that is to be held.
-_HELD_SLOTS = bytes.maketrans(
-    bytes([tensor_lists.NONE, tensor_lists.OWN, tensor_lists.SHARED]), bytes([Slot.EMPTY, Slot.HELD, Slot.HELD])
-)
-
 
 class Checked(NamedTuple):
     """The result of one check of a list of gradients.
@@ -101,12 +96,12 @@ class Slots:
     read at the step.
 
     Args:
-        gradients: n, one for each row; low-precision and scaled where held.
-        accesses: n; the access of each, `tensor_lists.NONE` where it is not held.
+        held: n rows; low-precision, and scaled. None without held gradients.
         scale: the scale of the held gradients.
         streams: the streams that made the held gradients, on GPUs.
 
     Attributes:
+        held: the held gradients; None if there are none.
         states: n; HELD or EMPTY.
         count: number of held gradients.
         is_whole: True if every gradient that was held at first is still held.
@@ -116,15 +111,14 @@ class Slots:
 
     def __init__(
         self,
-        gradients: Sequence[Tensor | None] = (),
-        accesses: bytes = b"",
+        held: tensor_lists.Held | None = None,
         scale: ScaleSnapshot | None = None,
         check: WholeCheck | None = None,
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:
-        self.gradients = gradients
-        self.states = bytearray(accesses.translate(_HELD_SLOTS))
-        self.count = len(accesses) - accesses.count(Slot.EMPTY)
+        self.held = held
+        self.states = bytearray() if held is None else bytearray(held.states())
+        self.count = self.states.count(Slot.HELD)
         self.is_whole = True
         self.norm: Tensor | None = None
         self.max_norm = math.inf
@@ -157,16 +151,27 @@ class Slots:
 
     def take(self, row: int) -> Tensor | None:
         """Empty a slot, and return its gradient in float32, unscaled and clipped; None if none is held."""
-        grad = self._emptied(row)
-        return None if grad is None else grad.to(torch.float32, copy=True).mul_(moved(self._factor(), grad.device))
+        grad = self.held[row] if self.held is not None and self.holds(row) else None
+        if grad is None:
+            return None
+        unscaled = grad.to(torch.float32, copy=True).mul_(moved(self._factor(), grad.device))
+        self.empty(row)
+        return unscaled
 
     def empty(self, row: int) -> None:
         """Discard the gradient of a row, if one is held."""
-        self._emptied(row)
+        if self.held is None or not self.holds(row):
+            return
+        self.held.discard(row)
+        self.states[row] = Slot.EMPTY
+        self.count -= 1
+        self.is_whole = False
+        if self.count == 0:
+            self.discard()
 
     def discard(self) -> None:
         """Discard all held gradients."""
-        self.gradients = [None] * len(self.states)
+        self.held = None
         self.states = bytearray(len(self.states))
         self.count = 0
         self.is_whole = False
@@ -174,32 +179,12 @@ class Slots:
 
     def rearranged(self, rows: Sequence[int | None]) -> Slots:
         """Return the held gradients in new rows, and keep none here; `rows` gives the present row of each, or None."""
-        states = bytes(Slot.EMPTY if row is None else self.states[row] for row in rows)
-        gradients = [
-            self.gradients[row] if row is not None and s else None for row, s in zip(rows, states, strict=True)
-        ]
-        result = Slots(
-            gradients,
-            bytes(tensor_lists.OWN if s else tensor_lists.NONE for s in states),
-            self._scale,
-            None,
-            self.streams,
-        )
+        held = None if self.held is None else self.held.rearranged([-1 if row is None else row for row in rows])
+        result = Slots(held, self._scale, None, self.streams)
         result.norm, result.max_norm = self.norm, self.max_norm
         result.is_whole = self.is_whole
         self.discard()
         return result
-
-    def _emptied(self, row: int) -> Tensor | None:
-        if not self.holds(row):
-            return None
-        grad = self.gradients[row]
-        self.states[row] = Slot.EMPTY
-        self.count -= 1
-        self.is_whole = False
-        if self.count == 0:
-            self.discard()
-        return grad
 
     def _factor(self) -> Tensor:
         """Return 1 / scale times the clip factor: float64, rounded once to float32, as in the kernels. No host sync."""

@@ -41,6 +41,8 @@ class State(Enum):
     __hash__ = object.__hash__
 
 
+_OTHER = tensor_lists.OTHER
+
 _NEXT = {
     State.CLOSED: {State.OPEN, State.PREPARED},
     State.OPEN: {State.CLOSED, State.LEFT_OPEN},
@@ -362,23 +364,19 @@ class Window:
         """
         self._stop_waiting()
         self._take_back()
-        columns, snapshot = self._rows.columns, backward.snapshot
-        grads, accesses, devices = tensor_lists.gradients(columns.param_handle)
+        columns, snapshot, totals = self._rows.columns, backward.snapshot, self._rows.totals()
+        own, accesses, devices, held = tensor_lists.gradients(columns.param_handle, self._to_hold(columns, totals))
         done = [row for row in columns.plain_rows if id(columns.params[row]) in unscaled] if unscaled else []
         if done:
-            grads, accesses = arithmetic.without(done, grads, accesses)
-            devices = tensor_lists.devices_of(grads, accesses)
-        others = (
-            [row for row, how in enumerate(accesses) if how == tensor_lists.OTHER]
-            if tensor_lists.OTHER in accesses
-            else []
-        )
+            own, accesses = arithmetic.without(done, own, accesses)
+            devices = tensor_lists.devices_of(own if held is None else held.beside(own), accesses)
+        others = [row for row, how in enumerate(accesses) if how == _OTHER] if _OTHER in accesses else []
         arrived = any(accesses[row] for row in columns.plain_rows)  # stops at the first; NONE is 0
         if unscaled is not None:
             unscaled |= {id(columns.params[row]) for row in columns.plain_rows if accesses[row] != tensor_lists.NONE}
         if others:
-            grads, accesses = arithmetic.without(others, grads, accesses)
-        totals = self._rows.totals()
+            own, accesses = arithmetic.without(others, own, accesses)
+        grads = own if held is None else held.beside(own)
         first = not self._earlier and not totals
 
         looks = [self._look(columns, grads, accesses, device, backward, check, len(devices) == 1) for device in devices]
@@ -388,11 +386,11 @@ class Window:
             backward.checked.append(self._close_others(both, backward, check))
         in_place = None
         if arrived:
-            unmastered = tensor_lists.either(columns.plain_mask, grads)
+            unmastered = tensor_lists.where(columns.plain_mask, own)
             in_place = Unscaled(unmastered, tensor_lists.gradient_marks(columns.plain_handle))
         is_whole = first and len(looks) == 1 and not others and not done
         whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
-        self._rows.slots = self._held(columns, grads, accesses, devices, totals, backward, whole)
+        self._rows.slots = Slots(held, snapshot, whole, () if held is None else current_streams(devices))
         if check and self._looks_at_earlier and self._earlier:
             for flags in arithmetic.nonfinite(list(self._earlier.values())):
                 backward.scaler.record_(flags)
@@ -417,7 +415,7 @@ class Window:
             grads, accesses = arithmetic.without(elsewhere, grads, accesses)
         outputs, scaler = None, backward.scaler
         if not backward.snapshot.is_identity and len(columns.plain) > 0:
-            outputs = tensor_lists.either(columns.plain_mask, grads)
+            outputs = tensor_lists.where(columns.plain_mask, grads)
         found_inf = scaler.found_inf
         if not check or found_inf.device != device:
             found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -427,27 +425,14 @@ class Window:
             scaler.record_(found_inf != 0)
         return Checked(columns.params, accesses, checks), norm
 
-    def _held(
-        self,
-        columns: Columns,
-        grads: Sequence[Tensor | None],
-        accesses: bytes,
-        devices: Sequence[torch.device],
-        totals: Mapping[int, Tensor],
-        backward: Backward,
-        check: WholeCheck | None,
-    ) -> Slots:
-        """Hold gradients for masters that have none yet, as copy-on-write clones of the model's own.
+    def _to_hold(self, columns: Columns, totals: Mapping[int, Tensor]) -> bytes | None:
+        """Return a mask of the rows to hold: of masters without a gradient; None if there are no masters.
 
         Clipping, zeroing or discarding the model's gradients then changes nothing of ours, as in apex.
         """
-        if not self._rows.masters:
-            return Slots(check=check)
-        accesses_held = bytearray(accesses)
-        for row in (*columns.plain_rows, *totals):
-            accesses_held[row] = tensor_lists.NONE
-        held = bytes(accesses_held)
-        return Slots(tensor_lists.copies(grads, held), held, backward.snapshot, check, current_streams(devices))
+        if not totals:
+            return columns.master_mask if self._rows.masters else None
+        return bytes(0 if row in totals else has for row, has in enumerate(columns.master_mask))
 
     def _add_to(
         self,

@@ -17,6 +17,7 @@ from amp_engine.errors import AmpValueError
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import written_arguments
+from amp_engine.kernels.layout import address_of
 from amp_engine.telemetry.comparison import ComparedModule, ComparedOperation
 
 # They move or convert numbers: casts consist of them, and torch calls them beside casts in one type and not in another.
@@ -58,7 +59,7 @@ class _Held:
 
     def save(self, copies: dict[Any, Tensor]) -> None:
         """Copy it, once for all that are held of the same elements."""
-        key = (self.value.data_ptr(), self.value.shape, self.value.stride(), self.value.dtype)
+        key = (address_of(self.value), self.value.shape, self.value.stride(), self.value.dtype)
         if key not in copies:
             copies[key] = self.value.clone()
         self.value = copies[key]

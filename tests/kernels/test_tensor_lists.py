@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,10 +80,11 @@ def test_lists_of_any_length_are_walked_to_their_end(
         tensor_lists.NONE if p.grad is None else tensor_lists.OTHER if p.grad.is_sparse else tensor_lists.OWN
         for p in params
     ]
-    copies = tensor_lists.copies(
-        found.tensors, bytes(0 if how == tensor_lists.OTHER else how for how in found.accesses)
-    )
-    assert [copies[i] is not None for i in range(n)] == [how == tensor_lists.OWN for how in found.accesses]
+    held = tensor_lists.gradients(listed_params, bytes([1] * n)).held
+    assert held is not None
+    assert [held[i] is not None for i in range(n)] == [how == tensor_lists.OWN for how in found.accesses]
+    assert list(held.states()) == [how == tensor_lists.OWN for how in found.accesses]
+    del held
 
     marks, gradient_marks = tensor_lists.marks(params), tensor_lists.gradient_marks(tensor_lists.params(params))
     assert not marks.have_moved()
@@ -102,20 +105,123 @@ def test_lists_of_any_length_are_walked_to_their_end(
     assert tensor_lists.any_gradient(listed_params) == (n > 0)
 
 
-def test_a_copy_leaves_the_gradient_alone_and_is_left_alone() -> None:
+def hold(*grads: Tensor | None) -> tuple[tensor_lists.Held, list[nn.Parameter]]:
+    """Return the gradients, held, and parameters that have them."""
+    params = [nn.Parameter(torch.zeros(4)) for _ in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    held = tensor_lists.gradients(tensor_lists.params(params), bytes([1] * len(params))).held
+    assert held is not None
+    return held, params
+
+
+def values(held: tensor_lists.Held) -> list[list[float] | None]:
+    return [None if (grad := held[row]) is None else grad.tolist() for row in range(len(held))]
+
+
+def _by_numpy(grad: Tensor) -> None:
+    grad.numpy()[:] = 7
+
+
+def _by_list(grad: Tensor) -> None:
+    torch._foreach_mul_([grad], 3.0)
+
+
+def _by_view(grad: Tensor) -> None:
+    grad.view(2, 2)[0].zero_()
+
+
+def _by_dlpack(grad: Tensor) -> None:
+    torch.from_dlpack(grad).fill_(5)
+
+
+WRITES: list[Callable[[Tensor], Any]] = [
+    lambda grad: grad.mul_(2),
+    lambda grad: grad.data.fill_(9),
+    lambda grad: grad.untyped_storage().fill_(0),
+    _by_numpy,
+    _by_list,
+    _by_view,
+    _by_dlpack,
+]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=["mul_", "data", "storage", "numpy", "list", "view", "DLPack"])
+def test_a_held_gradient_keeps_its_values_whoever_writes_it(write: Callable[[Tensor], Any]) -> None:
+    grad, other = torch.ones(4), torch.ones(4)
+    held, params = hold(grad, other)
+    marks = tensor_lists.gradient_marks(tensor_lists.params(params))
+    write(grad)
+    assert grad.tolist() != [1.0] * 4
+    assert values(held) == [[1.0] * 4] * 2
+    tells = held.written() == [0] or marks.moved() == [(0, True)]
+    assert tells, "the write is known"
+    write(other)
+    grad.add_(1)
+    assert values(held) == [[1.0] * 4] * 2
+    written = grad.tolist()
+    del held
+    assert grad.tolist() == written
+
+
+def test_what_reads_or_drops_a_held_gradient_is_no_write() -> None:
+    grad = torch.ones(4)
+    held, params = hold(grad, torch.ones(4))
+    grad.add(1), grad.norm(), grad.isfinite().all(), grad.clone(), copy.deepcopy(grad)
+    assert held.written() == []
+    params[1].grad = None
+    assert values(held) == [[1.0] * 4] * 2
+
+
+def test_shared_memory_is_copied_at_once() -> None:
     bucket = torch.ones(8)
-    grads = [torch.ones(4), bucket[:4], torch.ones(4)]
-    copies = tensor_lists.copies(grads, bytes([tensor_lists.OWN, tensor_lists.SHARED, tensor_lists.NONE]))
-    for grad in grads:
-        grad.add_(1)
-    first, second = copies[0], copies[1]
-    assert first is not None
+    held, params = hold(bucket[:4], bucket[4:])
+    bucket.zero_()
+    assert values(held) == [[1.0] * 4] * 2
+    assert not torch._C._is_cow_tensor(bucket)
+    assert held.written() == []
+    assert params[0].grad is not None
+    assert params[0].grad.tolist() == [0.0] * 4
+
+
+def test_a_gradient_is_held_twice_and_one_that_two_parameters_have() -> None:
+    grad = torch.ones(4)
+    first, params = hold(grad, grad)
+    second = tensor_lists.gradients(params, bytes([1, 0])).held
     assert second is not None
-    assert copies[2] is None
-    assert not first.requires_grad
-    first.mul_(3)
-    assert (first.tolist(), second.tolist()) == ([3.0] * 4, [1.0] * 4)
-    assert [g.tolist() for g in grads] == [[2.0] * 4] * 3
+    assert second[1] is None
+    grad.zero_()
+    assert values(first) == [[1.0] * 4] * 2
+    del first
+    assert values(second) == [[1.0] * 4, None]
+
+
+def test_held_gradients_move_to_other_rows_and_go_one_by_one() -> None:
+    one, two = torch.ones(4), torch.full((4,), 2.0)
+    held, _ = hold(one, None, two)
+    moved = held.rearranged([2, -1, -1, 0])
+    assert list(held.states()) == [0, 0, 0]
+    one.zero_()
+    assert values(moved) == [[2.0] * 4, None, None, [1.0] * 4]
+    moved.discard(3)
+    two.zero_()
+    assert values(moved) == [[2.0] * 4, None, None, None]
+    beside = moved.beside([None, one, None, None])
+    assert [None if (t := beside[i]) is None else t.tolist() for i in range(4)] == [[2.0] * 4, [0.0] * 4, None, None]
+    assert [moved.beside()[i] is None for i in range(4)] == [False, True, True, True]
+    with pytest.raises((IndexError, ValueError)):
+        moved[4]
+
+
+def test_only_masked_rows_are_held() -> None:
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    params[0].grad, params[1].grad, params[2].grad = torch.ones(4), torch.ones(4), torch.ones(4).to_sparse()
+    tensors, _, _, held = tensor_lists.gradients(params, bytes([1, 0, 1]))
+    assert held is not None
+    assert list(held.states()) == [1, 0, 0], "a sparse one cannot be held"
+    assert [tensors[i] is None for i in range(3)] == [True, False, False]
+    with pytest.raises((ValueError, IndexError)):
+        tensor_lists.gradients(params, bytes([1, 0]))
 
 
 @pytest.mark.parametrize(
@@ -126,22 +232,40 @@ def test_a_copy_leaves_the_gradient_alone_and_is_left_alone() -> None:
         lambda: torch.from_dlpack(np.ones(4, dtype=np.float32)),
         lambda: torch.frombuffer(bytearray(torch.ones(4).numpy().tobytes()), dtype=torch.float32),
         lambda: torch.ones(4).share_memory_(),
+        lambda: torch._lazy_clone(torch.ones(4)),
     ],
-    ids=["numpy", "DLPack", "DLPack of numpy", "buffer", "processes"],
+    ids=["numpy", "DLPack", "DLPack of numpy", "buffer", "processes", "copy-on-write"],
 )
 def test_memory_that_torch_did_not_allocate_is_copied_at_once(foreign: Callable[[], Tensor]) -> None:
     grads = [torch.ones(4), foreign(), torch.ones(4)]
-    copies = tensor_lists.copies(grads, bytes([tensor_lists.OWN] * 3))
+    held, _ = hold(*grads)
     for grad in grads:
         grad.mul_(2)
-    assert [(copy := copies[i]) is not None and copy.tolist() for i in range(3)] == [[1.0] * 4] * 3
+    assert values(held) == [[1.0] * 4] * 3
     assert [g.tolist() for g in grads] == [[2.0] * 4] * 3
+
+
+def test_a_lazy_clone_of_what_was_held_is_left_alone() -> None:
+    grad = torch.ones(4)
+    held, _ = hold(grad)
+    grad.add_(1)
+    clone = torch._lazy_clone(grad)
+    del held
+    grad.zero_()
+    assert clone.tolist() == [2.0] * 4
+
+
+def test_held_memory_that_was_resized_away_is_an_error_or_kept() -> None:
+    grad = torch.ones(4)
+    held, _ = hold(grad)
+    grad.untyped_storage().resize_(0)
+    with contextlib.suppress(RuntimeError):
+        assert values(held) == [[1.0] * 4]
 
 
 def test_in_python_a_gpu_is_copied_at_once() -> None:
     grad = types.SimpleNamespace(is_cpu=False, clone=lambda: "clone")
-    copies: Any = reference_tensor_lists.copies([grad], bytes([tensor_lists.OWN]))  # type: ignore[list-item]
-    assert copies == ["clone"]
+    assert reference_tensor_lists._copied_on_write(grad) == "clone"  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_marks_of_gradients_tell_what_came_went_was_replaced_or_written() -> None:
@@ -171,14 +295,13 @@ def test_gradients_without_a_version_are_marked() -> None:
     assert not tensor_lists.gradient_marks(tensor_lists.params([param])).have_moved()
 
 
-def test_either_chooses_by_the_mask() -> None:
-    a, b = [torch.zeros(1), None, torch.zeros(1)], [torch.ones(1), torch.ones(1), None]
-    chosen = tensor_lists.either(bytes([1, 2, 0]), a, b)
-    assert [chosen[i] for i in range(3)] == [a[0], None, None]
-    assert [tensor_lists.either(bytes([0, 0, 1]), a, b)[i] for i in range(3)] == [b[0], b[1], a[2]]
-    assert [tensor_lists.either(bytes([0, 0, 1]), tensor_lists.either(bytes(3), a))[i] for i in range(3)] == [None] * 3
-    with pytest.raises(ValueError, match="either|zip"):
-        tensor_lists.either(bytes(2), a)
+def test_a_mask_chooses() -> None:
+    tensors = [torch.zeros(1), None, torch.zeros(1)]
+    chosen = tensor_lists.where(bytes([1, 2, 0]), tensors)
+    assert [chosen[i] for i in range(3)] == [tensors[0], None, None]
+    assert [tensor_lists.where(bytes([0, 0, 1]), chosen)[i] for i in range(3)] == [None] * 3
+    with pytest.raises(ValueError, match="where|zip"):
+        tensor_lists.where(bytes(2), tensors)
 
 
 def test_tensors_are_marked_one_by_one_or_together() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.master_parameter import HOLDING
@@ -16,9 +16,10 @@ EIGHTH = SimpleNamespace(inv_scale=torch.tensor(0.125))
 
 
 def held(*values: float | None) -> Slots:
-    gradients = [None if value is None else torch.full((2,), value, dtype=torch.float16) for value in values]
-    accesses = bytes(tensor_lists.NONE if value is None else tensor_lists.OWN for value in values)
-    return Slots(gradients, accesses, EIGHTH)
+    params = [nn.Parameter(torch.zeros(2, dtype=torch.float16)) for _ in values]
+    for param, value in zip(params, values, strict=True):
+        param.grad = None if value is None else torch.full((2,), value, dtype=torch.float16)
+    return Slots(tensor_lists.gradients(params, bytes([1] * len(params))).held, EIGHTH)
 
 
 def first(tensor: Tensor | None) -> float | None:

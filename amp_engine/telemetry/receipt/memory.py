@@ -49,13 +49,13 @@ def described(engine: Engine) -> tuple[Memory, ...]:
     if casts is not None:
         _add_copies(count, params, stepped, casts.cache)
     # Gradients of masters are not made FP32 by this. A gradient held for the step is not counted while its parameter
-    # still has one: both are the same memory, shared copy-on-write.
+    # still has one: both are the same memory.
     count.add(GRADIENTS, (p.grad for p in params if not isinstance(p, MasterParameter)))
     for one in stepped:
         count.add(GRADIENTS, (master.gradient() for master in one.rows.masters))
         held, columns = one.rows.slots, one.rows.columns
         rows = (i for i, p in enumerate(columns.copies) if held.holds(i) and p is not None and p.grad is None)
-        count.add(GRADIENTS, (held.gradients[i] for i in rows))
+        count.add(GRADIENTS, (held.held[i] for i in rows if held.held is not None))
     return count.records()
 
 

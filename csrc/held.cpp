@@ -1,0 +1,212 @@
+#include "held.h"
+
+#include <ATen/ops/_lazy_clone_native.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/COW.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "storage.h"
+
+namespace amp_engine {
+namespace {
+
+// On a GPU only on the default stream: the copy before a write is a plain cudaMemcpy, which other streams do not wait
+// for and a capture, whose stream is never the default one, does not allow.
+bool may_be_copied_later(at::Tensor const& t) {
+  c10::StorageImpl const& storage = storage_of(t);
+  bool const is_own = c10::impl::cow::has_simple_data_ptr(storage) || c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
+  if (!is_own || storage.allocator() == nullptr || storage.data() == nullptr) {
+    return false;
+  }
+#if AMP_HAS_MATERIALIZER
+  if (storage.has_materializer()) {
+    return false;
+  }
+#endif
+  if (t.is_cpu()) {
+    return true;
+  }
+  c10::impl::VirtualGuardImpl const guard(t.device().type());
+  return guard.getStream(t.device()) == guard.getDefaultStream(t.device());
+}
+
+#if AMP_HAS_MATERIALIZER
+// Held memory as it was before a write. Writers come with and without the GIL: under this lock nothing calls Python.
+struct Copies {
+  std::mutex mutex;
+  std::unordered_map<c10::StorageImpl const*, c10::Storage> by_storage;
+
+  // Never destroyed: a writer may come at the end of the process.
+  static Copies& all() {
+    static Copies& copies = *new Copies;
+    return copies;
+  }
+};
+
+void keep_copy(c10::StorageImpl* storage) {
+  Copies& copies = Copies::all();
+  std::lock_guard const lock(copies.mutex);
+  c10::Storage& copy = copies.by_storage[storage];
+  if (!copy) {  // of two writers at once the second finds the copy of the first
+    copy = c10::Storage(c10::Storage::use_byte_size_t(), storage->nbytes(),
+                        storage->allocator()->clone(storage->data(), storage->nbytes()), storage->allocator(), false);
+  }
+}
+
+c10::Storage copy_of(c10::StorageImpl const* storage) {
+  Copies& copies = Copies::all();
+  std::lock_guard const lock(copies.mutex);
+  auto const found = copies.by_storage.find(storage);
+  return found == copies.by_storage.end() ? c10::Storage() : found->second;
+}
+
+// No longer calls before it is written. Returns the copy, if there is one.
+c10::Storage disarm(c10::StorageImpl& storage) {
+  Copies& copies = Copies::all();
+  std::lock_guard const lock(copies.mutex);
+  c10::Storage copy;
+  auto const found = copies.by_storage.find(&storage);
+  if (found != copies.by_storage.end()) {
+    copy = std::move(found->second);
+    copies.by_storage.erase(found);
+  } else if (storage.has_materializer() && !c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) {
+    storage.clear_materializer();
+  }
+  return copy;
+}
+
+bool is_untold(c10::StorageImpl const& storage) {
+  return storage.has_materializer() && !c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
+}
+#endif
+
+}  // namespace
+
+Held::~Held() {
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    if (i + 8 < rows_.size()) {
+      __builtin_prefetch(rows_[i + 8].storage.unsafeGetStorageImpl());
+    }
+    discard(rows_[i]);
+  }
+}
+
+void Held::discard(Row& row) {
+#if AMP_HAS_MATERIALIZER
+  c10::Storage copy;
+  if (row.is_armed && !(row.storage.use_count() == 1 && is_untold(storage_of(row.storage)))) {
+    copy = disarm(storage_of(row.storage));
+  }
+#endif
+  row.storage = c10::Storage();
+  row.is_armed = false;
+}
+
+std::shared_ptr<Held> Held::rearranged(std::vector<int64_t> const& rows) {
+  auto result = std::make_shared<Held>(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i] >= 0) {
+      result->rows_[i] = std::exchange(rows_.at(size_t(rows[i])), Row());
+    }
+  }
+  return result;
+}
+
+void Held::hold(size_t i, at::Tensor const& gradient, bool is_shared) {
+  Row& row = rows_[i];
+  row.numel = gradient.numel();
+  row.type = gradient.scalar_type();
+  row.layout.set_sizes(gradient.sizes());
+  row.layout.set_strides(gradient.strides());
+  c10::NoGradGuard const no_grad;
+  if (is_shared || !may_be_copied_later(gradient)) {
+    at::Tensor const copy = gradient.clone();
+    row.layout.set_strides(copy.strides());
+    row.storage = copy.storage();
+  } else {
+#if AMP_HAS_MATERIALIZER
+    row.storage = gradient.storage();
+    storage_of(row.storage).set_materializer(&keep_copy);
+    row.is_armed = true;
+#else
+    row.storage = at::native::_lazy_clone(gradient).storage();
+#endif
+  }
+  row.address = storage_of(row.storage).data();
+}
+
+bool Held::is_laid_out_as(size_t i, at::Tensor const& t) const {
+  auto const& layout = rows_[i].layout;
+  if (layout.size() != size_t(t.dim()) || layout.sizes_arrayref() != t.sizes()) {
+    return false;
+  }
+  for (size_t d = 0; d < layout.size(); ++d) {
+    if (layout.size_at_unchecked(d) > 1 && layout.stride_at_unchecked(d) != t.stride(int64_t(d))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+c10::Storage Held::storage_of_values(size_t i) const {
+  Row const& row = rows_[i];
+#if AMP_HAS_MATERIALIZER
+  if (row.is_armed) {
+    c10::StorageImpl const& storage = storage_of(row.storage);
+    if (!is_untold(storage)) {
+      c10::Storage const copy = copy_of(&storage);
+      TORCH_CHECK(copy, "The gradient in row ", i, " of this optimizer is lost: a thread was in a write of it while ",
+                  "scale_loss() was left.  Call scaled_loss.backward() and scale_loss() again without that write.");
+      return copy;
+    }
+    TORCH_CHECK(storage.data() == row.address, "The gradient in row ", i, " of this optimizer is lost: its memory was ",
+                "replaced by resize_() after scale_loss() was left.  Leave out resize_(), or call it after step().");
+  }
+#endif
+  return row.storage;
+}
+
+void const* Held::data(size_t i) const {
+  Row const& row = rows_[i];
+#if AMP_HAS_MATERIALIZER
+  if (row.is_armed && !(is_untold(storage_of(row.storage)) && storage_of(row.storage).data() == row.address)) {
+    return storage_of_values(i).data();
+  }
+#endif
+  return row.address;
+}
+
+at::Tensor Held::tensor(size_t i) const {
+  Row const& row = rows_[i];
+  c10::NoGradGuard const no_grad;
+  at::Tensor result = at::empty({0}, at::TensorOptions().dtype(row.type).device(device(i)));
+  return result.set_(storage_of_values(i), 0, row.layout.sizes_arrayref(), row.layout.strides_arrayref());
+}
+
+OptionalTensors Held::tensors() const {
+  OptionalTensors result(size());
+  for (size_t i = 0; i < size(); ++i) {
+    if (has(i)) {
+      result[i] = tensor(i);
+    }
+  }
+  return result;
+}
+
+std::vector<int64_t> Held::written() const {
+  std::vector<int64_t> result;
+#if AMP_HAS_MATERIALIZER
+  for (size_t i = 0; i < size(); ++i) {
+    if (rows_[i].is_armed && !is_untold(storage_of(rows_[i].storage))) {
+      result.push_back(int64_t(i));
+    }
+  }
+#endif
+  return result;
+}
+
+}  // namespace amp_engine

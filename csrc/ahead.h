@@ -63,6 +63,17 @@ void ask_ahead(List const& tensors, size_t i) {
   }
 }
 
+// Like `ask_ahead`, by a loop that is going to look at addresses and sizes alone.
+inline void ask_ahead_for_memory(OptionalTensors const& tensors, size_t i) {
+  constexpr size_t kAhead = 4;
+  if (i + 2 * kAhead < tensors.size() && tensors[i + 2 * kAhead]) {
+    ask_for_tensor(*tensors[i + 2 * kAhead]);
+  }
+  if (i + kAhead < tensors.size() && tensors[i + kAhead] && tensors[i + kAhead]->has_storage()) {
+    __builtin_prefetch(tensors[i + kAhead]->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
+}
+
 // visit(i, tensor) for each tensor of a list, in order.
 template <class List, class Visit>
 void for_each(List const& tensors, Visit const& visit) {

@@ -389,13 +389,21 @@ PYBIND11_MODULE(_C, m) {
       .def("__len__", &StepTable::size)
       .def(
           "step",
-          [](StepTable& self, TensorsOrList const& grads, std::vector<bool> const& scaled, py::list const& groups,
+          [](StepTable& self, TensorsOrList const& grads, std::variant<py::bytes, std::vector<int>> const& scaled_by, py::list const& groups,
              OptionalTensor const& inv_scale, OptionalTensor const& found_inf, OptionalTensor const& norm,
              double max_norm, std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> const& checks,
              OptionalTensor const& gradient_norm) {
             OptionalTensor sum_squares, largest;
             if (checks) {
               std::tie(std::ignore, sum_squares, largest) = *checks;
+            }
+            std::string scaled;
+            if (auto const* const bytes = std::get_if<py::bytes>(&scaled_by)) {
+              scaled = *bytes;
+            } else {
+              for (int const one : std::get<std::vector<int>>(scaled_by)) {
+                scaled.push_back(char(one));
+              }
             }
             std::vector<at::Tensor> learning_rates;
             std::vector<Group> native;

@@ -321,7 +321,7 @@ bool StepTable::is_current() const {
   };
   for (size_t t = 0; t < rows_.size(); ++t) {
     for (OptionalTensors const* list : {&weights_, &copies_, &state1_, &state2_}) {
-      ask_ahead(*list, t);
+      ask_ahead_for_memory(*list, t);
     }
     Row const& row = rows_[t];
     if (!same(weights_[t], row.weight, row.weight_type) || !same(state1_[t], row.state1, row.state_type) ||
@@ -334,7 +334,7 @@ bool StepTable::is_current() const {
   return true;
 }
 
-void StepTable::step(Inputs const& gradients, std::vector<bool> const& scaled,
+void StepTable::step(Inputs const& gradients, std::string const& scaled,
                      std::vector<Group> const& groups, std::optional<at::Tensor> const& inv_scale,
                      std::optional<at::Tensor> const& found_inf, std::optional<at::Tensor> const& norm, double max_norm,
                      std::optional<at::Tensor> sum_squares, std::optional<at::Tensor> largest,
@@ -380,7 +380,7 @@ void StepTable::step(Inputs const& gradients, std::vector<bool> const& scaled,
   }
 
   for (size_t t = 0; t < n; ++t) {
-    entries_[t] = read(gradients, t, scaled[t]);
+    entries_[t] = read(gradients, t, scaled[t] == 1);
   }
   StepArgs args{};
   args.formula = formula_;

@@ -7,6 +7,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -117,13 +118,13 @@ class StepTable {
 
   // One step of every tensor that has a gradient; of none where *found_inf != 0.
   //   gradients    any of the types; shapes and strides of the weights
-  //   scaled       which of them are multiplied by inv_scale * min(1, max_norm / (norm + 1e-6))
+  //   scaled       1 for those that are multiplied by inv_scale * min(1, max_norm / (norm + 1e-6))
   //   inv_scale, found_inf, norm, gradient_norm   float32 []
   //   sum_squares, largest   float64 [n], float32 [n] of these gradients; NovoGrad and LAMB read them once more if
   //                          these are not given
   // Bumps the versions of the model's parameters: copies, and weights without one. Masters and state have no readers
   // but the step, and torch's fused optimizers bump none.
-  void step(Inputs const& gradients, std::vector<bool> const& scaled, std::vector<Group> const& groups,
+  void step(Inputs const& gradients, std::string const& scaled, std::vector<Group> const& groups,
             std::optional<at::Tensor> const& inv_scale, std::optional<at::Tensor> const& found_inf,
             std::optional<at::Tensor> const& norm, double max_norm, std::optional<at::Tensor> sum_squares,
             std::optional<at::Tensor> largest, std::optional<at::Tensor> const& gradient_norm);

@@ -65,7 +65,7 @@ class StepTable:
     def step(
         self,
         grads: TensorList,
-        scaled: Sequence[bool],
+        scaled: Sequence[int],
         groups: Sequence[Formula],
         inv_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
@@ -84,7 +84,7 @@ class StepTable:
         if norm is not None:
             clip = (max_norm / (norm.double() + 1e-6)).clamp(max=1)
             factor = clip if factor is None else factor * clip
-        factors = [factor if s else None for s in scaled]
+        factors = [factor if s == 1 else None for s in scaled]
         rows = [i for i, g in enumerate(grads) if g is not None]
         if checks is None and self._formula.reads_sums:
             checks = checks_of(grads)
@@ -124,7 +124,7 @@ class StepTable:
                 if old is not None and value is not None:
                     _write(old, value, skips)
 
-    def _check_step(self, grads: TensorList, scaled: Sequence[bool], groups: Sequence[Formula]) -> None:
+    def _check_step(self, grads: TensorList, scaled: Sequence[int], groups: Sequence[Formula]) -> None:
         op = "StepTable.step"
         check_lists(op, {"weights": self._weights, "grads": grads}, device=self._steps.device)
         n = len(self._weights)

@@ -28,7 +28,7 @@ class StepTable(Protocol):
     def step(
         self,
         grads: TensorList,
-        scaled: Sequence[bool],
+        scaled: Sequence[int],
         groups: Sequence[Formula],
         inv_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
@@ -41,7 +41,7 @@ class StepTable(Protocol):
 
         Args:
             grads: n, of the weights' shapes and strides, or None. Not written.
-            scaled: n; True for gradients that are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
+            scaled: n; 1 for gradients that are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
             groups: hyperparameters of each group, of the formula's class in formulas.py.
             inv_scale: float32, shape []; None is 1.
             found_inf: float32, shape []; None is 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,18 @@ def release_fused_step(optimizer: Optimizer) -> None:
             fused.release()
 
 
+class Slot(IntEnum):
+    """The kind of gradient that a step finds in a row."""
+
+    EMPTY = 0
+    HELD = 1  # the model's low-precision gradient, still scaled, stands for the master's
+    OWN = 2  # the weight's own `.grad`, unscaled, in a form that the kernels take
+    FOREIGN = 3  # the weight's own, maybe not in that form: sparse, or of another type, class or layout
+
+
+_FOREIGN = int(Slot.FOREIGN)  # an int is found in a third of the time
+
+
 class StepInput(NamedTuple):
     """The tensors that one step reads and writes, one row for each entry of the optimizer's groups, in order.
 
@@ -63,8 +76,9 @@ class StepInput(NamedTuple):
         weights: n, the tensors to step: `params`, except for shards and an optimizer with masters of its own.
         gradients: n; of the weights' shapes, or None.
         copies: n low-precision parameters that the new weights are rounded into, or None each; None: there are none.
-        scaled: n; True for gradients that are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
-        are_plain: True if all gradients are known to be dense, of the kernels' types, and laid out as their weights.
+        slots: n; the kind of each gradient; FOREIGN where it is not known.
+        scaled: n; 1 for gradients that are multiplied by `inv_scale * min(1, max_norm / (norm + 1e-6))`.
+        are_held: True if no weight that has a copy has a gradient in its `.grad`.
         is_current: True if the tables of the last step serve this one; `FusedStep.plan` sets it.
     """
 
@@ -72,9 +86,15 @@ class StepInput(NamedTuple):
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     copies: Sequence[Tensor | None] | None
-    scaled: Sequence[bool]
-    are_plain: bool = False
+    slots: bytes
+    scaled: bytes
+    are_held: bool = False
     is_current: bool = False
+
+    @property
+    def are_plain(self) -> bool:
+        """True if all gradients are known to be dense, of the kernels' types, and laid out as their weights."""
+        return _FOREIGN not in self.slots
 
 
 class FusedStep:
@@ -172,7 +192,7 @@ class FusedStep:
             table.is_captured |= devices.is_capturing(device)
             table.native.step(
                 gradients if rows is None else [gradients[i] for i in rows],
-                scaled if rows is None else [scaled[i] for i in rows],
+                scaled if rows is None else bytes(scaled[i] for i in rows),
                 groups,
                 # By place, as pybind looks each name up.
                 _on(inv_scale, device),

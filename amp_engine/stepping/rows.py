@@ -22,7 +22,7 @@ from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.backend import TensorList
-from amp_engine.optimizers.fused_step import StepInput
+from amp_engine.optimizers.fused_step import Slot, StepInput
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
 from amp_engine.stepping.exact import add_maker, discard_exact, discard_maker, exact_value_of
@@ -35,10 +35,10 @@ from amp_engine.stepping.master import (
     take_state,
     write_back_all,
 )
-from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slot, Slots, WholeCheck
+from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slots, WholeCheck
 from amp_engine.stepping.spent import Spent, seen
 
-_HELD = int(Slot.HELD)  # an int compares in a third of the time
+_SCALED = bytes(slot == Slot.HELD for slot in range(256))
 
 _WITH_MASTERS: weakref.WeakSet[MasterRows] = weakref.WeakSet()
 # Rows that keep FP32 values of parameters and have seen no backward yet.
@@ -249,27 +249,27 @@ class Rows:
     def step_input(self) -> StepInput:
         """Return the input of the next step, as of the last scan."""
         columns = self.columns
-        gradients, states = self._step_gradients(columns)
-        if zero_rows := [row for row in self.spent.zero_rows() if states[row] == Slot.EMPTY]:
-            gradients, states = list(gradients), bytearray(states)
-            for row, zeros in zip(zero_rows, _zeros_like([columns.weights[row] for row in zero_rows]), strict=True):
-                gradients[row], states[row] = zeros, Slot.OWN
-        held = states.count(Slot.HELD)
-        scaled = [held > 0] * len(states) if held in (0, len(states)) else [state == _HELD for state in states]
-        copies = columns.copies if self.masters else None
-        return StepInput(columns.weights, columns.weights, gradients, copies, scaled, Slot.FOREIGN not in states)
-
-    def _step_gradients(self, columns: Columns) -> tuple[Sequence[Tensor | None], bytes | bytearray]:
-        """Return the gradient of each row, and the state of its slot."""
-        slots = self.slots
         written = tensor_lists.any_gradient(self._high)
         if written:
             for master in self.masters:
                 if master.gradient() is not None:
                     master.materialize()  # autograd wrote into the master itself, beside the held gradient
+        gradients, slots = self._step_gradients(columns, are_held=not written)
+        if zero_rows := [row for row in self.spent.zero_rows() if slots[row] == Slot.EMPTY]:
+            gradients, changed = list(gradients), bytearray(slots)
+            for row, zeros in zip(zero_rows, _zeros_like([columns.weights[row] for row in zero_rows]), strict=True):
+                gradients[row], changed[row] = zeros, Slot.OWN
+            slots = bytes(changed)
+        copies = columns.copies if self.masters else None
+        scaled = slots.translate(_SCALED)
+        return StepInput(columns.weights, columns.weights, gradients, copies, slots, scaled, are_held=not written)
+
+    def _step_gradients(self, columns: Columns, are_held: bool) -> tuple[TensorList, bytes]:
+        """Return the gradient of each row, and its kind; `are_held` is True if no master has one of its own."""
+        slots = self.slots
         held = None if slots.count == 0 else slots.held
-        if held is not None and slots.is_whole and not written and not columns.plain:
-            return held.beside(), slots.states
+        if held is not None and slots.is_whole and are_held and not columns.plain:
+            return held.beside(), bytes(slots.states)
         own: TensorList
         if columns.asks:
             own = [None if is_held else w.grad for is_held, w in zip(self._held_states(), columns.weights, strict=True)]
@@ -346,16 +346,24 @@ class Rows:
         """Discard the gradients of parameters that have a master."""
         tensor_lists.discard_gradients(self._low)
 
-    def spend_gradients(self, keeps_masters: bool = False) -> None:
-        """Discard gradients after a step, but masters' with `keeps_masters`, and watch for a later `zero_grad`."""
+    def spend_gradients(self, step: StepInput | None = None, keeps_masters: bool = False) -> None:
+        """Discard gradients after a step, but masters' with `keeps_masters`, and watch for a later `zero_grad`.
+
+        Args:
+            step: the input of the step, if that wrote no gradient.
+        """
         if self.masters:
-            self.spent.spend(self._has_gradients())
+            had = self._has_gradients() if step is None else step.slots
+            self.spent.spend(had, self.columns.master_mask)
         if keeps_masters:
             self.discard_parameter_gradients()
             kept = [m.weight for m in self.masters if m.gradient() is not None]
             self.spent.watch(seen(min(kept, key=Tensor.numel)) if kept else None)
         else:
-            self.discard_gradients()
+            self.discard_parameter_gradients()  # first: then nothing else has the memory of those that are held
+            if step is None or not step.are_held:
+                tensor_lists.discard_gradients(self._high)
+            self.slots = NO_SLOTS
             self.show_spent()
 
     def _has_gradients(self) -> bytes:
@@ -378,7 +386,7 @@ class Rows:
 
     def discard_gradients(self) -> None:
         """Discard the gradients of masters and of their parameters."""
-        self.discard_parameter_gradients()  # first: then nothing else has the memory of those that are held
+        self.discard_parameter_gradients()
         self.discard_master_gradients()
 
     def discard_master_gradients(self) -> None:

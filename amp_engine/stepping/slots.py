@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -13,18 +12,9 @@ from torch import Tensor, nn
 from amp_engine import kernels
 from amp_engine.ground.devices import moved
 from amp_engine.kernels import tensor_lists
+from amp_engine.optimizers.fused_step import Slot
 from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.master_parameter import HOLDING
-
-
-class Slot(IntEnum):
-    """State of the slot of a row: the kind of gradient that a step finds."""
-
-    EMPTY = 0
-    HELD = 1  # the model's low-precision gradient, still scaled, stands for the master's
-    OWN = 2  # the weight's own `.grad`, unscaled, in a form that the kernels take
-    FOREIGN = 3  # the weight's own, maybe not in that form: sparse, or of another type, class or layout
-
 
 # From the access of a weight's own gradient.
 OWN_SLOTS = bytes.maketrans(
@@ -129,7 +119,8 @@ class Slots:
             HOLDING.add(id(self))
 
     def __del__(self) -> None:
-        HOLDING.discard(id(self))
+        if self.count > 0:
+            HOLDING.discard(id(self))
 
     @property
     def inv_scale(self) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import and_, or_
 from typing import NamedTuple
 
 import torch
@@ -108,10 +109,17 @@ class Spent:
         self.states = bytearray(self.states.translate(_AS_ZERO))
         self.zero(rows)
 
-    def spend(self, states: bytes) -> None:
-        """Note that a step discards gradients: `states` is not 0 in rows that had one."""
-        spent, earlier = states.translate(_AS_SPENT), self.states.translate(_AS_SPENT)
-        self.states = bytearray(spent if spent == earlier else _either(spent, earlier))
+    def spend(self, had: bytes, masters: bytes) -> None:
+        """Note that a step discards the gradients of masters.
+
+        Args:
+            had: n; not 0 in rows that had a gradient.
+            masters: n; 1 in the rows of masters, else 0.
+        """
+        spent, earlier = had.translate(_AS_SPENT), self.states.translate(_AS_SPENT)
+        if spent != earlier:
+            spent = _bitwise(or_, _bitwise(and_, spent, masters), earlier)
+        self.states = bytearray(spent)
         self._look()
 
     def rearranged(self, rows: Sequence[int | None]) -> Spent:
@@ -185,6 +193,6 @@ def _is_tiny(param: Tensor) -> bool:
     return grad is not None and bool((arithmetic.values(grad).abs() <= _tiny(param)).all())
 
 
-def _either(a: bytes | bytearray, b: bytes | bytearray) -> bytes:
-    """Return the bitwise or of two byte strings."""
-    return (int.from_bytes(a, "little") | int.from_bytes(b, "little")).to_bytes(len(a), "little")
+def _bitwise(operator: Callable[[int, int], int], a: bytes | bytearray, b: bytes | bytearray) -> bytes:
+    """Return `operator` of two byte strings of one length, bit by bit."""
+    return operator(int.from_bytes(a, "little"), int.from_bytes(b, "little")).to_bytes(len(a), "little")

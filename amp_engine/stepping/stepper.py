@@ -425,7 +425,7 @@ class Stepper:
             else:
                 self._step_unfused(args, kwargs)
             devices.wait_for_readers(streams)
-            rows.spend_gradients(keeps_masters=self._is_wrapped)
+            rows.spend_gradients(planned, keeps_masters=self._is_wrapped)
             self._left_gradients = self._is_wrapped
         finally:
             rows.slots.check = None

@@ -227,4 +227,4 @@ def test_a_parameter_whose_memory_was_replaced_shows_a_gradient_that_fits(memory
         assert (param.grad.shape, param.grad.dtype) == (data.shape, data.dtype)
         assert left.hear()
         assert param.grad is None
-        left.spend(b"\1")
+        left.spend(b"\1", b"\1")

@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from amp_engine.optimizers.fused_step import Slot
 from amp_engine.stepping.master_parameter import MasterParameter
 
 
 def slots_of(room: Any) -> list[str]:
     """Of each row what a step finds: "held" is scaled still, "foreign" is one that the kernels may not take."""
-    step = room.rows.step_input()
-    own = "own" if step.are_plain else "foreign"
-    pairs = zip(step.scaled, step.gradients, strict=True)
-    return ["none" if grad is None else "held" if scaled else own for scaled, grad in pairs]
+    return [Slot(kind).name.lower() for kind in room.rows.step_input().slots]
 
 
 def test_a_row_is_a_master_or_the_parameter_itself(make: Any) -> None:
@@ -44,7 +42,7 @@ def test_the_step_finds_half_gradients_as_they_are(make: Any) -> None:
     low, high, idle = make.half(2), make.full(2), make.half(2)
     room = make.room(low, high, idle)
     room.run(2.0, 3.0, None)
-    assert slots_of(room) == ["held", "own", "none"]
+    assert slots_of(room) == ["held", "own", "empty"]
     rows = room.rows.step_input()
     assert rows.gradients[0].dtype == torch.float16
     assert rows.gradients[0].tolist() == [16.0, 16.0], "scaled still"
@@ -74,7 +72,7 @@ def test_a_gradient_that_is_dropped_stays_dropped_when_groups_move(make: Any) ->
     room.weights[0].grad = None
     room.optimizer.param_groups.reverse()
     room.rows.scan()
-    assert slots_of(room) == ["held", "none"]
+    assert slots_of(room) == ["held", "empty"]
     assert room.gradients() == [2.0, None]
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import inspect
 import os
 import pickle
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from time import monotonic
 from typing import Any
 
 import torch
@@ -20,13 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine import amp
 from amp_engine.advice.fitting import fitted
-from amp_engine.advice.records import Dropped, Task, Trial
+from amp_engine.advice.records import Task, Trial
 from amp_engine.engine import Engine
 from amp_engine.stepping.pending import Pending
+from amp_engine.telemetry import step_times
 from amp_engine.telemetry.magnitudes import MagnitudeCounter
 from amp_engine.telemetry.receipt import memory
-from amp_engine.telemetry.records import Memory
-from amp_engine.telemetry.step_times import Clock, SystemClock
 from amp_engine.telemetry.wording import dtype_name, plural
 
 COUNTED_STEPS = 3
@@ -41,212 +41,162 @@ _SIGNATURE = inspect.signature(Engine.initialize)
 
 def begin(task: Mapping[str, Any]) -> None:
     """Have the current engine of this process do a task, given as the fields of a Task."""
-    told = Task(**task)
-    engine = TrialEngine(told, lambda trial: _write(trial, told.path))
+    engine = TrialEngine(Task(**task))
     amp.replace_engine(engine)
     atexit.register(engine.write)
 
 
 class TrialEngine(Engine):
-    """The engine of a trial.
+    """The engine of a trial. Its record outlives `close`, and models and optimizers, which an engine holds weakly.
 
     Args:
-        task: level, steps and deadline.
-        write: called with the trial, once its last step is done, or when `write` is called before.
-        clock: tells the time of steps.
-        now: tells the time of the deadline, as `time.monotonic` does.
-        exit_now: ends the process at once, where the script caught SystemExit and went on.
+        task: level, steps, deadline, and the file that the trial is written to.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        write: Callable[[Trial], None],
-        clock: Clock | None = None,
-        now: Callable[[], float] = time.monotonic,
-        exit_now: Callable[[int], None] = os._exit,
-    ) -> None:
+    def __init__(self, task: Task) -> None:
         super().__init__()
-        self._task, self._write, self._now, self._exit_now = task, write, now, exit_now
-        self._seen = _Seen(self, task, clock or SystemClock())
+        self._task = task
+        self._process = os.getpid()
+        self._is_over = False
+        self._first: Callable[[], Optimizer | None] = lambda: None  # whose steps are counted, as long as it lives
+        self._hook: RemovableHandle | None = None  # on its steps
+        self._trial = Trial(task.level)
+        self._losses: list[list[Tensor]] = [[]]  # by step, the last one is not over
+        self._ends: list[Any] = []
+        self._own: list[list[tuple[Any, Any]]] = [[]]  # by step: beginning and end of what the trial itself did
+        self._skips_before = 0  # the last `close`
+        self._pendings: list[Pending] = []
+        self._gradients = MagnitudeCounter()
 
     def initialize(self, *args: Any, **keywords: Any) -> Any:
         """Initialize at the level of the trial, without the arguments that do not fit it."""
         self._leave_if_over()
-        if self._seen.first() is None:  # nothing was initialized yet, or that training is over
-            self._seen.closing()
+        if self._first() is None:  # nothing was initialized yet, or that training is over
+            self._let_go()
         passed = dict(_SIGNATURE.bind(self, *args, **keywords).arguments)
         passed.pop("self")
         arguments, dropped, asked = fitted(passed, self._task.level)
         result = super().initialize(**arguments)
-        self._seen.initialized(asked, dropped)
-        if self._initialized.optimizers and self._seen.first() is None:
+        half = self.policy and self.policy.low_precision
+        new = (one for one in dropped if one not in self._trial.dropped)
+        self._note(asked=asked, dtype=dtype_name(half) if half else None, dropped=(*self._trial.dropped, *new))
+        self._pendings = [one.pending for one in self._initialized.stepped]
+        self._look_at_device()
+        if self._initialized.optimizers and self._first() is None:
             first = self._initialized.optimizers[0]
-            self._seen.first = weakref.ref(first)
-            self._seen.handle = first.register_step_post_hook(self._after_step)
+            self._first = weakref.ref(first)
+            self._hook = first.register_step_post_hook(self._after_step)
         return result
 
     def scale_loss(self, loss: Tensor, *args: Any, **keywords: Any) -> AbstractContextManager[Tensor]:
         """Record the loss, and scale it."""
         self._leave_if_over()
         backward = super().scale_loss(loss, *args, **keywords)
-        self._seen.loss(loss)
-        return self._seen.looking_after(backward) if self._seen.looks_next else backward
+        self._losses[-1].append(loss.detach().float().mean())
+        return self._looking_after(backward) if self._counts_next or self._measures_next else backward
 
     def close(self) -> None:
         """Record scales and skips, and close."""
-        self._seen.closing()
+        self._let_go()
         super().close()
 
     def write(self) -> None:
         """Write the trial, unless it was written. Waits for the device."""
-        if not self._seen.is_over and os.getpid() == self._seen.process:
-            self._seen.is_over = True
-            self._write(self._seen.trial())
+        if self._is_over or os.getpid() != self._process:
+            return
+        self._is_over = True
+        counted = self._gradients.read()
+        on_gpu = torch.cuda.is_initialized()
+        peaks = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())] if on_gpu else []
+        self._note(
+            losses=tuple(tuple(float(loss) for loss in losses) for losses in self._losses[: self._steps]),
+            seconds=tuple(self._seconds()),
+            skips=self._hear(),
+            peak_bytes=sum(peaks) or None,
+            gradients=counted if counted.total else None,
+        )
+        _write(self._trial, self._task.path)
+
+    @property
+    def _steps(self) -> int:
+        """Number of the steps that are over."""
+        return len(self._ends)
+
+    @property
+    def _counts_next(self) -> bool:
+        return self._task.perturb and self._steps >= self._task.steps - COUNTED_STEPS
+
+    @property
+    def _measures_next(self) -> bool:
+        return self._steps + 1 in (_MEASURED_STEP, self._task.steps)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._leave_if_over()
-        if os.getpid() != self._seen.process:  # in a child that was forked from it
+        if os.getpid() != self._process:  # in a child that was forked from it
             return
-        self._seen.step()
-        is_late = self._now() >= self._task.deadline
-        if is_late or self._seen.steps >= self._task.steps:
-            self._seen.out_of_time = self._seen.steps < self._task.steps
+        self._ends.append(step_times.now())
+        self._own.append([])
+        self._losses.append([])
+        if self._task.perturb and self._steps == 1:
+            with self._doing_own():
+                perturb(self._initialized.models, self._task.seed)
+        is_late = monotonic() >= self._task.deadline
+        if is_late or self._steps >= self._task.steps:
+            self._note(out_of_time=self._steps < self._task.steps)
             self.write()
             raise SystemExit(0)
 
     def _leave_if_over(self) -> None:
         """End the process of a script that caught SystemExit and goes on."""
-        if self._seen.is_over and os.getpid() == self._seen.process:
+        if self._is_over and os.getpid() == self._process:
             sys.stdout.flush()
             sys.stderr.flush()
-            self._exit_now(0)
-
-
-class _Seen:
-    """The record of a trial. It outlives `close`, and models and optimizers, which the engine holds weakly."""
-
-    def __init__(self, engine: Engine, task: Task, clock: Clock) -> None:
-        self.process = os.getpid()
-        self.is_over = False
-        self.out_of_time = False
-        self.first: Callable[[], Optimizer | None] = lambda: None  # whose steps are counted, as long as it lives
-        self.handle: RemovableHandle | None = None  # of the hook on it
-        self._engine, self._task, self._clock = engine, task, clock
-        self._asked: str | None = None
-        self._dtype: str | None = None
-        self._machine = ""
-        self._dropped: list[Dropped] = []
-        self._losses: list[list[Tensor]] = [[]]  # by step, the last one is not over
-        self._ends: list[Any] = []
-        self._own: list[list[tuple[Any, Any]]] = [[]]  # by step: beginning and end of what the trial itself did
-        self._skips_before = 0  # the last `close`
-        self._pendings: list[Pending] = []
-        self._loss_scales: tuple[float, ...] = ()
-        self._is_dynamic = False
-        self._memory: tuple[Memory, ...] = ()
-        self._gradients = MagnitudeCounter()
-
-    @property
-    def steps(self) -> int:
-        """Number of the steps that are over."""
-        return len(self._ends)
-
-    @property
-    def looks_next(self) -> bool:
-        """True if something is looked at after the next backward."""
-        return self._counts_next or self._measures_next
-
-    @property
-    def _counts_next(self) -> bool:
-        return self._task.perturb and self.steps >= self._task.steps - COUNTED_STEPS
-
-    @property
-    def _measures_next(self) -> bool:
-        return self.steps + 1 in (_MEASURED_STEP, self._task.steps)
-
-    def initialized(self, asked: str, dropped: list[Dropped]) -> None:
-        half = self._engine.policy and self._engine.policy.low_precision
-        self._asked, self._dtype = asked, dtype_name(half) if half else None
-        self._pendings = [one.pending for one in self._engine._initialized.stepped]
-        self._look_at_device()
-        self._dropped += [one for one in dropped if one not in self._dropped]
-
-    def loss(self, loss: Tensor) -> None:
-        self._losses[-1].append(loss.detach().float().mean())
+            os._exit(0)
 
     @contextmanager
-    def looking_after(self, backward: AbstractContextManager[Tensor]) -> Iterator[Tensor]:
+    def _looking_after(self, backward: AbstractContextManager[Tensor]) -> Iterator[Tensor]:
         with backward as scaled_loss:
             yield scaled_loss
         with self._doing_own():
             if self._measures_next:
-                self._memory = memory.described(self._engine)
+                self._note(memory=memory.described(self))
                 self._look_at_device()
             if self._counts_next:
-                params = {id(p): p for one in self._engine._initialized.stepped for p in one.rows.columns.params}
+                params = {id(p): p for one in self._initialized.stepped for p in one.rows.columns.params}
                 self._gradients.add(p.grad for p in params.values() if p.grad is not None)
 
-    def step(self) -> None:
-        self._ends.append(self._clock.now())
-        self._own.append([])
-        self._losses.append([])
-        if self._task.perturb and self.steps == 1:
-            with self._doing_own():
-                perturb(self._engine._initialized.models, self._task.seed)
-
-    def closing(self) -> None:
-        self.first = lambda: None
-        if self.handle is not None:
-            self.handle.remove()
+    def _let_go(self) -> None:
+        self._first = lambda: None
+        if self._hook is not None:
+            self._hook.remove()
         self._skips_before, self._pendings = self._hear(), []
-
-    def trial(self) -> Trial:
-        skips = self._hear()
-        counted = self._gradients.read()
-        on_gpu = torch.cuda.is_initialized()
-        peaks = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())] if on_gpu else []
-        return Trial(
-            level=self._task.level,
-            asked=self._asked,
-            losses=tuple(tuple(float(loss) for loss in losses) for losses in self._losses[: self.steps]),
-            seconds=tuple(self._seconds()),
-            skips=skips,
-            dtype=self._dtype,
-            loss_scales=self._loss_scales,
-            dynamic=self._is_dynamic,
-            memory=self._memory,
-            peak_bytes=sum(peaks) or None,
-            gradients=counted if counted.total else None,
-            dropped=tuple(self._dropped),
-            machine=self._machine,
-            out_of_time=self.out_of_time,
-        )
 
     def _hear(self) -> int:
         """Count all skips so far, and keep the scales. Waits for the device."""
         for pending in self._pendings:
             pending.hear(wait=True)
-        if self._engine.policy is not None and self._engine.scalers:
-            self._loss_scales = tuple(scaler.loss_scale() for scaler in self._engine.scalers)
-            self._is_dynamic = any(scaler.dynamic for scaler in self._engine.scalers)
+        if self.policy is not None and self.scalers:
+            scales = tuple(scaler.loss_scale() for scaler in self.scalers)
+            self._note(loss_scales=scales, dynamic=any(scaler.dynamic for scaler in self.scalers))
         return self._skips_before + max((pending.skips for pending in self._pendings), default=0)
 
     def _look_at_device(self) -> None:
-        models = self._engine._initialized.models
-        device = next((p.device for model in models for p in model.parameters()), None)
+        device = next((p.device for model in self._initialized.models for p in model.parameters()), None)
         if device is not None:
-            self._machine = machine(device)
+            self._note(machine=machine(device))
+
+    def _note(self, **found: Any) -> None:
+        self._trial = dataclasses.replace(self._trial, **found)
 
     @contextmanager
     def _doing_own(self) -> Iterator[None]:
-        begin = self._clock.now()
+        begin = step_times.now()
         yield
-        self._own[-1].append((begin, self._clock.now()))
+        self._own[-1].append((begin, step_times.now()))
 
     def _seconds(self) -> list[float]:
         def between(begin: Any, end: Any) -> float:
-            host, device = self._clock.between(begin, end)
+            host, device = step_times.seconds_between(begin, end)
             return host if device is None else device
 
         pairs = zip(self._ends, self._ends[1:], self._own[1:], strict=False)

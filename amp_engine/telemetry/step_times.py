@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -25,34 +25,22 @@ _WHAT = {
 }
 
 
-class Clock(Protocol):
-    """Tells the time on the host, and on a GPU."""
+def now() -> tuple[float, torch.cuda.Event | None]:
+    """A mark of this moment on the host, and on the current stream once a GPU is in use. No host sync."""
+    event = None
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+    return time.perf_counter(), event
 
-    def now(self) -> Any:
-        """A mark of this moment."""
 
-    def between(self, start: Any, end: Any) -> tuple[float, float | None]:
-        """Seconds on the host, and on the device, or None without a device. May wait for the device."""
-
-
-class SystemClock:
-    """Reads time.perf_counter, and records CUDA events on the current stream once a GPU is in use."""
-
-    def now(self) -> tuple[float, torch.cuda.Event | None]:
-        """A mark of this moment, and of the moment when the GPU's stream gets here. No host sync."""
-        event = None
-        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-        return time.perf_counter(), event
-
-    def between(self, start: Any, end: Any) -> tuple[float, float | None]:
-        """Seconds on the host, and on the GPU or None. Waits for the later event."""
-        device = None
-        if start[1] is not None and end[1] is not None:
-            end[1].synchronize()
-            device = start[1].elapsed_time(end[1]) / 1000.0  # milliseconds
-        return end[0] - start[0], device
+def seconds_between(start: Any, end: Any) -> tuple[float, float | None]:
+    """Seconds on the host, and on the GPU or None. Waits for the later event."""
+    device = None
+    if start[1] is not None and end[1] is not None:
+        end[1].synchronize()
+        device = start[1].elapsed_time(end[1]) / 1000.0  # milliseconds
+    return end[0] - start[0], device
 
 
 class StepTimes(Paged):
@@ -65,14 +53,12 @@ class StepTimes(Paged):
 
     Args:
         engine: whose `scale_loss` and optimizers; those that are initialized inside of it are not seen.
-        clock: tells the time.
 
     Raises AmpStateError where one is measuring already.
     """
 
-    def __init__(self, engine: Engine, clock: Clock | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._clock: Clock = clock or SystemClock()
         self._marks: list[tuple[str, Any, Any]] = []
         self._handles: list[RemovableHandle] = []
         self._moments: dict[int, Any] = {}  # the last one, by id of a context of `scale_loss` or an optimizer
@@ -94,11 +80,11 @@ class StepTimes(Paged):
             events.leaving.subscribe(lambda context: self._mark(BACKWARD, context)),
             events.left.subscribe(lambda context: self._end(SCALE_LOSS, context)),
         ]
-        self._start = self._clock.now()
+        self._start = now()
         return self
 
     def __exit__(self, *error: object) -> None:
-        end = self._clock.now()
+        end = now()
         for unsubscribe in self._unsubscribe:
             unsubscribe()
         self._unsubscribe.clear()  # which refer to this
@@ -120,9 +106,9 @@ class StepTimes(Paged):
 
     def _summed(self, end: Any) -> Times:
         sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in (SCALE_LOSS, BACKWARD, STEP)}
-        total, on_device = self._clock.between(self._start, end)
+        total, on_device = seconds_between(self._start, end)
         for name, begin, finish in self._marks:
-            host, device = self._clock.between(begin, finish)
+            host, device = seconds_between(begin, finish)
             sums[name][0] += host
             sums[name][1] += device or 0.0
         host_rest = total - sum(host for host, _ in sums.values())
@@ -139,7 +125,7 @@ class StepTimes(Paged):
         self._end(STEP, optimizer)
 
     def _begin(self, one: object) -> None:
-        self._moments[id(one)] = self._clock.now()
+        self._moments[id(one)] = now()
 
     def _mark(self, phase: str, one: object) -> None:
         """A phase ends here, and the next one begins; nothing is known of one that was begun outside of the `with`."""

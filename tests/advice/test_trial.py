@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import os
+import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from amp_engine.advice import trial as trials
 from amp_engine.advice.records import Task, Trial
 from amp_engine.errors import AmpStateError
 from amp_engine.optimizers import LARC
+from amp_engine.telemetry import step_times
 from amp_engine.telemetry.receipt import memory
 from tests.support import HALF, LEVELS
 
@@ -38,23 +41,33 @@ class Clock:
 class Bench:
     """A trial in this process, and what it wrote."""
 
-    def __init__(self, level: str = "O0", steps: int = 4, **changed: Any) -> None:
-        self.clock, self.written, self.exits, self.now = Clock(), [], [], 0.0
-        task = Task(level, steps, **({"deadline": math.inf} | changed))
-        self.engine = trials.TrialEngine(task, self.written.append, self.clock, lambda: self.now, self.exits.append)
+    def __init__(self, path: str, clock: Clock, exits: list[int], level: str = "O0", steps: int = 4, **changed: Any):
+        self.path, self.clock, self.exits = path, clock, exits
+        self.engine = trials.TrialEngine(Task(level, steps, **({"deadline": math.inf, "path": path} | changed)))
+
+    @property
+    def is_written(self) -> bool:
+        return os.path.exists(self.path)
 
     @property
     def trial(self) -> Trial:
-        (trial,) = self.written
+        with open(self.path, "rb") as file:
+            trial = pickle.load(file)
+        assert isinstance(trial, Trial)
         return trial
 
 
 @pytest.fixture
-def bench() -> Iterator[Callable[..., Bench]]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
+    clock = Clock()
+    exits: list[int] = []
+    monkeypatch.setattr(step_times, "now", clock.now)
+    monkeypatch.setattr(step_times, "seconds_between", clock.between)
+    monkeypatch.setattr(os, "_exit", exits.append)
 
     def make(*args: Any, **keywords: Any) -> Bench:
-        made.append(Bench(*args, **keywords))
+        made.append(Bench(str(tmp_path / f"trial_{len(made)}"), clock, exits, *args, **keywords))
         return made[-1]
 
     yield make
@@ -124,11 +137,14 @@ def test_the_first_losses_of_all_levels_are_nearly_those_of_o0(bench):
 def test_a_script_that_ends_early_is_written_by_whoever_asks(bench):
     one = bench(steps=10)
     script(one, steps=3)
-    assert one.written == []
+    assert not one.is_written
     one.engine.write()
+    trial = one.trial
+    assert (trial.steps, trial.out_of_time) == (3, False)
+    assert trial.memory  # looked at in the second step already
+    os.remove(one.path)
     one.engine.write()
-    assert (one.trial.steps, one.trial.out_of_time) == (3, False)
-    assert one.trial.memory  # looked at in the second step already
+    assert not one.is_written
 
 
 def test_what_was_never_initialized_is_written_too(bench):
@@ -147,9 +163,9 @@ def test_a_script_that_catches_system_exit_is_ended_for_good(bench):
         try:
             optimizer.step()
         except SystemExit:
-            caught.append(len(one.written))
+            caught.append(one.is_written)
         exits.append(len(one.exits))
-    assert caught[0] == 1
+    assert caught[0]
     assert exits[:2] == [0, 0]
     assert exits[2] > 0
     assert one.trial.steps == 2
@@ -186,14 +202,17 @@ def test_a_child_that_was_forked_from_it_writes_and_ends_nothing(bench, monkeypa
     monkeypatch.setattr(os, "getpid", lambda: -1)
     script(one, steps=3)
     one.engine.write()
-    assert (one.written, one.exits) == ([], [])
+    assert (one.is_written, one.exits) == (False, [])
 
 
-def test_the_first_step_after_the_deadline_is_the_last(bench):
+def test_the_first_step_after_the_deadline_is_the_last(bench, monkeypatch):
     one = bench(steps=50, deadline=100.0)
+    monkeypatch.setattr(trials, "monotonic", lambda: now)
+    now = 0.0
 
     def pass_time(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        one.now += 40.0
+        nonlocal now
+        now += 40.0
 
     handle = register_optimizer_step_pre_hook(pass_time)
     try:

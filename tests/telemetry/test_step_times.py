@@ -9,6 +9,7 @@ import torch
 
 from amp_engine import Engine, amp
 from amp_engine.errors import AmpStateError
+from amp_engine.telemetry import step_times
 from amp_engine.telemetry.step_times import StepTimes
 from tests.models import MLP
 from tests.support import LEVELS, left_alone, started, train
@@ -17,8 +18,10 @@ from tests.support import LEVELS, left_alone, started, train
 class Clock:
     """Moves by one with each look, and by what a test adds; a device is ten times as slow."""
 
-    def __init__(self, has_device: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, has_device: bool = False) -> None:
         self.time, self.has_device = 0.0, has_device
+        monkeypatch.setattr(step_times, "now", self.now)
+        monkeypatch.setattr(step_times, "seconds_between", self.between)
 
     def now(self) -> float:
         self.time += 1
@@ -33,11 +36,11 @@ def seconds(times: StepTimes) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_each_part_of_an_iteration_is_in_its_place(level: str) -> None:
+def test_each_part_of_an_iteration_is_in_its_place(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine() as engine:
         model, optimizer = started(level, task=MLP, engine=engine)
-        clock = Clock()
-        with StepTimes(engine, clock) as times:
+        clock = Clock(monkeypatch)
+        with StepTimes(engine) as times:
             clock.time += 100  # forward
             with engine.scale_loss(MLP.loss(model, MLP.batch(0)), optimizer) as scaled:
                 clock.time += 50
@@ -50,10 +53,11 @@ def test_each_part_of_an_iteration_is_in_its_place(level: str) -> None:
         assert sum(map(measured.share, measured.phases)) == pytest.approx(1.0)
 
 
-def test_the_device_counts_where_it_was_measured() -> None:
+def test_the_device_counts_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine() as engine:
         model, optimizer = started("O2", task=MLP, engine=engine)
-        with StepTimes(engine, Clock(has_device=True)) as times:
+        Clock(monkeypatch, has_device=True)
+        with StepTimes(engine) as times:
             train(MLP, model, optimizer, "cc", engine=engine)
         for phase in times.measured().phases:
             assert phase.device_seconds == pytest.approx(10 * phase.host_seconds)
@@ -70,7 +74,7 @@ def test_nothing_stays_and_the_run_is_the_same() -> None:
         with Engine() as engine:
             model, optimizer = started("O2", task=MLP, engine=engine)
             before, hooks = observers(engine), list(optimizer._optimizer_step_post_hooks)
-            with left_alone(model, optimizer), StepTimes(engine, Clock()):
+            with left_alone(model, optimizer), StepTimes(engine):
                 pass
             if is_timed:
                 with StepTimes(engine):
@@ -86,7 +90,7 @@ def test_an_error_in_the_body_leaves_nothing_either() -> None:
     with Engine() as engine:
         _, optimizer = started("O2", task=MLP, engine=engine)
         hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
-        with pytest.raises(KeyError), StepTimes(engine, Clock()):
+        with pytest.raises(KeyError), StepTimes(engine):
             raise KeyError
         assert not engine.backwards.events.entering.observers
         assert [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks] == hooks

@@ -25,9 +25,13 @@ class Handle:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
+    @property
+    def _casts(self) -> FunctionCasts | None:
+        return self._engine.function_casts.casts
+
     def is_active(self) -> bool:
         """True if functions are cast now."""
-        return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.is_active
+        return self._casts is not None and self._casts.is_active
 
     @property
     def _is_active(self) -> bool:
@@ -35,23 +39,23 @@ class Handle:
 
     @_is_active.setter
     def _is_active(self, value: bool) -> None:
-        if self._engine.function_casts.casts is not None:
-            self._engine.function_casts.casts.switch(bool(value))
+        if self._casts is not None:
+            self._casts.switch(bool(value))
 
     @property
     def has_cache(self) -> bool:
         """True if casts of weights are kept within an iteration."""
-        return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.enable_caching
+        return self._casts is not None and self._casts.enable_caching
 
     @property
     def cache(self) -> Any:
         """The cache of cast weights."""
-        return None if self._engine.function_casts.casts is None else self._engine.function_casts.casts.cache
+        return None if self._casts is None else self._casts.cache
 
     @property
     def verbose(self) -> bool:
         """True if each cast is printed."""
-        return self._engine.function_casts.casts is not None and self._engine.function_casts.casts.verbose
+        return self._casts is not None and self._casts.verbose
 
     def remove_cache(self, param: nn.Parameter) -> None:
         """Have weights, `param` among them, be cast anew: a write to one is noticed without this."""
@@ -73,15 +77,15 @@ class Handle:
         )
 
     def _clear_cache(self) -> None:
-        if self._engine.function_casts.casts is not None:
-            self._engine.function_casts.casts.cache.clear()
+        if self._casts is not None:
+            self._casts.cache.clear()
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return self._engine.disable_casts()
 
     def _deactivate(self) -> None:
-        if self._engine.function_casts.casts is not None:
-            self._engine.function_casts.casts.remove()
+        if self._casts is not None:
+            self._casts.remove()
 
 
 class NoOpHandle:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from amp_engine.errors import AmpStateError
 from amp_engine.levels.policy import Policy
 
-
-class PolicyHolder(Protocol):
-    """An object with the policy that `Properties` shows: an Engine, or a Draft."""
-
-    policy: Policy | None
-
-    def set_policy(self, policy: Policy) -> None:
-        """Replace the policy. Raises AmpStateError for changes that come too late."""
+if TYPE_CHECKING:
+    from amp_engine.engine import Engine
 
 
 class Draft:
@@ -32,7 +26,7 @@ class Draft:
 class Options(MutableMapping[str, Any]):
     """`opt_properties.options`: apex's seven properties in print order, to read and to write."""
 
-    def __init__(self, holder: PolicyHolder) -> None:
+    def __init__(self, holder: Engine | Draft) -> None:
         self._holder = holder
 
     def __getitem__(self, name: str) -> Any:
@@ -66,9 +60,9 @@ class Properties:
         holder: an Engine, whose policy it shows; without one it has a policy of its own, as before `initialize`.
     """
 
-    _holder: PolicyHolder
+    _holder: Engine | Draft
 
-    def __init__(self, holder: PolicyHolder | None = None) -> None:
+    def __init__(self, holder: Engine | None = None) -> None:
         self.__dict__["_holder"] = Draft() if holder is None else holder
 
     @property

@@ -36,7 +36,7 @@ from amp_engine.casting.lists import FLOAT_BY_DTYPE, NAMESPACES, CastLists
 from amp_engine.casting.patches import Patches
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
 from amp_engine.casting.regions import cast_everywhere
-from amp_engine.casting.replacements import NATIVE, PatchedMethod, patched_function, patched_method
+from amp_engine.casting.replacements import PatchedMethod, patched_function, patched_method
 from amp_engine.casting.weight_watch import watch_weights
 from amp_engine.kernels.choice import CASTS
 
@@ -210,9 +210,11 @@ def _patch_registered(casts: Casts) -> set[tuple[int, str]]:
         key = (id(registration.module), registration.name)
         if key not in taken:
             taken.add(key)
+            is_listed = key in listed
             wrapper = wrappers.REGISTERED[registration.kind]
-            wrapper = wrappers.throughout(wrapper) if key in listed else wrapper
-            _wrap(registration.module, registration.name, wrapper, casts.cache.native is not None)
+            wrapper = wrappers.throughout(wrapper) if is_listed else wrapper
+            is_native = casts.cache.native is not None and not is_listed
+            _wrap(registration.module, registration.name, wrapper, is_native)
     return taken
 
 
@@ -244,7 +246,6 @@ def _patch_lists(namespace: Any, lists: CastLists, taken: set[tuple[int, str]], 
 
 def _wrap(owner: Any, name: str, wrapper: wrappers.Wrapper, is_native: bool) -> None:
     original = getattr(owner, name)
-    is_native = is_native and wrapper in NATIVE
     if isinstance(owner, ModuleType) and isinstance(original, (BuiltinFunctionType, FunctionType)):
         _patches.set(owner, name, patched_function(original, wrapper, owner.__name__, name, is_native))
         return

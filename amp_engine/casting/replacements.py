@@ -46,18 +46,6 @@ class PatchedMethod(PatchedBuiltin):
         return getattr, self._owner_and_name  # the unpickled owner has the method by its class
 
 
-NATIVE = frozenset(
-    (
-        wrappers.half,
-        wrappers.float32,
-        wrappers.float32_by_dtype,
-        wrappers.promote,
-        wrappers.match_self,
-        wrappers.refused_function,
-        wrappers.refused_method,
-        wrappers.banned,
-    )
-)
 ORIGINALS: dict[int, tuple[Any, Any]] = {}  # by the id of the replacement, which is kept with its original
 
 

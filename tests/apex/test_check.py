@@ -265,7 +265,7 @@ Adam(params, decoupled_weight_decay=True)
 
 def test_a_row_that_says_otherwise_changes_the_verdict(script, monkeypatch):
     path = script("from apex import amp\namp.initialize(model)")
-    row = inventory.Missing("apex.amp.initialize", "write something else")
+    row = inventory.Row("apex.amp.initialize", "missing", "write something else")
     monkeypatch.setitem(inventory.ROWS, "apex.amp.initialize", row)
     assert [(f.verdict, f.text) for f in findings(path)] == [("served", ""), ("missing", "write something else")]
     monkeypatch.delitem(inventory.ROWS, "apex.amp.initialize")

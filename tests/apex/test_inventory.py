@@ -12,11 +12,11 @@ import torch
 import amp_engine.apex
 from amp_engine import amp
 from amp_engine.apex.check_sources import inventory
-from amp_engine.apex.check_sources.inventory import Different, Missing, Served
+from amp_engine.apex.check_sources.inventory import Row
 from tests.models import MLP
 
-THERE = [row.name for row in inventory.TABLE if not isinstance(row, Missing)]
-NOT_THERE = [row.name for row in inventory.TABLE if isinstance(row, Missing) and row.name[-1] not in "*)"]
+THERE = [row.name for row in inventory.TABLE if row.verdict != "missing"]
+NOT_THERE = [row.name for row in inventory.TABLE if row.verdict == "missing" and row.name[-1] not in "*)"]
 PACKAGES = ["amp", "fp16_utils", "fused_dense", "mlp", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
 # They are there to say what to write in their place.
 EXPLAIN_THEMSELVES = {"apex.amp._amp_state.handle.scale_loss", "apex.parallel.multiproc"}
@@ -92,19 +92,18 @@ def test_every_row_below_another_has_a_row_above():
 def test_nothing_is_below_what_is_missing_but_what_is_missing_in_another_way():
     for row in inventory.TABLE:
         above = inventory.ROWS.get(row.name.rpartition(".")[0])
-        assert isinstance(row, Missing) or not isinstance(above, Missing), row.name
+        assert row.verdict == "missing" or above is None or above.verdict != "missing", row.name
 
 
 def test_every_missing_name_says_what_to_write_in_one_line():
     for row in inventory.TABLE:
-        text = row.instead if isinstance(row, Missing) else row.note if isinstance(row, Different) else "."
-        assert text
-        assert "\n" not in text
-        assert len(text) < 140, row
+        assert bool(row.text) == (row.verdict != "served")
+        assert "\n" not in row.text
+        assert len(row.text) < 140, row
 
 
 def test_what_is_to_be_written_for_torch_is_there():
-    words = {word.strip(",;()") for row in inventory.TABLE if isinstance(row, Missing) for word in row.instead.split()}
+    words = {word.strip(",;()") for row in inventory.TABLE if row.verdict == "missing" for word in row.text.split()}
     names = {word.split("(")[0] for word in words if word.startswith("torch.")}
     assert len(names) > 10
     for name in names:
@@ -113,9 +112,9 @@ def test_what_is_to_be_written_for_torch_is_there():
 
 def test_the_row_of_a_name_is_its_own_or_that_of_what_it_is_in():
     row_of = {
-        "apex.amp.initialize": Served("apex.amp.initialize"),
-        "apex.amp.__dict__": Served("apex.amp"),
-        "apex.amp.scale_loss.__doc__": Served("apex.amp.scale_loss"),
+        "apex.amp.initialize": Row("apex.amp.initialize", "served"),
+        "apex.amp.__dict__": Row("apex.amp", "served"),
+        "apex.amp.scale_loss.__doc__": Row("apex.amp.scale_loss", "served"),
         "apex.amp.initialise": None,
         "apex.nothing": None,
         "apex.contrib.xentropy.softmax_xentropy": inventory.ROWS["apex.contrib.xentropy"],

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from amp_engine.apex.check_sources import inventory
-from amp_engine.apex.check_sources.inventory import Different, Missing, Row, Served
+from amp_engine.apex.check_sources.inventory import Row
 from amp_engine.apex.check_sources.scopes import IMPORTS_BY_NAME, UNKNOWN, Names
 from amp_engine.apex.check_sources.traps import Traps
 
@@ -347,7 +347,8 @@ class Uses(ast.NodeVisitor):
         return bool(uses)
 
     def _report_keywords(self, node: ast.Call, name: str) -> None:
-        if not _is_apex(name) or not isinstance(inventory.find(name), Served | Different):
+        called = inventory.find(name)
+        if not _is_apex(name) or called is None or called.verdict == "missing":
             return
         taken = _keywords(name)
         for keyword in node.keywords:
@@ -355,7 +356,7 @@ class Uses(ast.NodeVisitor):
                 used = f"{name}({keyword.arg}=)"
                 close = difflib.get_close_matches(keyword.arg, taken, n=1)
                 instead = f"write {close[0]}=" if close else "leave it out"
-                row = inventory.ROWS.get(used) or Missing(used, f"{name} takes no such keyword: {instead}")
+                row = inventory.ROWS.get(used) or Row(used, "missing", f"{name} takes no such keyword: {instead}")
                 self._add(keyword.value, used, *_verdict(used, row))
 
     def _report_requirements(self, node: ast.Call) -> None:
@@ -375,13 +376,8 @@ def _is_apex(name: str) -> bool:
 
 
 def _verdict(name: str, row: Row | None) -> tuple[Verdict, str]:
-    match row:
-        case Served():
-            return "served", ""
-        case Different(note=note):
-            return "different", note
-        case Missing(instead=instead):
-            return "missing", instead
+    if row is not None:
+        return row.verdict, row.text
     similar = inventory.similar(name)
     return "unknown", "unknown to apex, too" + (f": a typo of {similar}?" if similar else ", as far as known here")
 

@@ -10,36 +10,25 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Served:
-    """Does what it did in apex."""
+class Row:
+    """The answer to one name.
+
+    Attributes:
+        name: apex's.
+        verdict: "served" does what it did in apex; "different" is there, and differs as `text` says; "missing" is not
+            there, nor is any name below it, and `text` says what to write.
+        text: empty for what is served.
+    """
 
     name: str
-
-
-@dataclass(frozen=True)
-class Different:
-    """Is there, and differs from apex as `note` says."""
-
-    name: str
-    note: str
-
-
-@dataclass(frozen=True)
-class Missing:
-    """Is not there, nor is any name below it; `instead` says what to write."""
-
-    name: str
-    instead: str
-
-
-Row: TypeAlias = Served | Different | Missing
+    verdict: Literal["served", "different", "missing"]
+    text: str = ""
 
 
 _PUBLIC = """
@@ -211,11 +200,11 @@ MISSING = {
 def _rows() -> Iterator[Row]:
     for owner, names in SERVED.items():
         if owner != "optimizer":
-            yield Served(owner)
-        yield from (Served(f"{owner}.{name}") for name in names.split())
-    yield from itertools.starmap(Different, DIFFERENT.items())
+            yield Row(owner, "served")
+        yield from (Row(f"{owner}.{name}", "served") for name in names.split())
+    yield from (Row(name, "different", note) for name, note in DIFFERENT.items())
     for names, instead in MISSING.items():
-        yield from (Missing(name, instead) for name in names.split())
+        yield from (Row(name, "missing", instead) for name in names.split())
 
 
 TABLE: tuple[Row, ...] = tuple(_rows())
@@ -268,7 +257,8 @@ def find(name: str) -> Row | None:
             return ROWS[pattern]
     row = find(parent) if parent else None
     is_dunder = last.startswith("__") and last.endswith("__")
-    return row if isinstance(row, Missing) or is_dunder or not has_members(parent) else None
+    is_missing = row is not None and row.verdict == "missing"
+    return row if is_missing or is_dunder or not has_members(parent) else None
 
 
 def has_members(name: str) -> bool:

@@ -159,19 +159,12 @@ class Names(ast.NodeVisitor):
         """Bind a parameter."""
         self._scope.bind(node.arg, UNKNOWN)
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Bind the class and enter it."""
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        """Bind the name and enter what it names."""
         self._scope.bind(node.name, UNKNOWN)
         self._enter(node)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Bind the function and enter it."""
-        self._scope.bind(node.name, UNKNOWN)
-        self._enter(node)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        """Bind the function and enter it."""
-        self.visit_FunctionDef(node)
+    visit_AsyncFunctionDef = visit_ClassDef = visit_FunctionDef  # noqa: N815 - ast's names
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
         """Enter it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ class Module(NamedTuple):
 
 
 class Recorder(DispatchMode):
-    """Calls its own methods as a batch is run: `given` and `gave` inside of `following`, `run` inside of `with` it.
+    """Calls its own methods as a batch is run inside of `following`: `given` and `gave`, and `run`.
 
     Args:
         models: that are followed with all modules in them, but those that torch.jit has compiled, which run no hooks.
@@ -54,7 +54,7 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """While inside, hear of modules."""
+        """While inside, hear of modules, and of operations if `sees_operations`."""
         handles: list[RemovableHandle] = []
         try:
             for module, name in self.modules.items():
@@ -70,7 +70,8 @@ class Recorder(DispatchMode):
                             lambda _, args, output, name=name: self._exit(name, output), always_call=True
                         ),
                     ]
-            yield
+            with self if self.sees_operations else nullcontext():
+                yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def rehearse(
         events.entered.subscribe(recorder.before_backward)
         events.closed.subscribe(recorder.closed)
         try:
-            with recorder.following(), recorder if recorder.sees_operations else nullcontext():
+            with recorder.following():
                 loss = step_fn()
                 if isinstance(loss, Tensor) and loss.requires_grad and not recorder.was_backward:
                     with backwards.of(loss, backwards.all, scalers[0], 0) as scaled_loss:

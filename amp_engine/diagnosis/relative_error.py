@@ -8,7 +8,7 @@ float32 (float64 where one of the two is), sums of squares in float64, or in flo
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from amp_engine.stepping.arithmetic import values
 
 
-class Distance(NamedTuple):
+@dataclass(frozen=True)
+class Distance:
     """How far a is from b.
 
     Attributes:
@@ -36,10 +37,8 @@ class Distance(NamedTuple):
             return math.inf if math.isinf(self.difference) else 1.0
         return self.difference / self.norm
 
-    def __add__(self, other: object) -> Distance:
+    def __add__(self, other: Distance) -> Distance:
         """The distance of two pairs of tensors as if each pair were concatenated."""
-        if not isinstance(other, Distance):
-            return NotImplemented
         return Distance(math.hypot(self.difference, other.difference), math.hypot(self.norm, other.norm))
 
 

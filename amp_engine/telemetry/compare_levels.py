@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,10 @@ from amp_engine.telemetry.batch_recording import Comparing, Follower, Recording,
 from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
 
 StepFn = Callable[[Any], Any]
+Follow = Callable[[nn.Module, float], Follower]
+"""Makes the follower of a copy whose loss is multiplied by a scale."""
 
 _LOWEST = int(math.log2(DEFAULT_MIN_LOSS_SCALE))
-_HOW = "Type for example amp.{call}(model, lambda model: loss_fn(model(x), y))."
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Trials:
 
     def __init__(self, model: nn.Module, step_fn: StepFn, reference: str | RunPolicy, call: str) -> None:
         self._call = call
+        self._how = f"Type for example amp.{call}(model, lambda model: loss_fn(model(x), y))."
         self._check(model, step_fn)
         self._model, self._step_fn = without_wrapper(model), step_fn
         self._reference_policy = as_policy(reference)
@@ -75,17 +77,17 @@ class Trials:
         """
         with put_back([self._model], [], [self._step_fn]), torch.enable_grad():
             if self._reference is None:
-                self._reference = self._fitting(self._reference_policy, lambda model, scale: Recording(model, scale))
+                self._reference = self._fitting(self._reference_policy, Recording)
             recording, roundoff = self._reference.follower, _roundoff(policy)
             assert isinstance(recording, Recording)
 
-            def comparing(model: nn.Module, scale: float) -> Follower | None:
-                return Comparing(model, recording, roundoff, scale) if operations else None
+            def comparing(model: nn.Module, scale: float) -> Follower:
+                return Comparing(model, recording, roundoff, scale)
 
-            run = self._fitting(policy, comparing)
+            run = self._fitting(policy, comparing if operations else None)
             return self._compared(policy, run, self._reference)
 
-    def _fitting(self, policy: RunPolicy, follow: Callable[[nn.Module, float], Follower | None]) -> _Run:
+    def _fitting(self, policy: RunPolicy, follow: Follow | None) -> _Run:
         """Run at the first loss scale of the policy; if that is dynamic and overflows, at the largest that does not."""
         run = self._run(policy, follow, None)
         is_dynamic = not isinstance(_level_of(policy).loss_scale, float)
@@ -93,7 +95,7 @@ class Trials:
             return run
 
         def fits(exponent: int) -> bool:
-            return self._run(policy, _no_follower, 2.0**exponent).has_finite_gradients
+            return self._run(policy, None, 2.0**exponent).has_finite_gradients
 
         # Exponents: `low` fits, or is below all that are tried; `high` does not.
         low, high = _LOWEST - 1, math.ceil(math.log2(run.loss_scale))
@@ -110,48 +112,36 @@ class Trials:
         self._last_fit = low
         return self._run(policy, follow, 2.0**low)
 
-    def _run(
-        self, policy: RunPolicy, follow: Callable[[nn.Module, float], Follower | None], loss_scale: float | None
-    ) -> _Run:
-        """One batch of a copy.
-
-        Args:
-            policy: of the copy.
-            follow: gives the follower of the run, or None.
-            loss_scale: None: the first of the policy.
-        """
+    def _run(self, policy: RunPolicy, follow: Follow | None, loss_scale: float | None) -> _Run:
+        """One batch of a copy; without a loss scale at the first one of the policy."""
         self._randomness.restore()
         model = self._copied()
         with Engine() as engine, torch.compiler.set_stance("force_eager"):
             engine.initialize(model, policy=policy, opt_level=policy.opt_level, verbosity=0)
             scale = engine.scalers[0].loss_scale() if loss_scale is None else loss_scale
-            follower = follow(model, scale)
+            follower = None if follow is None else follow(model, scale)
             try:
-                loss, gradients = self._trained(model, scale, follower)
+                with nullcontext() if follower is None else follower.following():
+                    loss = self._step_fn(model)
+                gradients = self._gradients(loss, model, scale)
             finally:
                 if follower is not None:
                     follower.end()
-            return _Run(loss, gradients, scale, follower)
+            return _Run(loss.detach().sum(), gradients, scale, follower)
 
-    def _trained(self, model: nn.Module, scale: float, follower: Follower | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a copy that was initialized, and its gradients without the scale."""
-        with ExitStack() as stack:
-            if follower is not None:
-                stack.enter_context(follower.following())
-                stack.enter_context(follower)
-            loss = self._step_fn(model)
+    def _gradients(self, loss: Any, model: nn.Module, scale: float) -> dict[str, Tensor]:
+        """The gradients of a loss without the scale that its backward is run at."""
         self._check_loss(loss, model)
         (loss.double() if loss.dtype is torch.float64 else loss.float()).sum().mul(scale).backward()
         named = _named_parameters(model)
         if all(p.grad is None for p in named.values()):
             raise AmpStateError(
-                f"The loss does not depend on the model that {self._call}() gave to step_fn, a copy.  "
-                f"{_HOW.format(call=self._call)}"
+                f"The loss does not depend on the model that {self._call}() gave to step_fn, a copy.  {self._how}"
             )
         gradients = {name: unscaled(p.grad, scale) for name, p in named.items() if p.grad is not None}
         for p in named.values():
             p.grad = None
-        return loss.detach().sum(), gradients
+        return gradients
 
     def _compared(self, policy: RunPolicy, run: _Run, reference: _Run) -> LevelComparison:
         parameters, whole = [], Distance(0.0, 0.0)
@@ -197,13 +187,11 @@ class Trials:
 
     def _check(self, model: Any, step_fn: Any) -> None:
         if not isinstance(model, nn.Module):
-            raise AmpTypeError(
-                f"{self._call} takes a torch.nn.Module, not a {type(model).__name__}.  {_HOW.format(call=self._call)}"
-            )
+            raise AmpTypeError(f"{self._call} takes a torch.nn.Module, not a {type(model).__name__}.  {self._how}")
         if not callable(step_fn):
             raise AmpTypeError(
                 f"{self._call} takes a function that gives the loss of one batch of a model, not a "
-                f"{type(step_fn).__name__}.  {_HOW.format(call=self._call)}"
+                f"{type(step_fn).__name__}.  {self._how}"
             )
         if is_cast(model) or in_force.is_installed():
             what = f"this {type(model).__name__}" if is_cast(model) else "torch's functions"
@@ -221,11 +209,11 @@ class Trials:
     def _check_loss(self, loss: Any, model: nn.Module) -> None:
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             what = "a tensor that requires no gradient" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise AmpTypeError(f"step_fn has to return the loss, and gave {what}.  {_HOW.format(call=self._call)}")
+            raise AmpTypeError(f"step_fn has to return the loss, and gave {what}.  {self._how}")
         if any(p.grad is not None for p in model.parameters()):
             raise AmpStateError(
                 f"step_fn has run a backward, which {self._call}() does itself, at a scale of its own.  Leave out "
-                f"backward(), scale_loss and step().  {_HOW.format(call=self._call)}"
+                f"backward(), scale_loss and step().  {self._how}"
             )
 
 
@@ -271,10 +259,6 @@ def compare_levels(
     takes another batch the second time; AmpTypeError.
     """
     return Trials(model, step_fn, reference, "compare_levels").compare(as_policy(level))
-
-
-def _no_follower(model: nn.Module, loss_scale: float) -> None:
-    """Follows no operation, for the gradients alone."""
 
 
 def as_policy(level: str | RunPolicy) -> RunPolicy:

@@ -163,7 +163,9 @@ class TrialEngine(Engine):
                 self._look_at_device()
             if self._counts_next:
                 params = {id(p): p for one in self._initialized.stepped for p in one.rows.columns.params}
-                self._gradients.add(p.grad for p in params.values() if p.grad is not None)
+                for p in params.values():
+                    if p.grad is not None:
+                        self._gradients.add(p.grad)
 
     def _let_go(self) -> None:
         self._first = lambda: None

@@ -17,6 +17,7 @@ from amp_engine.diagnosis.post_mortem import (
     diagnosis,
     growth_of,
     likely_cause,
+    place_of,
 )
 from amp_engine.ground.distributed import local_of
 from amp_engine.levels.report import Reporter, flushed_message, overflow_message, static_overflow_message
@@ -124,7 +125,7 @@ class OverflowWatch:
         origin = backward.origin
         if not is_finite and origin is None:
             self._scaling.heard_of_loss(is_finite=False)
-        place = None if first is None else _place(first[0], places)
+        place = None if first is None else place_of(first[0], places)
         return self._explained(
             backward.number,
             backward.loss_id,
@@ -139,7 +140,7 @@ class OverflowWatch:
             kind=None if first is None else "nan" if first[1] else "inf",
             elements=backward.elements,
             numel=0 if first is None else first[0].numel(),
-            nonfinite=tuple(_place(param, places).parameter for param, _ in nonfinite),
+            nonfinite=tuple(place_of(param, places).parameter for param, _ in nonfinite),
             checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
             skipped=skipped,
         )
@@ -180,7 +181,9 @@ class OverflowWatch:
     def _bad_weights(self, places: dict[int, Place]) -> tuple[str, ...]:
         """Names of the parameters that are not finite. Waits for the device, and reads all of them."""
         return tuple(
-            _place(param, places).parameter for param in self._params() if not local_of(param.detach()).isfinite().all()
+            place_of(param, places).parameter
+            for param in self._params()
+            if not local_of(param.detach()).isfinite().all()
         )
 
 
@@ -189,7 +192,3 @@ def _is_of_this_rank(record: OverflowRecord, backward: Backward) -> bool:
     if record.cause == "elsewhere":
         return False
     return not record.loss_is_finite or not backward.is_the_same_on_all_ranks()
-
-
-def _place(param: Tensor, places: dict[int, Place]) -> Place:
-    return places.get(id(param), Place(f"a parameter of shape {tuple(param.shape)}"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from torch import Tensor
 
 from amp_engine.page.page import Page, Paged, Sentence, Table
 
@@ -25,6 +27,11 @@ class Place(NamedTuple):
     parameter: str
     module: str = ""
     module_type: str | None = None
+
+
+def place_of(param: Tensor, places: Mapping[int, Place]) -> Place:
+    """The place of a parameter by its id; where no model has it, its shape stands for the name."""
+    return places.get(id(param), Place(f"a parameter of shape {tuple(param.shape)}"))
 
 
 @dataclass(frozen=True)

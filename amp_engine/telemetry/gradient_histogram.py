@@ -46,10 +46,7 @@ class _Counting(Recorder):
     @property
     def weights(self) -> Magnitudes:
         """The gradients of parameters. Waits for the device."""
-        counter = MagnitudeCounter()
-        for one in self._weights.values():
-            counter.merge(one)
-        return counter.read()
+        return sum((counter.read() for counter in self._weights.values()), Magnitudes())
 
     def gave(self, module: Module, tensors: Sequence[Tensor]) -> None:
         """Watch for the gradients of the outputs of a module. A cast of an output is the same output."""
@@ -65,7 +62,7 @@ class _Counting(Recorder):
 
     def _arrives(self, grad: Tensor) -> None:
         self.was_backward = True
-        self.activations.add([grad], 1.0 / (self.scale * self._factor))
+        self.activations.add(grad, 1.0 / (self.scale * self._factor))
 
     def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
         """Have the backward of a loss multiplied by the factor."""
@@ -106,7 +103,7 @@ class _Counting(Recorder):
 
     def _count(self, param: Tensor, values: Tensor, scale: float, factor: float) -> None:
         counter = self._weights[id(param)] = MagnitudeCounter()
-        counter.add([values], 1.0 / (scale * factor))
+        counter.add(values, 1.0 / (scale * factor))
 
 
 def gradient_histogram(
@@ -148,52 +145,47 @@ def gradient_histogram(
     if dtype is not None and not dtype.is_floating_point:
         raise AmpValueError(f"dtype={dtype} is not a floating type.  Use for example torch.float16.")
     half = policy.patch_torch_functions_type if policy.patch_torch_functions else policy.cast_model_type
-    counting, factor = _measured(engine, step_fn, is_narrow=policy.opt_level in ("O1", "O2", "O3"))
-    activations, weights = counting.activations.read(), counting.weights
-    if not (activations.total or weights.total):
+    names = ", ".join(dict.fromkeys(type(model).__name__ for model in engine._initialized.models))
+
+    def run(factor: float) -> GradientHistogram:
+        initialized = engine._initialized
+        counting = _Counting(initialized.models, initialized.stepped, factor)
+        rehearse(counting, "gradient_histogram", step_fn, initialized.models, engine.backwards, engine.scalers)
+        return GradientHistogram(
+            title=f"Gradients of {names or 'the model'} at {policy.opt_level}",
+            dtype=dtype_name(dtype or (half if half in LOW_PRECISION else torch.float16)),
+            loss_scale=counting.scale,
+            measured_at=counting.scale * factor,
+            activations=counting.activations.read(),
+            weights=counting.weights,
+        )
+
+    found = _where_least_is_lost(run) if policy.opt_level in ("O1", "O2", "O3") else run(1.0)
+    if not (found.activations.total or found.weights.total):
         raise AmpStateError(
             "gradient_histogram() saw no gradient: the function neither ran a backward nor returned a loss that has "
             "one.  Call amp.gradient_histogram(lambda: loss_fn(model(x), y))."
         )
-    names = ", ".join(dict.fromkeys(type(model).__name__ for model in engine._initialized.models))
-    return GradientHistogram(
-        title=f"Gradients of {names or 'the model'} at {policy.opt_level}",
-        dtype=dtype_name(dtype or (half if half in LOW_PRECISION else torch.float16)),
-        loss_scale=counting.scale,
-        measured_at=counting.scale * factor,
-        activations=activations,
-        weights=weights,
-    )
+    return found
 
 
-def _measured(engine: Engine, step_fn: Callable[[], Any], is_narrow: bool) -> tuple[_Counting, float]:
-    """The counts at the scale at which least is lost, and its factor over the present one."""
+def _where_least_is_lost(run: Callable[[float], GradientHistogram]) -> GradientHistogram:
+    """The histogram at the largest loss scale that overflows nowhere; `run` takes its factor over the present one."""
     factor, best = 1.0, None
     for _ in range(_TRIES):
-        counting = _run(engine, step_fn, factor)
-        activations, weights = counting.activations.read(), counting.weights
-        exponents = [found.largest for found in (activations, weights) if found.largest is not None]
-        if not is_narrow:
-            return counting, factor
-        if activations.nonfinite or weights.nonfinite:
+        found = run(factor)
+        if found.activations.nonfinite or found.weights.nonfinite:
             if best is not None:  # what was asked for was too much
                 return best
             factor *= _LOWER
             continue
-        best = counting, factor
-        if not exponents:
+        best = found
+        largest = (found.activations + found.weights).largest
+        if largest is None:
             return best
         highest = Limits.of(torch.float16).largest - _HEADROOM
-        wanted = 2.0 ** (highest - max(exponents)) / counting.scale
+        wanted = 2.0 ** (highest - largest) / found.loss_scale
         if wanted <= factor * 2:
             return best
         factor = wanted
-    return best or (counting, factor)
-
-
-def _run(engine: Engine, step_fn: Callable[[], Any], factor: float) -> _Counting:
-    """One batch, with its gradients counted."""
-    initialized, backwards = engine._initialized, engine.backwards
-    counting = _Counting(initialized.models, initialized.stepped, factor)
-    rehearse(counting, "gradient_histogram", step_fn, initialized.models, backwards, engine.scalers)
-    return counting
+    return best or found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amp_engine.diagnosis.post_mortem import place_of
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.devices import HostNumbers, is_capturing
@@ -98,8 +98,6 @@ class GradientWatch(Paged):
         self._dtype = dtype
         self._count = 0
         self._noted: deque[_Noted] = deque(maxlen=KEPT)
-        # By id of the parameter, which is looked at, since another one may have the id later.
-        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._unsubscribe: Callable[[], None] = lambda: None
 
     def __enter__(self) -> GradientWatch:
@@ -162,6 +160,7 @@ class GradientWatch(Paged):
             if not is_capturing(one.values.device):
                 by_device.setdefault(one.values.device, []).append(one)
         flush, normal = self._limits()
+        places = self._engine._initialized.parameter_places()
         for device, gradients in by_device.items():
             loss_scale = torch.ones((), dtype=torch.float32, device=device)
             if backward is not None:
@@ -169,20 +168,9 @@ class GradientWatch(Paged):
             numbers = [loss_scale.double()]
             for one in gradients:
                 numbers += _six(one, loss_scale, flush, normal, checked.get(id(one.param)))
-            names = self._names_of([one.param for one in gradients])
+            names = [place_of(one.param, places).parameter for one in gradients]
             elements = [one.values.numel() for one in gradients]
             self._noted.append(_Noted(self._count, names, elements, HostNumbers(*numbers)))
-
-    def _names_of(self, params: Sequence[Tensor]) -> list[str]:
-        """Their names in the models; asked for again only where a parameter is new."""
-        known = self._names
-        if any((found := known.get(id(p))) is None or found[0]() is not p for p in params):
-            places = self._engine._initialized.parameter_places()
-            for p in params:
-                place = places.get(id(p))
-                name = f"a parameter of shape {tuple(p.shape)}" if place is None else place.parameter
-                known[id(p)] = weakref.ref(p), name
-        return [known[id(p)][1] for p in params]
 
     @staticmethod
     def _read(noted: _Noted) -> list[GradientRecord]:

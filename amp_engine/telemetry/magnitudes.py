@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -105,22 +104,14 @@ class MagnitudeCounter:
         self._counts: dict[torch.device, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, tensors: Iterable[Tensor], inv_scale: Tensor | float = 1.0) -> None:
-        """Count the values of floating tensors, multiplied by `inv_scale`; of a DTensor those of this rank.
+    def add(self, tensor: Tensor, inv_scale: Tensor | float = 1.0) -> None:
+        """Count the values of a floating tensor, multiplied by `inv_scale`; of a DTensor those of this rank.
 
-        Takes about 13 bytes of memory a value of the largest tensor for a moment. No host sync.
+        Takes about 13 bytes of memory a value for a moment. No host sync.
         """
-        for tensor in tensors:
-            values = local_of(tensor.detach())
-            values = values.coalesce().values() if values.is_sparse else values
-            self._put(_counted(values.float() * inv_scale))
-
-    def merge(self, other: MagnitudeCounter) -> None:
-        """Count what `other` has counted. No host sync."""
-        for counted in other._counts.values():
-            self._put(counted.clone())
-
-    def _put(self, counted: Tensor) -> None:
+        values = local_of(tensor.detach())
+        values = values.coalesce().values() if values.is_sparse else values
+        counted = _counted(values.float() * inv_scale)
         so_far = self._counts.get(counted.device)
         self._counts[counted.device] = counted if so_far is None else so_far.add_(counted)
 

@@ -72,7 +72,7 @@ def test_planted_gradients_are_counted_though_the_present_scale_loses_them(level
         assert found.dtype == "float16"
         assert found.activations.nonfinite == found.weights.nonfinite == 0
         exact = MagnitudeCounter()
-        exact.add([values])
+        exact.add(values)
         expected = exact.read()
         # Halves are rounded, across a power of two now and then.
         assert found.activations.nonzero == pytest.approx(expected.nonzero, abs=2)
@@ -91,7 +91,9 @@ def test_gradients_of_weights_are_those_of_autograd() -> None:
             model.zero_grad()
             task.loss(model, batch).backward()
             counter = MagnitudeCounter()
-            counter.add([p.grad for p in model.parameters() if p.grad is not None])
+            for p in model.parameters():
+                if p.grad is not None:
+                    counter.add(p.grad)
             assert found.weights == counter.read()
 
 
@@ -223,7 +225,8 @@ def test_refusals() -> None:
 
 def ssd() -> GradientHistogram:
     counter = MagnitudeCounter()
-    counter.add([like_ssd(), torch.zeros(400)])
+    counter.add(like_ssd())
+    counter.add(torch.zeros(400))
     return GradientHistogram("Gradients of SSD at O2", "float16", 2.0**15, 2.0**20, counter.read(), counter.read())
 
 
@@ -245,7 +248,7 @@ def test_text_has_the_limits_in_their_places() -> None:
 
 def test_many_powers_of_two_become_rows_of_several() -> None:
     counter = MagnitudeCounter()
-    counter.add([torch.exp2(torch.linspace(-120, 120, 5000))])
+    counter.add(torch.exp2(torch.linspace(-120, 120, 5000)))
     wide = GradientHistogram("Wide", "float16", 1.0, 1.0, counter.read(), counter.read())
     rows = [line for line in str(wide).splitlines() if line.strip().startswith("2^")]
     assert 20 < len(rows) <= 44

@@ -13,7 +13,8 @@ from amp_engine.telemetry.magnitudes import LOWEST, Limits, MagnitudeCounter, Ma
 
 def counted(*tensors: Tensor, inv_scale: float = 1.0) -> Magnitudes:
     counter = MagnitudeCounter()
-    counter.add(tensors, inv_scale)
+    for tensor in tensors:
+        counter.add(tensor, inv_scale)
     return counter.read()
 
 

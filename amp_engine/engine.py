@@ -21,6 +21,7 @@ from amp_engine.casting import EngineCasts, Explanation, patch_torch
 from amp_engine.diagnosis.find_overflow import OverflowSource, find_overflow
 from amp_engine.diagnosis.overflow_watch import OverflowWatch
 from amp_engine.diagnosis.post_mortem import OverflowReport
+from amp_engine.diagnosis.rehearsal import checked_policy
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.initialization import arguments, keep_by_name
@@ -598,22 +599,12 @@ class Engine:
         enabled=False, inside of a `scale_loss`, while gradients wait for a step, for lazy modules that have no shape
         yet, and if there was no backward and nothing was found before it; AmpTypeError for anything but a callable.
         """
-        if self.policy is None or self._is_disabled:
-            raise AmpStateError(
-                "find_overflow() was called, but amp.initialize() was not, or with enabled=False.  Call model, "
-                "optimizer = amp.initialize(model, optimizer, opt_level=...) first."
-            )
-        initialized, backwards = self._initialized, self.backwards
+        models = self._initialized.models
+        checked_policy("find_overflow", self.policy, models, step_fn)
 
         def run(scale: float | None) -> OverflowSource:
-            return find_overflow(
-                step_fn,
-                initialized.models,
-                backwards,
-                self.scalers,
-                initialized.parameter_places(),
-                scale,
-            )
+            places = self._initialized.parameter_places()
+            return find_overflow(step_fn, models, self.backwards, self.scalers, places, scale)
 
         records = self.overflow_report()
         if loss_scale is not None or not records:

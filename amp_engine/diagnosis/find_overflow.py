@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from amp_engine.diagnosis.post_mortem import Place
 from amp_engine.diagnosis.recorder import Module, Recorder, tensors_in
-from amp_engine.diagnosis.rehearsal import check_callable, check_shapes, rehearse
+from amp_engine.diagnosis.rehearsal import rehearse
 from amp_engine.diagnosis.relative_error import stored
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import local_of
@@ -80,8 +80,9 @@ class OverflowSource:
         if self.phase == "data":
             return f"data: {where} was given {found}, which no operation of this batch made.{loss}"
         inputs = "" if self.largest_input is None else f", of inputs up to {self.largest_input:.4g}"
-        now = "" if self.finite_at is None else f"  At the present scale, {self.finite_at:g}, everything is finite: "
-        now += "" if self.finite_at is None else "nothing to do."
+        now = ""
+        if self.finite_at is not None:
+            now = f"  At the present scale, {self.finite_at:g}, everything is finite: nothing to do."
         return f"{self.phase}: {where} gave the first value that is not finite: {found}{inputs}.{loss}{now}"
 
     def _where(self) -> str:
@@ -89,7 +90,7 @@ class OverflowSource:
         if self.module is None:
             return f"{self.operation}{of}, outside of the modules of the model,"
         module = f"{self.module} ({self.module_type})" if self.module else f"the model itself ({self.module_type})"
-        return f"{module}" if self.operation is None else f"{self.operation}{of} in {module}"
+        return module if self.operation is None else f"{self.operation}{of} in {module}"
 
 
 class _Search(Recorder):
@@ -270,8 +271,6 @@ def find_overflow(
         places: of parameters, by id.
         loss_scale: what dynamic scalers are set to meanwhile; None leaves them.
     """
-    check_callable(step_fn, "find_overflow")
-    check_shapes(models, "find_overflow")
     search = _Search(models, places)
     search.look_at_weights(p for model in models for p in model.parameters())
     rehearse(search, "find_overflow", step_fn, models, backwards, scalers, loss_scale)

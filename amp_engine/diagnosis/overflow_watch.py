@@ -125,7 +125,11 @@ class OverflowWatch:
         origin = backward.origin
         if not is_finite and origin is None:
             self._scaling.heard_of_loss(is_finite=False)
-        place = None if first is None else place_of(first[0], places)
+        of_first: dict[str, Any] = {}
+        if first is not None:
+            param, has_nan = first
+            kind = "nan" if has_nan else "inf"
+            of_first = {**place_of(param, places)._asdict(), "kind": kind, "numel": param.numel()}
         return self._explained(
             backward.number,
             backward.loss_id,
@@ -134,15 +138,11 @@ class OverflowWatch:
             weights,
             places,
             loss_scale=backward.outcome.scale(),
-            parameter=None if place is None else place.parameter,
-            module=None if place is None else place.module,
-            module_type=None if place is None else place.module_type,
-            kind=None if first is None else "nan" if first[1] else "inf",
             elements=backward.elements,
-            numel=0 if first is None else first[0].numel(),
             nonfinite=tuple(place_of(param, places).parameter for param, _ in nonfinite),
             checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
             skipped=skipped,
+            **of_first,
         )
 
     def _explained(

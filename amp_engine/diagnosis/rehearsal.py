@@ -13,17 +13,28 @@ from torch.nn.parameter import is_lazy
 from amp_engine.diagnosis.put_back import put_back
 from amp_engine.diagnosis.recorder import Recorder
 from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.levels.policy import Policy
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.scale_loss import ScaledBackwards
 
 
-def check_callable(step_fn: Any, call: str) -> None:
-    """Raise AmpTypeError unless `step_fn`, as it was passed to `call`, can be called."""
+def checked_policy(call: str, policy: Policy | None, models: Sequence[nn.Module], step_fn: Any) -> Policy:
+    """The policy of an engine whose models can be rehearsed.
+
+    Raises AmpStateError without one, with enabled=False, and for lazy modules, AmpTypeError for what cannot be called.
+    """
+    if policy is None or not policy.enabled:
+        raise AmpStateError(
+            f"{call}() was called, but amp.initialize() was not, or with enabled=False.  Call model, optimizer = "
+            "amp.initialize(model, optimizer, opt_level=...) first."
+        )
     if not callable(step_fn):
         raise AmpTypeError(
             f"{call} takes a function that runs one batch, not a {type(step_fn).__name__}.  Type for example "
             f"amp.{call}(lambda: loss_fn(model(x), y))."
         )
+    check_shapes(models, call)
+    return policy
 
 
 def check_shapes(models: Sequence[nn.Module], call: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from amp_engine.diagnosis.recorder import Module, Recorder
-from amp_engine.diagnosis.rehearsal import check_callable, check_shapes, rehearse
+from amp_engine.diagnosis.rehearsal import checked_policy, rehearse
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import local_of
@@ -132,14 +132,7 @@ def gradient_histogram(
     for lazy modules that have no shape yet, and where the batch had no gradient; AmpTypeError for what cannot be
     called; AmpValueError for a type that is not floating.
     """
-    policy = engine.policy
-    if policy is None or not policy.enabled:
-        raise AmpStateError(
-            "gradient_histogram() was called, but amp.initialize() was not, or with enabled=False.  Call model, "
-            "optimizer = amp.initialize(model, optimizer, opt_level=...) first."
-        )
-    check_callable(step_fn, "gradient_histogram")
-    check_shapes(engine._initialized.models, "gradient_histogram")
+    policy = checked_policy("gradient_histogram", engine.policy, engine._initialized.models, step_fn)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise AmpTypeError(f"dtype is a torch.dtype, not a {type(dtype).__name__}.  Use for example torch.float16.")
     if dtype is not None and not dtype.is_floating_point:

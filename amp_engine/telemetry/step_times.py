@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError
@@ -60,9 +59,8 @@ class StepTimes(Paged):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._marks: list[tuple[str, Any, Any]] = []
-        self._handles: list[RemovableHandle] = []
         self._moments: dict[int, Any] = {}  # the last one, by id of a context of `scale_loss` or an optimizer
-        self._unsubscribe: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
         self._start: Any = None
         self._times = Times(0, ())
 
@@ -72,9 +70,9 @@ class StepTimes(Paged):
             raise AmpStateError("amp.step_times() is measuring already.  Leave its `with` before the next one.")
         self._marks.clear()
         for optimizer in self._engine._initialized.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        self._unsubscribe = [
+            self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
+        self._undo += [
             events.entering.subscribe(self._begin),
             events.entered.subscribe(lambda context, loss, scale: self._mark(SCALE_LOSS, context)),
             events.leaving.subscribe(lambda context: self._mark(BACKWARD, context)),
@@ -85,12 +83,9 @@ class StepTimes(Paged):
 
     def __exit__(self, *error: object) -> None:
         end = now()
-        for unsubscribe in self._unsubscribe:
-            unsubscribe()
-        self._unsubscribe.clear()  # which refer to this
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()  # which refer to this
         self._moments.clear()
         self._times = self._summed(end)
         self._marks.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from amp_engine.engine import Engine
 from amp_engine.page.page import Block, Figure, Section, Sentence
@@ -13,14 +13,12 @@ from amp_engine.telemetry.wording import number, percent, plural, scale
 
 def described(engine: Engine) -> tuple[Loss, ...]:
     """Describe each loss scaler. Waits for the device, to read the scale."""
-    return tuple(_losses(engine))
-
-
-def _losses(engine: Engine) -> Iterator[Loss]:
+    losses = []
     for loss_id, scaler in enumerate(engine.scalers):
         track = engine._scaling.history.track(loss_id)
         points = tuple(ScalePoint(p.backward, p.scale, p.overflows) for p in track.points)
-        yield Loss(loss_id, scaler.dynamic, scaler.loss_scale(), track.backwards, track.overflows, points)
+        losses.append(Loss(loss_id, scaler.dynamic, scaler.loss_scale(), track.backwards, track.overflows, points))
+    return tuple(losses)
 
 
 def section(losses: Sequence[Loss]) -> Section:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_engine.casting.cache import WeightCache
+from amp_engine.diagnosis.recorder import tensors_in
 from amp_engine.engine import Engine
 from amp_engine.ground.distributed import local_of
 from amp_engine.optimizers.fused_step import fused_step_so_far
@@ -45,7 +46,7 @@ def described(engine: Engine) -> tuple[Memory, ...]:
         if isinstance(one.rows, SplitRows):
             count.add(REMAINDERS, one.rows.remainders)
     for one in stepped:
-        count.add(STATE, _tensors_in(list(one.optimizer.state.values())))
+        count.add(STATE, tensors_in(list(one.optimizer.state.values())))
     if casts is not None:
         _add_copies(count, params, stepped, casts.cache)
     # Gradients of masters are not made FP32 by this. A gradient held for the step is not counted while its parameter
@@ -133,12 +134,3 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Find the tensors in an optimizer's state: dictionaries and lists may be nested."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)

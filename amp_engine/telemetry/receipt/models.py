@@ -101,26 +101,22 @@ def _kept(model: nn.Module, policy: Policy) -> Iterator[Kept]:
 def _kept_in_half_model(model: nn.Module, policy: Policy) -> Iterator[Kept]:
     by_user = {part for module, _ in kept_modules(model) for part in module.modules()}
     names = {module: name for name, module in model.named_modules()}
-    reasons: dict[int, str] = {}  # why a tensor is kept, by its id; and the module that it is kept with
-    owners: dict[int, str] = {}
+    reasons: dict[int, tuple[str, str]] = {}  # why a tensor is kept, by its id, and with which module
     for module, name in names.items():
         is_norm = isinstance(module, BatchNormBase) and module.affine and bool(policy.keep_batchnorm_fp32)
         why = BY_KEEP_FLOAT if module in by_user else BY_BATCH_NORM if is_norm else None
         for tensor in _own(module) if why is not None else ():
-            reasons.setdefault(id(tensor), str(why))
-            owners.setdefault(id(tensor), name)
+            reasons.setdefault(id(tensor), (str(why), name))
     for module, name in names.items():
         found: dict[tuple[torch.dtype, str], list[Tensor]] = {}
         for tensor in _own(module):
             if tensor.dtype in LOW_PRECISION:
                 continue
-            why = reasons.get(id(tensor))
-            if why is not None and owners[id(tensor)] != name:
-                why = IS_SHARED.format(owners[id(tensor)] or "the model")
+            why, owner = reasons.get(id(tensor), (IS_SHARD if is_sharded(tensor) else CAME_SINCE, name))
             if not tensor.is_floating_point():
                 why = NOT_FLOATING
-            elif why is None:
-                why = IS_SHARD if is_sharded(tensor) else CAME_SINCE
+            elif owner != name:
+                why = IS_SHARED.format(owner or "the model")
             found.setdefault((tensor.dtype, why), []).append(tensor)
         for (dtype, why), tensors in found.items():
             count = sum(t.numel() for t in tensors)

@@ -243,11 +243,10 @@ class Engine:
                 process_group,
                 self.allow_incoming_model_not_fp32,
             )
-            decided, bounds = request.policy, (request.min_loss_scale, request.max_loss_scale)
+            decided = request.policy
             num_losses = arguments.check_num_losses(num_losses)
             if decided.patch_torch_functions:
-                self.function_casts.check_environment()
-                self.function_casts.check_where(request.casts_everywhere)
+                self.function_casts.check(request.casts_everywhere)
             self._initialized.refuse_known(request.optimizers, request.wrappers)
 
             self.reporter.verbosity = verbosity
@@ -257,8 +256,8 @@ class Engine:
             if self.policy is None:
                 self.overflows.begin()
             self.policy = decided
-            self.min_loss_scale, self.max_loss_scale = bounds
-            self._scaling.begin(decided.loss_scale, num_losses, *bounds, skip_on_overflow)
+            self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
+            self._scaling.begin(decided.loss_scale, num_losses, min_loss_scale, max_loss_scale, skip_on_overflow)
             self.function_casts.follow(
                 decided, request.models, allow_banned, verbosity == 2, everywhere=request.casts_everywhere
             )
@@ -383,7 +382,7 @@ class Engine:
 
     def _look_at_gathered(self, optimizer: Optimizer | LARC) -> Stepper | None:
         """The Stepper of `optimizer`, which is told of gradients that are older than their place in it."""
-        stepped = self._initialized.get(inner_of(optimizer))
+        stepped = self.backwards.get(inner_of(optimizer))
         if stepped is not None:
             self.backwards.look_at_gathered(stepped)
         return stepped

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_engine.casting import patch_torch
 from amp_engine.casting.explanation import Explanation
-from amp_engine.casting.function_casts import FunctionCasts
+from amp_engine.casting.function_casts import FunctionCasts, Observer
 from amp_engine.casting.overrides import from_environment
 from amp_engine.casting.patches import check_patchable
 from amp_engine.casting.regions import cast_region, float_region
@@ -37,7 +37,7 @@ class EngineCasts:
         self._options: dict[str, Any] = {}
         self._registrations: list[Registration] = []
         self._removals: list[tuple[Any, str]] = []
-        self._explanations: list[Explanation] = []
+        self._observers: list[Observer] = []
         self._said_ended = False
         self._casts_model_at: str | None = None  # the newest level, if that casts the model and no functions
         self._said_without = False
@@ -148,10 +148,6 @@ class EngineCasts:
             )
             self._say(report.nothing_is_cast(level, calls, names), rank0=True)
 
-    def check_environment(self) -> None:
-        """Raise AmpValueError for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE."""
-        from_environment(os.environ, self._registrations)
-
     def _change_lists(self, registrations: list[Registration], removals: list[tuple[Any, str]]) -> None:
         before = self._registrations, self._removals
         self._registrations, self._removals = registrations, removals
@@ -183,10 +179,9 @@ class EngineCasts:
         The casts end with the last module of `models` and of the models of the earlier casts; without `models` they
         last until `remove`.
 
-        Raises AmpValueError, and changes nothing, for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE, and like
-        `check_where`.
+        Raises AmpValueError like `check`, and changes nothing.
         """
-        self.check_where(everywhere)
+        self.check(everywhere)
         of_casts = {**options, "dtype": dtype, "origin": origin, "everywhere": everywhere}
         new = _modules_of(models)
         with patch_torch.changing():  # or the casts of an `initialize` in another thread would stay for ever
@@ -201,8 +196,12 @@ class EngineCasts:
                 self._say(report.casts_replaced(before.origin, origin, dtype), rank0=True)
         return casts
 
-    def check_where(self, everywhere: bool) -> None:
-        """Raise AmpValueError if functions are cast already, but with another `everywhere`."""
+    def check(self, everywhere: bool) -> None:
+        """Raise AmpValueError for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE.
+
+        And if functions are cast already, but with another `everywhere`.
+        """
+        from_environment(os.environ, self._registrations)
         casts = self.casts
         if casts is not None and casts.everywhere != everywhere:
             here, there = ("everywhere", "model") if everywhere else ("model", "everywhere")
@@ -238,12 +237,11 @@ class EngineCasts:
             registrations=registrations,
             removals=[*removed, *removals],
             emit=self._say,
+            observers=self._observers,
         )
         casts.belong_to(self, modules)
         if self.casts is not None and self.casts.were_used:
             casts.note_use()
-        for explanation in self._explanations:
-            casts.observe(explanation.tell)
         casts.install()
         # From here on a forked child keeps the new casts, and discards the earlier ones.
         before, self._installed, self._options = self._installed, casts, options
@@ -284,15 +282,13 @@ class EngineCasts:
     @contextmanager
     def observed(self, explanation: Explanation) -> Iterator[None]:
         """Have `explanation` see each call, also under casts that are installed meanwhile."""
-        self._explanations.append(explanation)
-        if self.casts is not None:
-            self.casts.observe(explanation.tell)
+        self._observers.append(explanation.tell)
+        patch_torch.tell_native()
         try:
             yield
         finally:
-            self._explanations.remove(explanation)
-            if self.casts is not None:
-                self.casts.unobserve(explanation.tell)
+            self._observers.remove(explanation.tell)
+            patch_torch.tell_native()
 
 
 def _names(removal: tuple[Any, str], registration: Registration) -> bool:

@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ class FunctionCasts:
         registrations: functions that are cast, too; they win over the lists.
         removals: owner and name of functions that are not cast, listed or not.
         emit: takes the reports.
+        observers: told of each call, in any thread; who changes the list calls `patch_torch.tell_native` afterwards.
         native: True if the compiled wrappers cast, if there are any; False if the Python ones do.
         origin: names, in messages, the level or call that switched the casts on.
         everywhere: cast outside of all regions, too; False: in cast regions alone.
@@ -52,6 +52,7 @@ class FunctionCasts:
         registrations: Sequence[Registration] = (),
         removals: Sequence[tuple[Any, str]] = (),
         emit: Callable[[str], None] = messages.say,
+        observers: list[Observer] | None = None,
         native: bool = True,
         origin: str = "FunctionCasts",
         everywhere: bool = True,
@@ -63,7 +64,8 @@ class FunctionCasts:
         self.removals: Sequence[tuple[Any, str]] = tuple(removals)
         self.cache = WeightCache() if CASTS is None or not native else NativeWeightCache(CASTS)
         self.verbose = verbose
-        self._observers: tuple[Observer, ...] = (partial(_report, emit),) if verbose else ()
+        self._emit = emit
+        self.observers = [] if observers is None else observers
         self._disabled = 0
         self._is_switched_off = False
         self.is_disabled_everywhere = False  # Dynamo guards this flag, and not the count
@@ -145,24 +147,14 @@ class FunctionCasts:
 
     @property
     def is_observed(self) -> bool:
-        """True if there are observers; then calls go through wrappers.py, which tells them."""
-        return bool(self._observers)
-
-    def observe(self, observer: Observer) -> None:
-        """Tell `observer` of each call, in any thread, until `unobserve`."""
-        with locks.shared:
-            self._observers = (*self._observers, observer)
-        patch_torch.tell_native()
-
-    def unobserve(self, observer: Observer) -> None:
-        """Stop telling `observer`, if it is told."""
-        with locks.shared:
-            self._observers = tuple(other for other in self._observers if other != observer)
-        patch_torch.tell_native()
+        """True if casts are reported or observed; then calls go through wrappers.py."""
+        return self.verbose or bool(self.observers)
 
     def tell(self, call: Call) -> None:
-        """Pass `call` on to all observers."""
-        for observer in self._observers:
+        """Report the casts of `call`, if `verbose`, and pass it on to all observers."""
+        for made in call.casts if self.verbose else ():  # in apex's words
+            self._emit(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({call.function.rpartition('.')[2]})")
+        for observer in tuple(self.observers):
             observer(call)
 
     @property
@@ -212,9 +204,3 @@ class FunctionCasts:
             self._disabled += by
             self.is_disabled_everywhere = self._disabled > 0
         patch_torch.tell_native()
-
-
-def _report(emit: Callable[[str], None], call: Call) -> None:
-    """Report each cast in apex's words."""
-    for made in call.casts:
-        emit(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({call.function.rpartition('.')[2]})")

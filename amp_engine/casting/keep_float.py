@@ -54,7 +54,7 @@ def keep_float(module: M, keep: bool = True) -> M:
             module.register_forward_pre_hook(enter_float, with_kwargs=True)
             module.register_forward_hook(leave_float, prepend=True, always_call=True)
         else:
-            _remove_hooks(module)
+            remove_hooks(module, lambda hook: hook is enter_float or hook is leave_float)
         discard_compiled()
     return module
 
@@ -133,14 +133,26 @@ part_of_a_graph(enter_casts)
 part_of_a_graph(leave_float)
 
 
-def _remove_hooks(module: nn.Module) -> None:
-    before: list[Any] = [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
-    after: list[Any] = [
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    ]
-    for hook, tables in ((enter_float, before), (leave_float, after)):
-        for key in [key for key, other in tables[0].items() if other is hook]:
-            for table in tables:
-                table.pop(key, None)
+# Where the hooks of a module are, and what torch notes about them elsewhere.
+_HOOKS: dict[str, list[str]] = {
+    "_forward_pre_hooks": ["_forward_pre_hooks_with_kwargs"],
+    "_forward_hooks": ["_forward_hooks_with_kwargs", "_forward_hooks_always_called"],
+    "_state_dict_pre_hooks": [],
+    "_state_dict_hooks": [],
+    "_load_state_dict_pre_hooks": [],
+    "_load_state_dict_post_hooks": [],
+}
+
+
+def remove_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
+    """Remove such hooks from `module` itself, and return them."""
+    removed = []
+    for name, extras in _HOOKS.items():
+        hooks = getattr(module, name)
+        for key, hook in list(hooks.items()):
+            hook = getattr(hook, "hook", hook)  # torch wraps some
+            if is_ours(hook):
+                removed.append(hook)
+                for noted in (hooks, *(getattr(module, extra) for extra in extras)):
+                    noted.pop(key, None)
+    return removed

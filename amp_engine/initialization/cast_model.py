@@ -22,7 +22,7 @@ from amp_engine.casting.forward_casts import (
     parts_of,
     restore_class,
 )
-from amp_engine.casting.keep_float import cast_functions_in, is_kept, kept_modules
+from amp_engine.casting.keep_float import cast_functions_in, is_kept, kept_modules, remove_hooks
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.containers import cast_tensors
 from amp_engine.ground.distributed import fsdp2_param_dtypes, is_any_sharded, is_fsdp2, is_sharded
@@ -249,14 +249,7 @@ def _remove(model: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
     removed = []
     for module in model.modules():
         restore_class(module)
-        for name, extras in _HOOKS.items():
-            hooks = getattr(module, name)
-            for key, hook in list(hooks.items()):
-                hook = getattr(hook, "hook", hook)  # torch wraps some
-                if is_ours(hook):
-                    removed.append(hook)
-                    for noted in (hooks, *(getattr(module, extra) for extra in extras)):
-                        noted.pop(key, None)
+        removed += remove_hooks(module, is_ours)
     return removed
 
 
@@ -268,15 +261,6 @@ def is_cast(model: nn.Module) -> bool:
     return any(isinstance(hook, (CastInputs, CastOutputs)) for hook in hooks)
 
 
-# Where the hooks of a module are, and what torch notes about them elsewhere.
-_HOOKS: dict[str, list[str]] = {
-    "_forward_pre_hooks": ["_forward_pre_hooks_with_kwargs"],
-    "_forward_hooks": ["_forward_hooks_with_kwargs", "_forward_hooks_always_called"],
-    "_state_dict_pre_hooks": [],
-    "_state_dict_hooks": [],
-    "_load_state_dict_pre_hooks": [],
-    "_load_state_dict_post_hooks": [],
-}
 _HOOK_FUNCTIONS = (
     follow_masters,
     follow_masters_in_eager,

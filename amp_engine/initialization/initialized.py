@@ -102,10 +102,6 @@ class Initialized:
         """True if `module` is a model, or inside of one."""
         return any(module is part for model in self.models for part in model.modules())
 
-    def get(self, optimizer: Optimizer) -> Stepper | None:
-        """The Stepper of `optimizer`, or None."""
-        return self.backwards.get(optimizer)
-
     @_without_collections()
     def add(self, request: Request, adopt_data_writes: bool) -> None:
         """Cast models, give optimizers masters and hooks. If anything raises, nothing has changed.
@@ -184,7 +180,7 @@ class Initialized:
     def stepped_by(self, optimizer: Any) -> Stepper:
         """The Stepper of `optimizer`, or of the optimizer inside. Raises AmpTypeError if it was not passed."""
         stepping = inner_of(optimizer)
-        stepped = self.get(stepping) if isinstance(stepping, Optimizer) else None
+        stepped = self.backwards.get(stepping) if isinstance(stepping, Optimizer) else None
         if stepped is None:
             raise AmpTypeError(
                 f"This {type(optimizer).__name__} was not passed to amp.initialize.  Call model, optimizer = "

@@ -38,7 +38,6 @@ class Request:
         output_dtype: of floating model outputs; None: not given.
         process_group: the ranks that agree on overflows; None: not given.
         moment_dtype: of Adam's moments.
-        min_loss_scale, max_loss_scale: the bounds of dynamic scales.
         casts_everywhere: True if functions are cast in the whole process, False: in forwards of the models.
         half_weights: the watch over low-precision weights of each optimizer, or None where the level takes them.
     """
@@ -51,8 +50,6 @@ class Request:
     output_dtype: torch.dtype | None
     process_group: ProcessGroup | None
     moment_dtype: torch.dtype
-    min_loss_scale: float | None
-    max_loss_scale: float
     casts_everywhere: bool
     half_weights: list[HalfWeights | None]
 
@@ -105,11 +102,11 @@ def checked(
     wrappers = {wrapper: inner for wrapper, inner in zip(passed, stepping, strict=True) if wrapper is not inner}
     moments = torch.float32 if moments is None else parse_dtype(moments, "moment_dtype")
     arguments.check_narrow(stepping, wrappers, policy, moments)
-    bounds = {name: given[name] for name in ("min_loss_scale", "max_loss_scale")}
     are_cast = {id(param) for param in changed}
     names = partial(_names, [weakref.ref(model) for model in model_list])
     halves = [half_weights(one, policy, allow_half or hard_override, names, are_cast) for one in stepping]
-    LossScaler(policy.loss_scale, **bounds)  # raises for bounds that the real scalers would refuse
+    # Raises for bounds that the real scalers would refuse.
+    LossScaler(policy.loss_scale, min_loss_scale=given["min_loss_scale"], max_loss_scale=given["max_loss_scale"])
     return Request(
         model_list,
         stepping,
@@ -119,9 +116,8 @@ def checked(
         output_dtype,
         process_group,
         moments,
-        **bounds,
-        casts_everywhere=given["casts"] == "everywhere",
-        half_weights=halves,
+        given["casts"] == "everywhere",
+        halves,
     )
 
 

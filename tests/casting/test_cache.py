@@ -14,7 +14,7 @@ from torch.nn.utils import vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 from amp_engine import Engine
-from amp_engine.casting import FunctionCasts
+from amp_engine.casting import FunctionCasts, patch_torch
 from amp_engine.casting.cache import WeightCache
 from amp_engine.casting.calls import Call
 from amp_engine.ground import devices
@@ -31,7 +31,8 @@ def layer(value: float = 1.0) -> nn.Linear:
 def observed_calls(casts: FunctionCasts) -> list[Call]:
     """The calls of listed functions from now on."""
     calls: list[Call] = []
-    casts.observe(calls.append)
+    casts.observers.append(calls.append)
+    patch_torch.tell_native()
     return calls
 
 

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
@@ -598,13 +599,9 @@ class Engine:
         enabled=False, inside of a `scale_loss`, while gradients wait for a step, for lazy modules that have no shape
         yet, and if there was no backward and nothing was found before it; AmpTypeError for anything but a callable.
         """
-        models = self._initialized.models
+        models, places = self._initialized.models, self._initialized.parameter_places()
         checked_policy("find_overflow", self.policy, models, step_fn)
-
-        def run(scale: float | None) -> OverflowSource:
-            places = self._initialized.parameter_places()
-            return find_overflow(step_fn, models, self.backwards, self.scalers, places, scale)
-
+        run = partial(find_overflow, step_fn, models, self.backwards, self.scalers, places)
         records = self.overflow_report()
         if loss_scale is not None or not records:
             return run(loss_scale)

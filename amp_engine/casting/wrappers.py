@@ -239,21 +239,17 @@ def _call(fn: Function, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
     return fn(*args, **kwargs)
 
 
-def _methods() -> dict[Any, Any]:
-    """Map operators that are written in C to the methods that torch passes on for them."""
-    pairs = [
-        (f"__{name}__", name) for name in ("matmul", "eq", "ne", "ge", "gt", "le", "lt", "add", "sub", "mul", "div")
-    ]
-    pairs += [(f"__i{name}__", f"{name}_") for name in ("add", "sub", "mul", "div")]
-    pairs += [("__radd__", "add"), ("__rmul__", "mul"), ("__truediv__", "div")]
-    return {
-        getattr(TensorBase, operator): getattr(TensorBase, method)
-        for operator, method in pairs
-        if hasattr(TensorBase, operator)
-    }
-
-
-_METHODS = _methods()
+_OPERATORS = {
+    **{f"__{name}__": name for name in ("matmul", "eq", "ne", "ge", "gt", "le", "lt", "add", "sub", "mul", "div")},
+    **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "div")},
+    **{"__radd__": "add", "__rmul__": "mul", "__truediv__": "div"},
+}
+# The operators that are written in C, and the methods that torch passes on for them.
+_METHODS: dict[Any, Any] = {
+    getattr(TensorBase, operator): getattr(TensorBase, method)
+    for operator, method in _OPERATORS.items()
+    if hasattr(TensorBase, operator)
+}
 
 
 def _to_half(tensor: Tensor, casts: Casts, call: Call | None) -> Tensor:

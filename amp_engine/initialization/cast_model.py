@@ -161,17 +161,16 @@ class CastModel:
                 self._handles.append(model.register_forward_pre_hook(follow_masters_in_eager, prepend=True))
             if output_dtype is not None:
                 self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
-            if (casts_inputs or output_dtype is not None) and not is_fsdp2(model):
-                casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
-                # Nothing more for a part of a model like this one.
-                if not casts_inputs or self._casts_before != replace(casts, of_part=True):
-                    self._casts = replace(casts, of_typed=casts_inputs and has_parameter_of(model, dtype))
-                    cast_forward(model, self._casts)
+            casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
+            of_part = replace(casts, of_part=True)
+            casts_already = casts_inputs and self._casts_before == of_part  # as part of a model like this one
+            if (casts_inputs or output_dtype is not None) and not is_fsdp2(model) and not casts_already:
+                self._casts = replace(casts, of_typed=casts_inputs and has_parameter_of(model, dtype))
+                cast_forward(model, self._casts)
             if casts_functions:
                 self._handles += cast_functions_in(model)
             if casts_functions or (casts_inputs and self._casts is not None):
-                casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions, of_part=True)
-                self._cast_parts(model, casts)
+                self._cast_parts(model, of_part)
         except BaseException:
             self.remove_hooks()
             raise

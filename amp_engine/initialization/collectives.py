@@ -51,26 +51,26 @@ WRITING = (
 READING = ("send",)
 
 
-class Watch:
-    """Versions are moved for as long as one lives."""
+# Versions are moved while there is one.
+_OWNERS: weakref.WeakSet[object] = weakref.WeakSet()
 
-
-_WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
-
-# Registered once and left, since torch frees a kernel that another thread may be in. Without a watch they do nothing.
+# Registered once and left, since torch frees a kernel that another thread may be in. Without an owner they do nothing.
 _REGISTERED: list[object] = []
 _REGISTERING = threading.Lock()
 
 
-def watch() -> Watch:
-    """Have collectives move versions until what is returned is discarded."""
+def watch(owner: object) -> None:
+    """Have collectives move versions until `unwatch(owner)`, or until `owner` is gone."""
     with _REGISTERING:
         if not _REGISTERED:
             tensor_lists.ask_for_written_lists()
             _REGISTERED.append(torch.distributed.is_available() and _watch_c10d())
-    result = Watch()
-    _WATCHES.add(result)
-    return result
+    _OWNERS.add(owner)
+
+
+def unwatch(owner: object) -> None:
+    """Undo `watch`."""
+    _OWNERS.discard(owner)
 
 
 def _watch_c10d() -> object:
@@ -109,7 +109,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _written(tensors: Iterable[Tensor], is_broadcast: bool) -> None:
     """Move the versions of parameters that have memory where `tensors` have it."""
-    for tensor in tensors if _WATCHES else ():
+    for tensor in tensors if _OWNERS else ():
         if isinstance(tensor, nn.Parameter):
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)

@@ -21,10 +21,9 @@ from amp_engine.diagnosis.post_mortem import Place
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION
-from amp_engine.initialization import apex_face
+from amp_engine.initialization import apex_face, collectives
 from amp_engine.initialization.arguments import check_has_groups, check_optimizers, refuse_around_split
 from amp_engine.initialization.cast_model import CastModel, remember
-from amp_engine.initialization.collectives import Watch, watch
 from amp_engine.initialization.keep_by_name import give_back
 from amp_engine.initialization.request import Request
 from amp_engine.initialization.sharded_since import refusal_of_replaced
@@ -81,7 +80,6 @@ class Initialized:
         self._wrappers = weakref.WeakKeyDictionary()
         # Modules that a policy file had kept in FP32, until `release`.
         self.kept_by_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._collectives: Watch | None = None  # of torch.distributed, while there are models or optimizers
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -156,7 +154,7 @@ class Initialized:
         for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
             with suppress(ValueError):  # as another thread did so
                 self._cast_models.remove(gone)
-        self._collectives = self._collectives or watch()
+        collectives.watch(self)
         self.backwards.unlisted.begin()
         self._follow_masters()
         for wrapper, optimizer in request.wrappers.items():
@@ -257,7 +255,7 @@ class Initialized:
                 handle.remove()
             apex_face.take_off(wrapper)
         self._wrappers.clear()
-        self._collectives = None
+        collectives.unwatch(self)
         self.backwards.unlisted.end()
         optimizers = self.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]

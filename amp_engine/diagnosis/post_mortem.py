@@ -252,13 +252,7 @@ def _what_happened(record: OverflowRecord) -> str:
 
 
 def diagnosis(record: OverflowRecord, skips: int, loss_scale: float) -> str:
-    """The message after many skips in a row.
-
-    Args:
-        record: of the last of them.
-        skips: how many.
-        loss_scale: the scale now.
-    """
+    """The message after many skips in a row, of which the record is the last; the loss scale is that of now."""
     if record.weights:
         advice = (
             f"Weights are not finite, so no scale can help: {some(record.weights)}.  A float16 one is inf from "

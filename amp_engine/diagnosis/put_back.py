@@ -22,46 +22,37 @@ from amp_engine.ground.reachable import ITEMS, reachable
 from amp_engine.ground.torch_private import lazy_clone
 
 
-class Randomness:
-    """The state of generators: torch's, Python's, NumPy's where that is loaded, and those that roots refer to.
+def randomness(found: Iterable[object]) -> Callable[[], None]:
+    """A function that has generators go on from here: torch's, Python's, NumPy's if that is loaded, and found ones."""
+    states: list[tuple[Callable[[Any], Any], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        device: Any = torch.get_device_module(accelerator)
+        if getattr(device, "is_initialized", lambda: True)():
+            if hasattr(device, "get_rng_state_all"):
+                states.append((device.set_rng_state_all, device.get_rng_state_all()))
+            elif hasattr(device, "get_rng_state"):
+                states.append((device.set_rng_state, device.get_rng_state()))
+    states.append((random.setstate, random.getstate()))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        states.append((numpy.random.set_state, numpy.random.get_state()))
+    for one in found:
+        if isinstance(one, torch.Generator):
+            states.append((one.set_state, one.get_state()))
+        elif isinstance(one, random.Random):
+            states.append((one.setstate, one.getstate()))
+        elif numpy is not None and isinstance(one, numpy.random.RandomState):
+            states.append((one.set_state, one.get_state()))
+        elif numpy is not None and isinstance(one, numpy.random.Generator):
+            bits = one.bit_generator
+            states.append((functools.partial(setattr, bits, "state"), bits.state))
 
-    Args:
-        found: what they refer to.
-    """
+    def restore() -> None:
+        for setter, state in states:
+            setter(state)
 
-    def __init__(self, found: Iterable[object]) -> None:
-        self._put_back: list[Callable[[], Any]] = []
-        self._keep(torch.set_rng_state, torch.get_rng_state())
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            device: Any = torch.get_device_module(accelerator)
-            if getattr(device, "is_initialized", lambda: True)():
-                if hasattr(device, "get_rng_state_all"):
-                    self._keep(device.set_rng_state_all, device.get_rng_state_all())
-                elif hasattr(device, "get_rng_state"):
-                    self._keep(device.set_rng_state, device.get_rng_state())
-        self._keep(random.setstate, random.getstate())
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is not None:
-            self._keep(numpy.random.set_state, numpy.random.get_state())
-        for one in found:
-            if isinstance(one, torch.Generator):
-                self._keep(one.set_state, one.get_state())
-            elif isinstance(one, random.Random):
-                self._keep(one.setstate, one.getstate())
-            elif numpy is not None and isinstance(one, numpy.random.RandomState):
-                self._keep(one.set_state, one.get_state())
-            elif numpy is not None and isinstance(one, numpy.random.Generator):
-                bits = one.bit_generator
-                self._keep(functools.partial(setattr, bits, "state"), bits.state)
-
-    def _keep(self, setter: Callable[[Any], Any], state: Any) -> None:
-        self._put_back.append(functools.partial(setter, state))
-
-    def restore(self) -> None:
-        """Have all of them go on from there."""
-        for put_back in self._put_back:
-            put_back()
+    return restore
 
 
 @contextmanager
@@ -84,30 +75,28 @@ def put_back(
     modules = {id(m): m for one in (*models, *found) if isinstance(one, nn.Module) for m in one.modules()}
     own = {id(p): p for one in models for p in one.parameters()} | {id(p): p for p in params}
     others = {id(p): p for m in modules.values() for p in m._parameters.values() if p is not None and id(p) not in own}
+    buffers = [b for m in modules.values() for b in m._buffers.values() if b is not None]
+    looked_after = [*own.values(), *others.values(), *buffers]
     with ExitStack() as stack:
-        stack.callback(Randomness(found).restore)
+        stack.callback(randomness(found))
         cudnn = torch.backends.cudnn
-        flags = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
-        stack.callback(_set_cudnn, *flags)
+        stack.callback(_set_cudnn, cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
         for scheduler in found:
             if isinstance(scheduler, (LRScheduler, torch.amp.GradScaler)):
                 stack.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
         for optimizer in {id(one): one for one in (*optimizers, *found) if isinstance(one, Optimizer)}.values():
-            is_stepped = all(optimizer is not one for one in optimizers)
-            stack.callback(_restore_optimizer, optimizer, *_of_optimizer(optimizer, is_stepped))
+            stack.callback(_restorer(optimizer, is_stepped=all(optimizer is not one for one in optimizers)))
+            looked_after += [p for group in optimizer.param_groups for p in group["params"]]
+            states = [values for values in optimizer.state.values() if isinstance(values, dict)]
+            looked_after += [value for values in states for value in values.values()]
         for module in modules.values():
             # By name too: a forward may put another tensor in the place of a buffer.
             stack.callback(_restore_module, module, dict(module._buffers), module.training)
-        for buffer in (b for m in modules.values() for b in m._buffers.values() if b is not None):
+        for buffer in buffers:
             stack.callback(_write, buffer, buffer.clone())
         for param in others.values():
             if not is_lazy(param):
                 stack.callback(_restore, param, _copied(param))
-        looked_after = [*own.values(), *others.values(), *(b for m in modules.values() for b in m._buffers.values())]
-        for optimizer in (one for one in (*optimizers, *found) if isinstance(one, Optimizer)):
-            looked_after += [p for group in optimizer.param_groups for p in group["params"]]
-            states = [values for values in optimizer.state.values() if isinstance(values, dict)]
-            looked_after += [value for values in states for value in values.values()]
         _keep_tensors(stack, found, {id(one) for one in looked_after})
         for p in (*own.values(), *others.values()):
             # With the values of those that are views: the next backward writes DistributedDataParallel's buckets.
@@ -183,39 +172,37 @@ def _restore_gradient(param: Tensor, grad: Tensor | None, values: Tensor | None)
         _write(grad, values)
 
 
-def _of_optimizer(optimizer: Optimizer, is_stepped: bool) -> tuple[list[dict[str, Any]], dict[Any, Any] | None]:
-    """The options of all groups, and the state of an optimizer that is stepped."""
+def _restorer(optimizer: Optimizer, is_stepped: bool) -> Callable[[], None]:
+    """A function that restores the options of all groups, and the state of an optimizer that is stepped."""
     groups = [
         {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
     ]
-    if not is_stepped:
-        return groups, None
     state = {}
     for param, values in optimizer.state.items():
-        if isinstance(values, dict):
+        if is_stepped and isinstance(values, dict):
             state[param] = {k: (v, _copied(v) if isinstance(v, Tensor) else None) for k, v in values.items()}
-    return groups, state
 
+    def restore() -> None:
+        for group, before in zip(optimizer.param_groups, groups, strict=False):
+            for name, value in before.items():
+                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                    _write(group[name], value)
+                else:
+                    group[name] = value
+        if not is_stepped:
+            return
+        for param in [param for param in optimizer.state if param not in state]:
+            del optimizer.state[param]
+        for param, values in state.items():
+            present = optimizer.state[param]
+            present.clear()
+            for name, (value, copied) in values.items():
+                if copied is not None:
+                    _restore(value, copied)
+                present[name] = value
 
-def _restore_optimizer(optimizer: Optimizer, groups: Sequence[dict[str, Any]], state: dict[Any, Any] | None) -> None:
-    for group, before in zip(optimizer.param_groups, groups, strict=False):
-        for name, value in before.items():
-            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
-                _write(group[name], value)
-            else:
-                group[name] = value
-    if state is None:
-        return
-    for param in [param for param in optimizer.state if param not in state]:
-        del optimizer.state[param]
-    for param, values in state.items():
-        present = optimizer.state[param]
-        present.clear()
-        for name, (value, copied) in values.items():
-            if copied is not None:
-                _restore(value, copied)
-            present[name] = value
+    return restore
 
 
 def _set_cudnn(enabled: bool, benchmark: bool, deterministic: bool) -> None:

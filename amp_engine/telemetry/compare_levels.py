@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.casting import in_force
-from amp_engine.diagnosis.put_back import Randomness, put_back
+from amp_engine.diagnosis.put_back import put_back, randomness
 from amp_engine.diagnosis.rehearsal import check_shapes
 from amp_engine.diagnosis.relative_error import Distance, distance, stored
 from amp_engine.engine import Engine
@@ -65,7 +65,7 @@ class Trials:
         self._model, self._step_fn = without_wrapper(model), step_fn
         self._reference_policy = as_policy(reference)
         self._reference: _Run | None = None
-        self._randomness = Randomness(reachable([step_fn, model]))
+        self._restore_randomness = randomness(reachable([step_fn, model]))
         self._last_fit: int | None = None  # exponent of the last loss scale that was looked for
 
     def compare(self, policy: RunPolicy, operations: bool = True) -> LevelComparison:
@@ -114,7 +114,7 @@ class Trials:
 
     def _run(self, policy: RunPolicy, follow: Follow | None, loss_scale: float | None) -> _Run:
         """One batch of a copy; without a loss scale at the first one of the policy."""
-        self._randomness.restore()
+        self._restore_randomness()
         model = self._copied()
         with Engine() as engine, torch.compiler.set_stance("force_eager"):
             engine.initialize(model, policy=policy, opt_level=policy.opt_level, verbosity=0)

@@ -262,15 +262,7 @@ def find_overflow(
     places: Mapping[int, Place],
     loss_scale: float | None,
 ) -> OverflowSource:
-    """Run one batch once more and find where it stopped to be finite: `amp.find_overflow`.
-
-    Args:
-        models: that are followed by hooks.
-        backwards: of the engine, whose steps do nothing meanwhile.
-        scalers: all of them.
-        places: of parameters, by id.
-        loss_scale: what dynamic scalers are set to meanwhile; None leaves them.
-    """
+    """Run one batch once more, at a loss scale if it is given, and find where it stopped to be finite."""
     search = _Search(models, places)
     search.look_at_weights(p for model in models for p in model.parameters())
     rehearse(search, "find_overflow", step_fn, models, backwards, scalers, loss_scale)

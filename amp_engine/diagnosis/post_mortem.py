@@ -152,15 +152,7 @@ def likely_cause(
     has_bad_weights: bool,
     came_from_outside: bool,
 ) -> Cause:
-    """The likely reason why gradients are not finite.
-
-    Args:
-        loss: before scaling, if it is known.
-        earlier: losses of the clean backwards before, oldest first, finite.
-        has_gradient: a gradient of this process is not finite.
-        has_bad_weights: a parameter is not finite.
-        came_from_outside: an input of the forward is not finite.
-    """
+    """The likely reason why gradients are not finite; earlier losses are those of clean backwards, oldest first."""
     is_finite = loss is None or math.isfinite(loss)
     if not is_finite and came_from_outside and not has_bad_weights:
         return "data"

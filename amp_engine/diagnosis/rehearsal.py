@@ -66,9 +66,7 @@ def rehearse(
         recorder: hears of the batch, which no other observer does.
         call: the name of the public function, for errors.
         step_fn: runs the batch. All that it refers to is put back, too.
-        models: that are run.
-        backwards: of the engine.
-        scalers: all of its scalers.
+        models, backwards, scalers: all of the engine.
         loss_scale: what dynamic scalers are set to meanwhile, within their bounds; None leaves them.
 
     Raises AmpStateError, with nothing changed, inside of a `scale_loss` and while gradients wait for a step. Waits for

@@ -24,7 +24,7 @@ from amp_engine.telemetry.comparison import ComparedModule, ComparedOperation
 _MOVES = {"_to_copy", "to", "copy_", "copy", "clone", "contiguous", "lift_fresh", "detach", "set_", "resize_"}
 # They overwrite what they are given.
 _MOVES |= {"fill_", "zero_", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_full"}
-_MOVES |= {"new_ones", "new_empty_strided", "rand_like", "randn_like", "randint_like"}
+_MOVES |= {"new_ones", "new_empty_strided"}
 # What they give does not depend on what they are given, but on its shape, and on the state of a generator.
 _RANDOM = {"bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "rand"}
 _RANDOM |= {"rand_like", "randn", "randn_like", "randint", "randint_like", "random_", "randperm", "uniform_"}
@@ -74,11 +74,7 @@ class _Recorded:
 
 
 class Follower(Recorder):
-    """Names by keys each operation of a forward, inputs and outputs of modules, and the gradients of outputs.
-
-    Args:
-        model: that is run.
-    """
+    """Names by keys each operation of a forward, inputs and outputs of modules, and the gradients of outputs."""
 
     sees_operations = True
 
@@ -167,12 +163,7 @@ class Follower(Recorder):
 
 
 class Recording(Follower):
-    """The reference: holds the results of operations and modules, and the gradients of outputs.
-
-    Args:
-        model: that is run.
-        loss_scale: that the loss is multiplied by.
-    """
+    """The reference: holds the results of operations and modules, and the gradients of outputs."""
 
     def __init__(self, model: nn.Module, loss_scale: float) -> None:
         super().__init__(model)
@@ -213,14 +204,7 @@ class Recording(Follower):
 
 
 class Comparing(Follower):
-    """Another run of the batch: holds relative errors only.
-
-    Args:
-        model: that is run.
-        reference: that it is compared with.
-        roundoff: unit roundoff of the level's type.
-        loss_scale: that the loss is multiplied by.
-    """
+    """Another run of the batch: holds relative errors only. The roundoff is that of the level's type."""
 
     def __init__(self, model: nn.Module, reference: Recording, roundoff: float, loss_scale: float) -> None:
         super().__init__(model)
@@ -281,11 +265,8 @@ class Comparing(Follower):
             error_in = max((distance(t, value).relative for t, value in pairs if value.shape == t.shape), default=0.0)
         self.operations.append(
             ComparedOperation(
-                operation=key.operation,
-                module=key.module,
+                **key._asdict(),
                 module_type=self._types.get(key.module),
-                call=key.call,
-                nth=key.nth,
                 order=len(self.operations),
                 dtype=str(gave.dtype).removeprefix("torch."),
                 in_low_precision=in_low_precision,

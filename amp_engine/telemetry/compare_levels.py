@@ -69,12 +69,7 @@ class Trials:
         self._last_fit: int | None = None  # exponent of the last loss scale that was looked for
 
     def compare(self, policy: RunPolicy, operations: bool = True) -> LevelComparison:
-        """Run the batch as `policy` says, and compare.
-
-        Args:
-            policy: a level and its overrides.
-            operations: look at each operation; without that the loss and the gradients alone are compared.
-        """
+        """Run the batch as `policy` says, and compare; without `operations` the loss and the gradients alone."""
         with put_back([self._model], [], [self._step_fn]), torch.enable_grad():
             if self._reference is None:
                 self._reference = self._fitting(self._reference_policy, Recording)

@@ -99,15 +99,7 @@ class _OutOfRunsError(Exception):
 
 
 class _Search:
-    """Tries lists of modules, each once, and counts.
-
-    Args:
-        trials: runs them.
-        policy: that the lists are added to.
-        accept: True for a comparison that is good enough.
-        looks_at_operations: `accept` may ask for them.
-        max_runs: how many may be run.
-    """
+    """Tries lists of modules, each once and added to those of the policy, and counts."""
 
     def __init__(
         self, trials: Trials, policy: RunPolicy, accept: Accept, looks_at_operations: bool, max_runs: int
@@ -152,11 +144,9 @@ class _Search:
             return None
 
     def smallest(self, candidates: Sequence[str], singles: int) -> bool:
-        """Find the list, which is `best` then. Returns whether no module can be left out of it.
+        """Find the list, which is `best` then; the first candidates, so many as `singles` says, are tried alone.
 
-        Args:
-            candidates: the most suspicious first.
-            singles: how many of them to try alone.
+        Returns True if no module can be left out of it.
         """
         try:
             if any(self.is_enough([name]) for name in candidates[:singles]):
@@ -251,12 +241,7 @@ def find_fp32_modules(
 
 
 def _candidates(modules: Sequence[ComparedModule], policy: RunPolicy) -> tuple[list[str], list[str]]:
-    """The modules to try, the most suspicious first; and those that have more suspicious ones in them.
-
-    Args:
-        modules: with operations of their own, by growth.
-        policy: whose modules are kept anyway.
-    """
+    """The modules to try, the most suspicious first; and those that have more suspicious ones in them."""
     names = [m.module for m in modules if m.module and m.in_low_precision and m.module not in policy.keep_float]
     later = [name for i, name in enumerate(names) if any(other.startswith(f"{name}.") for other in names[:i])]
     return [name for name in names if name not in later], later

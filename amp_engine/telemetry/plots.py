@@ -26,11 +26,7 @@ STYLE = """
 
 
 def scale_over_backwards(loss: Loss) -> str:
-    """The loss scale as a stair on a logarithmic axis, with a tick at the bottom for each overflow.
-
-    Args:
-        loss: with two points at least.
-    """
+    """The loss scale, of two points at least, as a stair on a logarithmic axis, with a tick for each overflow."""
     last = max(loss.backwards, loss.history[-1].backward, 1)
     exponents = [math.log2(point.scale) for point in loss.history]
     low, high = min(exponents), max(exponents)

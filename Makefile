@@ -1,7 +1,7 @@
 # Each command works from a bare clone: it makes .venv, installs into it, and runs.
 #   PYTHON=python3.12 make test         another interpreter for .venv
 #   make test ARGS="-k resume"          arguments for pytest, for the demo, or names of clients
-#   make test ARGS="--cases values"     fewer cases yet: each value of each parameter once, without the pairs
+#   make test ARGS="--cases values"     fewer cases yet: each value of each parameter once; with one, a case of each test
 #   make stress ROUNDS=2000             how often; under the sanitizers: make sanitize TESTS=tests/stress/threads.py ROUNDS=200
 #   make test WORKERS=8                 how many test files are run side by side; each takes about a core and 1 GB
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"

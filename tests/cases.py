@@ -1,15 +1,16 @@
-"""Few of a test's cases that together have each value of its parameters, or each pair of values."""
+"""Few of a test's cases: that together have each value of its parameters, or each pair of values; or one."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from itertools import combinations
 from typing import Any
+from zlib import crc32
 
 import pytest
 
 # How many values of one case, each of another parameter, some case that is run has together.
-TOGETHER = {"values": 1, "pairs": 2}
+TOGETHER = {"one": 0, "values": 1, "pairs": 2}
 # They differ in the half type alone, for which other tests are there: in a pair the second stands for the first.
 TWINS = {"O4": "O1", "O5": "O2"}
 
@@ -19,6 +20,8 @@ def chosen(items: list[pytest.Item], together: int) -> list[pytest.Item]:
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    if together == 0:  # by its name, so that tests of the same parameters run in all of their cases between them
+        return [cases[crc32(name.encode()) % len(cases)] for name, cases in tests.items()]
     return [item for cases in tests.values() for item in covering(cases, together)]
 
 

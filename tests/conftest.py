@@ -55,13 +55,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases",
         choices=("all", *TOGETHER),
         default="all",
-        help="of each test run all cases, or few that have each pair of values of two parameters, or each value",
+        help="of each test run all cases; few that have each pair of values of two parameters, or each value; or one",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: of workers that take a file at a time, none is left alone with one at the end."""
-    if together := TOGETHER.get(config.getoption("--cases")):
+    if (together := TOGETHER.get(config.getoption("--cases"))) is not None:
         every, items[:] = list(items), chosen(items, together)
         config.hook.pytest_deselected(items=list(set(every) - set(items)))
     slow = {item.path for item in items if item.get_closest_marker("slow")}

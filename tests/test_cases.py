@@ -67,3 +67,11 @@ def test_o4_and_o5_stand_for_o1_and_o2_in_pairs_and_each_is_run():
     few = chosen(cases, 2)
     assert len(few) == 12
     assert {item.callspec.params["level"] for item in few} == {"O1", "O2", "O4", "O5"}
+
+
+def test_one_case_of_each_test_is_run_and_tests_of_the_same_parameters_run_different_ones():
+    every = [case(f"a.py::test_{t}[{level}]", level=level) for t in range(40) for level in ("O1", "O2", "O5")]
+    few = chosen(every, 0)
+    assert [item.nodeid.partition("[")[0] for item in few] == [f"a.py::test_{t}" for t in range(40)]
+    assert {item.callspec.params["level"] for item in few} == {"O1", "O2", "O5"}
+    assert chosen(every, 0) == few

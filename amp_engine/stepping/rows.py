@@ -36,7 +36,7 @@ from amp_engine.stepping.master import (
     write_back_all,
 )
 from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slots, WholeCheck
-from amp_engine.stepping.spent import Spent, seen
+from amp_engine.stepping.spent import Spent
 
 _SCALED = bytes(slot == Slot.HELD for slot in range(256))
 
@@ -358,7 +358,7 @@ class Rows:
         if keeps_masters:
             self.discard_parameter_gradients()
             kept = [m.weight for m in self.masters if m.gradient() is not None]
-            self.spent.watch(seen(min(kept, key=Tensor.numel)) if kept else None)
+            self.spent.watch(min(kept, key=Tensor.numel) if kept else None)
         else:
             self.discard_parameter_gradients()  # first: then nothing else has the memory of those that are held
             if step is None or not step.are_held:

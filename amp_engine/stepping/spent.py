@@ -1,10 +1,10 @@
-"""Gradients as seen at one moment, to tell later if they were touched, and gradients that a step has spent."""
+"""Gradients that tell of a `zero_grad()`, and gradients that a step has spent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from operator import and_, or_
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,31 +13,68 @@ from amp_engine.stepping import arithmetic
 from amp_engine.stepping.master_parameter import GRAD, HOLDING
 
 
-class Seen(NamedTuple):
-    """A parameter's gradient as seen at one moment, to tell later if it was touched."""
+class Zeroed(Enum):
+    """The effect of a `zero_grad()`, if one was called."""
 
-    param: nn.Parameter
-    grad: Tensor | None
-    version: int
-
-    def is_untouched(self) -> bool:
-        """True if the gradient is the same object with the same version."""
-        return self.param.grad is self.grad and _version(self.grad) == self.version
-
-    def is_zeroed(self) -> bool:
-        """True if the gradient went, or was written and is 0 now, as after `zero_grad`. May wait if written."""
-        if self.param.grad is None:
-            return self.grad is not None
-        return not self.is_untouched() and not bool(arithmetic.values(self.param.grad).any())
+    NO = "no"
+    IN_PLACE = "in place"
+    GONE = "gone"
 
 
-def seen(param: nn.Parameter) -> Seen:
-    """Return the present gradient of `param`, or the fact that it has none, as Seen."""
-    return Seen(param, param.grad, _version(param.grad))
+class Sentinel:
+    """The gradient that a parameter has, or a tiny one that it shows, which tells of a `zero_grad()`.
+
+    Clipping does not make the gradient that a master shows 0, and it is never used. One that a low-precision parameter
+    shows is 0, as an unscaled backward may add to it.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param = param
+        self._tiny: Tensor | None = None
+        self._fresh = 0  # the version of `_tiny` as it was made
+        self._look()
+
+    def _look(self) -> None:
+        self._grad = GRAD.__get__(self.param)
+        self._version = 0 if self._grad is None else self._grad._version
+
+    def show(self) -> bool:
+        """Have the parameter show a tiny gradient, unless it has one; True if it does.
+
+        Raises RuntimeError if the memory of the parameter was replaced by one of other shape, type or device.
+        """
+        is_shown = GRAD.__get__(self.param) is None
+        if is_shown:
+            if self._tiny is None or self._tiny._version != self._fresh:
+                with torch.inference_mode(False):
+                    self._tiny = torch.full_like(self.param, _tiny(self.param), requires_grad=False)
+                self._fresh = self._tiny._version
+            GRAD.__set__(self.param, self._tiny)
+        self._look()
+        return is_shown
+
+    def hear(self) -> Zeroed:
+        """Take the tiny gradient away, and tell if a `zero_grad()` came since `show`. May wait if it was written."""
+        now = GRAD.__get__(self.param)
+        if now is None:
+            return Zeroed.GONE
+        is_untouched = now is self._grad and now._version == self._version
+        is_zeroed = not is_untouched and not bool(arithmetic.values(now).any())
+        if self._grad is self._tiny and (is_untouched or is_zeroed or _is_tiny(now, self.param)):
+            self.hide()  # else an unscaled backward added to it
+        return Zeroed.IN_PLACE if is_zeroed else Zeroed.NO
+
+    def hide(self) -> None:
+        """Take the gradient away."""
+        GRAD.__set__(self.param, None)
 
 
-def _version(grad: Tensor | None) -> int:
-    return 0 if grad is None else grad._version
+def _tiny(param: Tensor) -> float:
+    return 1e-30 if param.dtype == torch.float32 else 0.0
+
+
+def _is_tiny(grad: Tensor, param: Tensor) -> bool:
+    return bool((arithmetic.values(grad).abs() <= _tiny(param)).all())
 
 
 _SPENT = 1  # a step discarded the gradient
@@ -60,9 +97,9 @@ class Spent:
     def __init__(self, states: bytes = b"") -> None:
         self.states = bytearray(states)
         self.is_zeroed_in_place = False  # True if that is the last thing that was done to the gradients
-        self._sentinels: list[Seen] = []
+        self._sentinels: list[Sentinel] = []
         self._chosen_for = b""
-        self._shown: list[Seen] = []  # the sentinels of `_chosen_for`
+        self._chosen: list[Sentinel] = []  # for `_chosen_for`
         self._look()
 
     def __del__(self) -> None:
@@ -134,63 +171,37 @@ class Spent:
         if self.states != self._chosen_for:
             self._choose(choose)
         try:
-            self._show()
-        except RuntimeError:  # other shape, type or device: the memory of a parameter was replaced
-            self.hide()
+            self._sentinels = [one for one in self._chosen if one.show()]
+        except RuntimeError:  # the memory of a parameter was replaced
+            for one in self._chosen:
+                one.hide()
             self._choose(choose)
-            self._show()
+            self._sentinels = [one for one in self._chosen if one.show()]
 
     def _choose(self, choose: Callable[[], Sequence[nn.Parameter]]) -> None:
-        with torch.inference_mode(False):
-            shown = [(p, torch.full_like(p, _tiny(p), requires_grad=False)) for p in choose()]
-        self._chosen_for, self._shown = bytes(self.states), [Seen(p, grad, _version(grad)) for p, grad in shown]
+        self._chosen_for, self._chosen = bytes(self.states), [Sentinel(p) for p in choose()]
 
-    def _show(self) -> None:
-        self._sentinels = []
-        for one in self._shown:
-            if GRAD.__get__(one.param) is None:
-                GRAD.__set__(one.param, one.grad)
-                self._sentinels.append(one)
-
-    def watch(self, sentinel: Seen | None) -> None:
-        """Watch a gradient that stays, instead of shown ones, for a `zero_grad`."""
-        self._sentinels = [] if sentinel is None else [sentinel]
+    def watch(self, param: nn.Parameter | None) -> None:
+        """Watch the gradient that a parameter has and keeps, instead of shown ones, for a `zero_grad`."""
+        self._sentinels = [] if param is None else [Sentinel(param)]
 
     def hide(self) -> None:
         """Take the shown gradients away until the next step."""
         for one in self._sentinels:
-            GRAD.__set__(one.param, None)
+            one.hide()
         self._sentinels = []
 
     def hear(self) -> bool:
         """Take the shown gradients away, and heed a `zero_grad` since. False if none was shown. May wait if zeroed."""
         sentinels, self._sentinels = self._sentinels, []
-        if not sentinels:
-            return False
-        is_gone = any(GRAD.__get__(one.param) is None for one in sentinels)
-        is_zeroed = [one.is_zeroed() for one in sentinels]
-        for one, zeroed in zip(sentinels, is_zeroed, strict=True):
-            if zeroed or one.is_untouched() or _is_tiny(one.param):
-                GRAD.__set__(one.param, None)  # else an unscaled backward added to it
-            if _version(one.grad) != one.version:
-                self._chosen_for = b""
-        if is_gone:
+        heard = [one.hear() for one in sentinels]
+        if Zeroed.GONE in heard:
             self.is_zeroed_in_place = False
             self.discard_all()
-        elif any(is_zeroed):
+        elif Zeroed.IN_PLACE in heard:
             self.is_zeroed_in_place = True
             self.zero_all()
-        return True
-
-
-def _tiny(param: Tensor) -> float:
-    # A master's shown gradient is never used. An unscaled backward may add to a parameter's.
-    return 1e-30 if param.dtype == torch.float32 else 0.0
-
-
-def _is_tiny(param: Tensor) -> bool:
-    grad = param.grad
-    return grad is not None and bool((arithmetic.values(grad).abs() <= _tiny(param)).all())
+        return bool(sentinels)
 
 
 def _bitwise(operator: Callable[[int, int], int], a: bytes | bytearray, b: bytes | bytearray) -> bytes:

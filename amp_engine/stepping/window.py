@@ -6,7 +6,7 @@ next. While it is open, `.grad` holds only scaled gradients of this window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -23,10 +23,9 @@ from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.master import Master
-from amp_engine.stepping.master_parameter import GRAD
 from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.slots import NO_SLOTS, Checked, Slots, Unscaled, WholeCheck
-from amp_engine.stepping.spent import Seen, seen
+from amp_engine.stepping.spent import Sentinel, Zeroed
 
 
 class State(Enum):
@@ -69,22 +68,22 @@ class Window:
         self._earlier: dict[int, Tensor] = {}
         self._looks_at_earlier = False  # True if no check since the last step may have seen them
         # While left open: gradients of plain parameters; plain parameters that meanwhile show a gradient from before
-        # the window, for zero_grad to reach; and our gradient on one master.
-        self._left: list[Seen] = []
+        # the window, for zero_grad to reach; and the smallest master, whose gradient tells of a zero_grad.
+        self._left: list[Sentinel] = []
         self._showing: list[nn.Parameter] = []
-        self._sentinel: Seen | None = None
-        # After re-entry: the gradients that a backward would add to.
-        self._reentered: list[Seen] = []
+        self._sentinel: Sentinel | None = None
+        # After re-entry: marks of the gradients that a backward would add to.
+        self._reentered: tensor_lists.GradientMarks | None = None
         # In a body: True until a backward of its loss begins, with marks of the model's gradients from the entry. They
         # stay in place until then, for `zero_grad()` to reach.
         self._waits = False
         self._at_entry: tensor_lists.GradientMarks | None = None
         self._is_reentered = False  # True if this body goes on with a window that was left open
-        # In a body, to notice a `zero_grad()` after a backward: the gradient of the smallest master, perhaps our own,
-        # and marks of the model's gradients after a backward that is to be added to earlier ones.
-        self._mark: Seen | None = None
+        # In a body, to notice a `zero_grad()` after a backward: the smallest master, and marks of the model's gradients
+        # after a backward that is to be added to earlier ones.
+        self._mark: Sentinel | None = None
         self._ended: tensor_lists.GradientMarks | None = None
-        self._smallest: tuple[Columns, nn.Parameter, Tensor] | None = None  # with our gradient
+        self._smallest: tuple[Columns, Sentinel] | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -153,7 +152,7 @@ class Window:
             at_entry = None  # a step discarded all that masters had
         if self._is_reentered:
             self._take_back()
-            self._reentered = [seen(p) for p in self._written_params()]
+            self._reentered = tensor_lists.gradient_marks(self._rows.columns.param_handle)
             return
         if self._rows.masters:
             self._heed_zeros(self._moved(at_entry))
@@ -172,7 +171,7 @@ class Window:
     def has_arrived(self) -> bool:
         """True if a backward has added to gradients since `begin`. Call in a body only."""
         if self._is_reentered:
-            return not all(one.is_untouched() for one in self._reentered)
+            return self._reentered is not None and self._reentered.have_moved()
         return not self._waits and tensor_lists.any_gradient(self._rows.columns.param_handle)
 
     def has_arrived_unseen(self) -> bool:
@@ -246,20 +245,23 @@ class Window:
         """Have the smallest master show a gradient, to notice a zero_grad(), which does not reach the model's own."""
         columns = self._rows.columns
         if self._smallest is None or self._smallest[0] is not columns:
-            smallest = min((m.weight for m in self._rows.masters), key=Tensor.numel)
-            self._smallest = columns, smallest, torch.full_like(smallest, 1e-30)
-        _, weight, own = self._smallest
-        if GRAD.__get__(weight) is None:
-            GRAD.__set__(weight, own)
-        self._mark = seen(weight)
+            self._smallest = columns, Sentinel(_smallest(self._rows.masters))
+        self._mark = self._smallest[1]
+        self._mark.show()
 
     def _heed_zero_grad(self) -> None:
         """Discard the gradients that a `zero_grad()` since the last backward of this body means."""
         (mark, ended), self._mark, self._ended = (self._mark, self._ended), None, None
-        is_of_masters = mark is not None and self._unmark(mark)
+        heard = Zeroed.NO if mark is None else mark.hear()
+        if heard is Zeroed.GONE:
+            self._rows.discard_parameter_gradients()
+            self._rows.spent.discard_all()
+        elif heard is Zeroed.IN_PLACE:
+            torch._foreach_zero_([m.param.grad for m in self._rows.masters if m.param.grad is not None])
+            self._rows.spent.zero_all()
         if ended is None:
             return
-        columns = self._rows.columns
+        columns, is_of_masters = self._rows.columns, heard is not Zeroed.NO
         zeroed = self._zeroed(self._moved(ended))
         # The optimizer's zero_grad() has already made masters' gradients 0 or None.
         zeroed = [row for row in zeroed if columns.masters[row] is None or not is_of_masters]
@@ -272,20 +274,6 @@ class Window:
             self._earlier = {key: torch.zeros_like(g) for key, g in self._earlier.items()} if is_in_place else {}
             if not is_of_masters:
                 self._rows.discard_master_gradients()
-
-    def _unmark(self, mark: Seen) -> bool:
-        """Take our gradient from the smallest master. Returns True if the optimizer's zero_grad() was called before."""
-        weight, is_zeroed = mark.param, mark.is_zeroed()
-        if is_zeroed and GRAD.__get__(weight) is None:
-            self._rows.discard_parameter_gradients()
-            self._rows.spent.discard_all()
-        elif is_zeroed:
-            torch._foreach_zero_([m.param.grad for m in self._rows.masters if m.param.grad is not None])
-            self._rows.spent.zero_all()
-        if self._smallest is not None and GRAD.__get__(weight) is self._smallest[2]:
-            GRAD.__set__(weight, None)
-            self._smallest = None if is_zeroed else self._smallest
-        return is_zeroed
 
     def _stop_waiting(self) -> None:
         """Stop waiting at the end of a body. If no backward of its loss was seen, moved gradients count as arrived."""
@@ -318,7 +306,7 @@ class Window:
         if state not in _NEXT[self.state]:
             raise AmpStateError(f"A window that is {self.state.value} cannot become {state.value}.")
         self.state = state
-        self._reentered = []
+        self._reentered = None
         self._is_reentered = False
         if state is State.CLOSED:
             self._backward = None
@@ -334,7 +322,7 @@ class Window:
         if last is not None:
             last.give_loss(self.backward)
         columns = self._rows.columns
-        self._left = [one for one in map(seen, columns.plain) if one.grad is not None]
+        self._left = [Sentinel(p) for p in columns.plain if p.grad is not None]
         self._showing = [p for p in columns.plain if p.grad is None and id(p) in self._earlier]
         for p in self._showing:
             p.grad = self._earlier.pop(id(p))
@@ -344,11 +332,9 @@ class Window:
                 self._earlier[id(master.weight)] = master.weight.grad
                 master.weight.grad = None
         if masters:
-            # torch's zero_grad() reaches the masters, not the model's own gradients. One master gets a gradient
-            # that only zero_grad() makes 0: clipping does not, and hardly counts it.
-            smallest = min((m.weight for m in masters), key=Tensor.numel)
-            smallest.grad = torch.full_like(smallest, 1e-30)
-            self._sentinel = seen(smallest)
+            # torch's zero_grad() reaches the masters, not the model's own gradients.
+            self._sentinel = Sentinel(_smallest(masters))
+            self._sentinel.show()
 
     def close(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit: afterwards `.grad` of every stepped weight is, or gives, the unscaled gradient in its own type.
@@ -514,7 +500,7 @@ class Window:
             self._become(State.CLOSED)
             if has_stepped:
                 self._rows.show_spent()
-        elif self._reentered and all(one.is_untouched() for one in self._reentered):
+        elif self._reentered is not None and not self._reentered.have_moved():
             self.leave_open()
         elif not self.is_closed:
             self.discard()
@@ -536,7 +522,7 @@ class Window:
         self._stop_waiting()
         self._take_back()
         self._rows.slots = NO_SLOTS
-        for p in self._written_params():
+        for p in self._rows.columns.params:
             p.grad = None
         self._restore_earlier(add=False)
         self._become(State.CLOSED)
@@ -544,7 +530,7 @@ class Window:
     def _take_back(self) -> None:
         """Undo what `leave_open` set up, and heed a `zero_grad` since then."""
         for one in self._left:
-            if one.is_zeroed():
+            if one.hear() is not Zeroed.NO:
                 self._earlier.pop(id(one.param), None)
         self._left = []
         for p in self._showing:
@@ -554,27 +540,22 @@ class Window:
         self._showing = []
         if self._sentinel is None:
             return
-        zeroed, is_gone = self._sentinel.is_zeroed(), self._sentinel.param.grad is None
-        self._sentinel.param.grad = None
+        heard = self._sentinel.hear()
+        self._sentinel.hide()
         self._sentinel = None
         had = []
         for master in self._rows.masters:
             earlier = self._earlier.pop(id(master.weight), None)
             if master.row is not None and (earlier is not None or master.param.grad is not None):
                 had.append(master.row)
-            if zeroed:
+            if heard is not Zeroed.NO:
                 master.param.grad = None
             elif earlier is not None:
                 master.weight.grad = earlier
-        if is_gone:
+        if heard is Zeroed.GONE:
             self._rows.spent.discard_all()
-        elif zeroed:
+        elif heard is Zeroed.IN_PLACE:
             self._rows.spent.zero_all(had)
-
-    def _written_params(self) -> Iterator[nn.Parameter]:
-        """Yield the model's own parameters, which a backward accumulates into."""
-        yield from (master.param for master in self._rows.masters)
-        yield from self._rows.columns.plain
 
     def _restore_earlier(self, add: bool) -> None:
         if not self._earlier:
@@ -589,3 +570,7 @@ class Window:
             p.grad = earlier
         self._earlier.clear()
         arithmetic.accumulate(both)
+
+
+def _smallest(masters: Sequence[Master]) -> nn.Parameter:
+    return min((master.weight for master in masters), key=Tensor.numel)

@@ -107,25 +107,22 @@ def _why_stay(comparison: Comparison, fit: Sequence[Figures]) -> str:
     advice = "".join(f".  {one.removesuffix('.')}" for one in _scale_advice(comparison.levels))
     if not fit:
         return f"no other level trains as it does: {against}{advice}"
-    is_noisy = comparison.drift is not None and comparison.drift > LEAST_GAIN
-    by = (
-        f"more than the {words.share(comparison.drift)} that O0's own two runs differ by" if is_noisy else "5 % or more"
-    )
-    enough = (
-        f"no level that trains as it does is faster by {by}, or takes 10 % less memory at a step of at most 1.5 times"
-    )
-    enough += " its time"
-    timed = [one for one in fit if one.speed is not None]
-    parts = []
-    if timed:
-        best = max(timed, key=lambda one: one.speed or 0.0)
+    by = "5 % or more"
+    if comparison.drift is not None and comparison.drift > LEAST_GAIN:
+        by = f"more than the {words.share(comparison.drift)} that O0's own two runs differ by"
+    parts = [
+        f"no level that trains as it does is faster by {by}, or takes 10 % less memory at a step of at most 1.5 times "
+        "its time"
+    ]
+    best = max((one for one in fit if one.speed is not None), key=lambda one: one.speed or 0.0, default=None)
+    if best is not None:
         parts.append(f"the fastest is {best.level}, {_speed(best)}, {_memory(best)}")
     smallest = min((one for one in fit if one.memory is not None), key=lambda one: one.memory or 0.0, default=None)
     if smallest is not None and (smallest.memory or 0.0) <= 1 - LEAST_SAVING:
         parts.append(f"the smallest is {smallest.level}, {_speed(smallest)}, {_memory(smallest)}")
     if against:
         parts.append(f"left out: {against}")
-    return "; ".join([enough, *parts]) + advice
+    return "; ".join(parts) + advice
 
 
 def _time(level: Figures, base: Figures) -> str:

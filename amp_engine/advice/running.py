@@ -78,12 +78,12 @@ def advise(
     others = [level for level in dict.fromkeys(levels) if level != BASE]
     count = len(others) + 2
 
-    def tried(number: int, task: Task) -> Trial:
+    def tried(number: int, level: str, steps: int, perturb: bool = False) -> Trial:
         if say is not None:
-            say(f"{task.level}, run {number} of {count}")
-        return run(argv, dataclasses.replace(task, deadline=time.monotonic() + seconds))
+            say(f"{level}, run {number} of {count}")
+        return run(argv, Task(level, steps, time.monotonic() + seconds, seed, perturb))
 
-    base = tried(1, Task(BASE, steps, 0.0, seed))
+    base = tried(1, BASE, steps)
     if base.error is not None:
         raise AmpStateError(
             f"{BASE} failed, with which the other levels are compared.  The script printed:\n{base.error}"
@@ -92,8 +92,8 @@ def advise(
         what = "amp.initialize" if base.asked is None else "amp.scale_loss and a step of its first optimizer"
         raise AmpStateError(_NO_AMP.format(what=what))
     enough = base.steps  # of a script that ends earlier: which its last steps are is known now
-    found = [tried(i, Task(level, enough, 0.0, seed)) for i, level in enumerate(others, 2)]
-    again = tried(count, Task(BASE, enough, 0.0, seed, perturb=True))
+    found = [tried(i, level, enough) for i, level in enumerate(others, 2)]
+    again = tried(count, BASE, enough, perturb=True)
     return Advice(tuple(argv), steps, warmup, base, tuple(found), again)
 
 

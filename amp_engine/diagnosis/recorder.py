@@ -128,12 +128,12 @@ class Recorder(DispatchMode):
 
 def names_of(models: Sequence[nn.Module]) -> dict[nn.Module, Module]:
     """Each module and its name: behind that of its model where there are several, without what torch.compile adds."""
-    names = {}
+    names: dict[nn.Module, Module] = {}
     for i, model in enumerate(models):
         for path, module in model.named_modules():
             parts = [f"models[{i}]"] if len(models) > 1 else []
             parts += [part for part in path.split(".") if part not in ("", "_orig_mod")]
-            names[module] = Module(".".join(parts), type(module).__name__)
+            names.setdefault(module, Module(".".join(parts), type(module).__name__))
     return names
 
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine.casting import EngineCasts
 from amp_engine.diagnosis.overflow_watch import OverflowWatch
 from amp_engine.diagnosis.post_mortem import Place
+from amp_engine.diagnosis.recorder import names_of
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION
@@ -282,15 +283,10 @@ class Initialized:
 
         With the model's position where there are several models; without what torch.compile adds to names.
         """
-        models = self.models
         places: dict[int, Place] = {}
-        for i, model in enumerate(models):
-            of = "" if len(models) == 1 else f"models[{i}]"
-            for path, module in model.named_modules():
-                parts = [part for part in (of, *path.split(".")) if part not in ("", "_orig_mod")]
-                for name, param in module.named_parameters(recurse=False):
-                    place = Place(".".join([*parts, name]), ".".join(parts), type(module).__name__)
-                    places.setdefault(id(param), place)
+        for module, (path, kind) in names_of(self.models).items():
+            for name, param in module.named_parameters(recurse=False):
+                places.setdefault(id(param), Place(f"{path}.{name}" if path else name, path, kind))
         return places
 
     def _stepped_params(self) -> list[Tensor]:

@@ -17,8 +17,8 @@ from amp_engine.telemetry.wording import percent, plural
 
 BACKWARD, SCALE_LOSS, STEP, OTHER = "backward", "scale_loss", "step", "other"
 _WHAT = {
-    BACKWARD: "the bodies of scale_loss",
     SCALE_LOSS: "amp's: entries and exits of scale_loss, where gradients are unscaled and checked",
+    BACKWARD: "the bodies of scale_loss",
     STEP: "optimizer.step(), amp's part and the update itself",
     OTHER: "forward, data, zero_grad and all else",
 }
@@ -100,17 +100,16 @@ class StepTimes(Paged):
         return Page.of(*blocks(self._times))
 
     def _summed(self, end: Any) -> Times:
-        sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in (SCALE_LOSS, BACKWARD, STEP)}
+        hosts, devices = dict.fromkeys(_WHAT, 0.0), dict.fromkeys(_WHAT, 0.0)
         total, on_device = seconds_between(self._start, end)
         for name, begin, finish in self._marks:
             host, device = seconds_between(begin, finish)
-            sums[name][0] += host
-            sums[name][1] += device or 0.0
-        host_rest = total - sum(host for host, _ in sums.values())
-        device_rest = None if on_device is None else on_device - sum(device for _, device in sums.values())
-        phases = [Phase(n, _WHAT[n], host, None if on_device is None else device) for n, (host, device) in sums.items()]
-        steps = sum(name == STEP for name, _, _ in self._marks)
-        return Times(steps, (*phases, Phase(OTHER, _WHAT[OTHER], host_rest, device_rest)))
+            hosts[name] += host
+            devices[name] += device or 0.0
+        hosts[OTHER] = total - sum(hosts.values())
+        devices[OTHER] = (on_device or 0.0) - sum(devices.values())
+        phases = [Phase(n, what, hosts[n], None if on_device is None else devices[n]) for n, what in _WHAT.items()]
+        return Times(sum(name == STEP for name, _, _ in self._marks), tuple(phases))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._engine.backwards.evidence.is_rehearsal:

@@ -43,31 +43,29 @@ def described(engine: Engine) -> Shapes:
     number of an embedding's rows is no dimension of a product, unless a Linear shares the weight, which is looked at
     itself. Depthwise convolutions are no matrix product.
     """
-    audits = [_audited(name, model, engine.function_casts.casts) for name, model in named(engine)]
-    return Shapes(sum(count for count, _ in audits), tuple(shape for _, found in audits for shape in found))
+    audited, found = 0, []
+    for prefix, model in named(engine):
+        for name, module in _computing_in_half(model, engine.function_casts.casts):
+            audited += 1
+            where = ".".join(filter(None, (prefix, name)))
+            for dimension, size in _sizes(module):
+                if size % MULTIPLE:
+                    padded = -(-size // MULTIPLE) * MULTIPLE
+                    found.append(Shape(where, type(module).__name__, dimension, size, padded))
+    return Shapes(audited, tuple(found))
 
 
-def _audited(prefix: str, model: nn.Module, casts: FunctionCasts | None) -> tuple[int, list[Shape]]:
+def _computing_in_half(model: nn.Module, casts: FunctionCasts | None) -> Iterator[tuple[str, nn.Module]]:
     in_float = {part for module, _ in kept_modules(model) for part in module.modules()}
     inside = {child for m in model.modules() if isinstance(m, nn.MultiheadAttention) for child in m.children()}
     is_cast_by_fsdp2 = bool(fsdp2_param_dtypes(model) & set(LOW_PRECISION))
-    count, found = 0, []
     for name, module in model.named_modules():
-        sizes = list(_sizes(module))
-        if not sizes or module in inside:
+        if module in inside or module in in_float or not any(_sizes(module)):
             continue
         params = measured(module.parameters(recurse=False))
         is_half = any(p.dtype in LOW_PRECISION for p in params) or is_cast_by_fsdp2
-        is_half_by_function = casts is not None and _function(module) is not None and _is_half(casts, _function(module))
-        if module in in_float or not (is_half or is_half_by_function):
-            continue
-        count += 1
-        for dimension, size in sizes:
-            if size % MULTIPLE:
-                padded = -(-size // MULTIPLE) * MULTIPLE
-                where = ".".join(filter(None, (prefix, name)))
-                found.append(Shape(where, type(module).__name__, dimension, size, padded))
-    return count, found
+        if is_half or (casts is not None and _is_half(casts, _function(module))):
+            yield name, module
 
 
 def section(shapes: Shapes) -> Section:
@@ -121,7 +119,9 @@ def _function(module: nn.Module) -> str | None:
 
 
 def _is_half(casts: FunctionCasts, function: str | None) -> bool:
-    """True unless a user took the function off its list, or put it on another list."""
+    """True unless there is none, or a user took the function off its list, or put it on another list."""
+    if function is None:
+        return False
     removed = {(id(owner), name) for owner, name in casts.removals}
     moved = {(id(r.module), r.name) for r in casts.registrations if r.kind != "half"}
     return not any((id(owner), function) in removed | moved for owner in (F, torch))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -102,15 +102,12 @@ class NoOpHandle:
         """`optimizer` with a `scale_loss` that scales nothing."""
         return OptimWrapper(optimizer, None, num_loss)
 
-    @contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """Yield `loss` itself."""
-        del optimizer
-        yield loss
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+        """A context that gives `loss` itself."""
+        return nullcontext(loss)
 
-    @contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        yield
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _clear_cache(self) -> None:
         pass

@@ -114,16 +114,12 @@ _NOTHING_RAN = (
 def _rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """Return a row for each record, and a row of their sums."""
     rows = [
-        (r.function, r.listed, _name(r.dtype), *map(_number, (r.calls, r.casts, r.cached, r.bytes_moved)))
+        (r.function, r.listed, _name(r.dtype), *map("{:,}".format, (r.calls, r.casts, r.cached, r.bytes_moved)))
         for r in records
     ]
     totals = [sum(getattr(r, name) for r in records) for name in ("calls", "casts", "cached", "bytes_moved")]
-    return [*rows, ("total", "", "", *map(_number, totals))]
+    return [*rows, ("total", "", "", *map("{:,}".format, totals))]
 
 
 def _name(dtype: torch.dtype | None) -> str:
     return "-" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _number(value: int) -> str:
-    return f"{value:,}"

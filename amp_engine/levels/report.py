@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from amp_engine.ground import messages
+from amp_engine.ground.distributed import has_ranks
 from amp_engine.ground.dtypes import cpu_lacks
 from amp_engine.levels.levels import BRIEFS
 from amp_engine.levels.policy import Policy
@@ -177,5 +178,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _rank() -> int:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if distributed else 0
+    return torch.distributed.get_rank() if has_ranks() else 0

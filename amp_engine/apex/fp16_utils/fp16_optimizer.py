@@ -381,20 +381,18 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
                 self.first_closure_call_this_step = False
             else:
                 self._write_back()  # optimizers that call it several times move the masters in between
-            loss = closure()
-            before = self.loss_scale
-            self._adjust_scale()
-            while self.overflow:
+            while True:
+                loss = closure()
+                before = self.loss_scale
+                self._adjust_scale()
+                if not self.overflow:
+                    return loss
                 if self.loss_scale == before:
                     raise AmpStateError(
                         f"The closure's gradients overflow at a loss scale of {self.loss_scale}, which falls no more: "
                         "no scale can help.  Look for an inf or a NaN in the loss."
                     )
                 self._reporter.say(f"OVERFLOW within closure! Skipping step, reducing loss scale to {self.loss_scale}")
-                loss = closure()
-                before = self.loss_scale
-                self._adjust_scale()
-            return loss
 
         self.first_closure_call_this_step = True
         try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from amp_engine.apex import apex_C
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError, AmpWarning
+from amp_engine.ground.distributed import has_ranks
 from amp_engine.ground.torch_private import leaves_of
 from amp_engine.stepping.exact import written_through_data
 
@@ -133,7 +134,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._end_the_group_last()
         # torch gives a copy a new reducer and keeps the list of hooks, but does not register them with that reducer.
         hooks, self._comm_hooks = self._comm_hooks, []
-        for hook_state, hook in ((hook_state, hook) for hook, hook_state in hooks):
+        for hook, hook_state in hooks:
             self.register_comm_hook(hook_state, hook)
 
     def _end_the_group_last(self) -> None:
@@ -209,7 +210,7 @@ def flat_dist_call(
 
 def check_process_group(name: str) -> None:
     """Raise AmpStateError unless torch.distributed is initialized."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_ranks():
         raise AmpStateError(
             f"apex.parallel.{name} needs torch.distributed.  Call torch.distributed.init_process_group(backend='nccl') "
             "before, and start the script with torchrun --nproc_per_node=GPUS script.py."

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_engine.errors import AmpValueError
+from amp_engine.ground.distributed import has_ranks
 from amp_engine.ground.torch_private import BatchNormBase
 
 
@@ -76,8 +77,7 @@ class SyncBatchNorm(BatchNormBase):
             raise AmpValueError(f"SyncBatchNorm got an input of shape {tuple(input.shape)}, which has no channels.")
 
     def _normalized(self, input: Tensor) -> Tensor:
-        on_cpu_ranks = self.training and input.is_cpu and dist.is_available() and dist.is_initialized()
-        if not on_cpu_ranks:
+        if not (self.training and input.is_cpu and has_ranks()):
             return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)

@@ -144,9 +144,8 @@ class CastModel:
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
         self._handles: list[RemovableHandle] = []
         self._follows_masters = False
-        self._casts: ForwardCasts | None = None
-        self._casts_before = casts_of(model)
-        self._parts: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
+        # The modules whose forwards cast, with their casts, and those that they had before.
+        self._cast_modules: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
         try:
             casts_inputs = False
             if dtype is not None:
@@ -163,24 +162,23 @@ class CastModel:
                 self._handles.append(model.register_forward_hook(CastModelOutputs(output_dtype), prepend=True))
             casts = ForwardCasts(dtype if casts_inputs else None, output_dtype, casts_functions)
             of_part = replace(casts, of_part=True)
-            casts_already = casts_inputs and self._casts_before == of_part  # as part of a model like this one
+            casts_already = casts_inputs and casts_of(model) == of_part  # as part of a model like this one
             if (casts_inputs or output_dtype is not None) and not is_fsdp2(model) and not casts_already:
-                self._casts = replace(casts, of_typed=casts_inputs and has_parameter_of(model, dtype))
-                cast_forward(model, self._casts)
+                self._cast_forward(model, replace(casts, of_typed=casts_inputs and has_parameter_of(model, dtype)))
             if casts_functions:
                 self._handles += cast_functions_in(model)
-            if casts_functions or (casts_inputs and self._casts is not None):
-                self._cast_parts(model, of_part)
+            if casts_functions or (casts_inputs and self._cast_modules):
+                for part in dict.fromkeys(parts_of(model)):
+                    before = casts_of(part)
+                    if before is None or before.of_part or before.inputs is not None:
+                        self._cast_forward(part, of_part)
         except BaseException:
             self.remove_hooks()
             raise
 
-    def _cast_parts(self, model: nn.Module, casts: ForwardCasts) -> None:
-        for part in dict.fromkeys(parts_of(model)):
-            before = casts_of(part)
-            if before is None or before.of_part or before.inputs is not None:
-                self._parts.append((weakref.ref(part), casts, before))
-                cast_forward(part, casts)
+    def _cast_forward(self, module: nn.Module, casts: ForwardCasts) -> None:
+        self._cast_modules.append((weakref.ref(module), casts, casts_of(module)))
+        cast_forward(module, casts)
 
     @property
     def model(self) -> nn.Module | None:
@@ -203,7 +201,8 @@ class CastModel:
 
     def take_over(self, earlier: CastModel) -> None:
         """Stand for `earlier`, done to the same model, as well: discard its hooks, keep its way back."""
-        self._casts_before = earlier._casts_before
+        before = {id(ref()): before for ref, _, before in earlier._cast_modules}
+        self._cast_modules = [(ref, casts, before.get(id(ref()), own)) for ref, casts, own in self._cast_modules]
         earlier.remove_hooks()
         self._dtypes = {**self._dtypes, **earlier._dtypes}
 
@@ -220,18 +219,13 @@ class CastModel:
         """Remove the hooks and leave the types."""
         while self._handles:
             self._handles.pop().remove()
-        _put_back(self.model, self._casts, self._casts_before)
-        while self._parts:
-            ref, casts, before = self._parts.pop()
-            _put_back(ref(), casts, before)
-
-
-def _put_back(module: nn.Module | None, casts: ForwardCasts | None, before: ForwardCasts | None) -> None:
-    """Take `casts` from `module`, if it still has them, and give it those that it had before."""
-    if module is not None and casts is not None and casts_of(module) is casts:
-        restore_class(module)
-        if before is not None:
-            cast_forward(module, before)
+        while self._cast_modules:
+            ref, casts, before = self._cast_modules.pop()
+            module = ref()
+            if module is not None and casts_of(module) is casts:
+                restore_class(module)
+                if before is not None:
+                    cast_forward(module, before)
 
 
 def without_casts(model: nn.Module) -> bool:

@@ -111,7 +111,7 @@ class Engine:
             return "<Engine: initialize() was not called>"
         if not self.policy.enabled:
             return "<Engine: enabled=False>"
-        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._initialized.optimizers)
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.backwards.optimizers)
         scale = str(self.policy.loss_scale)
         count = f"{len(self.scalers)} losses" if len(self.scalers) != 1 else "1 loss"
         return f"<Engine at {self.policy.opt_level}: steps {optimizers or 'no optimizer'}; {count}, loss scale {scale}>"
@@ -529,7 +529,7 @@ class Engine:
         if self._is_disabled:
             return LastStep()
         if optimizer is None:
-            found = self._initialized.optimizers
+            found = self.backwards.optimizers
             if len(found) != 1:
                 raise AmpStateError(
                     f"last_step() was called without an optimizer, and {len(found)} are initialized.  Type "

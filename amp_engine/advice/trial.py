@@ -80,10 +80,10 @@ class TrialEngine(Engine):
         half = self.policy and self.policy.low_precision
         new = (one for one in dropped if one not in self._trial.dropped)
         self._note(asked=asked, dtype=dtype_name(half) if half else None, dropped=(*self._trial.dropped, *new))
-        self._pendings = [one.pending for one in self._initialized.stepped]
+        self._pendings = [one.pending for one in self._initialized.backwards.all]
         self._look_at_device()
-        if self._initialized.optimizers and self._first() is None:
-            first = self._initialized.optimizers[0]
+        if self._initialized.backwards.optimizers and self._first() is None:
+            first = self._initialized.backwards.optimizers[0]
             self._first = weakref.ref(first)
             self._hook = first.register_step_post_hook(self._after_step)
         return result
@@ -162,7 +162,7 @@ class TrialEngine(Engine):
                 self._note(memory=memory.described(self))
                 self._look_at_device()
             if self._counts_next:
-                params = {id(p): p for one in self._initialized.stepped for p in one.rows.columns.params}
+                params = {id(p): p for one in self._initialized.backwards.all for p in one.rows.columns.params}
                 for p in params.values():
                     if p.grad is not None:
                         self._gradients.add(p.grad)

@@ -83,16 +83,6 @@ class Initialized:
         self.kept_by_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
-    def optimizers(self) -> list[Optimizer]:
-        """Every initialized optimizer."""
-        return self.backwards.optimizers
-
-    @property
-    def stepped(self) -> list[Stepper]:
-        """The Stepper of each initialized optimizer."""
-        return self.backwards.all
-
-    @property
     def models(self) -> list[nn.Module]:
         """Every initialized model, in the order of their arrival."""
         return [m.model for m in self._cast_models if m.model is not None]
@@ -163,7 +153,7 @@ class Initialized:
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any] = ()) -> None:
         """Raise AmpStateError for an initialized optimizer, and where names that are added are taken."""
-        seen = {id(optimizer) for optimizer in self.optimizers}
+        seen = {id(optimizer) for optimizer in self.backwards.optimizers}
         for optimizer in optimizers:
             if id(optimizer) in seen or apex_face.is_on(optimizer):
                 raise AmpStateError(
@@ -258,10 +248,10 @@ class Initialized:
         self._wrappers.clear()
         collectives.unwatch(self)
         self.backwards.unlisted.end()
-        optimizers = self.optimizers
+        optimizers = self.backwards.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
         # FP32 in between, also if they are half again by then.
-        mastered = {id(p) for one in self.stepped if one.rows.writes_parameters for p in one.rows.columns.params}
+        mastered = {id(p) for one in self.backwards.all if one.rows.writes_parameters for p in one.rows.columns.params}
         for optimizer in optimizers:
             self._let_go(optimizer)
         remove_unused()
@@ -291,7 +281,7 @@ class Initialized:
 
     def _stepped_params(self) -> list[Tensor]:
         """The models' parameters that are stepped, each once."""
-        return list({id(p): p for one in self.stepped for p in one.rows.columns.params}.values())
+        return list({id(p): p for one in self.backwards.all for p in one.rows.columns.params}.values())
 
     def _take_in(
         self,
@@ -329,7 +319,7 @@ class Initialized:
 
     def _follow_masters(self) -> None:
         """Have models follow masters that are written outside of a step of theirs, if there are any."""
-        if any(one.rows.makes_masters and one.rows.written_outside for one in self.stepped):
+        if any(one.rows.makes_masters and one.rows.written_outside for one in self.backwards.all):
             for cast_model in self._cast_models:
                 cast_model.follow_masters()
 

@@ -142,7 +142,7 @@ def gradient_histogram(
 
     def run(factor: float) -> GradientHistogram:
         initialized = engine._initialized
-        counting = _Counting(initialized.models, initialized.stepped, factor)
+        counting = _Counting(initialized.models, engine.backwards.all, factor)
         rehearse(counting, "gradient_histogram", step_fn, initialized.models, engine.backwards, engine.scalers)
         return GradientHistogram(
             title=f"Gradients of {names or 'the model'} at {policy.opt_level}",

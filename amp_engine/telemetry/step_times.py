@@ -69,7 +69,7 @@ class StepTimes(Paged):
         if events.entering.observers:
             raise AmpStateError("amp.step_times() is measuring already.  Leave its `with` before the next one.")
         self._marks.clear()
-        for optimizer in self._engine._initialized.optimizers:
+        for optimizer in self._engine.backwards.optimizers:
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
         self._undo += [

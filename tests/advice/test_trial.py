@@ -322,7 +322,7 @@ def test_skipped_steps_are_counted_and_the_scale_is_that_of_the_end(bench):
 def test_what_close_takes_along_is_kept(bench):
     one = bench("O2", steps=99)
     kept = script(one, steps=3, verbosity=0, loss_scale=amp.DynamicLossScale(init_scale=2.0**24))
-    skips = one.engine._initialized.stepped[0].pending.skips
+    skips = one.engine.backwards.all[0].pending.skips
     one.engine.close()
     kept[1].step()  # is nobody's business any more
     assert not kept[1]._optimizer_step_post_hooks

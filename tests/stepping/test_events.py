@@ -86,7 +86,7 @@ def test_a_rehearsal_tells_observers_of_its_own_alone() -> None:
             backward(MLP.loss(model, MLP.batch(0)), optimizer, engine=engine)
         assert told == []
         assert len(own) == 1
-        engine._initialized.stepped[0].forget_backwards()
+        engine.backwards.all[0].forget_backwards()
         backward(MLP.loss(model, MLP.batch(0)), optimizer, engine=engine)
         assert len(told) == 5
 

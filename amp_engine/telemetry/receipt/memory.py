@@ -35,7 +35,7 @@ def described(engine: Engine) -> tuple[Memory, ...]:
     parameter have. Activations, averages, tables of kernels and the reserve of torch's allocators are not counted. No
     host sync, except for sparse gradients.
     """
-    models, stepped, casts = engine._initialized.models, engine._initialized.stepped, engine.function_casts.casts
+    models, stepped, casts = engine._initialized.models, engine.backwards.all, engine.function_casts.casts
     params = [p for model in models for p in measured(model.parameters())]
     params += [p for one in stepped for p in one.rows.columns.params]
     count = _Count()

@@ -22,7 +22,7 @@ COMPILED, REFERENCE, OWN = "compiled kernels", "plain PyTorch kernels", "its own
 def described(engine: Engine) -> tuple[Stepped, ...]:
     """Describe how each optimizer is stepped. Changes nothing. No host sync."""
     has_part = engine._scaling.is_active or engine.function_casts.casts is not None
-    return tuple(_described(one, has_part) for one in engine._initialized.stepped)
+    return tuple(_described(one, has_part) for one in engine.backwards.all)
 
 
 def _described(stepped: Stepper, has_part: bool) -> Stepped:

@@ -5,6 +5,7 @@
 #include <c10/core/impl/COW.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <atomic>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -14,31 +15,12 @@
 namespace amp_engine {
 namespace {
 
-// On a GPU only on the default stream: the copy before a write is a plain cudaMemcpy, which other streams do not wait
-// for and a capture, whose stream is never the default one, does not allow.
-bool may_be_copied_later(at::Tensor const& t) {
-  c10::StorageImpl const& storage = storage_of(t);
-  bool const is_own = c10::impl::cow::has_simple_data_ptr(storage) || c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
-  if (!is_own || storage.allocator() == nullptr || storage.data() == nullptr) {
-    return false;
-  }
-#if AMP_HAS_MATERIALIZER
-  if (storage.has_materializer()) {
-    return false;
-  }
-#endif
-  if (t.is_cpu()) {
-    return true;
-  }
-  c10::impl::VirtualGuardImpl const guard(t.device().type());
-  return guard.getStream(t.device()) == guard.getDefaultStream(t.device());
-}
-
 #if AMP_HAS_MATERIALIZER
 // Held memory as it was before a write. Writers come with and without the GIL: under this lock nothing calls Python.
 struct Copies {
   std::mutex mutex;
   std::unordered_map<c10::StorageImpl const*, c10::Storage> by_storage;
+  std::atomic<bool> are_there = false;
 
   // Never destroyed: a writer may come at the end of the process.
   static Copies& all() {
@@ -50,18 +32,28 @@ struct Copies {
 void keep_copy(c10::StorageImpl* storage) {
   Copies& copies = Copies::all();
   std::lock_guard const lock(copies.mutex);
-  c10::Storage& copy = copies.by_storage[storage];
-  if (!copy) {  // of two writers at once the second finds the copy of the first
-    copy = c10::Storage(c10::Storage::use_byte_size_t(), storage->nbytes(),
-                        storage->allocator()->clone(storage->data(), storage->nbytes()), storage->allocator(), false);
+  if (copies.by_storage.contains(storage)) {
+    return;  // of two writers at once the second finds the copy of the first
   }
+  copies.by_storage.emplace(
+      storage, c10::Storage(c10::Storage::use_byte_size_t(), storage->nbytes(),
+                            storage->allocator()->clone(storage->data(), storage->nbytes()), storage->allocator(), false));
+  copies.are_there = true;
 }
 
-c10::Storage copy_of(c10::StorageImpl const* storage) {
+c10::Storage copy_of(c10::StorageImpl const& storage) {
   Copies& copies = Copies::all();
+  if (!copies.are_there) {
+    return {};
+  }
   std::lock_guard const lock(copies.mutex);
-  auto const found = copies.by_storage.find(storage);
+  auto const found = copies.by_storage.find(&storage);
   return found == copies.by_storage.end() ? c10::Storage() : found->second;
+}
+
+// Whether it was not written since it was armed. Somebody else may have armed it after a write, which left a copy.
+bool is_unwritten(c10::StorageImpl const& storage) {
+  return storage.has_materializer() && !c10::impl::cow::is_cow_data_ptr(storage.data_ptr()) && !copy_of(storage);
 }
 
 // No longer calls before it is written. Returns the copy, if there is one.
@@ -73,16 +65,33 @@ c10::Storage disarm(c10::StorageImpl& storage) {
   if (found != copies.by_storage.end()) {
     copy = std::move(found->second);
     copies.by_storage.erase(found);
+    copies.are_there = !copies.by_storage.empty();
   } else if (storage.has_materializer() && !c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) {
     storage.clear_materializer();
   }
   return copy;
 }
-
-bool is_untold(c10::StorageImpl const& storage) {
-  return storage.has_materializer() && !c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
-}
 #endif
+
+// On a GPU only on the default stream: the copy before a write is a plain cudaMemcpy, which other streams do not wait
+// for and a capture, whose stream is never the default one, does not allow.
+bool may_be_copied_later(at::Tensor const& t) {
+  c10::StorageImpl const& storage = storage_of(t);
+  bool const is_own = c10::impl::cow::has_simple_data_ptr(storage) || c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
+  if (!is_own || storage.allocator() == nullptr || storage.data() == nullptr) {
+    return false;
+  }
+#if AMP_HAS_MATERIALIZER
+  if (storage.has_materializer() || copy_of(storage)) {  // it is held already, as it was before a write
+    return false;
+  }
+#endif
+  if (t.is_cpu()) {
+    return true;
+  }
+  c10::impl::VirtualGuardImpl const guard(t.device().type());
+  return guard.getStream(t.device()) == guard.getDefaultStream(t.device());
+}
 
 }  // namespace
 
@@ -98,7 +107,7 @@ Held::~Held() {
 void Held::discard(Row& row) {
 #if AMP_HAS_MATERIALIZER
   c10::Storage copy;
-  if (row.is_armed && !(row.storage.use_count() == 1 && is_untold(storage_of(row.storage)))) {
+  if (row.is_armed && !(row.storage.use_count() == 1 && is_unwritten(storage_of(row.storage)))) {
     copy = disarm(storage_of(row.storage));
   }
 #endif
@@ -157,8 +166,8 @@ c10::Storage Held::storage_of_values(size_t i) const {
 #if AMP_HAS_MATERIALIZER
   if (row.is_armed) {
     c10::StorageImpl const& storage = storage_of(row.storage);
-    if (!is_untold(storage)) {
-      c10::Storage const copy = copy_of(&storage);
+    if (!is_unwritten(storage)) {
+      c10::Storage const copy = copy_of(storage);
       TORCH_CHECK(copy, "The gradient in row ", i, " of this optimizer is lost: a thread was in a write of it while ",
                   "scale_loss() was left.  Call scaled_loss.backward() and scale_loss() again without that write.");
       return copy;
@@ -173,7 +182,7 @@ c10::Storage Held::storage_of_values(size_t i) const {
 void const* Held::data(size_t i) const {
   Row const& row = rows_[i];
 #if AMP_HAS_MATERIALIZER
-  if (row.is_armed && !(is_untold(storage_of(row.storage)) && storage_of(row.storage).data() == row.address)) {
+  if (row.is_armed && !(is_unwritten(storage_of(row.storage)) && storage_of(row.storage).data() == row.address)) {
     return storage_of_values(i).data();
   }
 #endif
@@ -201,7 +210,7 @@ std::vector<int64_t> Held::written() const {
   std::vector<int64_t> result;
 #if AMP_HAS_MATERIALIZER
   for (size_t i = 0; i < size(); ++i) {
-    if (rows_[i].is_armed && !is_untold(storage_of(rows_[i].storage))) {
+    if (rows_[i].is_armed && !is_unwritten(storage_of(rows_[i].storage))) {
       result.push_back(int64_t(i));
     }
   }

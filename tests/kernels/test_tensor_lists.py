@@ -356,3 +356,23 @@ def test_marks_keep_no_memory_that_was_replaced(backend: str) -> None:
     param.data = torch.ones(1000)
     assert marks.has_moved(0)
     assert torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == 2  # `memory`, and this call
+
+
+def test_a_gradient_that_is_held_again_after_a_write_is_held_as_it_is_then() -> None:
+    grad = torch.ones(4)
+    first, params = hold(grad)
+    grad.add_(1)
+    second = tensor_lists.gradients(params, bytes([1])).held
+    assert second is not None
+    assert values(first) == [[1.0] * 4]
+    tensor_lists.watch_gradients(params)
+    grad.add_(1)
+    assert (values(first), values(second)) == ([[1.0] * 4], [[2.0] * 4])
+    tensor_lists.watch_gradients(params)
+    assert (values(first), values(second)) == ([[1.0] * 4], [[2.0] * 4])
+    del first
+    grad.add_(1)
+    assert values(second) == [[2.0] * 4]
+    third = tensor_lists.gradients(params, bytes([1])).held
+    assert third is not None
+    assert values(third) == [[4.0] * 4]

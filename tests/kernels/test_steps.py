@@ -446,7 +446,7 @@ def test_lamb_takes_no_more_scratch_than_its_tensors(backend):
     n = 1000
     grads, weights, first, second = ([torch.ones(10) for _ in range(n)] for _ in range(4))
     lamb = kernels.step_table("lamb", weights, [None] * n, first, second, [0] * n, torch.zeros(n))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         lamb.step(grads, [False] * n, [FORMULAS["lamb"](**LAMB)])
     taken = sum(max(event.self_cpu_memory_usage, 0) for event in recorded.events())
     assert 0 < taken < n * (10 * 4 * 2 + 64)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from amp_engine import Engine, amp
 from amp_engine.casting import FunctionCasts
+from amp_engine.kernels import tensor_lists
 from tests.models import MLP
 from tests.stress.support import ROUNDS, WAIT, in_threads, times
 from tests.support import FUNCTION_LEVELS, HALF, backward, train
@@ -228,3 +229,36 @@ def test_backwards_in_many_threads_add_up_in_one_weight(casts: FunctionCasts) ->
         run = times(5, lambda layer=layer: layer(torch.ones(1, 4)).float().sum().backward())
         in_threads(*[run] * 4)
         assert torch.equal(layer.weight.grad, torch.full((4, 4), 20.0))
+
+
+# --- held gradients -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writers", [1, 3])
+def test_a_held_gradient_has_its_values_or_says_that_it_is_lost(writers: int) -> None:
+    """Threads ask to write a gradient again and again, and the one that holds it does write."""
+    param = nn.Parameter(torch.zeros(1 << 12))
+    param.grad = torch.ones(1 << 12)
+    ones, wrong = torch.ones(1 << 12), []
+
+    def ask() -> None:
+        assert param.grad is not None
+        param.grad.untyped_storage().data_ptr()
+
+    def hold() -> None:
+        assert param.grad is not None
+        held = tensor_lists.gradients([param], b"\1").held
+        assert held is not None
+        param.grad.fill_(2.0)
+        try:
+            if not torch.equal(held[0], ones):  # type: ignore[arg-type]
+                wrong.append("values")
+        except RuntimeError as error:
+            if "is lost" not in str(error):
+                wrong.append(str(error))
+        del held
+        param.grad.fill_(1.0)
+
+    for _ in range(ROUNDS):
+        in_threads(times(20, hold), *[times(200, ask) for _ in range(writers)])
+    assert wrong == []

@@ -133,16 +133,13 @@ class Names(ast.NodeVisitor):
             self._bind(target, node.value)
         self.visit(node.value)
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+    def visit_AnnAssign(self, node: ast.AnnAssign | ast.NamedExpr) -> None:
         """Bind the target, if it gets a value."""
         if node.value is not None:
             self._bind(node.target, node.value)
             self.visit(node.value)
 
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
-        """Bind the target."""
-        self._bind(node.target, node.value)
-        self.visit(node.value)
+    visit_NamedExpr = visit_AnnAssign  # noqa: N815 - ast's name
 
     def visit_For(self, node: ast.For) -> None:
         """Bind the target to an element, whose name is that of the list."""

@@ -112,7 +112,6 @@ _NOTHING_RAN = (
 
 
 def _rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Return a row for each record, and a row of their sums."""
     rows = [
         (r.function, r.listed, _name(r.dtype), *map("{:,}".format, (r.calls, r.casts, r.cached, r.bytes_moved)))
         for r in records

@@ -25,7 +25,6 @@ def kept(models: Any, names: Sequence[str], opt_level: str) -> Iterator[list[nn.
     """Keep modules in FP32; given back if the body raises.
 
     Args:
-        models: of `initialize`.
         names: as `RunPolicy.keep_float`.
         opt_level: the models are about to be initialized at.
 

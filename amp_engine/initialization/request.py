@@ -69,7 +69,6 @@ def checked(
     Args:
         given: overrides of the level's properties, of which None changes nothing; and `cast_model_outputs`,
             `moment_dtype`, `min_loss_scale`, `max_loss_scale`, `casts` of `initialize`.
-        process_group: of `initialize`.
         hard_override: print complaints about overrides that do not fit the level, and raise none.
         allow_half: `_amp_state.allow_incoming_model_not_fp32`.
 
@@ -131,7 +130,6 @@ def _names(refs: list[weakref.ref[nn.Module]]) -> dict[int, str]:
 
 
 def _changed_by_a_cast(models: list[nn.Module], policy: Policy) -> list[nn.Parameter]:
-    """The parameters that the policy gives another type."""
     if not policy.cast_model_type:
         return []
     cast = (model for model in models if not is_cast_by_fsdp2(model, policy))

@@ -101,9 +101,6 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 class _Checked:
     """A file to write to, which learns the SHA-256 of what is written and puts it at the end.
 
-    Args:
-        file: where to.
-
     Attributes:
         failure: what the operating system raised when it was to write.
     """

@@ -197,10 +197,7 @@ class EngineCasts:
         return casts
 
     def check(self, everywhere: bool) -> None:
-        """Raise AmpValueError for a wrong entry in AMP_ENGINE_HALF, _FLOAT or _PROMOTE.
-
-        And if functions are cast already, but with another `everywhere`.
-        """
+        """Raise AmpValueError for a wrong AMP_ENGINE_HALF, _FLOAT or _PROMOTE, or casts of another `everywhere`."""
         from_environment(os.environ, self._registrations)
         casts = self.casts
         if casts is not None and casts.everywhere != everywhere:

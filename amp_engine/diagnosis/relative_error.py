@@ -77,6 +77,11 @@ def stored(tensor: Tensor) -> Tensor:
     return values(tensor) if tensor.is_sparse else tensor.values()
 
 
+def roundoff(dtype: torch.dtype) -> float:
+    """The unit roundoff: half of the distance from 1 to the next number of the type. Higham, as above, section 2.1."""
+    return torch.finfo(dtype).eps / 2
+
+
 def growth(error: float, error_in: float, roundoff: float) -> float:
     """The factor by which an operation made the relative error of its inputs larger: error / max(error_in, u).
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.diagnosis.recorder import Module, Recorder, tensors_in
-from amp_engine.diagnosis.relative_error import distance, growth
+from amp_engine.diagnosis.relative_error import distance, growth, roundoff
 from amp_engine.errors import AmpValueError
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION
@@ -204,14 +204,14 @@ class Recording(Follower):
 
 
 class Comparing(Follower):
-    """Another run of the batch: holds relative errors only. The roundoff is that of the level's type."""
+    """Another run of the batch, at a level of a type: holds relative errors only."""
 
-    def __init__(self, model: nn.Module, reference: Recording, roundoff: float, loss_scale: float) -> None:
+    def __init__(self, model: nn.Module, reference: Recording, dtype: torch.dtype, loss_scale: float) -> None:
         super().__init__(model)
         self.operations: list[ComparedOperation] = []
         self._errors: dict[tuple[str | None, str], float] = {}  # the largest of each module's inputs, outputs, ...
         self.unmatched: list[tuple[str | None, bool]] = []  # the module of each, and whether it took or gave half
-        self._reference, self._roundoff, self._loss_scale = reference, roundoff, loss_scale
+        self._reference, self._roundoff, self._loss_scale = reference, roundoff(dtype), loss_scale
         self._types = dict[str | None, str | None](self.modules.values())
 
     def by_module(self) -> tuple[ComparedModule, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from amp_engine.casting import in_force
 from amp_engine.diagnosis.put_back import put_back, randomness
 from amp_engine.diagnosis.rehearsal import check_shapes
-from amp_engine.diagnosis.relative_error import Distance, distance, stored
+from amp_engine.diagnosis.relative_error import Distance, distance, roundoff, stored
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import is_any_sharded, without_wrapper
@@ -24,12 +24,11 @@ from amp_engine.initialization.cast_model import is_cast
 from amp_engine.levels import levels
 from amp_engine.levels.policy_file import RunPolicy
 from amp_engine.levels.scale_rule import DEFAULT_MIN_LOSS_SCALE
-from amp_engine.telemetry.batch_recording import Comparing, Follower, Recording, unscaled
+from amp_engine.telemetry.batch_recording import Comparing, Recording, unscaled
 from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
+from amp_engine.telemetry.wording import dtype_name
 
 StepFn = Callable[[Any], Any]
-Follow = Callable[[nn.Module, float], Follower]
-"""Makes the follower of a copy whose loss is multiplied by a scale."""
 
 _LOWEST = int(math.log2(DEFAULT_MIN_LOSS_SCALE))
 
@@ -41,7 +40,9 @@ class _Run:
     loss: Tensor
     gradients: dict[str, Tensor]
     loss_scale: float
-    follower: Follower | None = None
+    is_dynamic: bool
+    dtype: torch.dtype
+    follower: Recording | Comparing
 
     @property
     def has_finite_gradients(self) -> bool:
@@ -72,25 +73,17 @@ class Trials:
         """Run the batch as `policy` says, and compare; without `operations` the loss and the gradients alone."""
         with put_back([self._model], [], [self._step_fn]), torch.enable_grad():
             if self._reference is None:
-                self._reference = self._fitting(self._reference_policy, Recording)
-            recording, roundoff = self._reference.follower, _roundoff(policy)
-            assert isinstance(recording, Recording)
+                self._reference = self._fitting(self._reference_policy, True)
+            return self._compared(policy, self._fitting(policy, operations), self._reference)
 
-            def comparing(model: nn.Module, scale: float) -> Follower:
-                return Comparing(model, recording, roundoff, scale)
-
-            run = self._fitting(policy, comparing if operations else None)
-            return self._compared(policy, run, self._reference)
-
-    def _fitting(self, policy: RunPolicy, follow: Follow | None) -> _Run:
+    def _fitting(self, policy: RunPolicy, looks: bool) -> _Run:
         """Run at the first loss scale of the policy; if that is dynamic and overflows, at the largest that does not."""
-        run = self._run(policy, follow, None)
-        is_dynamic = not isinstance(_level_of(policy).loss_scale, float)
-        if run.has_finite_gradients or not bool(run.loss.isfinite().all()) or not is_dynamic:
+        run = self._run(policy, looks)
+        if run.has_finite_gradients or not bool(run.loss.isfinite().all()) or not run.is_dynamic:
             return run
 
         def fits(exponent: int) -> bool:
-            return self._run(policy, None, 2.0**exponent).has_finite_gradients
+            return self._run(policy, False, 2.0**exponent).has_finite_gradients
 
         # Exponents: `low` fits, or is below all that are tried; `high` does not.
         low, high = _LOWEST - 1, math.ceil(math.log2(run.loss_scale))
@@ -105,24 +98,32 @@ class Trials:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         self._last_fit = low
-        return self._run(policy, follow, 2.0**low)
+        return self._run(policy, looks, 2.0**low)
 
-    def _run(self, policy: RunPolicy, follow: Follow | None, loss_scale: float | None) -> _Run:
-        """One batch of a copy; without a loss scale at the first one of the policy."""
+    def _run(self, policy: RunPolicy, looks: bool, loss_scale: float | None = None) -> _Run:
+        """One batch of a copy, at the first loss scale of the policy by default; `looks` at each operation or not."""
         self._restore_randomness()
         model = self._copied()
         with Engine() as engine, torch.compiler.set_stance("force_eager"):
             engine.initialize(model, policy=policy, opt_level=policy.opt_level, verbosity=0)
-            scale = engine.scalers[0].loss_scale() if loss_scale is None else loss_scale
-            follower = None if follow is None else follow(model, scale)
+            decided, scaler = engine.policy, engine.scalers[0]
+            assert decided is not None
+            scale = scaler.loss_scale() if loss_scale is None else loss_scale
+            dtype = decided.cast_model_type or decided.patch_torch_functions_type or torch.float32
+            follower = self._follower(model, dtype, scale)
             try:
-                with nullcontext() if follower is None else follower.following():
+                with follower.following() if looks else nullcontext():
                     loss = self._step_fn(model)
                 gradients = self._gradients(loss, model, scale)
             finally:
-                if follower is not None:
-                    follower.end()
-            return _Run(loss.detach().sum(), gradients, scale, follower)
+                follower.end()
+            return _Run(loss.detach().sum(), gradients, scale, scaler.dynamic, dtype, follower)
+
+    def _follower(self, model: nn.Module, dtype: torch.dtype, scale: float) -> Recording | Comparing:
+        if self._reference is None:
+            return Recording(model, scale)
+        assert isinstance(self._reference.follower, Recording)
+        return Comparing(model, self._reference.follower, dtype, scale)
 
     def _gradients(self, loss: Any, model: nn.Module, scale: float) -> dict[str, Tensor]:
         """The gradients of a loss without the scale that its backward is run at."""
@@ -150,24 +151,23 @@ class Trials:
             whole += found
         overflows = not run.has_finite_gradients
         loss, reference_loss = run.loss.float(), reference.loss.float()
-        comparing = run.follower if isinstance(run.follower, Comparing) else None
-        ran = [] if comparing is None else comparing.operations
+        assert isinstance(run.follower, Comparing)
         return LevelComparison(
             level=policy.opt_level,
             reference=self._reference_policy.opt_level,
             keep_float=tuple(policy.keep_float),
-            dtype=str(_low_precision(policy)).removeprefix("torch."),
-            roundoff=_roundoff(policy),
+            dtype=dtype_name(run.dtype),
+            roundoff=roundoff(run.dtype),
             loss=float(loss),
             reference_loss=float(reference_loss),
             loss_error=distance(loss, reference_loss).relative,
             gradient_error=math.inf if overflows else whole.relative,
             loss_scale=run.loss_scale,
             overflowed=overflows and bool(run.loss.isfinite()),
-            operations=by_growth(ran),
-            modules=() if comparing is None else comparing.by_module(),
+            operations=by_growth(run.follower.operations),
+            modules=run.follower.by_module(),
             parameters=tuple(sorted(parameters, key=lambda p: -p.error)),
-            unmatched=0 if comparing is None else len(comparing.unmatched),
+            unmatched=len(run.follower.unmatched),
         )
 
     def _copied(self) -> nn.Module:
@@ -262,22 +262,6 @@ def as_policy(level: str | RunPolicy) -> RunPolicy:
         return level
     levels.level(level)
     return RunPolicy(level)
-
-
-def _level_of(policy: RunPolicy) -> Any:
-    """The properties of a level with the overrides of a policy."""
-    names = ("cast_model_type", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-    return levels.level(policy.opt_level).override(**{name: getattr(policy, name) for name in names})
-
-
-def _low_precision(policy: RunPolicy) -> torch.dtype:
-    decided = _level_of(policy)
-    return decided.cast_model_type or decided.patch_torch_functions_type or torch.float32
-
-
-def _roundoff(policy: RunPolicy) -> float:
-    """Half of the distance from 1 to the next number: Higham, as above, section 2.1."""
-    return torch.finfo(_low_precision(policy)).eps / 2
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -83,8 +83,7 @@ class GradientHistogram:
         low, high = _span(self)
         drawn = Figure(figsize=(9, 1.2 + 2.9 * len(self.parts)), layout="constrained")
         axes = drawn.subplots(len(self.parts), 1, squeeze=False)[:, 0]
-        sentences = list(losses(self))
-        for axis, (_, found), sentence in zip(axes, self.parts, sentences, strict=True):
+        for axis, (_, found), sentence in zip(axes, self.parts, losses(self), strict=True):
             exponents = [e for e, _ in found.counts]
             shares = [100 * n / max(1, found.nonzero) for _, n in found.counts]
             axis.bar(exponents, shares, width=0.9, align="edge", color=plots.COLOURS[0])

@@ -71,7 +71,8 @@ class StepTimes(Paged):
         self._marks.clear()
         for optimizer in self._engine.backwards.optimizers:
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
-            self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
+            after = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self._end(STEP, optimizer))
+            self._undo.append(after.remove)
         self._undo += [
             events.entering.subscribe(self._begin),
             events.entered.subscribe(lambda context, loss, scale: self._mark(SCALE_LOSS, context)),
@@ -114,9 +115,6 @@ class StepTimes(Paged):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._engine.backwards.evidence.is_rehearsal:
             self._begin(optimizer)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._end(STEP, optimizer)
 
     def _begin(self, one: object) -> None:
         self._moments[id(one)] = now()

@@ -128,7 +128,7 @@ class _Count:
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce() if not tensor.is_coalesced() else tensor
+        tensor = tensor.coalesce()
         yield from (tensor.indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import ChainMap
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import optimizer as optimizers
@@ -12,41 +13,16 @@ from amp_engine.casting.cache import WeightCache, tensors_hold_their_objects
 from amp_engine.casting.patches import Patches
 
 
-class _StepHooks(MutableMapping[Any, Any]):
-    """torch's hooks after the step of any optimizer, and one of ours beside them, while functions are cast.
+class _StepHooks(ChainMap[Any, Any]):
+    """torch's hooks after the step of any optimizer, and one of ours behind them, while functions are cast.
 
     It replaces torch's dictionary: a step in another thread may iterate over that, and would raise if we added to it.
-    Hooks that other code adds and removes meanwhile are added to and removed from torch's.
+    Hooks that other code adds and removes meanwhile are added to and removed from torch's, which is the first map.
     """
-
-    def __init__(self) -> None:
-        self.theirs: MutableMapping[Any, Any] = vars(optimizers)["_global_optimizer_post_hooks"]
-        self.ours: Callable[..., None] = lambda *_: None
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.ours if key is self else self.theirs[key]
-
-    def __setitem__(self, key: Any, hook: Any) -> None:
-        self.theirs[key] = hook
-
-    def __delitem__(self, key: Any) -> None:
-        del self.theirs[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([*self.theirs, self])
-
-    def __len__(self) -> int:
-        return len(self.theirs) + 1
-
-    def __contains__(self, key: object) -> bool:
-        return key is self or key in self.theirs
-
-    def __hash__(self) -> int:
-        return id(self)
 
     def values(self) -> Any:
         """Return a list of all hooks as they are now, which a step iterates over."""
-        return [*self.theirs.values(), self.ours]
+        return [hook for hooks in self.maps for hook in list(hooks.values())]
 
 
 _step_hooks = _StepHooks()  # lives for ever: handles of hooks that are added to it refer to it weakly
@@ -67,9 +43,10 @@ def watch_weights(cache: WeightCache, patches: Patches, afterwards: Callable[[],
         cache.after_step()
         afterwards()
 
-    _step_hooks.ours = after_step
-    if vars(optimizers)["_global_optimizer_post_hooks"] is not _step_hooks:
-        _step_hooks.theirs = vars(optimizers)["_global_optimizer_post_hooks"]
+    _step_hooks.maps[1:] = [{"amp_engine": after_step}]
+    theirs = vars(optimizers)["_global_optimizer_post_hooks"]
+    if theirs is not _step_hooks:
+        _step_hooks.maps[0] = theirs
         patches.set(optimizers, "_global_optimizer_post_hooks", _step_hooks)
 
     drops_orphans = tensors_hold_their_objects()

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from amp_engine.casting.locks import held_if_free
 from amp_engine.casting.replacements import ORIGINALS
 
 
-@contextmanager
-def dynamo_if_free() -> Iterator[bool]:
+def dynamo_if_free() -> AbstractContextManager[bool]:
     """Give True if no thread compiles, this one included; then none begins to compile inside of the context."""
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
     if lock is None:
-        yield True
-        return
-    is_free = not lock._is_owned() and lock.acquire(blocking=False)
-    try:
-        yield is_free
-    finally:
-        if is_free:
-            lock.release()
+        return nullcontext(True)
+    return nullcontext(False) if lock._is_owned() else held_if_free(lock)
 
 
 def discard_compiled() -> None:

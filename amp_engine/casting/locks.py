@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # Guards counts and lists of all threads; held for a few statements. A fork waits for it: the child has only the thread
 # that forked, so a lock that another thread held would stay closed there.
@@ -17,6 +18,17 @@ def is_shared_held_here() -> bool:
     return owned
 
 
+@contextmanager
+def held_if_free(lock: Any) -> Iterator[bool]:
+    """Hold `lock` inside, and give True; or give False if another thread has it."""
+    is_held = lock.acquire(blocking=False)
+    try:
+        yield is_held
+    finally:
+        if is_held:
+            lock.release()
+
+
 class InstallLock:
     """A lock that is held while torch is patched. Patching may wait for Dynamo, so forks, also Dynamo's, do not."""
 
@@ -24,17 +36,6 @@ class InstallLock:
         self.lock = threading.RLock()
         self.was_held_by_another_thread = False  # in a forked child: when it was forked
         os.register_at_fork(after_in_child=self._renew)
-
-    @contextmanager
-    def held_if_free(self) -> Iterator[bool]:
-        """Hold the lock inside, and give True; or give False if another thread has it."""
-        lock = self.lock
-        is_held = lock.acquire(blocking=False)
-        try:
-            yield is_held
-        finally:
-            if is_held:
-                lock.release()
 
     def _renew(self) -> None:
         is_free_or_ours = self.lock.acquire(blocking=False)

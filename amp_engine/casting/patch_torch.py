@@ -88,7 +88,7 @@ def discard(casts: Casts) -> None:
 def remove_discarded() -> None:
     """Remove casts that finalizers could not remove under a lock. Call it after a lock is released."""
     while _discarded and not locks.is_shared_held_here():
-        with locks.install.held_if_free() as is_held, dynamo_if_free() as is_free:
+        with locks.held_if_free(locks.install.lock) as is_held, dynamo_if_free() as is_free:
             if not (is_held and is_free):
                 return
             if _discarded:

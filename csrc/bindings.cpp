@@ -335,6 +335,7 @@ PYBIND11_MODULE(_C, m) {
         }
         return self.held && self.held->has(i) ? self.held->tensor(i) : self.tensors[i];
       });
+  m.def("copy", &copy, "A copy of a tensor, whose memory is copied when either is written.");
   m.def(
       "where", [](py::bytes const& mask, TensorsOrList const& tensors) { return TensorList{where(mask, in(tensors))}; },
       "tensors[i] if mask[i] else None.");

@@ -8,7 +8,6 @@
 #include <atomic>
 #include <mutex>
 #include <unordered_map>
-#include <utility>
 
 #include "storage.h"
 
@@ -55,22 +54,6 @@ c10::Storage copy_of(c10::StorageImpl const& storage) {
 bool is_unwritten(c10::StorageImpl const& storage) {
   return storage.has_materializer() && !c10::impl::cow::is_cow_data_ptr(storage.data_ptr()) && !copy_of(storage);
 }
-
-// No longer calls before it is written. Returns the copy, if there is one.
-c10::Storage disarm(c10::StorageImpl& storage) {
-  Copies& copies = Copies::all();
-  std::lock_guard const lock(copies.mutex);
-  c10::Storage copy;
-  auto const found = copies.by_storage.find(&storage);
-  if (found != copies.by_storage.end()) {
-    copy = std::move(found->second);
-    copies.by_storage.erase(found);
-    copies.are_there = !copies.by_storage.empty();
-  } else if (storage.has_materializer() && !c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) {
-    storage.clear_materializer();
-  }
-  return copy;
-}
 #endif
 
 // On a GPU only on the default stream: the copy before a write is a plain cudaMemcpy, which other streams do not wait
@@ -95,6 +78,12 @@ bool may_be_copied_later(at::Tensor const& t) {
 
 }  // namespace
 
+at::Tensor copy(at::Tensor const& t) {
+  c10::NoGradGuard const no_grad;
+  bool const is_cow = c10::impl::cow::is_cow_data_ptr(storage_of(t).data_ptr());
+  return is_cow || may_be_copied_later(t) ? at::native::_lazy_clone(t) : t.clone();
+}
+
 Held::~Held() {
   for (size_t i = 0; i < rows_.size(); ++i) {
     if (i + 8 < rows_.size()) {
@@ -105,14 +94,32 @@ Held::~Held() {
 }
 
 void Held::discard(Row& row) {
+  if (row.is_armed && !row.shared) {
+    disarm(row.storage);
+  }
+  row.storage = c10::Storage();
+  row.shared.reset();
+  row.is_armed = false;
+}
+
+void Held::disarm([[maybe_unused]] c10::Storage const& storage) {
 #if AMP_HAS_MATERIALIZER
-  c10::Storage copy;
-  if (row.is_armed && !(row.storage.use_count() == 1 && is_unwritten(storage_of(row.storage)))) {
-    copy = disarm(storage_of(row.storage));
+  c10::StorageImpl& impl = storage_of(storage);
+  if (storage.use_count() == 1 && is_unwritten(impl)) {
+    return;  // it ends with this
+  }
+  c10::Storage copy;  // is freed without the lock
+  Copies& copies = Copies::all();
+  std::lock_guard const lock(copies.mutex);
+  auto const found = copies.by_storage.find(&impl);
+  if (found != copies.by_storage.end()) {
+    copy = std::move(found->second);
+    copies.by_storage.erase(found);
+    copies.are_there = !copies.by_storage.empty();
+  } else if (impl.has_materializer() && !c10::impl::cow::is_cow_data_ptr(impl.data_ptr())) {
+    impl.clear_materializer();
   }
 #endif
-  row.storage = c10::Storage();
-  row.is_armed = false;
 }
 
 std::shared_ptr<Held> Held::rearranged(std::vector<int64_t> const& rows) {
@@ -131,19 +138,33 @@ void Held::hold(size_t i, at::Tensor const& gradient, bool is_shared) {
   row.type = gradient.scalar_type();
   row.layout.set_sizes(gradient.sizes());
   row.layout.set_strides(gradient.strides());
-  c10::NoGradGuard const no_grad;
-  if (is_shared || !may_be_copied_later(gradient)) {
+#if AMP_HAS_MATERIALIZER
+  std::shared_ptr<Armed> known;
+  if (is_shared) {
+    known = shared_[&storage_of(gradient)].lock();
+  }
+  if (known || may_be_copied_later(gradient)) {
+    row.storage = gradient.storage();
+    row.offset = gradient.storage_offset();
+    row.is_armed = true;
+    if (!known) {
+      storage_of(row.storage).set_materializer(&keep_copy);
+    }
+    if (is_shared) {
+      row.shared = known ? known : std::make_shared<Armed>(row.storage);
+      shared_[&storage_of(gradient)] = row.shared;
+    }
+  }
+#else
+  if (!is_shared && may_be_copied_later(gradient)) {
+    row.storage = at::native::_lazy_clone(gradient).storage();
+  }
+#endif
+  if (!row.storage) {
+    c10::NoGradGuard const no_grad;
     at::Tensor const copy = gradient.clone();
     row.layout.set_strides(copy.strides());
     row.storage = copy.storage();
-  } else {
-#if AMP_HAS_MATERIALIZER
-    row.storage = gradient.storage();
-    storage_of(row.storage).set_materializer(&keep_copy);
-    row.is_armed = true;
-#else
-    row.storage = at::native::_lazy_clone(gradient).storage();
-#endif
   }
   row.address = storage_of(row.storage).data();
 }
@@ -181,19 +202,22 @@ c10::Storage Held::storage_of_values(size_t i) const {
 
 void const* Held::data(size_t i) const {
   Row const& row = rows_[i];
+  auto const at_offset = [](void const* memory, Row const& of) {
+    return static_cast<char const*>(memory) + of.offset * int64_t(c10::elementSize(of.type));
+  };
 #if AMP_HAS_MATERIALIZER
   if (row.is_armed && !(is_unwritten(storage_of(row.storage)) && storage_of(row.storage).data() == row.address)) {
-    return storage_of_values(i).data();
+    return at_offset(storage_of_values(i).data(), row);
   }
 #endif
-  return row.address;
+  return at_offset(row.address, row);
 }
 
 at::Tensor Held::tensor(size_t i) const {
   Row const& row = rows_[i];
   c10::NoGradGuard const no_grad;
   at::Tensor result = at::empty({0}, at::TensorOptions().dtype(row.type).device(device(i)));
-  return result.set_(storage_of_values(i), 0, row.layout.sizes_arrayref(), row.layout.strides_arrayref());
+  return result.set_(storage_of_values(i), row.offset, row.layout.sizes_arrayref(), row.layout.strides_arrayref());
 }
 
 OptionalTensors Held::tensors() const {

@@ -1,19 +1,25 @@
 // Low-precision gradients that are held for a step, as references to their memory.
 //
 // From torch 2.13 on a storage calls a function, its materializer, before it gives anybody a pointer to write: the one
-// that is set here copies the memory first. Before, a held gradient is a copy-on-write clone. Memory that allows neither
-// is copied at once: shared with other tensors (a bucket of DDP), of others (numpy, DLPack), or told about already.
+// that is set here copies the memory first, all of it, as several gradients may be views of it (a bucket of DDP). Before,
+// a held gradient is a copy-on-write clone. Memory that does not allow it is copied at once: of others (numpy, DLPack),
+// with a function of somebody else, and before torch 2.13 shared memory, which must not become copy-on-write as a whole.
 #pragma once
 
 #include <ATen/ATen.h>
 
 #include <cstdint>
 #include <memory>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "ahead.h"
 
 namespace amp_engine {
+
+// A copy of a tensor with its own memory, which is copied when either is written, where that is possible.
+at::Tensor copy(at::Tensor const& t);
 
 class Held {
  public:
@@ -21,7 +27,7 @@ class Held {
   Held(Held const&) = delete;
   ~Held();
 
-  // Holds a dense gradient in a row that has none. `is_shared`: it shares its memory with other tensors.
+  // Holds a dense gradient in a row that has none. `is_shared`: its storage may have other tensors as well.
   void hold(size_t i, at::Tensor const& gradient, bool is_shared);
 
   size_t size() const { return rows_.size(); }
@@ -43,19 +49,34 @@ class Held {
   std::vector<int64_t> written() const;
 
  private:
-  struct Row {
-    c10::Storage storage;  // of the gradient, or of a copy
-    void const* address = nullptr;
-    int64_t numel = 0;
-    at::ScalarType type = at::kFloat;
-    bool is_armed = false;  // the storage is the gradient's, and calls before it is written
-    c10::impl::SizesAndStrides layout;
+  // A storage that calls before it is written, for as long as this lives.
+  class Armed {
+   public:
+    explicit Armed(c10::Storage storage) : storage_(std::move(storage)) {}
+    Armed(Armed const&) = delete;
+    ~Armed() { disarm(storage_); }
+
+   private:
+    c10::Storage storage_;
   };
 
+  struct Row {
+    c10::Storage storage;  // of the gradient, or of a copy
+    void const* address = nullptr;  // of the storage
+    int64_t offset = 0;             // of the gradient in it, in elements
+    int64_t numel = 0;
+    at::ScalarType type = at::kFloat;
+    bool is_armed = false;            // the storage is the gradient's, and calls before it is written
+    std::shared_ptr<Armed> shared{};  // of several rows
+    c10::impl::SizesAndStrides layout{};
+  };
+
+  static void disarm(c10::Storage const& storage);
   c10::Storage storage_of_values(size_t i) const;
   static void discard(Row& row);
 
   std::vector<Row> rows_;
+  std::unordered_map<c10::StorageImpl const*, std::weak_ptr<Armed>> shared_;
 };
 
 }  // namespace amp_engine

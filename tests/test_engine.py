@@ -228,7 +228,8 @@ def test_a_window_left_open_outlives_an_initialize_with_fewer_losses(engine):
     assert all(p.isfinite().all() for p in engine.master_params(optimizer))
 
 
-def test_running_out_of_memory_at_the_exit_leaves_no_gradient_scaled(engine, monkeypatch):
+@pytest.mark.parametrize("call", ["amp_engine.kernels.tensor_lists.gradients", "amp_engine.stepping.window.Slots"])
+def test_running_out_of_memory_at_the_exit_leaves_no_gradient_scaled(call, engine, monkeypatch):
     model, optimizer = start(engine)
     backward(engine, model, optimizer)
     before = gradients(engine, optimizer)
@@ -237,7 +238,7 @@ def test_running_out_of_memory_at_the_exit_leaves_no_gradient_scaled(engine, mon
         raise torch.cuda.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("amp_engine.kernels.tensor_lists.copies", fail)
+        patch.setattr(call, fail)
         with pytest.raises(torch.cuda.OutOfMemoryError):
             backward(engine, model, optimizer)
     assert all(map(torch.equal, gradients(engine, optimizer), before))

@@ -28,9 +28,10 @@ class Checks(NamedTuple):
 class Held(Protocol):
     """Gradients that are held for a step, one or none in each of n rows: their values stay, whoever writes them.
 
-    A gradient with its own memory is held by a reference, and copied before it is written (from torch 2.13 on, else as
-    a copy-on-write clone). Three kinds are copied at once: shared memory (a bucket of DDP); memory of numpy or DLPack;
-    and a GPU's memory on another stream than the default one, which would be copied out of order.
+    From torch 2.13 on a gradient is held by a reference, and its storage copied before that is written: once for all
+    views of a bucket of DDP. Two kinds are copied at once: memory of numpy or DLPack; and a GPU's memory on another
+    stream than the default one, which would be copied out of order. Before, and without the compiled module, gradients
+    are copy-on-write clones, and views are copied at once.
     """
 
     def __len__(self) -> int: ...
@@ -152,6 +153,10 @@ class TensorLists(Protocol):
 
     def are_gradients_unwritten(self, params: Sequence[Tensor], /) -> bool:
         """True if no request for a gradient's memory came since it was watched, and nothing else shares that memory."""
+        ...
+
+    def copy(self, tensor: Tensor, /) -> Tensor:
+        """Copy a tensor that has its own memory; if possible, copy the memory only when either tensor is written."""
         ...
 
     def where(self, mask: bytes, tensors: TensorList, /) -> TensorList:

@@ -126,12 +126,13 @@ def gradients(params: Sequence[Tensor], mask: bytes | None = None) -> Gradients:
     held: list[Tensor | None] = [None] * len(grads)
     for row, (grad, how) in enumerate(zip(grads, accesses, strict=True)):
         if mask[row] and grad is not None and how != OTHER:
-            held[row] = _copied_on_write(grad) if how == OWN else grad.clone()
+            held[row] = copy(grad) if how == OWN else grad.clone()
             grads[row] = None
     return Gradients(grads, accesses, devices, Held(held))
 
 
-def _copied_on_write(tensor: Tensor) -> Tensor:
+def copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor, on a CPU by copy-on-write."""
     if not tensor.is_cpu:
         return tensor.clone()  # torch's operators on lists write a GPU's memory without a request
     try:

@@ -27,6 +27,7 @@ params = TENSOR_LISTS.params
 marks = TENSOR_LISTS.marks
 gradient_marks = TENSOR_LISTS.gradient_marks
 gradients = TENSOR_LISTS.gradients
+copy = TENSOR_LISTS.copy
 watch_gradients = TENSOR_LISTS.watch_gradients
 are_gradients_unwritten = TENSOR_LISTS.are_gradients_unwritten
 where = TENSOR_LISTS.where

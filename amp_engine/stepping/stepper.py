@@ -330,7 +330,7 @@ class Stepper:
         if check.unscaled is None or check.unscaled.is_unwritten():
             if norm_type == math.inf:
                 return (found.largest.max().double() * inv_scale()).float()
-            return norm.clone()  # which the caller may write
+            return tensor_lists.copy(norm)  # which the caller may write
         ignored, norm = torch.zeros_like(norm), torch.empty_like(norm)
         now = self._clipping.run(check.unscaled.grads, None, torch.ones_like(norm), ignored, norm)
         if self.rows.slots.count == 0:
@@ -351,7 +351,7 @@ class Stepper:
     def clip_grads_with_norm_(self, norm: Tensor, max_norm: float) -> None:
         """Multiply gradients by `min(1, max_norm / (norm + 1e-6))`; masters' in the step. Call after `grad_norm`."""
         slots = self.rows.slots
-        slots.clip(norm.clone(), max_norm)
+        slots.clip(tensor_lists.copy(norm), max_norm)
         if slots.check is not None and slots.check.unscaled is not None:
             self._clipping.multiply_(slots.check.unscaled.grads, clip_factor(norm, max_norm).float())
 
@@ -364,7 +364,6 @@ class Stepper:
         """
         if self._left_gradients and not self.backward_seen and self.rows.has_parameter_gradients():
             self._discard_left_gradients()  # of an unseen backward: no earlier gradient stands for it
-        self.hide_spent()
         self.pending.hear(wait=False)
         if hasattr(self.optimizer, "found_inf"):
             self.refuse_foreign_scaler()

@@ -328,18 +328,25 @@ def test_work_is_queued_on_the_current_stream():
     assert x.eq(2.0).all().item()
 
 
-def test_a_copy_of_a_gradient_is_made_in_order_of_any_stream():
-    gradient = torch.zeros(1 << 20, device=GPU)
-    stream = cuda.Stream()
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_gradient_is_held_in_order_of_any_stream(is_view):
+    """Also one that is a view of a bucket."""
+    bucket, stream = torch.zeros(2 << 20, device=GPU), cuda.Stream()
+    param = torch.nn.Parameter(torch.zeros(1 << 20, device=GPU))
+    param.grad = bucket[1 << 20 :] if is_view else torch.zeros(1 << 20, device=GPU)
     cuda.synchronize()
     with cuda.stream(stream):
         cuda._sleep(50_000_000)
-        gradient.fill_(4.0)
-        copies = kernels.tensor_lists.copies([gradient], bytes([kernels.tensor_lists.OWN]))
-        gradient.mul_(2.0)
+        param.grad.fill_(4.0)
+        held = kernels.tensor_lists.gradients([param], b"\1").held
+        param.grad.mul_(2.0)
     stream.synchronize()
-    assert copies[0].eq(4.0).all().item()
-    assert gradient.eq(8.0).all().item()
+    assert held[0].eq(4.0).all().item()
+    assert param.grad.eq(8.0).all().item()
+    held = kernels.tensor_lists.gradients([param], b"\1").held
+    torch._foreach_mul_([param.grad], 2.0)
+    assert held[0].eq(8.0).all().item()
+    assert param.grad.eq(16.0).all().item()
 
 
 @needs_two_gpus

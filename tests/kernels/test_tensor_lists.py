@@ -173,15 +173,30 @@ def test_what_reads_or_drops_a_held_gradient_is_no_write() -> None:
     assert values(held) == [[1.0] * 4] * 2
 
 
-def test_shared_memory_is_copied_at_once() -> None:
-    bucket = torch.ones(8)
-    held, params = hold(bucket[:4], bucket[4:])
+def test_views_of_one_bucket_are_held_as_they_are() -> None:
+    bucket = torch.arange(12.0)
+    before = [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0, 10.0, 11.0]]
+    held, params = hold(bucket[:4], bucket[4:8], bucket[8:])
+    assert values(held) == before
+    held.discard(0)
+    params[2].grad = None
     bucket.zero_()
-    assert values(held) == [[1.0] * 4] * 2
+    assert values(held) == [None, *before[1:]]
     assert not torch._C._is_cow_tensor(bucket)
-    assert held.written() == []
-    assert params[0].grad is not None
-    assert params[0].grad.tolist() == [0.0] * 4
+    moved = held.rearranged([2, 1])
+    bucket.fill_(1)
+    held.discard(1)
+    moved.discard(0)
+    assert values(moved) == [None, before[1]]
+    assert params[1].grad is not None
+    assert params[1].grad.tolist() == [1.0] * 4
+    again = tensor_lists.gradients(params, bytes([0, 1, 0])).held
+    assert again is not None
+    bucket.fill_(2)
+    assert (values(moved), values(again)) == ([None, before[1]], [None, [1.0] * 4, None])
+    del moved, again
+    bucket.fill_(3)
+    assert params[1].grad.tolist() == [3.0] * 4
 
 
 def test_a_gradient_is_held_twice_and_one_that_two_parameters_have() -> None:
@@ -211,6 +226,14 @@ def test_held_gradients_move_to_other_rows_and_go_one_by_one() -> None:
     assert [moved.beside()[i] is None for i in range(4)] == [False, True, True, True]
     with pytest.raises((IndexError, ValueError)):
         moved[4]
+
+
+def test_copies_leave_the_tensor_alone_and_are_left_alone() -> None:
+    tensor = torch.ones(())
+    first, second = tensor_lists.copy(tensor), tensor_lists.copy(tensor)
+    tensor.add_(1)
+    second.mul_(3)
+    assert (first.item(), second.item(), tensor.item()) == (1.0, 3.0, 2.0)
 
 
 def test_only_masked_rows_are_held() -> None:
@@ -265,7 +288,7 @@ def test_held_memory_that_was_resized_away_is_an_error_or_kept() -> None:
 
 def test_in_python_a_gpu_is_copied_at_once() -> None:
     grad = types.SimpleNamespace(is_cpu=False, clone=lambda: "clone")
-    assert reference_tensor_lists._copied_on_write(grad) == "clone"  # type: ignore[arg-type, comparison-overlap]
+    assert reference_tensor_lists.copy(grad) == "clone"  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_marks_of_gradients_tell_what_came_went_was_replaced_or_written() -> None:

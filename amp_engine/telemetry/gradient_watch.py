@@ -14,6 +14,7 @@ from amp_engine.diagnosis.post_mortem import place_of
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.devices import HostNumbers, is_capturing
+from amp_engine.kernels import tensor_lists
 from amp_engine.page.page import Page, Paged, Sentence, Table, Verbatim
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows
@@ -71,9 +72,10 @@ class GradientWatch(Paged):
         print(watch)                      # the newest backward, a line for each parameter
         for record in watch.records: ...
 
-    Takes some passes over the gradients. All of it stays on the device until it is read, and nothing is done for the
-    other backwards. The record of one of several backwards before a step is of the sum so far. No host sync before
-    `records` is read. A backward that a CUDA graph captures is left out.
+    Norm and largest magnitude are those that the check of `scale_loss` found, where it looks; the shares take some
+    passes over the gradients. All of it stays on the device until it is read, and nothing is done for the other
+    backwards. The record of one of several backwards before a step is of the sum so far. No host sync before `records`
+    is read. A backward that a CUDA graph captures is left out.
 
     Args:
         engine: whose `scale_loss`.
@@ -139,17 +141,25 @@ class GradientWatch(Paged):
         first = Sentence(f"backward {last}, loss scale {scale(newest[-1].loss_scale)}")
         return Page.of(first, Table(rows, _HEAD, numbers=range(1, len(_HEAD))))
 
+    def _limits(self) -> tuple[float, float]:
+        """Half of the smallest number of the half type, and its smallest normal number."""
+        policy = self._engine.policy
+        info = torch.finfo(self._dtype or (policy and policy.low_precision) or torch.float16)
+        return info.tiny * info.eps / 2, info.tiny
+
     def _look(self, rows: Sequence[Rows], backward: Backward | None) -> None:
         """Take the numbers of a backward, if its turn has come."""
         self._count += 1
         if (self._count - 1) % self._every:
             return
+        # Where a sum of several backwards is stepped, no check has seen it.
+        saw_all = backward is not None and all(one.slots.check is not None for one in rows)
+        checked = _found_by_check(backward) if backward is not None and saw_all else {}
         by_device: dict[torch.device, list[ClosedGradient]] = {}
         for one in closed_gradients(rows, backward):
             if not is_capturing(one.values.device):
                 by_device.setdefault(one.values.device, []).append(one)
-        policy = self._engine.policy
-        limits = torch.finfo(self._dtype or (policy and policy.low_precision) or torch.float16)
+        flush, normal = self._limits()
         places = self._engine._initialized.parameter_places()
         for device, gradients in by_device.items():
             loss_scale = torch.ones((), dtype=torch.float32, device=device)
@@ -157,7 +167,7 @@ class GradientWatch(Paged):
                 loss_scale = backward.snapshot.scale.to(device, non_blocking=True)
             numbers = [loss_scale.double()]
             for one in gradients:
-                numbers += _six(one, loss_scale, limits)
+                numbers += _six(one, loss_scale, flush, normal, checked.get(id(one.param)))
             names = [place_of(one.param, places).parameter for one in gradients]
             elements = [one.values.numel() for one in gradients]
             self._noted.append(_Noted(self._count, names, elements, HostNumbers(*numbers)))
@@ -168,7 +178,7 @@ class GradientWatch(Paged):
         loss_scale = read(0)
         records = []
         for i, (name, elements) in enumerate(zip(noted.names, noted.elements, strict=True)):
-            zeros, flushed, subnormal, nonfinite, norm, largest = (read(1 + 6 * i + place) for place in range(6))
+            zeros, flushed, subnormal, nonfinite, squares, largest = (read(1 + 6 * i + place) for place in range(6))
             total = max(1, elements)
             records.append(
                 GradientRecord(
@@ -177,7 +187,7 @@ class GradientWatch(Paged):
                     parameter=name,
                     elements=elements,
                     largest=largest / loss_scale,
-                    norm=norm / loss_scale,
+                    norm=squares**0.5 / loss_scale,
                     zeros=zeros / total,
                     flushed=flushed / total,
                     subnormal=subnormal / total,
@@ -190,15 +200,28 @@ class GradientWatch(Paged):
 _HEAD = ("parameter", "elements", "largest", "norm", "zeros", "flushed", "subnormal")
 
 
+def _found_by_check(backward: Backward) -> dict[int, tuple[Tensor, Tensor]]:
+    """Sum of squares and largest magnitude of each scaled gradient that the check read, by id of its parameter."""
+    return {
+        id(param): (checked.checks.sum_squares[i], checked.checks.largest[i])
+        for checked in backward.checked
+        for i, (param, how) in enumerate(zip(checked.params, checked.arrived, strict=True))
+        if how not in (tensor_lists.NONE, tensor_lists.OTHER)
+    }
+
+
 @torch.no_grad()
-def _six(one: ClosedGradient, loss_scale: Tensor, limits: torch.finfo) -> list[Tensor]:
-    """Counts, norm and maximum of one gradient as it is at the loss scale: float64, shape [], on its device."""
+def _six(
+    one: ClosedGradient, loss_scale: Tensor, flush: float, normal: float, checked: tuple[Tensor, Tensor] | None
+) -> list[Tensor]:
+    """Counts and sums of one gradient as it is at the loss scale: float64, shape [], on its device."""
     values = one.values if one.is_scaled else one.values.float() * loss_scale
     magnitudes = values.abs()
     is_zero = magnitudes == 0
-    is_small = magnitudes < limits.tiny * limits.eps / 2  # half of the smallest number of the type
-    counts = [is_zero.sum(), (is_small & ~is_zero).sum(), ((magnitudes < limits.tiny) & ~is_zero).sum()]
+    is_small = magnitudes < flush
+    counts = [is_zero.sum(), (is_small & ~is_zero).sum(), ((magnitudes < normal) & ~is_zero).sum()]
     counts.append((~values.isfinite()).sum())
-    norm = torch.linalg.vector_norm(magnitudes, dtype=torch.float64)
-    largest = magnitudes.max() if magnitudes.numel() else magnitudes.new_zeros(())
-    return [*(count.double() for count in counts), norm, largest.double()]
+    if checked is None:
+        wide = magnitudes.double()
+        checked = wide.square().sum(), wide.max() if wide.numel() else wide.new_zeros(())
+    return [*(count.double() for count in counts), checked[0].double(), checked[1].double()]

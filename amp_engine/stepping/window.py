@@ -245,7 +245,7 @@ class Window:
         """Have the smallest master show a gradient, to notice a zero_grad(), which does not reach the model's own."""
         columns = self._rows.columns
         if self._smallest is None or self._smallest[0] is not columns:
-            self._smallest = columns, Sentinel(_smallest(self._rows.masters))
+            self._smallest = columns, Sentinel(_smallest_of(self._rows.masters))
         self._mark = self._smallest[1]
         self._mark.show()
 
@@ -333,7 +333,7 @@ class Window:
                 master.weight.grad = None
         if masters:
             # torch's zero_grad() reaches the masters, not the model's own gradients.
-            self._sentinel = Sentinel(_smallest(masters))
+            self._sentinel = Sentinel(_smallest_of(masters))
             self._sentinel.show()
 
     def close(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
@@ -572,5 +572,5 @@ class Window:
         arithmetic.accumulate(both)
 
 
-def _smallest(masters: Sequence[Master]) -> nn.Parameter:
+def _smallest_of(masters: Sequence[Master]) -> nn.Parameter:
     return min((master.weight for master in masters), key=Tensor.numel)

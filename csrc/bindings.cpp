@@ -217,16 +217,18 @@ bool same_entries(py::list const& dicts, std::vector<std::pair<py::str, py::list
 
 // Refusals are errors of amp_engine.errors.
 void translate(std::exception_ptr thrown) {
-  auto const raise = [](char const* kind, c10::Error const& error) {
+  auto const raise = [](char const* kind, char const* message) {
     py::object const type = py::module_::import("amp_engine.errors").attr(kind);
-    PyErr_SetString(type.ptr(), error.what_without_backtrace());
+    PyErr_SetString(type.ptr(), message);
   };
   try {
     std::rethrow_exception(thrown);
   } catch (c10::ValueError const& error) {
-    raise("AmpValueError", error);
+    raise("AmpValueError", error.what_without_backtrace());
   } catch (c10::TypeError const& error) {
-    raise("AmpTypeError", error);
+    raise("AmpTypeError", error.what_without_backtrace());
+  } catch (GradientLost const& error) {
+    raise("AmpStateError", error.what());
   }
 }
 

@@ -15,7 +15,8 @@ namespace amp_engine {
 namespace {
 
 #if AMP_HAS_MATERIALIZER
-// Held memory as it was before a write. Writers come with and without the GIL: under this lock nothing calls Python.
+// Held memory as it was before a write. Writers come with and without the GIL: under this lock nothing calls Python, and
+// nothing is allocated on a GPU or freed.
 struct Copies {
   std::mutex mutex;
   std::unordered_map<c10::StorageImpl const*, c10::Storage> by_storage;
@@ -28,15 +29,13 @@ struct Copies {
   }
 };
 
+// Of two writers at once both copy, before either writes. The first that is done keeps its copy, and then writes.
 void keep_copy(c10::StorageImpl* storage) {
+  c10::Storage copy(c10::Storage::use_byte_size_t(), storage->nbytes(),
+                    storage->allocator()->clone(storage->data(), storage->nbytes()), storage->allocator(), false);
   Copies& copies = Copies::all();
   std::lock_guard const lock(copies.mutex);
-  if (copies.by_storage.contains(storage)) {
-    return;  // of two writers at once the second finds the copy of the first
-  }
-  copies.by_storage.emplace(
-      storage, c10::Storage(c10::Storage::use_byte_size_t(), storage->nbytes(),
-                            storage->allocator()->clone(storage->data(), storage->nbytes()), storage->allocator(), false));
+  copies.by_storage.try_emplace(storage, std::move(copy));
   copies.are_there = true;
 }
 
@@ -187,14 +186,12 @@ c10::Storage Held::storage_of_values(size_t i) const {
 #if AMP_HAS_MATERIALIZER
   if (row.is_armed) {
     c10::StorageImpl const& storage = storage_of(row.storage);
-    if (!is_unwritten(storage)) {
-      c10::Storage const copy = copy_of(storage);
-      TORCH_CHECK(copy, "The gradient in row ", i, " of this optimizer is lost: a thread was in a write of it while ",
-                  "scale_loss() was left.  Call scaled_loss.backward() and scale_loss() again without that write.");
+    if (c10::Storage const copy = copy_of(storage)) {
       return copy;
     }
-    TORCH_CHECK(storage.data() == row.address, "The gradient in row ", i, " of this optimizer is lost: its memory was ",
-                "replaced by resize_() after scale_loss() was left.  Leave out resize_(), or call it after step().");
+    if (!is_unwritten(storage) || storage.data() != row.address) {
+      throw GradientLost(i);
+    }
   }
 #endif
   return row.storage;

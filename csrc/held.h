@@ -10,6 +10,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -17,6 +19,16 @@
 #include "ahead.h"
 
 namespace amp_engine {
+
+// The values of a held gradient are gone, in a way that torch does not tell.
+struct GradientLost : std::runtime_error {
+  explicit GradientLost(size_t row)
+      : std::runtime_error(
+            "The gradient that amp holds for parameter " + std::to_string(row) +
+            " of this optimizer is lost: after scale_loss() was left its memory was replaced by resize_() or _lazy_clone(), or "
+            "another thread was writing it just then.  Nothing was stepped.  Call optimizer.zero_grad() and run the backward "
+            "again, and leave that write out or put it after step().") {}
+};
 
 // A copy of a tensor with its own memory, which is copied when either is written, where that is possible.
 at::Tensor copy(at::Tensor const& t);
@@ -37,7 +49,7 @@ class Held {
   int64_t numel(size_t i) const { return rows_[i].numel; }
   // Whether the row has this shape and this order in memory.
   bool is_laid_out_as(size_t i, at::Tensor const& t) const;
-  // Where the values are now. Raises RuntimeError if they are lost.
+  // Where the values are now. Raises GradientLost.
   void const* data(size_t i) const;
   // A tensor of the values.
   at::Tensor tensor(size_t i) const;

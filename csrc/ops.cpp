@@ -412,14 +412,8 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
   } else {
     step_on_device(args, rows_, entries_, groups, *chunking_, device_, device);
   }
-  for (size_t t = 0; t < n; ++t) {
-    ask_ahead(weights_, t);
-    ask_ahead(copies_, t);
-    auto const& written = copies_[t] && rows_[t].copy_type != Type::remainder ? copies_[t] : weights_[t];
-    if (written && !written->is_inference()) {
-      written->unsafeGetTensorImpl()->bump_version();
-    }
-  }
+  bump_versions(weights_);
+  bump_versions(copies_);
 }
 
 #ifndef AMP_WITH_CUDA

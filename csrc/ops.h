@@ -122,8 +122,7 @@ class StepTable {
   //   inv_scale, found_inf, norm, gradient_norm   float32 []
   //   sum_squares, largest   float64 [n], float32 [n] of these gradients; NovoGrad and LAMB read them once more if
   //                          these are not given
-  // Bumps the versions of the model's parameters: copies, and weights without one. Masters and state have no readers
-  // but the step, and torch's fused optimizers bump none.
+  // Bumps the versions of weights and copies; of state not, as torch's fused optimizers.
   void step(Inputs const& gradients, std::string const& scaled, std::vector<Group> const& groups,
             std::optional<at::Tensor> const& inv_scale, std::optional<at::Tensor> const& found_inf,
             std::optional<at::Tensor> const& norm, double max_norm, std::optional<at::Tensor> sum_squares,

@@ -585,7 +585,9 @@ class MasterRows(Rows):
                 for state in self._states():
                     if p in state:
                         state[master.param] = state.pop(p)
-                grad = p.grad
+                grad = None
+                with suppress(AmpStateError):  # it is lost
+                    grad = p.grad
                 master.param.grad = None
                 master.param.data = p.detach()
                 master.param.grad = grad

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine import kernels
+from amp_engine.errors import AmpStateError
 from amp_engine.ground.devices import moved
 from amp_engine.kernels import tensor_lists
 from amp_engine.optimizers.fused_step import Slot
@@ -141,8 +142,15 @@ class Slots:
         return self.count > 0 and self.states[row] == Slot.HELD
 
     def take(self, row: int) -> Tensor | None:
-        """Empty a slot, and return its gradient in float32, unscaled and clipped; None if none is held."""
-        grad = self.held[row] if self.held is not None and self.holds(row) else None
+        """Empty a slot, and return its gradient in float32, unscaled and clipped; None if none is held.
+
+        Raises AmpStateError if it is lost; the slot is empty then.
+        """
+        try:
+            grad = self.held[row] if self.held is not None and self.holds(row) else None
+        except AmpStateError:
+            self.empty(row)
+            raise
         if grad is None:
             return None
         unscaled = grad.to(torch.float32, copy=True).mul_(moved(self._factor(), grad.device))

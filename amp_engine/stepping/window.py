@@ -192,21 +192,22 @@ class Window:
     def adopt(self, stand_in: Backward) -> None:
         """Take the present gradients into this window as scaled ones. Raises AmpStateError inside of a body."""
         self._rows.spent.hear()
-        self._become(State.PREPARED)
         self._rows.materialize()
+        self._become(State.PREPARED)
         self._backward, self._is_claimed = stand_in, False
 
     def _enter(self, state: State, backward: Backward, waits: bool = False, looks_at_earlier: bool = False) -> None:
         if self.state is State.PREPARED:
             self.discard()  # the foreign `scale_loss` raised, and never closed it
         is_reentered = self.is_left_open
+        if not is_reentered:
+            self._rows.materialize()  # this backward is added to these
         self._become(state)
         self._is_reentered = is_reentered
         self._waits, self._at_entry = True, None
         if not is_reentered:
             self._backward, self._is_claimed = backward, False
             self._looks_at_earlier = looks_at_earlier
-            self._rows.materialize()  # this backward is added to these
             columns = self._rows.columns
             if not (columns.asks or tensor_lists.any_gradient(columns.param_handle)):
                 self._waits = False  # nothing is to be set aside

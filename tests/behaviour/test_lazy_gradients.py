@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -17,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vect
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from amp_engine import amp, kernels
+from amp_engine import AmpStateError, amp, kernels
 from amp_engine.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests import support
 from tests.models import MLP, NORMED_MLP
@@ -1022,3 +1023,74 @@ def test_a_master_outlives_its_engine_and_its_optimizer() -> None:
         master.grad = torch.ones_like(master)
         assert_bitwise(master.grad, torch.ones_like(master))
     assert parameters_to_vector(kept).isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["FusedSGD"]], ids=["AdamW", "FusedSGD"])
+def test_a_graph_from_before_a_step_of_its_parameter_cannot_be_run_backward(
+    make: Callable[[Any], Optimizer], level: str
+) -> None:
+    model, optimizer = started(level, make)
+    for step in range(3):
+        backward(MLP.loss(model, MLP.batch(step)), optimizer)
+        powers = [(p**3).sum() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.backward(powers)
+
+
+@native_only
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_lost_gradient_is_an_error_once_and_training_goes_on(level: str) -> None:
+    model, optimizer = pending(level)
+    param = next(model.parameters())
+    assert param.grad is not None
+    param.grad.untyped_storage().resize_(0)
+    param.grad = None
+    before = [p.clone() for p in masters(optimizer)]
+    lost = None
+    try:
+        optimizer.step()
+    except AmpStateError as error:
+        lost = error
+    if lost is not None:  # before torch 2.13 the clone has the memory
+        assert "resize_()" in str(lost)
+        assert_bitwise(masters(optimizer), before)
+        with pytest.raises(AmpStateError, match="is lost"):
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+    backward(MLP.loss(model, MLP.batch(2)), optimizer)
+    optimizer.step()
+    amp.close()
+
+
+@native_only
+def test_a_lost_gradient_does_not_keep_a_scale_loss_or_close_from_working() -> None:
+    for call in ("scale_loss", "close"):
+        model, optimizer = pending()
+        param = next(model.parameters())
+        assert param.grad is not None
+        param.grad.untyped_storage().resize_(0)
+        param.grad = None
+        if call == "scale_loss":
+            with contextlib.suppress(AmpStateError):
+                backward(MLP.loss(model, MLP.batch(2)), optimizer)
+            backward(MLP.loss(model, MLP.batch(2)), optimizer)
+            optimizer.step()
+        amp.close()
+
+
+def test_each_of_two_optimizers_has_the_gradient_as_it_was_at_its_exit() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    amp.initialize(model, [first, second], opt_level="O2", verbosity=0, loss_scale=1.0)
+    with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), first) as scaled_loss:
+        scaled_loss.backward()
+    assert model.weight.grad is not None
+    before = model.weight.grad.float()
+    with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), second):
+        model.weight.grad.mul_(2)
+    model.weight.grad.zero_()
+    assert_bitwise([p.grad for p in masters(first)], [before])
+    assert_bitwise([p.grad for p in masters(second)], [2 * before])

@@ -46,23 +46,32 @@ class _AfterImport:
                 spec = None if finder is self or find_spec is None else find_spec(name, path, target)
                 if spec is not None:
                     if spec.loader is not None:
-                        self._call_after(spec.loader, name)
+                        spec.loader = _Loader(spec.loader, name, self._functions)
                     return spec
             return None
         finally:
             self._looking.discard(looking)
 
-    def _call_after(self, loader: Any, name: str) -> None:
-        """Have a loader call the function of a module once it has executed that."""
-        execute = loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            function = self._functions.pop(name, None) if module.__name__ == name else None
-            if function is not None:
-                function()
+class _Loader:
+    """Loads as another loader does, and calls the function of the module after that, once."""
 
-        loader.exec_module = exec_module
+    def __init__(self, real: Any, name: str, functions: dict[str, Callable[[], object]]) -> None:
+        self._real, self._name, self._functions = real, name, functions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._real.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._real  # type: ignore[union-attr]
+        self._real.exec_module(module)
+        function = self._functions.pop(self._name, None)
+        if function is not None:
+            function()
 
 
 def _start() -> None:

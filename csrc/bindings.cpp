@@ -194,6 +194,9 @@ bool same_objects(py::object const& a, py::object const& b) {
 bool same_entries(py::list const& dicts, std::vector<std::pair<py::str, py::list>> const& named) {
   constexpr size_t kAhead = 4;
   size_t const n = dicts.size();
+  for (auto const& [name, objects] : named) {
+    TORCH_CHECK_VALUE(objects.size() == n, "same_entries: there are ", n, " dictionaries and ", objects.size(), " objects.");
+  }
   PyObject* const* const each = PySequence_Fast_ITEMS(dicts.ptr());
   for (size_t i = 0; i < n; ++i) {
     if (i + 2 * kAhead < n) {

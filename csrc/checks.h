@@ -99,17 +99,19 @@ inline void check_tensors(Named const& list, at::Device device, Allowed allowed 
   });
 }
 
-inline bool same_layout(at::Tensor const& a, at::Tensor const& b) {
-  if (a.sizes() != b.sizes()) {
+inline bool same_layout(at::IntArrayRef sizes, at::IntArrayRef strides, at::Tensor const& t) {
+  if (sizes != t.sizes()) {
     return false;
   }
-  for (int64_t d = 0; d < a.dim(); ++d) {
-    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) {
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] > 1 && strides[d] != t.stride(int64_t(d))) {
       return false;
     }
   }
   return true;
 }
+
+inline bool same_layout(at::Tensor const& a, at::Tensor const& b) { return same_layout(a.sizes(), a.strides(), b); }
 
 // Entries of the same index have one shape and one order in memory.
 inline void check_same_layout(Named const& list, Named const& reference) {

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "checks.h"
 #include "storage.h"
 
 namespace amp_engine {
@@ -169,16 +170,7 @@ void Held::hold(size_t i, at::Tensor const& gradient, bool is_shared) {
 }
 
 bool Held::is_laid_out_as(size_t i, at::Tensor const& t) const {
-  auto const& layout = rows_[i].layout;
-  if (layout.size() != size_t(t.dim()) || layout.sizes_arrayref() != t.sizes()) {
-    return false;
-  }
-  for (size_t d = 0; d < layout.size(); ++d) {
-    if (layout.size_at_unchecked(d) > 1 && layout.stride_at_unchecked(d) != t.stride(int64_t(d))) {
-      return false;
-    }
-  }
-  return true;
+  return same_layout(rows_[i].layout.sizes_arrayref(), rows_[i].layout.strides_arrayref(), t);
 }
 
 c10::Storage Held::storage_of_values(size_t i) const {
@@ -199,15 +191,13 @@ c10::Storage Held::storage_of_values(size_t i) const {
 
 void const* Held::data(size_t i) const {
   Row const& row = rows_[i];
-  auto const at_offset = [](void const* memory, Row const& of) {
-    return static_cast<char const*>(memory) + of.offset * int64_t(c10::elementSize(of.type));
-  };
+  void const* memory = row.address;
 #if AMP_HAS_MATERIALIZER
-  if (row.is_armed && !(is_unwritten(storage_of(row.storage)) && storage_of(row.storage).data() == row.address)) {
-    return at_offset(storage_of_values(i).data(), row);
+  if (row.is_armed && !(is_unwritten(storage_of(row.storage)) && storage_of(row.storage).data() == memory)) {
+    memory = storage_of_values(i).data();
   }
 #endif
-  return at_offset(row.address, row);
+  return static_cast<char const*>(memory) + row.offset * int64_t(c10::elementSize(row.type));
 }
 
 at::Tensor Held::tensor(size_t i) const {

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from amp_engine import AmpValueError, kernels
 from amp_engine.kernels import reference_tensor_lists, tensor_lists
+from amp_engine.kernels.formulas import Sgd
 
 
 class Incomparable(Tensor):
@@ -399,3 +401,24 @@ def test_a_gradient_that_is_held_again_after_a_write_is_held_as_it_is_then() -> 
     third = tensor_lists.gradients(params, bytes([1])).held
     assert third is not None
     assert values(third) == [[4.0] * 4]
+
+
+def test_a_held_gradient_is_stepped_only_by_a_weight_of_its_layout() -> None:
+    param = nn.Parameter(torch.zeros(2, 3, dtype=torch.float16))
+    param.grad = torch.ones(2, 3, dtype=torch.float16)
+    held = tensor_lists.gradients([param], b"\1").held
+    assert held is not None
+    for weight in (torch.zeros(3, 2), torch.zeros(3, 2).t(), torch.zeros(2, 3)):
+        table = kernels.step_table("sgd", [weight], [None], [None], [None], [0], torch.zeros(1))
+        fits = weight.shape == (2, 3) and weight.is_contiguous()
+        with contextlib.nullcontext() if fits else pytest.raises(AmpValueError):
+            table.step(held.beside(), b"\1", [Sgd(lr=1.0)])
+        assert weight.tolist() == ([[-1.0] * 3] * 2 if fits else torch.zeros_like(weight).tolist())
+
+
+def test_entries_are_compared_with_as_many_objects() -> None:
+    one = torch.ones(1)
+    assert tensor_lists.same_entries([{"a": one}], [("a", [one]), ("b", [None])])
+    assert not tensor_lists.same_entries([{"a": one}], [("a", [one]), ("b", [one])])
+    with pytest.raises(ValueError, match="same_entries|zip"):
+        tensor_lists.same_entries([{"a": one}], [("a", [])])

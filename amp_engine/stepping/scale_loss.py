@@ -48,7 +48,7 @@ class ScaledBackwards:
         self._scaling = scaling
         self.events = Events()
         self.evidence = Evidence(scaling, self.events)
-        self.unlisted = Unlisted(models)
+        self.unlisted = Unlisted(models, lambda: self.optimizers)
 
     @property
     def optimizers(self) -> list[Optimizer]:

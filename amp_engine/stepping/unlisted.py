@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -22,9 +22,12 @@ from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
 from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.master import masters_of
 from amp_engine.stepping.rows import Rows, is_zero
 from amp_engine.stepping.stepper import Stepper
 from amp_engine.stepping.window import Window
+
+T = TypeVar("T")
 
 
 class _Nobody:
@@ -39,14 +42,18 @@ class _Others:
 
     Attributes:
         low: the parameters that would get a master.
-        rows: the rows of those that would not.
+        plain: those that would not.
+        rows: the rows of `plain`.
         stepped: weak references to optimizers that step some of them.
+        changes: the count of `Unlisted.changes` when they were found.
     """
 
-    def __init__(self, low: list[nn.Parameter], plain: list[nn.Parameter], stepped: list[Stepper]) -> None:
-        self.stepped = [weakref.ref(one) for one in stepped]
+    def __init__(
+        self, low: list[nn.Parameter], plain: list[nn.Parameter], stepped: list[weakref.ref[Stepper]], changes: int
+    ) -> None:
+        self.stepped, self.changes = stepped, changes
         self.low, self.low_handle = low, tensor_lists.params(low)
-        self.plain_handle = tensor_lists.params(plain)
+        self.plain, self.plain_handle = plain, tensor_lists.params(plain)
         self.nobody = _Nobody(plain)
         self.rows = Rows(self.nobody)  # type: ignore[arg-type]
 
@@ -56,14 +63,21 @@ class Unlisted:
 
     Args:
         models: gives the initialized models. Parameters that any other module has registered since the first of them
-            count, too, and those that have been in an optimizer.
+            count, too, and those that have been in an optimizer, unless another engine has them.
+        optimizers: gives the initialized optimizers.
+
+    Attributes:
+        changes: count of the times that parameters were forgotten.
     """
 
-    def __init__(self, models: Callable[[], Iterable[nn.Module]]) -> None:
+    def __init__(
+        self, models: Callable[[], Iterable[nn.Module]], optimizers: Callable[[], Iterable[Optimizer]]
+    ) -> None:
         self.scale: ScaleSnapshot | None = None  # of gradients that low-precision parameters have gathered
-        self._models = models
+        self.changes = 0
+        self._models, self._optimizers = models, optimizers
         self._has_scaled = False  # True once a body was entered at a scale that is not known to be 1
-        self._late: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._late: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._stop: weakref.finalize[..., Unlisted] | None = None  # call it to stop noticing registrations
         self._found: dict[tuple[Any, ...], _Others] = {}
         self._alive: list[weakref.ref[Any]] = []
@@ -71,10 +85,11 @@ class Unlisted:
         self._others: _Others | None = None
         self._window: Window | None = None
         self._backward: Backward | None = None
+        _OF_ENGINES[self] = None
 
     def begin(self) -> None:
         """Notice parameters that modules register from now on, until `end`."""
-        self.forget()
+        _forget_everywhere()
         if self._stop is not None:
             return
         ref = weakref.ref(self)
@@ -82,14 +97,14 @@ class Unlisted:
         def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             one = ref()
             if one is not None and param is not None:
-                one._late.add(module)
+                one._late[module] = None
                 one.forget()
 
         self._stop = weakref.finalize(self, register_module_parameter_registration_hook(registered).remove)
 
     def end(self) -> None:
         """Stop noticing parameters, and forget everything."""
-        self.forget()
+        _forget_everywhere()
         self._late.clear()
         self.scale, self._has_scaled = None, False
         if self._stop is not None:
@@ -98,6 +113,7 @@ class Unlisted:
 
     def forget(self, *_: Any) -> None:
         """Forget found parameters, to look for them again. Also called when a module or optimizer ends."""
+        self.changes += 1
         self._found.clear()
         self._alive.clear()
 
@@ -124,7 +140,7 @@ class Unlisted:
         """
         if not self._has_scaled:
             return
-        known = {id(p) for m in self._modules() for p in m._parameters.values()}
+        known = _ids_in([*_parts_of(self._models()), *_alive_in(self._late)])
         known |= {id(p) for one in everyone for p in one.rows.departed}
         for p in joined:
             if id(p) not in known and not is_zero(p.grad):
@@ -142,8 +158,7 @@ class Unlisted:
 
     def exit(self) -> None:
         """At the exit of a body: unscale gradients that arrived, and have other optimizers check them."""
-        others, window, backward = self._others, self._window, self._backward
-        self._others = self._window = self._backward = None
+        others, window, backward = self._leave()
         if others is None or backward is None:
             return
         if window is None:
@@ -163,12 +178,21 @@ class Unlisted:
 
     def discard(self) -> None:
         """Put earlier gradients back after the body raised."""
-        others, window = self._others, self._window
-        self._others = self._window = self._backward = None
+        others, window, _ = self._leave()
         if window is not None:
             window.discard_backward()
         elif others is not None:
             tensor_lists.discard_gradients(others.plain_handle)
+
+    def _leave(self) -> tuple[_Others | None, Window | None, Backward | None]:
+        """End the running body, and return what it had: not what another engine has taken in since the entry."""
+        others, window, backward = self._others, self._window, self._backward
+        self._others = self._window = self._backward = None
+        if others is not None and window is None and others.changes != self.changes:
+            theirs = self._ids_of_other_engines()
+            plain = [p for p in others.plain if id(p) not in theirs]
+            others = _Others(others.low, plain, others.stepped, self.changes)
+        return others, window, backward
 
     def _rescale(self, others: _Others, snapshot: ScaleSnapshot) -> None:
         """Rescale gathered low-precision gradients to the scale of gradients that will be added to them."""
@@ -182,32 +206,83 @@ class Unlisted:
 
     def _of(self, everyone: list[Stepper]) -> _Others | None:
         owners = [one for one in everyone if not one.window.is_closed]  # some are of this body
-        # Ids, which keep no optimizer or parameter alive.
-        key = (*map(id, owners), -1, *map(id, everyone), *[one.rows.scans for one in everyone])
+        # Ids, which keep no optimizer or parameter alive. The count is first: another thread may forget meanwhile.
+        key = (self.changes, *map(id, owners), -1, *map(id, everyone), *[one.rows.scans for one in everyone])
+        if len(_OF_ENGINES) > 1:
+            groups = self._groups_of_other_engines()
+            key += (-1, *map(id, groups), *[len(group["params"]) for group in groups])
         found = self._found.get(key)
         if found is None:
             if len(self._found) > 64:
                 self.forget()
-            self._found[key] = found = self._look(owners, everyone)
-        return found if found.low or found.nobody.param_groups[0]["params"] else None
+            self._found[key] = found = self._look(owners, everyone, key[0])
+        return found if found.low or found.plain else None
 
-    def _modules(self) -> list[nn.Module]:
-        found = {id(m): m for model in self._models() for m in model.modules()} | {id(m): m for m in self._late}
-        return list(found.values())
+    def _other_engines(self) -> list[Unlisted]:
+        return [one for one in _alive_in(_OF_ENGINES) if one is not self]
 
-    def _look(self, owners: list[Stepper], everyone: list[Stepper]) -> _Others:
-        modules = self._modules()
-        self._alive += [weakref.ref(m, self.forget) for m in modules]
+    def _groups_of_other_engines(self) -> list[dict[str, Any]]:
+        optimizers = [optimizer for one in self._other_engines() for optimizer in one._optimizers()]
+        return [group for optimizer in optimizers for group in [*optimizer.param_groups]]
+
+    def _ids_of_other_engines(self) -> set[int]:
+        """Return the ids of parameters in models or optimizers of other engines."""
+        models = [model for one in self._other_engines() for model in one._models()]
+        stepped = {id(p) for group in self._groups_of_other_engines() for p in [*group["params"]]}
+        return stepped | _ids_in(_parts_of(models))
+
+    def _look(self, owners: list[Stepper], everyone: list[Stepper], changes: int) -> _Others:
+        own, late = _parts_of(self._models()), _alive_in(self._late)
+        self._alive += [weakref.ref(m, self.forget) for m in (*own, *late)]
         self._alive += [weakref.ref(one.optimizer, self.forget) for one in everyone]
         makes_masters = any(one.rows.makes_masters for one in everyone)
-        # A parameter with a master belongs to its optimizer: gradients reach the master only through `scale_loss`.
         owned = {id(p) for one in owners for p in one.rows.columns.params}
-        owned |= {id(m.param) for one in everyone for m in one.rows.masters}
-        of_modules = (p for m in modules for p in m._parameters.values() if p is not None)
-        of_others = (p for one in everyone if one not in owners for p in one.rows.columns.plain)
-        departed = [p for one in everyone for p in one.rows.departed]
-        params = {id(p): p for ps in (of_modules, of_others, departed) for p in ps if p.is_floating_point()}
-        free = [p for key, p in params.items() if key not in owned]
+        others = [one for one in everyone if one not in owners]
+        found = [*_params_in(own), *(p for one in others for p in one.rows.columns.plain)]
+        loose = [*_params_in(late), *(p for one in everyone for p in one.rows.departed)]
+        if loose:
+            theirs = self._ids_of_other_engines().difference(map(id, found))
+            found += [p for p in loose if id(p) not in theirs]
+        # A parameter with a master belongs to its optimizer: gradients reach the master only through `scale_loss`.
+        free = [
+            p
+            for p in {id(p): p for p in found}.values()
+            if p.is_floating_point() and id(p) not in owned and not any(masters_of(p))
+        ]
         low = [p for p in free if makes_masters and is_low_precision(p)]
         plain = [p for p in free if not (makes_masters and is_low_precision(p))]
-        return _Others(low, plain, [one for one in everyone if one not in owners])
+        return _Others(low, plain, [weakref.ref(one) for one in others], changes)
+
+
+# Of all engines, each to know what the others have. They may run in other threads, which change these dictionaries and
+# modules' own meanwhile: a list of one is made at once, which a loop over it is not.
+_OF_ENGINES: weakref.WeakKeyDictionary[Unlisted, None] = weakref.WeakKeyDictionary()
+
+
+def _forget_everywhere() -> None:
+    for one in _alive_in(_OF_ENGINES):
+        one.forget()
+
+
+def _alive_in(entries: weakref.WeakKeyDictionary[T, None]) -> list[T]:
+    return [one for ref in entries.keyrefs() if (one := ref()) is not None]
+
+
+def _parts_of(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the models and all modules inside of them."""
+    found: dict[int, nn.Module] = {}
+    left = [*models]
+    while left:
+        module = left.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            left += [part for part in [*module._modules.values()] if part is not None]
+    return list(found.values())
+
+
+def _params_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [p for m in modules for p in [*m._parameters.values()] if p is not None]
+
+
+def _ids_in(modules: Iterable[nn.Module]) -> set[int]:
+    return set(map(id, _params_in(modules)))

@@ -1,0 +1,212 @@
+"""Two engines in one process: each is blind to the gradients of parameters that belong to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_engine import Engine, amp
+from tests.models import NORMED_MLP
+from tests.support import assert_bitwise, frozen, started
+
+OTHER_LEVELS = ("O1", "O2", "O4")
+
+
+@dataclass
+class Run:
+    """An engine with a model and an optimizer of its own."""
+
+    engine: Engine
+    model: Any
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def of(cls, engine: Engine, level: str, seed: int) -> Run:
+        keywords = {} if level == "O4" else {"loss_scale": 64.0 * 2**seed}
+        return cls(engine, *started(level, seed=seed, engine=engine, **keywords))
+
+    def scaled(self, index: int = 0, **keywords: Any) -> Any:
+        return self.engine.scale_loss(NORMED_MLP.loss(self.model, NORMED_MLP.batch(index)), self.optimizer, **keywords)
+
+    def backward(self, index: int = 0, **keywords: Any) -> None:
+        with self.scaled(index, **keywords) as scaled_loss:
+            scaled_loss.backward()
+
+    def values(self) -> list[Tensor]:
+        return frozen([*amp.master_params(self.optimizer)])
+
+
+def backward_in_the_body(one: Run, other: Run) -> None:
+    with one.scaled() as scaled_loss:
+        other.backward()
+        scaled_loss.backward()
+    other.optimizer.step()
+
+
+def backward_after_that_of_the_body(one: Run, other: Run) -> None:
+    with one.scaled() as scaled_loss:
+        scaled_loss.backward()
+        other.backward()
+    other.optimizer.step()
+
+
+def step_in_the_body(one: Run, other: Run) -> None:
+    other.backward()
+    with one.scaled() as scaled_loss:
+        scaled_loss.backward()
+        other.optimizer.step()
+
+
+def zero_grad_in_the_body(one: Run, other: Run) -> None:
+    other.backward(1)
+    with one.scaled() as scaled_loss:
+        scaled_loss.backward()
+        other.optimizer.zero_grad()
+    other.backward()
+    other.optimizer.step()
+
+
+def open_window(one: Run, other: Run) -> None:
+    other.backward(1, delay_unscale=True)
+    one.backward()
+    other.backward()
+    one.backward()
+    other.optimizer.step()
+
+
+def overlapping_bodies(one: Run, other: Run) -> None:
+    first, second = one.scaled(), other.scaled()
+    scaled_losses = first.__enter__(), second.__enter__()
+    for scaled_loss in scaled_losses:
+        scaled_loss.backward()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    other.optimizer.step()
+
+
+def body_that_raises(one: Run, other: Run) -> None:
+    with suppress(ZeroDivisionError), one.scaled() as scaled_loss:
+        scaled_loss.backward()
+        other.backward()
+        raise ZeroDivisionError
+    other.optimizer.step()
+
+
+ORDERS: list[Callable[[Run, Run], None]] = [
+    backward_in_the_body, backward_after_that_of_the_body, step_in_the_body, zero_grad_in_the_body, open_window,
+    overlapping_bodies, body_that_raises,
+]  # fmt: skip
+
+
+class Idle(Run):
+    """An engine whose bodies do nothing."""
+
+    def scaled(self, index: int = 0, **keywords: Any) -> Any:
+        return nullcontext(torch.zeros((), requires_grad=True))
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[Engine, Engine]]:
+    with Engine() as one, Engine() as other:
+        yield one, other
+
+
+def same(steps: Callable[[type[Run], Engine, Engine], list[Tensor]]) -> None:
+    """Assert that weights are stepped to the same values beside an engine that runs and beside an idle one."""
+    values = []
+    for kind in (Run, Idle):
+        with Engine() as one, Engine() as other:
+            values.append(steps(kind, one, other))
+    assert_bitwise(*values)
+
+
+@pytest.mark.filterwarnings("ignore:.*finds no gradient")
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+@pytest.mark.parametrize("other_level", OTHER_LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_bodies_of_one_engine_leave_gradients_of_the_other_alone(level: str, other_level: str, order: Any) -> None:
+    def steps(kind: type[Run], first: Engine, second: Engine) -> list[Tensor]:
+        one, other = kind.of(first, level, 0), Run.of(second, other_level, 1)
+        for _ in range(2):
+            order(one, other)
+            other.optimizer.zero_grad()
+        return other.values()
+
+    same(steps)
+
+
+@pytest.mark.parametrize("in_module", [False, True], ids=["", "in a module"])
+@pytest.mark.parametrize("other_level", OTHER_LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_joins_an_optimizer_of_one_engine_is_no_concern_of_the_other(
+    level: str, other_level: str, in_module: bool
+) -> None:
+    def steps(kind: type[Run], first: Engine, second: Engine) -> list[Tensor]:
+        one, other = kind.of(first, level, 0), Run.of(second, other_level, 1)
+        for index in range(3):
+            torch.manual_seed(index)
+            head = nn.Linear(4, 4).to(other.model[0].weight.dtype)
+            one.backward()  # while nothing tells whose head it is
+            if in_module:
+                other.model.append(head)
+            other.optimizer.add_param_group({"params": list(head.parameters())})
+            with one.scaled() as scaled_loss:
+                output = other.model(NORMED_MLP.batch()[0])
+                loss = (output if in_module else head(output.to(head.weight.dtype))).float().square().mean()
+                with other.engine.scale_loss(loss, other.optimizer) as other_loss:
+                    other_loss.backward()
+                scaled_loss.backward()
+                other.optimizer.step()
+        return other.values()
+
+    same(steps)
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
+@pytest.mark.parametrize("other_level", OTHER_LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_that_an_engine_takes_in_in_the_body_of_another_is_its_own(
+    level: str, other_level: str, raises: bool
+) -> None:
+    def steps(kind: type[Run], first: Engine, second: Engine) -> list[Tensor]:
+        one, model = kind.of(first, level, 0), NORMED_MLP.model(1)
+        other = Run(second, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with suppress(ZeroDivisionError), one.scaled() as scaled_loss:
+            scaled_loss.backward()
+            second.initialize(model, other.optimizer, opt_level=other_level, verbosity=0)
+            other.backward()
+            print(1 / 0 if raises else None)
+        other.optimizer.step()
+        return other.values()
+
+    same(steps)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_beside_another_engine_what_was_made_later_still_gathers_the_unscaled_sum(level: str, engines: Any) -> None:
+    one, other = (Run.of(engine, level, seed) for seed, engine in enumerate(engines))
+    head = nn.Linear(4, 4)
+    for index in range(2):
+        inputs = NORMED_MLP.batch(index)[0]
+        with one.engine.scale_loss(head(one.model(inputs).float()).float().sum(), one.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        other.backward()
+    assert head.bias.grad is not None
+    assert head.bias.grad.tolist() == [2.0 * len(inputs)] * 4
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_model_of_an_engine_that_was_closed_is_looked_after_again(level: str, engines: Any) -> None:
+    one, other = (Run.of(engine, level, seed) for seed, engine in enumerate(engines))
+    one.backward()
+    other.engine.close()
+    inputs = NORMED_MLP.batch()[0]
+    with one.engine.scale_loss(other.model(one.model(inputs).float().repeat(1, 2)).sum(), one.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert other.model[3].bias.grad.tolist() == [len(inputs)] * 4

@@ -79,6 +79,7 @@ def rehearse(
                 f"{call}() was called while gradients of a scaled backward wait for "
                 f"{type(one.optimizer).__name__}.step(), which it would discard.  Call it after the step."
             )
+        one.rows.scan()
     optimizers, params = backwards.optimizers, [p for one in backwards.all for p in one.rows.columns.params]
     with (
         _spent_gradients_kept(backwards),
@@ -106,13 +107,13 @@ def rehearse(
 @contextmanager
 def _spent_gradients_kept(backwards: ScaledBackwards) -> Iterator[None]:
     """Afterwards gradients that a step discarded can be zeroed in place as before."""
-    rows = [one.rows for one in backwards.all if one.rows.spent.hear()]
-    states = [bytes(one.spent.states) for one in rows]
+    rows = [one.rows for one in backwards.all if one.rows.ledger.spent.hear()]
+    states = [bytes(one.ledger.spent.states) for one in rows]
     try:
         yield
     finally:
         for one, were in zip(rows, states, strict=True):
-            one.spent.restore(were)
+            one.ledger.spent.restore(were)
             one.show_spent()
 
 

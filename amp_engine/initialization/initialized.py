@@ -185,7 +185,7 @@ class Initialized:
         rows: Rows,
         events: Events,
         ranks: Ranks | None = None,
-        check: Callable[[Stepper], None] | None = None,
+        check: Callable[[Stepper], None] = lambda _: None,
     ) -> Stepper:
         """Add an optimizer with what it steps, until `release`.
 

@@ -13,10 +13,10 @@ from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.stepper import Stepper
 
 
-def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callable[[Stepper], None] | None:
-    """A check that raises AmpStateError if `models` were sharded after this call; None if they are already."""
+def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callable[[Stepper], None]:
+    """A check that raises AmpStateError if `models` were sharded after this call."""
     if any(map(is_any_sharded, models)):
-        return None
+        return lambda stepped: None
     # Ids, not the parameters: torch swaps none that has a weak reference.
     before = [(weakref.ref(model), {id(param) for param in model.parameters()}) for model in models]
 

@@ -11,18 +11,17 @@ class ScaleSnapshot:
     Args:
         current: the scaler's own, which is copied.
         static: its number, if it is static.
+
+    Attributes:
+        is_identity: True if the host knows that the scale is 1.
     """
 
     def __init__(self, current: Tensor, static: float | None) -> None:
         self.scale = current.clone()
         self._static = static
+        self.is_identity = static == 1.0
         self._taken_from, self._version = current, _version(current)
         self._inv_scale: Tensor | None = None
-
-    @property
-    def is_identity(self) -> bool:
-        """True if the host knows that the scale is 1."""
-        return self._static == 1.0
 
     def is_still(self, current: Tensor) -> bool:
         """True if `current`, the scaler's own tensor, was not written since. No host sync."""

@@ -81,10 +81,6 @@ class Backward:
         other.loss, other.value, other.origin, other.number = self.loss, self.value, self.origin, self.number
         other.earlier_loss_is_bad = self.earlier_loss_is_bad
 
-    def settle(self) -> None:
-        """Have `conclude` called now, if it still waits for other ranks."""
-        self.scaler.settle()
-
     @property
     def is_first(self) -> bool:
         """True if this rank is rank 0 of the groups that agreed on the overflow, or decided alone."""

@@ -23,8 +23,8 @@ from amp_engine.errors import AmpStateError
 class Maker(Protocol):
     """Makes keepers for the parameters in an optimizer's groups."""
 
-    def look_for_joined(self) -> None:
-        """Make keepers for parameters that joined the groups."""
+    def scan(self) -> None:
+        """Make keepers for parameters that joined the groups, while their optimizer lives."""
 
 
 # Live parameter -> weak references to the keepers of its value.
@@ -105,7 +105,7 @@ def make_for_joined() -> None:
     """Make keepers for parameters that joined since the last backward; the next one reports refused parameters."""
     for maker in list(_MAKERS):
         with suppress(AmpStateError):
-            maker.look_for_joined()
+            maker.scan()
 
 
 def discard_exact(one: Exact) -> None:

@@ -118,7 +118,7 @@ class MissingGradients:
         bodies, self._bodies = self._bodies, set()
         self._looks -= 1
         columns = rows.columns
-        if rows.slots.count > 0 or rows.spent.zero_rows() or columns.asks:
+        if rows.ledger.slots.count > 0 or rows.ledger.spent.zero_rows() or columns.asks:
             return
         if tensor_lists.any_gradient(columns.weight_handle):
             return

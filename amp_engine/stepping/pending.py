@@ -120,7 +120,7 @@ class Pending:
     def _settle(self) -> None:
         """Get the findings of other ranks for all kept backwards."""
         for backward in self.backwards:
-            backward.settle()
+            backward.scaler.settle()
 
     def leave_skip_to_caller(self) -> None:
         """Note that a foreign `scale_loss` will skip the next step itself."""

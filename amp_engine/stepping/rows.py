@@ -35,8 +35,7 @@ from amp_engine.stepping.master import (
     take_state,
     write_back_all,
 )
-from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, Slots, WholeCheck
-from amp_engine.stepping.spent import Spent
+from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, WholeCheck
 
 _SCALED = bytes(slot == Slot.HELD for slot in range(256))
 
@@ -95,11 +94,11 @@ class Rows:
         self._halves = halves
         self._departed: dict[int, weakref.ref[nn.Parameter]] = {}  # by id
         self._optimizer = weakref.ref(optimizer)
-        self._columns = NO_COLUMNS
+        self.columns = NO_COLUMNS  # as of the last scan
         self._scanned: list[tuple[nn.Parameter, ...]] = []  # the groups' parameters, as of the last scan
         # The parameters and weights of `masters`.
         self._low = self._high = tensor_lists.params([])
-        self._ledger = Ledger([], [])
+        self.ledger = Ledger([], [])
         self._is_fresh = True  # until `refresh` is called for the first time
 
     def _await_broadcasts(self) -> None:
@@ -110,14 +109,6 @@ class Rows:
         """Take parameters as they are, if a broadcast of `numel` elements may have carried the largest of them."""
 
     @property
-    def columns(self) -> Columns:
-        """The rows, as the groups are now."""
-        if self._optimizer() is None:
-            return NO_COLUMNS
-        self.scan()
-        return self._columns
-
-    @property
     def writes_parameters(self) -> bool:
         """True if a step rounds weights into the model, or has remainders to write."""
         return bool(self.masters) or self.splits
@@ -126,21 +117,16 @@ class Rows:
         """Expect `wrapper`, which shares the groups, to write weights after the step."""
         self.written_outside = True
 
-    def look_for_joined(self) -> None:
-        """Scan, if the optimizer lives."""
-        if self._optimizer() is not None:
-            self.scan()
-
     def scan(self) -> None:
-        """Bring the rows in line with the groups as they are now."""
-        groups = self._live_optimizer().param_groups
-        if not self._is_scanned(groups):
-            self._rescan(groups)
+        """Bring the rows in line with the groups as they are now, while the optimizer lives."""
+        optimizer = self._optimizer()
+        if optimizer is not None and not self._is_scanned(optimizer.param_groups):
+            self._rescan(optimizer.param_groups)
             self.look_at_types()
 
     def _rescan(self, groups: list[dict[str, Any]]) -> None:
         self.scans += 1
-        earlier, self._columns = self._columns, columns_of(groups, self.find)
+        earlier, self.columns = self.columns, columns_of(groups, self.find)
         self._scanned = [tuple(group["params"]) for group in groups]
         self._note_moves(earlier)
 
@@ -155,7 +141,7 @@ class Rows:
     def look_at_types(self) -> None:
         """Note which weights are low-precision, if that matters. A loop over all of them."""
         if self._halves is not None:
-            self._halves.look_at(self._columns.plain)
+            self._halves.look_at(self.columns.plain)
 
     def judge_half(self) -> None:
         """Raise AmpStateError if a low-precision weight would be stepped at a level of FP32 weights. After a scan."""
@@ -164,13 +150,13 @@ class Rows:
 
     def _note_moves(self, earlier: Columns) -> None:
         """Note the parameters that joined with a gradient, and those that left."""
-        now = set(map(id, self._columns.params))
+        now = set(map(id, self.columns.params))
         # Only departed ones are referenced: `torch.utils.swap_tensors` refuses a parameter that has weak references.
         self._departed = {key: ref for key, ref in self._departed.items() if ref() is not None}
         self._departed |= {id(p): weakref.ref(p) for p in earlier.params if id(p) not in now}
-        if earlier is not NO_COLUMNS and tensor_lists.any_gradient(self._columns.param_handle):
+        if earlier is not NO_COLUMNS and tensor_lists.any_gradient(self.columns.param_handle):
             known = set(map(id, earlier.params))
-            self.joined += [p for p in self._columns.params if id(p) not in known and p.grad is not None]
+            self.joined += [p for p in self.columns.params if id(p) not in known and p.grad is not None]
 
     @property
     def departed(self) -> list[nn.Parameter]:
@@ -204,9 +190,8 @@ class Rows:
 
     def written(self) -> list[Master]:
         """Return masters that were written outside of a step while their parameters were not."""
-        if not self._ledger.weights.have_moved():
-            return []
-        return [master for master in self.masters if master.was_written() and master.in_sync()]
+        have_moved = self.ledger.weights.have_moved()
+        return [master for master in self.masters if master.was_written() and master.in_sync()] if have_moved else []
 
     def round_written(self) -> None:
         """Round masters that were written outside of a step into their parameters."""
@@ -223,28 +208,9 @@ class Rows:
 
     def mark_in_sync(self) -> None:
         """Declare that masters and parameters agree."""
-        self._ledger.mark()
+        self.ledger.mark()
 
     # Gradients.
-
-    @property
-    def slots(self) -> Slots:
-        """The gradients that the last backward left for the next step; empty before it, and after a step.
-
-        Assigning others discards the present ones.
-        """
-        return self._ledger.slots
-
-    @slots.setter
-    def slots(self, slots: Slots) -> None:
-        if self._ledger.slots.count > 0:
-            self._ledger.slots.discard()
-        self._ledger.slots = slots
-
-    @property
-    def spent(self) -> Spent:
-        """The rows whose masters had a gradient before a step."""
-        return self._ledger.spent
 
     def step_input(self) -> StepInput:
         """Return the input of the next step, as of the last scan."""
@@ -255,7 +221,7 @@ class Rows:
                 if master.gradient() is not None:
                     master.materialize()  # autograd wrote into the master itself, beside the held gradient
         gradients, slots = self._step_gradients(columns, are_held=not written)
-        if zero_rows := [row for row in self.spent.zero_rows() if slots[row] == Slot.EMPTY]:
+        if zero_rows := [row for row in self.ledger.spent.zero_rows() if slots[row] == Slot.EMPTY]:
             gradients, changed = list(gradients), bytearray(slots)
             for row, zeros in zip(zero_rows, _zeros_like([columns.weights[row] for row in zero_rows]), strict=True):
                 gradients[row], changed[row] = zeros, Slot.OWN
@@ -266,7 +232,7 @@ class Rows:
 
     def _step_gradients(self, columns: Columns, are_held: bool) -> tuple[TensorList, bytes]:
         """Return the gradient of each row, and its kind; `are_held` is True if no master has one of its own."""
-        slots = self.slots
+        slots = self.ledger.slots
         held = None if slots.count == 0 else slots.held
         if held is not None and slots.is_whole and are_held and not columns.plain:
             return held.beside(), bytes(slots.states)
@@ -284,13 +250,13 @@ class Rows:
 
     def _held_states(self) -> bytes | bytearray:
         """Return the state of each slot."""
-        return self.slots.states if self.slots.count > 0 else bytes(len(self.columns.weights))
+        return self.ledger.slots.states if self.ledger.slots.count > 0 else bytes(len(self.columns.weights))
 
     def whole_check(self) -> WholeCheck | None:
         """Return the last check if every gradient is as it was then and no other has come; else None."""
-        check = self.slots.check
+        check = self.ledger.slots.check
         if check is None or not (
-            self.slots.is_whole
+            self.ledger.slots.is_whole
             and tensor_lists.same_objects(self.columns.weights, check.weights)
             and not tensor_lists.any_gradient(self._high)
             and (check.unscaled is None or check.unscaled.is_untouched())
@@ -318,8 +284,10 @@ class Rows:
         if before.params is not self._low:
             return False  # of other rows
         places = [place for place, was_there in before.moved() if was_there] if before.have_moved() else []
-        copies = self._columns.copies
-        written = [copies[row] for row in self.slots.held.written()] if self.slots.held is not None else []
+        copies = self.columns.copies
+        written = (
+            [copies[row] for row in self.ledger.slots.held.written()] if self.ledger.slots.held is not None else []
+        )
         written += [self.masters[place].param for place in places]
         is_written = any(p is not None and p.grad is not None for p in written)
         # Gradients of a parameter that has several masters come and go with the windows of each.
@@ -329,17 +297,17 @@ class Rows:
         """Return the float32 gradients that masters have, by row, for the kernels to add to."""
         if not tensor_lists.any_gradient(self._high):
             return {}
-        found = ((row, m.total()) for row, m in enumerate(self._columns.masters) if m is not None)
+        found = ((row, m.total()) for row, m in enumerate(self.columns.masters) if m is not None)
         return {row: total for row, total in found if total is not None}
 
     def materialize(self, zeros: bool = False) -> None:
         """Make every held gradient a float32 gradient, 4 bytes an element; with `zeros` also make gradients of 0."""
-        if self.slots.count > 0:
+        if self.ledger.slots.count > 0:
             for master in self.masters:
                 master.materialize_held()
-        self.slots = NO_SLOTS
-        for row in self.spent.zero_rows() if zeros else ():
-            if (zeroed := self._columns.masters[row]) is not None:
+        self.ledger.hold(NO_SLOTS)
+        for row in self.ledger.spent.zero_rows() if zeros else ():
+            if (zeroed := self.columns.masters[row]) is not None:
                 zeroed.materialize()
 
     def discard_parameter_gradients(self) -> None:
@@ -354,16 +322,16 @@ class Rows:
         """
         if self.masters:
             had = self._has_gradients() if step is None else step.slots
-            self.spent.spend(had, self.columns.master_mask)
+            self.ledger.spent.spend(had, self.columns.master_mask)
         if keeps_masters:
             self.discard_parameter_gradients()
             kept = [m.weight for m in self.masters if m.gradient() is not None]
-            self.spent.watch(min(kept, key=Tensor.numel) if kept else None)
+            self.ledger.spent.watch(min(kept, key=Tensor.numel) if kept else None)
         else:
             self.discard_parameter_gradients()  # first: then nothing else has the memory of those that are held
             if step is None or not step.are_held:
                 tensor_lists.discard_gradients(self._high)
-            self.slots = NO_SLOTS
+            self.ledger.hold(NO_SLOTS)
             self.show_spent()
 
     def _has_gradients(self) -> bytes:
@@ -376,10 +344,10 @@ class Rows:
     def show_spent(self) -> None:
         """Have the smallest master and the smallest parameter whose gradients a step discarded show one."""
         if self.masters and not devices.is_capturing(self.masters[0].weight.device):
-            self.spent.show(self._smallest_spent)
+            self.ledger.spent.show(self._smallest_spent)
 
     def _smallest_spent(self) -> list[nn.Parameter]:
-        spent = [m for m in self.masters if m.row is not None and self.spent.states[m.row]]
+        spent = [m for m in self.masters if m.row is not None and self.ledger.spent.states[m.row]]
         weights = [m.weight for m in spent]
         params = [m.param for m in spent if len(list(masters_of(m.param))) == 1]
         return [min(those, key=Tensor.numel) for those in (weights, params) if those]
@@ -392,7 +360,7 @@ class Rows:
     def discard_master_gradients(self) -> None:
         """Discard the gradients of masters, and keep those of their parameters."""
         tensor_lists.discard_gradients(self._high)
-        self.slots = NO_SLOTS
+        self.ledger.hold(NO_SLOTS)
 
     def release(self) -> None:
         """Give the parameters back their float32 values from where they are kept."""
@@ -431,11 +399,6 @@ class MasterRows(Rows):
         add_maker(self)
         _WITH_MASTERS.add(self)
 
-    @property
-    def columns(self) -> Columns:
-        """The rows as of the last scan."""
-        return self._columns
-
     def doubt(self, numel: int) -> None:
         """Have masters take their parameters if a broadcast of `numel` elements may have carried the largest."""
         if numel >= max((master.weight.numel() for master in self.masters), default=0):
@@ -465,13 +428,13 @@ class MasterRows(Rows):
         New groups, unfrozen parameters and replaced entries get masters; entries that left the groups lose
         theirs. Raises AmpStateError, before anything is changed, for a parameter beside its own master.
         """
-        groups = self._live_optimizer().param_groups
-        if self._is_scanned(groups):
+        optimizer = self._optimizer()
+        if optimizer is None or self._is_scanned(optimizer.param_groups):
             return
-        self._replace(groups)
+        self._replace(optimizer.param_groups)
+        self._rescan(optimizer.param_groups)
         are_new = not self.masters
-        found = (self.find(p) for group in groups for p in group["params"])
-        self.masters = [master for master in found if master is not None]
+        self.masters = [master for master in self.columns.masters if master is not None]
         if len(self.masters) < len(self._by_weight):
             stay = set(map(id, self.masters))
             for master in self._by_weight.values():
@@ -481,19 +444,18 @@ class MasterRows(Rows):
             self._by_param = {id(m.param): m for m in self.masters}
         self._low = tensor_lists.params([m.param for m in self.masters])
         self._high = tensor_lists.params([m.weight for m in self.masters])
-        self._rescan(groups)
-        slots, were = self.slots, [None if m is None else m.row for m in self._columns.masters]
-        is_shown, spent = self.spent.is_shown, self.spent.rearranged(were)
+        slots, were = self.ledger.slots, [None if m is None else m.row for m in self.columns.masters]
+        is_shown, spent = self.ledger.spent.is_shown, self.ledger.spent.rearranged(were)
         if slots.count > 0:
             slots = slots.rearranged(were)
-        self._ledger = Ledger([m.param for m in self.masters], [m.weight for m in self.masters], slots, spent)
-        rows = [row for row, master in enumerate(self._columns.masters) if master is not None]
+        self.ledger = Ledger([m.param for m in self.masters], [m.weight for m in self.masters], slots, spent)
+        rows = [row for row, master in enumerate(self.columns.masters) if master is not None]
         for place, (master, row) in enumerate(zip(self.masters, rows, strict=True)):
-            master.enter(self._ledger, place, row)
+            master.enter(self.ledger, place, row)
         if is_shown:
             self.show_spent()
         if are_new and tensor_lists.any_gradient(self._low):
-            self.spent.zero(m.row for m in self.masters if m.row is not None and is_zero(m.param.grad))
+            self.ledger.spent.zero(m.row for m in self.masters if m.row is not None and is_zero(m.param.grad))
             self.show_spent()
 
     def judge_half(self) -> None:
@@ -510,7 +472,7 @@ class MasterRows(Rows):
     def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
         if not super()._is_scanned(groups):
             return False
-        plain = self._columns.plain
+        plain = self.columns.plain
         return not (plain and any(is_low_precision(p) and p.requires_grad for p in plain))  # one was unfrozen
 
     def _replace(self, groups: list[dict[str, Any]]) -> None:
@@ -550,7 +512,7 @@ class MasterRows(Rows):
                 elif master.in_sync() and not master.is_doubted:
                     master.adopt()
                     master.mark_in_sync()
-        if is_first or self._ledger.params.have_moved():
+        if is_first or self.ledger.params.have_moved():
             for master in self.masters:
                 self.was_rounded |= master.refresh() and not is_first
         if adopt_data_writes and not is_first:
@@ -570,11 +532,11 @@ class MasterRows(Rows):
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        self.spent.hear()
+        self.ledger.spent.hear()
         with suppress(AmpStateError):  # a parameter beside its own master keeps its value
             self.scan()
-        if self.spent.is_zeroed_in_place:
-            self.spent.zero_all()
+        if self.ledger.spent.is_zeroed_in_place:
+            self.ledger.spent.zero_all()
         self.refresh(adopt_data_writes=True)
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):
@@ -595,7 +557,7 @@ class MasterRows(Rows):
         self._by_weight, self._by_param, self.masters = {}, {}, []
         self._low = self._high = tensor_lists.params([])
         self._scanned = []
-        self._columns, self._ledger = NO_COLUMNS, Ledger([], [])
+        self.columns, self.ledger = NO_COLUMNS, Ledger([], [])
 
     def _create(self, param: nn.Parameter, states: Sequence[dict[Any, Any]]) -> Master:
         exact_f32 = self._exact.get(id(param))

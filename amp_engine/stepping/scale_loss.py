@@ -133,6 +133,7 @@ class ScaledBackwards:
     def look_at_gathered(self, stepped: Stepper, is_stepping: bool = False) -> None:
         """Check gradients of `stepped` that no check saw, by an empty backward."""
         scaler = self._scaling.default()
+        stepped.rows.scan()
         if (
             stepped.window.is_closed
             and stepped.has_gathered(is_stepping)
@@ -156,8 +157,9 @@ class ScaledBackwards:
         Args:
             loss: the last loss, whose graph tells the order of the parameters; None if it is not known.
         """
-        backward.settle()
-        backward.skips = backward.scaler.dynamic or self._scaling.skip_on_overflow
+        scaler = backward.scaler
+        scaler.settle()
+        backward.skips = scaler.dynamic or self._scaling.skip_on_overflow
         check = backward.skips or backward.loss_id not in self._scaling.reported
         unscaled: set[int] | None = set() if len(stepped) > 1 else None
         # No agreement where an overflow is only reported: a rank that has reported one checks no more, and others would
@@ -175,7 +177,7 @@ class ScaledBackwards:
                 one.window.discard_backward()
             raise
         if check:
-            flag = backward.scaler.found_inf
+            flag = scaler.found_inf
             if flag.is_cpu:
                 overflowed, is_in_trouble = flag.item() != 0, False
             else:
@@ -186,7 +188,6 @@ class ScaledBackwards:
             tell([one.rows for one in stepped], backward)
         if delay_overflow_check:
             return
-        scaler = backward.scaler
         reduction = backward.reduction = Reduction(groups, scaler.found_inf) if groups else None
         backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in stepped)
         largest, bad_loss = (None, None) if scaler.auto is None else backward.for_auto_scale(groups)

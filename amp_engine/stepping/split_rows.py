@@ -110,7 +110,7 @@ class SplitRows(Rows):
         Raises AmpStateError, before anything is changed, for a parameter that cannot have one.
         """
         super().scan()
-        weights = self._columns.weights
+        weights = self.columns.weights
         if tensor_lists.same_objects(weights, self._seen):
             return
         known = {id(one.param): one for one in self._by_row if one is not None}

@@ -72,15 +72,16 @@ class Stepper:
         pending: Pending,
         events: Events,
         ranks: Ranks | None = None,
-        check: Callable[[Stepper], None] | None = None,
+        check: Callable[[Stepper], None] = lambda _: None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.rows = rows
+        rows.scan()
         self.window = Window(rows)
         self.pending = pending
         self.backward_seen = False  # since the last step
         self._events = events
-        self._check = check
+        self._check: Callable[[Stepper], None] | None = check  # until the first use
         # Called with parameters that joined with a gradient while others are scaled; raises AmpStateError.
         self.check_gathered: Callable[[Optimizer, Sequence[nn.Parameter]], None] = lambda optimizer, joined: None
         self.adopts_next = False  # True if the next backward looks for writes through `param.data`
@@ -130,6 +131,7 @@ class Stepper:
     def check_first_use(self) -> None:
         """Before a `scale_loss` or step: raise AmpStateError if something since its creation forbids the first use."""
         if self._check is not None:
+            self.rows.look_at_types()  # model.half() may have been called
             self._check(self)
             self._check = None
 
@@ -162,7 +164,7 @@ class Stepper:
 
     def _has_gradients(self) -> bool:
         """True if the next backward adds to gradients of earlier ones."""
-        is_held = self.rows.slots.count > 0 or self.window.is_left_open
+        is_held = self.rows.ledger.slots.count > 0 or self.window.is_left_open
         return is_held or tensor_lists.any_gradient(self.rows.columns.weight_handle)
 
     def join_open_window(self, scale: ScaleSnapshot | None) -> None:
@@ -192,7 +194,7 @@ class Stepper:
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
         """Exit of `scale_loss`: unscale and check, except what another optimizer of it has done. No host sync."""
         self.window.close(backward, check, unscaled)
-        if self._is_clipped and (found := self.rows.slots.check) is not None and found.unscaled is not None:
+        if self._is_clipped and (found := self.rows.ledger.slots.check) is not None and found.unscaled is not None:
             found.unscaled.watch()
         self._unchecked, self._has_left = (), False
         self._is_captured |= devices.is_capturing(backward.snapshot.scale.device)
@@ -212,13 +214,12 @@ class Stepper:
         self._unchecked = self.rows.columns.plain
 
     def has_gathered(self, is_stepping: bool = False) -> bool:
-        """True if there is a gradient that no check of this optimizer saw. Looks for new parameters.
+        """True if there is a gradient that no check of this optimizer saw, as of the last scan.
 
         Args:
             is_stepping: True if a step comes next: gradients that a skipped step left, and that were not zeroed, count
                 then.
         """
-        self.rows.scan()
         if is_stepping and self._has_left and tensor_lists.any_gradient(self.rows.columns.plain_handle):
             return True
         return any(p.grad is not None for p in self._unchecked) or bool(self.rows.joined)
@@ -237,13 +238,15 @@ class Stepper:
 
     def shares_parameters_with(self, other: Stepper) -> bool:
         """True if both optimizers step a common parameter."""
+        self.rows.scan()
+        other.rows.scan()
         ids = {id(p) for p in other.rows.columns.params}
         return any(id(p) in ids for p in self.rows.columns.params)
 
     def _begin(self) -> None:
         self.pending.hear(wait=False)
         self._discard_left_gradients()
-        self.rows.slots.check = None
+        self.rows.ledger.slots.check = None
         if not self.rows.written_outside and self.rows.written():
             gradient_warnings.warn_of_written_masters(self.optimizer)
             self.rows.written_outside = True
@@ -301,7 +304,7 @@ class Stepper:
         """Ensure an open window, if need be around the present gradients."""
         if self.window.is_closed:
             self._discard_left_gradients()
-            self.rows.slots.check = None
+            self.rows.ledger.slots.check = None
             self.look_for_parameters()
             self.window.adopt(self._stand_in())
 
@@ -320,10 +323,9 @@ class Stepper:
 
         None if gradients hold more or other than that backward, or for a norm other than 2 and infinity.
         """
-        if self.rows.makes_masters:
-            self.rows.scan()  # parameters may have joined or left the groups since
+        self.rows.scan()  # parameters may have joined or left the groups since
         check = self.rows.whole_check()
-        if check is None or self.rows.slots.norm is not None or norm_type not in (2.0, math.inf):
+        if check is None or self.rows.ledger.slots.norm is not None or norm_type not in (2.0, math.inf):
             return None
         found, norm, inv_scale = check.checked.checks, check.norm, check.scale.inv_scale.double
         self._is_clipped = True
@@ -333,7 +335,7 @@ class Stepper:
             return tensor_lists.copy(norm)  # which the caller may write
         ignored, norm = torch.zeros_like(norm), torch.empty_like(norm)
         now = self._clipping.run(check.unscaled.grads, None, torch.ones_like(norm), ignored, norm)
-        if self.rows.slots.count == 0:
+        if self.rows.ledger.slots.count == 0:
             return now.largest.max() if norm_type == math.inf else norm
         held = self._held_rows(norm.device)
         if norm_type == math.inf:
@@ -350,7 +352,7 @@ class Stepper:
 
     def clip_grads_with_norm_(self, norm: Tensor, max_norm: float) -> None:
         """Multiply gradients by `min(1, max_norm / (norm + 1e-6))`; masters' in the step. Call after `grad_norm`."""
-        slots = self.rows.slots
+        slots = self.rows.ledger.slots
         slots.clip(tensor_lists.copy(norm), max_norm)
         if slots.check is not None and slots.check.unscaled is not None:
             self._clipping.multiply_(slots.check.unscaled.grads, clip_factor(norm, max_norm).float())
@@ -373,7 +375,7 @@ class Stepper:
     def hide_spent(self) -> None:
         """Take away the gradients that were shown to `zero_grad`, so that hooks and the step do not see them."""
         if not self._left_gradients:
-            self.rows.spent.hear()
+            self.rows.ledger.spent.hear()
 
     def refuse_foreign_scaler(self) -> None:
         """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
@@ -381,7 +383,7 @@ class Stepper:
             gradient_warnings.refuse_foreign_scaler(self.optimizer, self.rows)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedStep | None, casts: Casts) -> None:
-        """Skip, or step: by the kernels, or by the class's own step on FP32 gradients. Windows are closed by now.
+        """Skip, or step: by the kernels, or by the class's own step on FP32 gradients. Call after a scan.
 
         Args:
             args, kwargs: the arguments of the optimizer's `step`, the optimizer first.
@@ -393,7 +395,6 @@ class Stepper:
         would miss the decision.
         """
         rows = self.rows
-        rows.scan()
         rows.judge_half()
         rows.follow()
         self._written_parameters.warn(self.optimizer, rows)
@@ -408,7 +409,7 @@ class Stepper:
         if planned is None or self._is_wrapped:
             self._refuse_capture()
         backward_seen, self.backward_seen, self._is_captured = self.backward_seen, False, False
-        streams = rows.slots.streams
+        streams = rows.ledger.slots.streams
         # A wrapper goes on after this step by the gradients that it finds, so the host decides.
         decision = self.pending.decide(on_device=planned is not None and not self._is_wrapped)
         try:
@@ -427,7 +428,7 @@ class Stepper:
             rows.spend_gradients(planned, keeps_masters=self._is_wrapped)
             self._left_gradients = self._is_wrapped
         finally:
-            rows.slots.check = None
+            rows.ledger.slots.check = None
 
     def _refuse_capture(self) -> None:
         """Raise AmpStateError in the capture of a CUDA graph: the host decides here, and a replay does not ask it."""
@@ -457,13 +458,13 @@ class Stepper:
         """Discard the gradients that a taken step would discard, and do nothing else."""
         self.rows.spend_gradients()
         if self._is_wrapped:  # a wrapper must find no gradients
-            self.rows.spent.hide()
+            self.rows.ledger.spent.hide()
             tensor_lists.discard_gradients(self.rows.columns.plain)
 
     def _discard_left_gradients(self) -> None:
         """Discard the gradients of the last step that were kept for a wrapper."""
         if self._left_gradients:
-            self.rows.spent.hear()
+            self.rows.ledger.spent.hear()
             self.rows.discard_master_gradients()
         self._left_gradients = False
 
@@ -477,7 +478,7 @@ class Stepper:
         found_inf = None
         for flag in flags:
             found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
-        slots, has_copies = self.rows.slots, self.rows.writes_parameters or self.rows.columns.has_shards
+        slots, has_copies = self.rows.ledger.slots, self.rows.writes_parameters or self.rows.columns.has_shards
         copies = None if has_copies else casts.copies(step.weights)
         check = self.rows.whole_check() if fused.rule.reads_sums else None
         fused.step(

@@ -54,8 +54,9 @@ class _Others:
         self.stepped, self.changes = stepped, changes
         self.low, self.low_handle = low, tensor_lists.params(low)
         self.plain, self.plain_handle = plain, tensor_lists.params(plain)
-        self.nobody = _Nobody(plain)
-        self.rows = Rows(self.nobody)  # type: ignore[arg-type]
+        nobody = _Nobody(plain)
+        self.rows = Rows(nobody)  # type: ignore[arg-type]
+        self.rows.scan()
 
 
 class Unlisted:

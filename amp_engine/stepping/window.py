@@ -132,7 +132,7 @@ class Window:
             True if its gradients will be added to earlier ones; then `end` must be called.
         """
         if not self._waits:
-            self._rows.spent.hear()
+            self._rows.ledger.spent.hear()
             self._heed_zero_grad()
         else:
             self._set_out()
@@ -148,7 +148,7 @@ class Window:
 
     def _set_out(self) -> None:
         at_entry = self._end_wait()
-        if self._rows.spent.hear():
+        if self._rows.ledger.spent.hear():
             at_entry = None  # a step discarded all that masters had
         if self._is_reentered:
             self._take_back()
@@ -191,7 +191,7 @@ class Window:
 
     def adopt(self, stand_in: Backward) -> None:
         """Take the present gradients into this window as scaled ones. Raises AmpStateError inside of a body."""
-        self._rows.spent.hear()
+        self._rows.ledger.spent.hear()
         self._rows.materialize()
         self._become(State.PREPARED)
         self._backward, self._is_claimed = stand_in, False
@@ -236,7 +236,7 @@ class Window:
             self._earlier.pop(id(param), None)
         else:
             master.weight.grad = None
-            self._rows.spent.zero([] if param.grad is None else [row])
+            self._rows.ledger.spent.zero([] if param.grad is None else [row])
 
     def _zeroed(self, moved: list[tuple[int, bool]]) -> list[int]:
         grads = [(row, self._rows.columns.params[row].grad) for row, was_there in moved if was_there]
@@ -256,10 +256,10 @@ class Window:
         heard = Zeroed.NO if mark is None else mark.hear()
         if heard is Zeroed.GONE:
             self._rows.discard_parameter_gradients()
-            self._rows.spent.discard_all()
+            self._rows.ledger.spent.discard_all()
         elif heard is Zeroed.IN_PLACE:
             torch._foreach_zero_([m.param.grad for m in self._rows.masters if m.param.grad is not None])
-            self._rows.spent.zero_all()
+            self._rows.ledger.spent.zero_all()
         if ended is None:
             return
         columns, is_of_masters = self._rows.columns, heard is not Zeroed.NO
@@ -285,7 +285,7 @@ class Window:
             self._set_out()
             return
         params = self._rows.columns.params
-        has_stepped = self._rows.spent.hear()
+        has_stepped = self._rows.ledger.spent.hear()
         moved = self._moved(self._end_wait())
         if not has_stepped:
             self._heed_zeros(moved)
@@ -377,7 +377,7 @@ class Window:
             in_place = Unscaled(unmastered, tensor_lists.gradient_marks(columns.plain_handle))
         is_whole = first and len(looks) == 1 and not others and not done
         whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
-        self._rows.slots = Slots(held, snapshot, whole, () if held is None else current_streams(devices))
+        self._rows.ledger.hold(Slots(held, snapshot, whole, () if held is None else current_streams(devices)))
         if check and self._looks_at_earlier and self._earlier:
             for flags in arithmetic.nonfinite(list(self._earlier.values())):
                 backward.scaler.record_(flags)
@@ -494,7 +494,7 @@ class Window:
             self._become(State.LEFT_OPEN)
         elif self._waits and (moved := self._edited()) is not None:
             self._end_wait()
-            has_stepped = self._rows.spent.hear()
+            has_stepped = self._rows.ledger.spent.hear()
             if not has_stepped:
                 self._heed_zeros(moved)
             self._rows.discard_parameter_gradients()
@@ -522,7 +522,7 @@ class Window:
         """Close the window, discard its gradients, and put back those of earlier backwards."""
         self._stop_waiting()
         self._take_back()
-        self._rows.slots = NO_SLOTS
+        self._rows.ledger.hold(NO_SLOTS)
         for p in self._rows.columns.params:
             p.grad = None
         self._restore_earlier(add=False)
@@ -554,9 +554,9 @@ class Window:
             elif earlier is not None:
                 master.weight.grad = earlier
         if heard is Zeroed.GONE:
-            self._rows.spent.discard_all()
+            self._rows.ledger.spent.discard_all()
         elif heard is Zeroed.IN_PLACE:
-            self._rows.spent.zero_all(had)
+            self._rows.ledger.spent.zero_all(had)
 
     def _restore_earlier(self, add: bool) -> None:
         if not self._earlier:

@@ -153,7 +153,7 @@ class GradientWatch(Paged):
         if (self._count - 1) % self._every:
             return
         # Where a sum of several backwards is stepped, no check has seen it.
-        saw_all = backward is not None and all(one.slots.check is not None for one in rows)
+        saw_all = backward is not None and all(one.ledger.slots.check is not None for one in rows)
         checked = _found_by_check(backward) if backward is not None and saw_all else {}
         by_device: dict[torch.device, list[ClosedGradient]] = {}
         for one in closed_gradients(rows, backward):

@@ -30,6 +30,7 @@ def test_a_row_is_a_master_or_the_parameter_itself(make: Any) -> None:
 def test_without_masters_low_precision_is_stepped_itself(make: Any) -> None:
     low = make.half(2)
     room = make.room(low, makes_masters=False)
+    room.rows.scan()
     assert room.rows.columns.weights == (low,)
     assert room.rows.masters == []
     room.run(2.0)

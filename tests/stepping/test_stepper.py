@@ -67,7 +67,7 @@ def test_a_step_moves_master_and_parameter_and_drops_gradients(by_kernels: bool)
     assert one.master == 0.75
     assert one.param.tolist() == [0.75, 0.75]
     assert one.has_left_nothing()
-    assert one.stepped.rows.slots.count == 0
+    assert one.stepped.rows.ledger.slots.count == 0
 
 
 @pytest.mark.parametrize("by_kernels", [True, False], ids=["kernels", "class"])
@@ -100,7 +100,7 @@ def test_clipping_is_a_factor_of_the_step() -> None:
     assert norm is not None
     assert float(norm) == pytest.approx(3.0 * 2**0.5)
     one.stepped.clip_grads_with_norm_(norm, 2**0.5)
-    assert one.stepped.rows.slots.count == 1, "no gradient was looked at"
+    assert one.stepped.rows.ledger.slots.count == 1, "no gradient was looked at"
     one.step()
     assert one.master == pytest.approx(0.0, abs=1e-6)
 

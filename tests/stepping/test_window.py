@@ -147,7 +147,7 @@ def test_foreign_gradients_are_checked_and_unscaled_too(make: Any) -> None:
     high.grad = torch.full((4, 2), 16.0).to_sparse()
     room.window.close(backward, True, set())
     assert high.grad.to_dense().tolist() == [[2.0, 2.0]] * 4
-    assert room.rows.slots.check is None, "the kernels did not see all"
+    assert room.rows.ledger.slots.check is None, "the kernels did not see all"
 
 
 @pytest.mark.parametrize("low", [True, False], ids=["half", "float32"])

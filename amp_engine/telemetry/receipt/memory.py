@@ -54,7 +54,7 @@ def described(engine: Engine) -> tuple[Memory, ...]:
     count.add(GRADIENTS, (p.grad for p in params if not isinstance(p, MasterParameter)))
     for one in stepped:
         count.add(GRADIENTS, (master.gradient() for master in one.rows.masters))
-        held, columns = one.rows.slots, one.rows.columns
+        held, columns = one.rows.ledger.slots, one.rows.columns
         rows = (i for i, p in enumerate(columns.copies) if held.holds(i) and p is not None and p.grad is None)
         count.add(GRADIENTS, (held.held[i] for i in rows if held.held is not None))
     return count.records()

@@ -6,7 +6,7 @@
 #   make test WORKERS=8                 how many test files are run side by side; each takes about a core and 1 GB
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #   make gpu PYTHON=python3             no .venv: that Python's packages as they are, without a network
-#   make gpu COMMIT=$(git rev-parse HEAD) ARGS="--only build,steps"   where there is no .git; some of the stages
+#   make gpu PART=A COMMIT=$(git rev-parse HEAD) ARGS="--only build,host"   where there is no .git; some of the stages
 #   AMP_ENGINE_BUILD=none make test     what to compile: none, cpu or cuda (docs/installing.md)
 
 PYTHON ?= python3
@@ -25,7 +25,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test test-all fuzz stress bench clients lint format sanitize cuda-build gpu clean
+.PHONY: help demo test test-all fuzz stress bench clients lint format sanitize cuda-build gpu gpu-carry clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -93,8 +93,17 @@ else
 GPU_PYTHON := $(BIN)/python
 gpu: $(INSTALLED)
 endif
-gpu:  ## on a machine with a GPU: compile, test, measure, in ten minutes; tables to OUT or build/gpu. GPU=simulator: tried out on the CPU
-	$(GPU_PYTHON) -m tests.gpu_run --out $(or $(OUT),build/gpu) $(if $(filter simulator,$(GPU)),--simulate) $(ARGS)
+gpu:  ## on a machine with a GPU: test and measure, PART=A, B, C or D, each within ten minutes; reports to OUT or build/gpu. GPU=simulator: tried out on the CPU
+	$(GPU_PYTHON) -m tests.gpu_run --out $(or $(OUT),build/gpu) $(PART:%=--part %) $(if $(filter simulator,$(GPU)),--simulate) $(ARGS)
+
+# Where torch, Python, GPU or sources differ, `make gpu` compiles.
+CARRY_PYTHON ?= python3.12
+CARRY_TORCH ?= torch==2.11.0
+CARRY_GPU ?= 9.0
+gpu-carry:  ## where nvcc is: compile, in place, for make gpu on another machine, to which the two files that are named are taken; needs no GPU
+	build/carry/bin/python -c "" 2>/dev/null || $(CARRY_PYTHON) -m venv --clear build/carry
+	build/carry/bin/python -m pip install --quiet $(CARRY_TORCH) setuptools ninja
+	build/carry/bin/python -m tests.gpu_run.build --carry $(CARRY_GPU)
 
 clean:  ## remove what the commands made
 	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*

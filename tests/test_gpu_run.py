@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,12 +17,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.gpu_run import counters, machine, sanitizers, variants
-from tests.gpu_run.__main__ import stages
+from tests.gpu_run import build, counters, facts, sanitizers, variants
+from tests.gpu_run import parts as parts_module
 from tests.gpu_run.machine import Clocks, summary
+from tests.gpu_run.page import page, reports
+from tests.gpu_run.parts import Part, parts
 from tests.gpu_run.program import Task
-from tests.gpu_run.report import Rows, read_rows, write_report
-from tests.gpu_run.stages import FAILED, OK, OVERRAN, Outcome, Stage, run_all
+from tests.gpu_run.report import Report, Rows, read_rows
+from tests.gpu_run.stages import FAILED, GRACE, OK, OVERRAN, UNFINISHED, Outcome, Stage, run_all
 from tests.gpu_run.timing import CYCLES, SHORTEST, Clock
 from tests.gpu_run.training import timed
 
@@ -43,60 +46,162 @@ def tool(folder: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
+def gpu_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m tests.gpu_run` on the stand-in."""
+    command = [sys.executable, "-m", "tests.gpu_run", "--simulate", "--out", str(folder), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_gpu_goes_through_all_stages_and_reports_those_that_went_wrong(tmp_path):
+def test_make_gpu_goes_through_all_parts_and_reports_a_stage_that_went_wrong(tmp_path):
     command = ["make", "gpu", "GPU=simulator", f"PYTHON={sys.executable}", f"OUT={tmp_path}", "COMMIT=abc"]
-    done = subprocess.run(
-        [*command, "ARGS=--fail build --overrun variants"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    instead = """ARGS=--instead "variants=raise SystemExit('told to fail')\""""
+    done = subprocess.run([*command, instead], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0, done.stdout
-    report = json.loads((tmp_path / "gpu.json").read_text())
-    outcomes = {stage["stage"]: stage["outcome"] for stage in report["stages"]}
-    expected = {stage.name: OK for stage in stages(tmp_path, simulated=False)} | {"build": FAILED, "variants": OVERRAN}
-    assert outcomes == expected, done.stdout[-5000:]
-    assert list(outcomes) == list(expected)
-    assert "no number means anything" in report["about"]["on a stand-in"]
-    tests = next(stage for stage in report["stages"] if stage["stage"] == "tests")
-    assert int(re.search(r"(\d+) passed", tests["note"])[1]) > 20 * int(re.search(r"(\d+) skipped", tests["note"])[1])
-    assert report["about"]["commit"] == "abc"
-    assert report["about"]["torch"].startswith(torch.__version__)
-    assert {row["stage"] for row in report["rows"]} >= {"steps", "training", "sanitizers", "counters"}
-    assert not [row for row in report["rows"] if row["what"] == "failed"]
-    levels = {row["what"] for row in report["rows"] if row["stage"] == "training"}
-    assert levels >= {"O0", "O1", "O2", "O3", "O4", "O5", "FP32", "TF32", "autocast bfloat16", "autocast float16"}
-    steps = [row for row in report["rows"] if row["stage"] == "steps"]
-    assert {"ms", "host_ms", "of_copy", "kept_full", "ratio", "launches", "syncs"} <= {
-        name for row in steps for name in row
-    }
+    every = parts(tmp_path, simulated=False)
+    found = {report["part"]: report for report in reports(tmp_path)}
+    for part in every:
+        report = found.pop(part.name)
+        outcomes = {stage["stage"]: stage["outcome"] for stage in report["stages"]}
+        expected = {stage.name: FAILED if stage.name == "variants" else OK for stage in part.stages}
+        assert outcomes == expected, done.stdout[-5000:]
+        assert "no number means anything" in report["about"]["on a stand-in"]
+        assert report["about"]["commit"] == "abc"
+        assert report["about"]["torch"].startswith(torch.__version__.split("+")[0])
+        log = (tmp_path / f"{part.name}.log").read_text()
+        assert all(f"=== {stage.name}: " in log for stage in part.stages)
+    assert not found
+    rows = [row for report in reports(tmp_path) for row in report["rows"]]
+    assert not [row for row in rows if row["what"] == "failed"]
+    assert {row["stage"] for row in rows} == {"host", "steps", "training", "losses", "sanitizers", "counters"}
+    everyone = {"O0", "O1", "O2", "O3", "O4", "O5", "FP32", "autocast bfloat16", "autocast float16"}
+    assert everyone <= {row["what"] for row in rows if row["stage"] == "losses"}
+    assert {*everyone, "TF32"} <= {row["what"] for row in rows if row["stage"] == "training"}
+    hows = {row["case"].partition(", ")[2] for row in rows if row["stage"] == "training" and row["what"] == "O5"}
+    assert hows == {"", "compiled", "as a graph", "DDP", "FSDP2"}
+    numbers = {name for row in rows if row["stage"] == "steps" for name in row}
+    assert {"ms", "host_ms", "bytes_a_parameter", "of_copy", "kept_full", "ratio", "launches", "syncs"} <= numbers
+    tests = {stage["stage"]: stage["note"] for report in reports(tmp_path) for stage in report["stages"]}
+    assert int(re.search(r"(\d+) passed", tests["tests"])[1]) > 5 * int(re.search(r"(\d+) skipped", tests["tests"])[1])
+    assert "failed" not in tests["plain tests"]
     text = (tmp_path / "gpu.md").read_text()
-    assert "| build | failed |" in text
     assert "told to fail" in text
-    assert "| variants | overran |" in text
-    for line in text.splitlines():
-        if line.startswith("|") and set(line) <= set("|-"):
-            width = line.count("|")
-        elif line.startswith("| ") and "---" not in line:
-            assert line.endswith(" |")
-    assert width
-    log = (tmp_path / "gpu.log").read_text()
-    assert all(f"=== {name}: " in log for name in expected)
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) <= 8  # as many come back from such a machine
+    assert "variants failed" in text
+
+
+@pytest.mark.parametrize("name", ["A", "B", "C", "D"])
+def test_a_part_that_is_killed_leaves_what_it_has_found(tmp_path, name):
+    """By its second stage, which kills it as nothing can be that is caught."""
+    (part,) = [part for part in parts(tmp_path, simulated=True) if part.name == name]
+    first, second, *others = [stage.name for stage in part.stages]
+    row = json.dumps({"stage": first, "case": "a case", "what": "ours", "ms": 1.5})
+    finds = f"open({str(tmp_path / name)!r} + '.jsonl', 'a').write({row!r} + chr(10)); print('fine')"
+    kills = "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"
+    done = gpu_run(tmp_path, "--part", name, "--instead", f"{first}={finds}", "--instead", f"{second}={kills}")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (report,) = reports(tmp_path)
+    became = [(stage["stage"], stage["outcome"]) for stage in report["stages"]]
+    assert became == [(first, OK), *((stage, UNFINISHED) for stage in (second, *others))]
+    text = (tmp_path / "gpu.md").read_text()
+    assert f"| {first} | ok |" in text
+    assert f"{second} unfinished" in text
+    assert "| a case | ours | 1.500 |" in page(tmp_path)
+    assert len(list(tmp_path.iterdir())) <= 8  # as many come back from such a machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["--part", "E"], "there is no part E"), (["--only", "zoo"], "there is no stage 'zoo'")]
+)
+def test_what_there_is_is_said_of_what_there_is_not(tmp_path, arguments, said):
+    done = gpu_run(tmp_path, *arguments)
+    assert done.returncode == 1
+    assert said in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize(("wanted", "said"), [("gpu", "torch finds no GPU"), ("cuda", "it may be gpu or stand-in")])
 def test_tests_that_are_to_run_on_a_gpu_fail_without_one(tmp_path, monkeypatch, wanted, said):
-    stage = next(stage for stage in stages(tmp_path, simulated=False) if stage.name == "tests")
-    assert stage.environment["GPU_TESTS"] == "gpu"
+    stages = [stage for part in parts(tmp_path, simulated=False) for stage in part.stages if "tests" in stage.name]
+    assert [stage.environment["GPU_TESTS"] for stage in stages] == ["gpu", "gpu"]
     monkeypatch.setenv("GPU_TESTS", wanted)
     with pytest.raises(RuntimeError, match=said):
         runpy.run_path(str(ROOT / "tests/gpu/support.py"))
 
 
-def test_all_limits_together_leave_room_in_ten_minutes(tmp_path):
-    for simulated in (False, True):
-        assert sum(stage.limit for stage in stages(tmp_path, simulated)) <= 570
+def test_tests_for_a_gpu_are_found_wherever_they_are(tmp_path, monkeypatch):
+    (tmp_path / "casting").mkdir()
+    (tmp_path / "casting/test_cache.py").write_text("@pytest.mark.cuda\ndef test(): pass\n")
+    (tmp_path / "test_other.py").write_text("def test(): pass\n")
+    assert str(ROOT / "tests/gpu/test_steps.py") in parts_module.marked_cuda()
+    monkeypatch.setattr(parts_module, "TESTS", tmp_path)
+    assert parts_module.marked_cuda() == [str(tmp_path / "casting/test_cache.py")]
+
+
+def test_the_stages_of_a_part_end_within_its_limit_and_ten_minutes(tmp_path):
+    for part in parts(tmp_path, simulated=False):
+        ending = 3 * GRACE  # of a stage that does not listen
+        assert sum(stage.limit + ending for stage in part.stages) <= part.limit < 590
+
+
+def fitting() -> dict[str, str]:
+    """The record of an extension for GPUs of compute capability 9.0."""
+    return {"mode": "cuda", "torch": torch.__version__, "sources": build.sources_hash(), "gpu": "9.0"}
+
+
+@pytest.mark.parametrize(
+    ("record", "loads", "what"),
+    [
+        ({}, "compiled for CPU and CUDA", "nothing was compiled: what lies there fits"),
+        ({}, "none: GLIBC_2.99 not found", "compiled, since it does not load: none: GLIBC_2.99 not found"),
+        ({"mode": "cpu"}, "compiled for CPU and CUDA", "compiled, since mode cpu instead of cuda"),
+        ({"gpu": "8.0"}, "compiled for CPU and CUDA", "compiled, since gpu 8.0 instead of 9.0"),
+        ({"torch": "2.1", "sources": "0"}, "compiled for CPU", "compiled, since torch 2.1 instead of {}, sources 0 "),
+        (None, "none", f"compiled, since there is no {build.EXTENSION.name}"),
+    ],
+)
+def test_an_extension_that_fits_is_taken_and_any_other_compiled(tmp_path, monkeypatch, record, loads, what):
+    given = {} if record is None else fitting() | record
+    monkeypatch.setattr(build, "query", lambda name: "9.0")
+    monkeypatch.setattr(build, "read_record", lambda: given)
+    monkeypatch.setattr(build, "loaded", lambda: loads)
+    compiled = []
+    monkeypatch.setattr(build, "compile_for", compiled.append)
+    build.build(Rows(tmp_path / "rows", "build"))
+    (row,) = read_rows(tmp_path / "rows")
+    assert row["what"].startswith(what.format(torch.__version__))
+    assert compiled == ["9.0"] * what.startswith("compiled")
+
+
+def test_what_is_carried_is_compiled_for_that_gpu_and_fits_there(tmp_path, monkeypatch, capsys):
+    """By a setup.py that compiles nothing."""
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc/a.cpp").touch()
+    (tmp_path / "toolchain.py").touch()
+    (tmp_path / "setup.py").write_text(
+        "import json, os, pathlib, shutil, sys\n"
+        "shutil.copy(sys.executable, 'extension')\n"
+        "mode = os.environ['AMP_ENGINE_BUILD'] + os.environ['TORCH_CUDA_ARCH_LIST']\n"
+        "pathlib.Path('extension.json').write_text(json.dumps({'mode': mode, 'torch': '2.11.0+cu130'}))\n"
+    )
+    for name, value in (("ROOT", tmp_path), ("EXTENSION", tmp_path / "extension")):
+        monkeypatch.setattr(build, name, value)
+    monkeypatch.setattr(build, "RECORD", tmp_path / "extension.json")
+    build.carry("9.0")
+    assert re.match(r"extension: \d+\.\d\d MB\nextension.json: 0.00 MB\n$", capsys.readouterr().out)
+    record = build.read_record()
+    assert record["mode"] == "cuda9.0"
+    assert build.misfit(record | {"mode": "cuda"}, "2.11.0+cu130", "9.0") == ""
+    (tmp_path / "csrc/a.cpp").write_text("int changed;")
+    assert "sources" in build.misfit(record | {"mode": "cuda"}, "2.11.0+cu130", "9.0")
+
+
+def test_the_page_of_what_ran_on_a_gpu_is_made_of_the_reports():
+    assert (ROOT / "docs/gpu.md").read_text() == page(ROOT / "docs/gpu"), "run: python -m tests.gpu_run.page"
+
+
+def test_the_readme_says_whether_a_gpu_has_run_it():
+    assert ("No GPU has run it yet" in (ROOT / "README.md").read_text()) == (not reports(ROOT / "docs/gpu"))
 
 
 def test_a_stage_that_overruns_is_ended_with_what_it_started_and_the_rest_goes_on(tmp_path):
@@ -142,17 +247,21 @@ def test_time_that_is_left_goes_to_the_stages_that_take_it(tmp_path):
 
 
 def test_a_report_holds_the_rows_of_a_stage_that_was_cut_short(tmp_path):
-    rows = Rows(tmp_path / "rows.jsonl", "steps")
+    report = Report(tmp_path, Part("B", "steps", 9, (Stage("steps", [], 8.0),)), {"gpu": "none", "date": "today"})
+    rows = Rows(report.rows_file, "steps")
     rows.add("a | b", "ours", ms=1.23456, of_copy=0.5, missing=None)
-    rows.write({"stage": "machine", "about": {"gpu": "a GPU"}})
-    with (tmp_path / "rows.jsonl").open("a") as file:
+    rows.write({"stage": "facts", "about": {"gpu": "a GPU", "commit": "abc", "torch": "2"}})
+    with report.rows_file.open("a") as file:
         file.write('{"stage": "steps", "ca')
-    assert len(read_rows(tmp_path / "rows.jsonl")) == 2
-    write_report(tmp_path, {"gpu": "none", "commit": "abc"}, [Outcome("steps", OVERRAN, 9.0, 8.0, "x", ["y"])], [])
-    text = (tmp_path / "gpu.md").read_text()
+    assert len(read_rows(report.rows_file)) == 2
+    report.outcomes.append(Outcome("steps", OVERRAN, 9.0, 8.0, "x", ["y"]))
+    report.write([])
+    text = page(tmp_path)
+    assert "| B | today | abc | a GPU | 2 |  | steps overran |" in text
     assert "* gpu: a GPU" in text
     assert "| a \\| b | ours | 1.235 | 50% |" in text
-    assert json.loads((tmp_path / "gpu.json").read_text())["rows"][0]["ms"] == 1.23456
+    assert "```text\ny\n```" in text
+    assert reports(tmp_path)[0]["rows"][0]["ms"] == 1.23456
 
 
 def test_a_case_that_fails_costs_no_other_and_one_without_time_is_named(tmp_path):
@@ -305,11 +414,11 @@ def test_what_the_machine_is_comes_from_torch_once_it_can_be_asked(tmp_path, mon
     gpu = SimpleNamespace(name="H100", total_memory=80 << 30, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(sys, "argv", ["machine", "--rows", str(tmp_path / "rows")])
-    machine.main()
+    monkeypatch.setattr(sys, "argv", ["facts", "--rows", str(tmp_path / "rows")])
+    facts.main()
     (row,) = read_rows(tmp_path / "rows")
     assert row["about"]["gpu"] == "H100, 80 GiB, 132 SMs"
-    assert row["about"]["kernels"] not in ("", "unknown")
+    assert "timm " in row["about"]["packages"]
 
 
 def test_clocks_are_asked_for_while_stages_run(tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 """What the host does in a step, whatever the device: `make bench` writes build/bench/host.json.
 
 Tensors have one element each, so that hardly any arithmetic is in it: what is left is Python, the loops over lists of
-tensors, and the tables that a kernel is given. On a GPU it is the step where tensors are many or small.
+tensors, and the tables that a kernel is given. On a GPU it is the step where tensors are many or small: `make gpu`
+measures it there (`tests/gpu_run/host.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import nn
 
 from amp_engine import Engine
 from tests.benchmarks.timing import write
+from tests.gpu.stand_in import cuda_of
 
+CPU = torch.device("cpu")
 LIMITS_US = {300: 200.0, 10_000: 2000.0}
 
 
@@ -49,16 +52,17 @@ class HostRecord:
         return f"{self.case:24} {self.total_us:8.0f} us of {self.limit_us:.0f} {verdict:5} ({parts})"
 
 
-def iterations(level: str, count: int) -> Iterator[list[float]]:
-    """Seconds of entry, exit, clip and step, one iteration after the other."""
-    model = nn.ParameterList(torch.randn(1) for _ in range(count))
+def iterations(level: str, count: int, device: torch.device = CPU) -> Iterator[list[float]]:
+    """Seconds of entry, exit, clip and step, one iteration after the other, each on a device that has nothing to do."""
+    model = nn.ParameterList(torch.randn(1, device=device) for _ in range(count))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     with Engine() as engine:
         engine.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
-        params, loss = list(model.parameters()), torch.zeros(())
+        params, loss = list(model.parameters()), torch.zeros((), device=device)
         gradients = [torch.randn_like(p) for p in params]
         while True:
             backward = engine.scale_loss(loss, optimizer)
+            cuda_of(device).synchronize()
             start = time.perf_counter()
             backward.__enter__()
             entered = time.perf_counter()
@@ -75,13 +79,18 @@ def iterations(level: str, count: int) -> Iterator[list[float]]:
             optimizer.zero_grad()
 
 
-def measured(level: str, count: int, rounds: int) -> HostRecord:
-    """One record, after eight iterations that are not counted."""
-    runs = iterations(level, count)
+def medians(level: str, count: int, rounds: int, device: torch.device = CPU) -> dict[str, float]:
+    """Microseconds of the parts of an iteration and of all of it, after eight iterations that are not counted."""
+    runs = iterations(level, count, device)
     seconds = [next(runs) for _ in range(8 + rounds)][8:]
-    parts = [statistics.median(column) * 1e6 for column in zip(*seconds, strict=True)]
-    total = statistics.median(map(sum, seconds)) * 1e6
-    return HostRecord(f"{level}, {count} tensors", *parts, total, LIMITS_US[count])
+    columns = [*zip(*seconds, strict=True), [sum(parts) for parts in seconds]]
+    names = ("enter_us", "exit_us", "clip_us", "step_us", "total_us")
+    return {name: statistics.median(column) * 1e6 for name, column in zip(names, columns, strict=True)}
+
+
+def measured(level: str, count: int, rounds: int) -> HostRecord:
+    """One record."""
+    return HostRecord(f"{level}, {count} tensors", **medians(level, count, rounds), limit_us=LIMITS_US[count])
 
 
 def main() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 def cuda_of(device: torch.device) -> Any:
@@ -25,6 +27,17 @@ def captured(body: Callable[[], object], device: torch.device) -> Callable[[], o
     with torch.cuda.graph(graph):
         body()
     return graph.replay
+
+
+def calls_of(body: Callable[[], object], device: torch.device) -> list[str]:
+    """The names of the CUDA calls that `body` makes, ours and PyTorch's, as the profiler sees them."""
+    cuda_of(device).synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            body()
+        names = [event.name for event in profiler.events()]
+    return [name for name in names if name.startswith("cu")]
 
 
 class Stream:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from tests.gpu import stand_in
 
@@ -105,20 +104,9 @@ def captured(body: Callable[[], object]) -> Callable[[], object]:
 
 def calls(body: Callable[[], object]) -> list[str]:
     """The names of the CUDA calls that `body` makes, ours and PyTorch's. Skips the test where no profiler sees them."""
-    if not _launches(recorded(lambda: torch.ones(1, device=GPU))):
+    if not _launches(stand_in.calls_of(lambda: torch.ones(1, device=GPU), GPU)):
         pytest.skip("the profiler sees no CUDA calls")
-    return recorded(body)
-
-
-def recorded(body: Callable[[], object]) -> list[str]:
-    """The names of the CUDA calls of `body`, as the profiler sees them."""
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profiler's own
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            body()
-            torch.cuda.synchronize()
-    return [event.name for event in profiler.events() if event.name.startswith("cu")]
+    return stand_in.calls_of(body, GPU)
 
 
 def launches(body: Callable[[], object]) -> int:

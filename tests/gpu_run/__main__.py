@@ -1,9 +1,10 @@
-"""What `make gpu` runs: compile, test, measure, within ten minutes on a machine with a GPU.
+"""What `make gpu` runs: four parts, each within ten minutes on a machine with a GPU (tests/gpu_run/parts.py).
 
 Stages run whatever became of those before them, each for so long at most; the status is 1 at the end if one of them
-failed. In the folder --out: gpu.log has what they print, rows.jsonl each result as it comes, clocks.csv the GPU's
-clocks; gpu.json and gpu.md, written after each stage, have all of it. `--simulate` goes through the same stages on a
-machine without a GPU, tiny, on the CPU, which stands in for one: what is called of torch.cuda is tests/gpu/stand_in.py.
+failed. In the folder --out: A.log has what part A prints, A.jsonl each result as it comes, A.clocks.csv the GPU's
+clocks, A.json what became of the stages, gpu.md all parts that lie there as tables. All of it is whole after each
+stage, whatever ends the run. `--simulate` goes through the same stages on a machine without a GPU, tiny, on the CPU,
+which stands in for one: what is called of torch.cuda is tests/gpu/stand_in.py.
 """
 
 from __future__ import annotations
@@ -13,105 +14,88 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tests.gpu_run.machine import Clocks, about
-from tests.gpu_run.report import ROWS, write_report
-from tests.gpu_run.stages import OK, Outcome, Stage, run_all
-
-LOG, CLOCKS = "gpu.log", "clocks.csv"
-PYTEST = ("-m", "pytest", "tests/gpu", "-m", "cuda", "-v", "--durations=10", "-p", "no:cacheprovider")
-# Another machine has other versions: what pytest does not know there is no error, and neither is a warning.
-LENIENT = ("-o", "addopts=", "-W", "default", "-ra")
+from tests.gpu_run.page import write_page
+from tests.gpu_run.parts import Part, parts
+from tests.gpu_run.report import Report
+from tests.gpu_run.stages import OK, Stage, run_all
 
 
-def stages(rows: Path, simulated: bool) -> list[Stage]:
-    """All stages, most valuable first."""
-
-    def module(name: str) -> list[str]:
-        return [sys.executable, "-m", f"tests.gpu_run.{name}", "--rows", str(rows)]
-
-    build = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    tests = [sys.executable, *PYTEST, *LENIENT]
-    tiny, compares = [], module("variants")
-    device = "stand-in" if simulated else "gpu"  # without a GPU the tests are to fail, not to try another device
-    build_limit, machine_limit, tests_limit = (20, 75, 190) if simulated else (145, 30, 110)  # a busy CPU is slow
-    if simulated:
-        build = [sys.executable, "-c", "print('nothing is compiled')"]
-        compares = [sys.executable, "-c", "print('no GPU to compare variants on')"]
-        tiny = ["--device", "cpu", "--tiny"]
-    return [
-        Stage("build", build, build_limit, {"AMP_ENGINE_BUILD": "cuda"}),
-        Stage("machine", module("machine"), machine_limit),
-        Stage("tests", tests, tests_limit, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "GPU_TESTS": device}),
-        Stage("steps", module("steps") + tiny, 95, takes_the_rest=True),
-        Stage("training", module("training") + tiny, 70, takes_the_rest=True),
-        Stage("sanitizers", module("sanitizers") + tiny, 60, takes_the_rest=True),
-        Stage("variants", compares, 20),
-        Stage("counters", module("counters") + tiny, 40, takes_the_rest=True),
-    ]
-
-
-def chosen(all_stages: Sequence[Stage], args: argparse.Namespace) -> list[Stage]:
-    """The stages that were asked for, with those that are to go wrong."""
-    names = [stage.name for stage in all_stages]
-    for name in (*args.only, *args.fail, *args.overrun):
+def chosen(every: list[Part], args: argparse.Namespace) -> list[Part]:
+    """The parts and stages that were asked for, some with other code in their place."""
+    names = {stage.name for part in every for stage in part.stages}
+    instead = dict(pair.split("=", 1) for pair in args.instead)
+    for name in (*args.only, *instead):
         if name not in names:
-            raise SystemExit(f"there is no stage {name!r}: {', '.join(names)}")
-    wanted = [stage for stage in all_stages if not args.only or stage.name in args.only]
-    for i, stage in enumerate(wanted):
-        if stage.name in args.fail:
-            wanted[i] = replace(stage, command=[sys.executable, "-c", "raise SystemExit('told to fail')"])
-        if stage.name in args.overrun:
-            code = "import time; print('sleeps', flush=True); time.sleep(60)"
-            wanted[i] = replace(stage, command=[sys.executable, "-c", code], limit=1.0, takes_the_rest=False)
+            raise SystemExit(f"there is no stage {name!r}: {', '.join(sorted(names))}")
+    wanted = []
+    for part in every:
+        stages = tuple(
+            replace(stage, command=[sys.executable, "-c", instead[stage.name]]) if stage.name in instead else stage
+            for stage in part.stages
+            if not args.only or stage.name in args.only
+        )
+        if stages and part.name in (args.part or part.name):
+            wanted.append(replace(part, stages=stages))
     return wanted
 
 
-def names(text: str) -> list[str]:
-    """What commas separate."""
-    return [name for name in text.split(",") if name]
-
-
-def main() -> None:
-    """Run the stages and report."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu_run", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for logs and reports")
-    parser.add_argument("--simulate", action="store_true", help="on a machine without a GPU: try the stages out")
-    parser.add_argument("--only", type=names, default=[], help="stages to run, with commas in between")
-    parser.add_argument("--fail", type=names, default=[], help="stages that are made to fail")
-    parser.add_argument("--overrun", type=names, default=[], help="stages that are made to overrun")
-    args = parser.parse_args()
+def run(part: Part, folder: Path, machine: dict[str, str]) -> bool:
+    """Run a part and report. Whether all of its stages ended well."""
     start = time.monotonic()
-    folder = args.out.resolve()
-    wanted = chosen(stages(folder / ROWS, args.simulate), args)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (ROWS, LOG, CLOCKS):
-        (folder / name).unlink(missing_ok=True)
+    log, clocks_file = folder / f"{part.name}.log", folder / f"{part.name}.clocks.csv"
+    clocks = Clocks(clocks_file)
+    report = Report(folder, part, machine)
 
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running stage is ended
-    machine = about() | ({"on a stand-in": "the CPU, tiny: no number means anything"} if args.simulate else {})
-    environment = {"PYTHONUNBUFFERED": "1", "COMMIT": machine["commit"]}
-    clocks = Clocks(folder / CLOCKS)
+    def write() -> None:
+        report.write(clocks.rows())
+        write_page(folder, folder / "gpu.md")
 
     def before(stage: Stage) -> None:
         clocks.stage = stage.name
 
-    outcomes: list[Outcome] = []
+    environment = {"PYTHONUNBUFFERED": "1", "COMMIT": machine["commit"]}
+    for path in (log, clocks_file, report.rows_file):
+        path.unlink(missing_ok=True)
+    write()
     try:
-        for outcome in run_all(wanted, folder / LOG, environment, before, start):
-            outcomes.append(outcome)
-            write_report(folder, machine, outcomes, clocks.rows())
+        for outcome in run_all(part.stages, log, environment, before, start):
+            report.outcomes.append(outcome)
+            write()
     finally:
         clocks.close()
-        write_report(folder, machine, outcomes, clocks.rows())  # with the rows of a stage that was stopped
-    print(f"\n{folder / 'gpu.md'}")
-    for outcome in outcomes:
+        write()  # with the rows of a stage that was stopped
+    print(f"\n{folder / 'gpu.md'}: part {part.name}")
+    for outcome in report.outcomes:
         print(f"{outcome.stage:12} {outcome.outcome:8} {outcome.seconds:6.1f} s  {outcome.note}")
+    return all(outcome.outcome == OK for outcome in report.outcomes)
+
+
+def main() -> None:
+    """Run the parts."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_run", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for logs and reports")
+    parser.add_argument("--part", default="", help="A, B, C or D, or several, as AB; default: all")
+    parser.add_argument("--simulate", action="store_true", help="on a machine without a GPU: try the stages out")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="stages, with commas in between")
+    parser.add_argument(
+        "--instead", action="append", default=[], metavar="STAGE=CODE", help="Python that is run in place of a stage"
+    )
+    args = parser.parse_args()
+    folder = args.out.resolve()
+    every = parts(folder, args.simulate)
+    if unknown := set(args.part) - {part.name for part in every}:
+        raise SystemExit(f"there is no part {', '.join(sorted(unknown))}: there are A, B, C, D")
+    wanted = chosen(every, args)
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running stage is ended
+    stand_in = {"on a stand-in": "the CPU, tiny: no number means anything"} if args.simulate else {}
+    well = [run(part, folder, about() | stand_in) for part in wanted]
     sys.stdout.flush()
-    os._exit(any(outcome.outcome != OK for outcome in outcomes))  # past threads that still read a pipe
+    os._exit(not all(well))  # past threads that still read a pipe
 
 
 if __name__ == "__main__":

@@ -1,19 +1,17 @@
-"""What the machine is, and what its clocks did meanwhile."""
+"""What the machine is, as far as programs say, and what its clocks did meanwhile."""
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import os
 import platform
 import statistics
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
-from tests.gpu_run.report import ABOUT, Row, Rows
+from tests.gpu_run.report import Row
 
 COLUMNS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # newer and older drivers
@@ -36,16 +34,12 @@ def query(*names: str) -> str:
 
 def about() -> dict[str, str]:
     """Date, GPU, driver, torch and commit."""
-    try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch = "none"
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": os.environ.get("COMMIT") or output("git", "describe", "--always", "--dirty") or "unknown",
         "gpu": query("name", "memory.total") or "none",
         "driver": query("driver_version") or "none",
-        "torch": torch,
+        "torch": installed("torch"),
         "python": platform.python_version(),
     }
 
@@ -121,30 +115,9 @@ def summary(stage: str, samples: list[list[str]]) -> Row:
     return row | {"reasons": hex(reasons & ~IDLE)}
 
 
-def kernels(info: str) -> str:
-    """What `python -m amp_engine info` says of the compiled kernels."""
-    lines = [line.removeprefix("kernels").strip() for line in info.splitlines() if line.startswith("kernels")]
-    return lines[0] if lines else "unknown"
-
-
-def main() -> None:
-    """Write what the machine is as a row, once torch can be asked."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu_run.machine", description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=Path)
-    args = parser.parse_args()
-    print(output("nvidia-smi"))
-    import torch
-
-    facts = {"torch": f"{torch.__version__}, CUDA {torch.version.cuda}"}
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        facts["gpu"] = (
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
-        )
-    facts["kernels"] = kernels(output(sys.executable, "-m", "amp_engine", "info", limit=60.0))
-    Rows(args.rows, "machine").write({"stage": "machine", ABOUT: facts})
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
-
-
-if __name__ == "__main__":
-    main()
+def installed(package: str) -> str:
+    """Its version, or "none"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

@@ -1,59 +1,29 @@
-"""The models that are trained end to end, with the shapes of their batches. Nothing but torch is needed."""
+"""The models that are trained end to end, with the shapes of their batches: BERT of transformers, ResNet-50 of timm.
+
+Weights are random. Where transformers is missing, GPT of examples/demo is trained instead, which needs torch alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.demo.models import GPT
 
-VOCABULARY = 50_304
 
+class Logits(nn.Module):
+    """A model of transformers, token ids [N, T] -> logits [N, T, vocabulary]."""
 
-class Bottleneck(nn.Module):
-    """ResNet's block of three convolutions, [N, C, H, W] -> [N, 4 * width, H / stride, W / stride]."""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            *normed(channels, width, 1),
-            nn.ReLU(inplace=True),
-            *normed(width, width, 3, stride),
-            nn.ReLU(inplace=True),
-            *normed(width, 4 * width, 1),
-        )
-        same = stride == 1 and channels == 4 * width
-        self.shortcut = nn.Identity() if same else nn.Sequential(*normed(channels, 4 * width, 1, stride))
+        self.model = model
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.body(x) + self.shortcut(x), inplace=True)
-
-
-def normed(channels: int, out: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
-    """A convolution and its batch norm."""
-    return nn.Conv2d(channels, out, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(out)
-
-
-class ResNet(nn.Module):
-    """ResNet (He et al. 2015) with bottlenecks, images [N, 3, H, W] -> logits [N, 1000]. (3, 4, 6, 3) is ResNet-50."""
-
-    def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [*normed(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-        channels = width
-        for i, count in enumerate(blocks):
-            for k in range(count):
-                layers.append(Bottleneck(channels, width << i, 2 if i and not k else 1))
-                channels = 4 * (width << i)
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, 1000)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.classifier(self.features(images).mean((2, 3)))
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids).logits
 
 
 class LanguageLSTM(nn.Module):
@@ -79,7 +49,8 @@ class Example:
         count: of these in a batch.
         model: makes it.
         batch: inputs and targets.
-        compiled: the modules of it that are compiled, each by itself: equal ones share their code.
+        block: the kind of its equal parts, which are compiled, or are units of FSDP2, each by itself.
+        lr: with which it is trained.
     """
 
     name: str
@@ -87,7 +58,8 @@ class Example:
     count: int
     model: Callable[[], nn.Module]
     batch: Callable[[torch.device], tuple[Tensor, Tensor]]
-    compiled: type[nn.Module] | None = None
+    block: type[nn.Module] | None = None
+    lr: float = 1e-4
 
 
 def texts(vocabulary: int, n: int, length: int) -> Callable[[torch.device], tuple[Tensor, Tensor]]:
@@ -110,29 +82,46 @@ def images(n: int, size: int) -> Callable[[torch.device], tuple[Tensor, Tensor]]
     return batch
 
 
-def examples(tiny: bool) -> tuple[Example, Example, Example]:
-    """GPT, ResNet and LSTM; tiny ones to try the stage out."""
+def gpt(name: str, vocabulary: int, width: int, layers: int, n: int, length: int, heads: int) -> Example:
+    """GPT on `n` texts."""
     block = type(GPT(2, 2, 1, 4, 1).blocks[0])
+    make = lambda: GPT(vocabulary, width, layers, length, heads)  # noqa: E731
+    return Example(name, "tokens", n * length, make, texts(vocabulary, n, length), block)
+
+
+def bert(tiny: bool) -> Example:
+    """BERT-base, or a tiny one."""
+    from transformers import BertConfig, BertForMaskedLM
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=100, **small) if tiny else BertConfig()
+    n, length = (2, 8) if tiny else (32, 512)
+    name = "BERT, 2 x 8 tokens" if tiny else "BERT-base, 110M parameters, 32 x 512 tokens"
+    make = lambda: Logits(BertForMaskedLM(config))  # noqa: E731
+    return Example(name, "tokens", n * length, make, texts(config.vocab_size, n, length), BertLayer)
+
+
+def resnet(tiny: bool) -> Example:
+    """ResNet-50, or the smaller 18 on tiny images."""
+    import timm
+
+    kind, n, size = ("resnet18", 2, 32) if tiny else ("resnet50", 256, 224)
+    return Example(f"{kind}, {n} images", "images", n, lambda: timm.create_model(kind), images(n, size))
+
+
+def examples(tiny: bool) -> Iterator[Example]:
+    """A transformer, ResNet where timm is, an LSTM."""
+    if find_spec("transformers"):
+        yield bert(tiny)
+    elif tiny:
+        yield gpt("GPT", 32, 8, 2, n=2, length=8, heads=2)
+    else:
+        yield gpt("GPT, 354M parameters, 8 x 1024 tokens", 50_304, 1024, 24, n=8, length=1024, heads=16)
+    if find_spec("timm"):
+        yield resnet(tiny)
     if tiny:
-        return (
-            Example("GPT", "tokens", 16, lambda: GPT(32, 8, 2, 16, 2), texts(32, 2, 8), block),
-            Example("ResNet", "images", 2, lambda: ResNet((1, 1), 4), images(2, 32)),
-            Example("LSTM", "tokens", 16, lambda: LanguageLSTM(32, 8, 1), texts(32, 2, 8)),
-        )
-    gpt = Example(
-        "GPT, 354M parameters, 8 x 1024 tokens",
-        "tokens",
-        8 * 1024,
-        lambda: GPT(VOCABULARY, 1024, 24, 1024, 16),
-        texts(VOCABULARY, 8, 1024),
-        block,
-    )
-    resnet = Example("ResNet-50, 256 images", "images", 256, ResNet, images(256, 224))
-    lstm = Example(
-        "LSTM, 2 layers of 1024, 64 x 128 tokens",
-        "tokens",
-        64 * 128,
-        lambda: LanguageLSTM(32_000, 1024, 2),
-        texts(32_000, 64, 128),
-    )
-    return gpt, resnet, lstm
+        yield Example("LSTM", "tokens", 16, lambda: LanguageLSTM(32, 8, 1), texts(32, 2, 8))
+    else:
+        make, batch = lambda: LanguageLSTM(32_000, 1024, 2), texts(32_000, 64, 128)
+        yield Example("LSTM, 2 layers of 1024, 64 x 128 tokens", "tokens", 64 * 128, make, batch)

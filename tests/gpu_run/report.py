@@ -1,16 +1,17 @@
-"""What was measured: rows as they come, one line of JSON each; at the end gpu.json and gpu.md."""
+"""What was found: results as they come, a line of JSON each, and what became of the stages."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.gpu_run.stages import OK, Outcome
+from tests.gpu_run.parts import Part
+from tests.gpu_run.stages import UNFINISHED, Outcome
 
-ROWS, JSON, MARKDOWN = "rows.jsonl", "gpu.json", "gpu.md"
 ABOUT = "about"  # the key of the one row that says what the machine is
 
 Row = dict[str, Any]
@@ -19,12 +20,12 @@ Row = dict[str, Any]
 FORMATS = {
     "of_copy": "{:.0%}",
     "kept_full": "{:.0%}",
-    "ratio": "{:.3f}",
     "gb_per_s": "{:.0f}",
     "per_s": "{:,.0f}",
+    "bytes_a_parameter": "{:.0f}",
     "peak_gb": "{:.2f}",
-    "of_peer": "{:.2f}",
-    "loss": "{:.3f}",
+    "seconds": "{:.0f}",
+    **dict.fromkeys(("enter_us", "exit_us", "clip_us", "step_us", "total_us"), "{:,.0f}"),
 }
 
 
@@ -60,41 +61,34 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def write_report(folder: Path, about: dict[str, str], outcomes: Sequence[Outcome], clocks: Sequence[Row]) -> None:
-    """Write gpu.json and gpu.md from the outcomes and the rows so far."""
-    rows = read_rows(folder / ROWS)
-    about = {**about, **next((row[ABOUT] for row in reversed(rows) if ABOUT in row), {})}
-    rows = [row for row in rows if ABOUT not in row]
-    data = {"about": about, "stages": [asdict(outcome) for outcome in outcomes], "clocks": list(clocks), "rows": rows}
-    (folder / JSON).write_text(json.dumps(data, indent=1) + "\n")
-    (folder / MARKDOWN).write_text(markdown(about, outcomes, clocks, rows))
+class Report:
+    """What became of the stages of a part, as JSON beside its rows.
+
+    Attributes:
+        rows_file: where the stages append what they find.
+        outcomes: of the stages that have ended.
+    """
+
+    def __init__(self, folder: Path, part: Part, about: dict[str, str]) -> None:
+        self.rows_file = folder / f"{part.name}.jsonl"
+        self.outcomes: list[Outcome] = []
+        self._file, self._part, self._about = folder / f"{part.name}.json", part, about
+
+    def write(self, clocks: Sequence[Row]) -> None:
+        """Write it anew. A reader sees the old file or the new one, and so does whoever kills this process."""
+        stages = [asdict(outcome) for outcome in self.outcomes]
+        for stage in self._part.stages[len(stages) :]:
+            stages.append({"stage": stage.name, "outcome": UNFINISHED})
+        head = {"part": self._part.name, "about_part": self._part.about, "limit": self._part.limit}
+        text = json.dumps({**head, ABOUT: self._about, "stages": stages, "clocks": list(clocks)}, indent=1)
+        replace_text(self._file, text + "\n")
 
 
-def markdown(about: dict[str, str], outcomes: Sequence[Outcome], clocks: Sequence[Row], rows: Sequence[Row]) -> str:
-    """The report as tables: the outcomes, the clocks, one for each stage that measured something."""
-    parts = ["\n".join(f"* {name}: {value}" for name, value in about.items())]
-    stages = [
-        {"stage": o.stage, "outcome": o.outcome, "seconds": f"{o.seconds:.0f} of {o.limit:.0f}", "last line": o.note}
-        for o in outcomes
-    ]
-    parts.append(table(stages))
-    if clocks:
-        parts.append(table(clocks))
-    for stage in dict.fromkeys(row["stage"] for row in rows):
-        of_stage = [{k: v for k, v in row.items() if k != "stage"} for row in rows if row["stage"] == stage]
-        parts.append(f"**{stage}**\n\n" + table(of_stage))
-    bad = [outcome for outcome in outcomes if outcome.outcome != OK]
-    for outcome in bad:
-        parts.append(f"**{outcome.stage} {outcome.outcome}**\n\n```text\n" + "\n".join(outcome.tail) + "\n```")
-    return "\n\n".join(parts) + "\n"
-
-
-def table(rows: Sequence[Row]) -> str:
-    """A Markdown table with a column for every key that a row has."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = ["| " + " | ".join(name.replace("_", " ") for name in columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(cell(name, row.get(name, "")) for name in columns) + " |" for row in rows]
-    return "\n".join(lines)
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    os.replace(new, path)
 
 
 def cell(name: str, value: object) -> str:

@@ -59,8 +59,7 @@ def main() -> None:
     rows = Rows(args.rows, "sanitizers")
     program = [sys.executable, "-m", "tests.gpu_run.small", "--device", args.device]
     if not shutil.which(SANITIZER):
-        rows.add("small cases", "without a sanitizer", found=f"{SANITIZER} is not installed")
-        raise SystemExit(subprocess.run(program, check=False).returncode)
+        return rows.add("small cases", f"{SANITIZER} is not installed")
     end = time.monotonic() + float(os.environ.get("GPU_RUN_SECONDS", "600")) - RESERVE
     # Each tensor in memory of its own, so that what lies behind it is nobody's.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}

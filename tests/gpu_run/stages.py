@@ -15,7 +15,7 @@ from pathlib import Path
 GRACE = 3.0  # seconds between asking a program to end and killing it
 TAIL = 30  # lines of a failed stage's output that the report keeps
 
-OK, FAILED, OVERRAN = "ok", "failed", "overran"
+OK, FAILED, OVERRAN, UNFINISHED = "ok", "failed", "overran", "unfinished"
 
 
 @dataclass(frozen=True)

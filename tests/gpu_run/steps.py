@@ -26,7 +26,6 @@ from tests.gpu_run.program import Task, task
 from tests.gpu_run.timing import Contestant, Race, Run
 
 LEARNING_RATE = 1e-5
-HALF_OF_LEVEL = {"O1": torch.float16, "O2": torch.float16, "O5": torch.bfloat16}
 CHECK, CHECK_FLOAT = 2.0, 4.0  # bytes a parameter
 UNSCALE_HALF, UNSCALE_FLOAT = 4.0, 8.0
 UPDATE = {"adam": 28.0, "sgd": 20.0, "lamb": 40.0}  # from half gradients, with momentum, half weights written back
@@ -227,7 +226,10 @@ class Cases:
     def __init__(self, task: Task) -> None:
         self._task, self._race = task, Race(task)
         # Four contestants of up to 24 bytes a parameter, and what they make meanwhile.
-        self._largest = min(1_000_000_000, int(task.cuda.mem_get_info()[0] / 120) // 1_000_000 * 1_000_000)
+        free = task.cuda.mem_get_info()[0]
+        self._largest = min(1_000_000_000, int(free / 120) // 1_000_000 * 1_000_000)
+        said = f"{self._largest / 1e6:,.0f}M parameters, at 120 bytes each of {free / 1e9:,.0f} GB that are free"
+        task.rows.add("the largest cases", said)
 
     def shape(self, count: int, total: int) -> Shape:
         """Parameters that fit the device."""
@@ -265,21 +267,21 @@ class Cases:
         shape = self.shape(300, self._largest)
         bare = Kernels(shape, kind, dtype, offset, master_offset)
         half = dtype != torch.float32
-        check = (CHECK if half else CHECK_FLOAT) * shape.total
-        update = (UPDATE[kind] if half else UPDATE_FLOAT) * shape.total
+        check = CHECK if half else CHECK_FLOAT
+        update = UPDATE[kind] if half else UPDATE_FLOAT
         counted = (kind, dtype, offset, master_offset) == ("adam", torch.float16, 0, 0)
         contestants = [
             Contestant("check", bare.check, check, counted=counted),
             Contestant("update", bare.step, update, counted=counted),
-            Contestant("unscale in place", bare.unscale, (UNSCALE_HALF if half else UNSCALE_FLOAT) * shape.total),
+            Contestant("unscale in place", bare.unscale, UNSCALE_HALF if half else UNSCALE_FLOAT),
             Contestant("check, scale, update", bare.all, check + update, counted=counted),
         ]
         what = f"{kind}, {str(dtype).removeprefix('torch.')}"
         what += f", halves {offset} off" * (offset > 0) + f", masters {master_offset} off" * (master_offset > 0)
         case = f"kernels, {what}, {shape}"
-        self._race.run(case, contestants, 1.5)
+        self._race.run(case, shape.total, contestants, 1.5)
         bare.found_inf.fill_(1.0)
-        self._race.run(f"{case}, overflow", [Contestant("update, skipped", bare.step)], 0.5)
+        self._race.run(f"{case}, overflow", shape.total, [Contestant("update, skipped", bare.step)], 0.5)
 
     def adamw(self, shape: Shape) -> None:
         """Ours at O2 against torch's, fused and foreach."""
@@ -287,11 +289,11 @@ class Cases:
         with ExitStack() as stack:
             step = ours(stack, shape, "O2", gradients)
             contestants = [
-                Contestant("ours", step, (CHECK + UPDATE["adam"]) * shape.total, counted=True),
+                Contestant("ours", step, CHECK + UPDATE["adam"], counted=True),
                 Contestant(
                     "GradScaler, casts, clip, AdamW(fused)",
                     peer(shape, gradients),
-                    PEER * shape.total,
+                    PEER,
                     peer=True,
                     counted=shape.count <= 300,
                 ),
@@ -300,7 +302,7 @@ class Cases:
             if shape.count <= 300:
                 foreach = peer(shape, gradients, foreach=True)
                 contestants.append(Contestant("GradScaler, casts, clip, AdamW(foreach)", foreach, counted=True))
-            self._race.run(f"AdamW, O2, {shape}", contestants, 4.0)
+            self._race.run(f"AdamW, O2, {shape}", shape.total, contestants, 4.0)
 
     def bfloat16(self) -> None:
         """At O5 the peer needs no scaler."""
@@ -308,10 +310,10 @@ class Cases:
         gradients = shape.random(torch.bfloat16)
         with ExitStack() as stack:
             contestants = [
-                Contestant("ours", ours(stack, shape, "O5", gradients), (CHECK + UPDATE["adam"]) * shape.total),
+                Contestant("ours", ours(stack, shape, "O5", gradients), CHECK + UPDATE["adam"]),
                 Contestant("casts, clip, AdamW(fused)", peer(shape, gradients), peer=True, counted=True),
             ]
-            self._race.run(f"AdamW, O5, {shape}", contestants, 2.5)
+            self._race.run(f"AdamW, O5, {shape}", shape.total, contestants, 2.5)
 
     def sgd(self) -> None:
         """FusedSGD against torch's."""
@@ -320,10 +322,10 @@ class Cases:
         with ExitStack() as stack:
             step = ours(stack, shape, "O2", gradients, lambda params: FusedSGD(params, lr=LEARNING_RATE, momentum=0.9))
             contestants = [
-                Contestant("ours: FusedSGD", step, (CHECK + UPDATE["sgd"]) * shape.total, counted=True),
+                Contestant("ours: FusedSGD", step, CHECK + UPDATE["sgd"], counted=True),
                 Contestant("GradScaler, casts, clip, SGD(fused)", peer(shape, gradients, sgd=True), peer=True),
             ]
-            self._race.run(f"SGD, O2, {shape}", contestants, 2.5)
+            self._race.run(f"SGD, O2, {shape}", shape.total, contestants, 2.5)
 
     def lamb(self) -> None:
         """FusedLAMB has no peer in torch."""
@@ -331,22 +333,21 @@ class Cases:
         gradients = shape.random(torch.float16)
         with ExitStack() as stack:
             step = ours(stack, shape, "O2", gradients, lambda params: FusedLAMB(params, lr=LEARNING_RATE))
-            contestants = [Contestant("ours: FusedLAMB", step, (CHECK + UPDATE["lamb"]) * shape.total, counted=True)]
-            self._race.run(f"LAMB, O2, {shape}", contestants, 2.0)
+            contestants = [Contestant("ours: FusedLAMB", step, CHECK + UPDATE["lamb"], counted=True)]
+            self._race.run(f"LAMB, O2, {shape}", shape.total, contestants, 2.0)
 
     def unscaled(self) -> None:
         """O1: FP32 gradients, unscaled in place."""
         shape = self.shape(300, self._largest)
         gradients = shape.random(torch.float32)
-        bytes_of_step = (UNSCALE_FLOAT + UPDATE_FLOAT) * shape.total
         with ExitStack() as stack:
             contestants = [
-                Contestant("ours", ours(stack, shape, "O1", gradients), bytes_of_step, counted=True),
+                Contestant("ours", ours(stack, shape, "O1", gradients), UNSCALE_FLOAT + UPDATE_FLOAT, counted=True),
                 Contestant(
                     "GradScaler, clip, AdamW(fused)", peer(shape, gradients, casts=False), peer=True, counted=True
                 ),
             ]
-            self._race.run(f"AdamW, O1, {shape}", contestants, 2.5)
+            self._race.run(f"AdamW, O1, {shape}", shape.total, contestants, 2.5)
 
     def kernels_as_a_graph(self) -> None:
         """Both passes captured."""
@@ -369,21 +370,21 @@ class Cases:
         except Exception as error:
             self._task.rows.add(case, "capture refused", why=f"{type(error).__name__}: {error}"[:300])
             return
-        self._race.run(case, [Contestant("ours, replayed", again, (CHECK + UPDATE["adam"]) * shape.total)], 1.0)
+        self._race.run(case, shape.total, [Contestant("ours, replayed", again, CHECK + UPDATE["adam"])], 1.0)
 
     def ceilings(self) -> None:
         """What else the device does at best."""
         n = 1_000 if self._task.tiny else self._largest
         x = torch.randn(n, device=self._task.device)
-        contestants = [Contestant("read", lambda: x.sum(), 4.0 * n)]
+        contestants = [Contestant("read", lambda: x.sum(), 4.0)]
         streams = [torch.randn(n, device=self._task.device) for _ in range(5)]
         try:
             function = torch.cuda.jiterator._create_multi_output_jit_fn(FIVE_STREAMS, num_outputs=5)
             function(*streams)
-            contestants.append(Contestant("read 5 streams, write 5", lambda: function(*streams), 40.0 * n))
+            contestants.append(Contestant("read 5 streams, write 5", lambda: function(*streams), 40.0))
         except Exception as error:  # no GPU, no compiler at run time, or whatever else it raises
             self._task.rows.add("ceilings", "no 5 streams", why=f"{type(error).__name__}: {error}"[:300])
-        self._race.run("ceilings", contestants, 1.0)
+        self._race.run(f"ceilings, {n / 1e6:,.0f}M FP32 elements", n, contestants, 1.0)
 
 
 def main() -> None:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.timing import median_ratio
-from tests.gpu.stand_in import cuda_of
+from tests.gpu.stand_in import calls_of, cuda_of
 from tests.gpu_run.program import Task
 
 Run = Callable[[], object]
@@ -26,6 +24,7 @@ Run = Callable[[], object]
 CYCLES = 2.0e9  # a second of the waiting kernel, at the highest clock
 SHORTEST, LONGEST = 3e-4, 0.15  # seconds that it waits
 BACK_TO_BACK = 5  # calls behind one another
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,14 @@ class Contestant:
     Attributes:
         what: its name in the report.
         run: the work.
-        n_bytes: that it must move; None where that is not the point.
+        bytes_each: that it must move for a parameter; None where that is not the point.
         peer: whether our times are compared with its.
         counted: whether its launches and syncs are counted.
     """
 
     what: str
     run: Run
-    n_bytes: float | None = None
+    bytes_each: float | None = None
     peer: bool = False
     counted: bool = False
 
@@ -86,18 +85,13 @@ class Clock:
         return (time.perf_counter() - start) * 1e3 / BACK_TO_BACK
 
 
-def launches_and_syncs(run: Run, device: torch.device) -> tuple[int, int]:
-    """How many kernels `run` launches, and how often it waits for the device."""
-    run()
-    cuda_of(device).synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profiler's own
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-            run()
-        names = [event.name for event in recorded.events()]
-    calls = [name for name in names if name.startswith("cu")]
-    waits = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
-    return sum("Launch" in name for name in calls), sum(name in waits for name in calls)
+def counts(calls: Sequence[str]) -> dict[str, int]:
+    """How many of these calls of CUDA launch kernels, how many wait for the device, and how many there are."""
+    return {
+        "launches": sum("Launch" in call for call in calls),
+        "syncs": sum(call in WAITS for call in calls),
+        "calls": len(calls),
+    }
 
 
 class Race:
@@ -106,12 +100,15 @@ class Race:
     def __init__(self, task: Task, rounds: int = 20, warmup: int = 3) -> None:
         self._task, self._clock = task, Clock(task.device)
         self._rounds, self._warmup = (2, 1) if task.tiny else (rounds, warmup)
-        n = 1_000 if task.tiny else 250_000_000
-        source, target = (torch.randn(n, device=task.device) for _ in range(2))
-        self._copy = Contestant("copy", lambda: target.copy_(source), 8.0 * n)
+        self._copied = 1_000 if task.tiny else 250_000_000
+        source, target = (torch.randn(self._copied, device=task.device) for _ in range(2))
+        self._copy = Contestant("copy", lambda: target.copy_(source), 8.0)
 
-    def run(self, case: str, contestants: Sequence[Contestant], seconds: float) -> None:
-        """Write a row for each contestant. Rounds end early after `seconds`, but not before three of them."""
+    def run(self, case: str, parameters: int, contestants: Sequence[Contestant], seconds: float) -> None:
+        """Write a row for each contestant, which work on so many parameters.
+
+        Rounds end early after `seconds`, but not before three of them.
+        """
         clock, everyone = self._clock, [self._copy, *contestants]
         for contestant in everyone:
             for _ in range(self._warmup):
@@ -136,25 +133,28 @@ class Race:
                 "p90": quantile(device[i], 0.9),
                 "host_ms": statistics.median(host[i]) * 1e3,
                 "kept_full": sum(full[i]) / len(full[i]),
-                **self._bandwidth(contestant, device[i], device[0]),
+                **self._bandwidth(contestant, parameters, device[i], device[0]),
             }
             if contestant is not self._copy:
                 numbers["back_to_back_ms"] = clock.back_to_back(contestant.run)
             if peer is not None and contestant is not self._copy and i != peer:
                 numbers["ratio"] = median_ratio(device[i], device[peer])
             if contestant.counted:
-                numbers["launches"], numbers["syncs"] = launches_and_syncs(contestant.run, self._task.device)
+                contestant.run()
+                numbers |= counts(calls_of(contestant.run, self._task.device))
             self._task.rows.add(case, contestant.what, **numbers)
 
-    def _bandwidth(self, contestant: Contestant, ms: list[float], copy_ms: list[float]) -> dict[str, float]:
+    def _bandwidth(
+        self, contestant: Contestant, parameters: int, ms: list[float], copy_ms: list[float]
+    ) -> dict[str, float]:
         """Bytes over time, and their share of the copy's of the same rounds."""
-        if contestant.n_bytes is None:
+        if contestant.bytes_each is None:
             return {}
-        assert self._copy.n_bytes
-        rate = contestant.n_bytes / statistics.median(ms) / 1e6
-        if contestant is self._copy:
-            return {"gb_per_s": rate}
-        return {"gb_per_s": rate, "of_copy": contestant.n_bytes / self._copy.n_bytes * median_ratio(copy_ms, ms)}
+        n_bytes = contestant.bytes_each * (self._copied if contestant is self._copy else parameters)
+        numbers = {"bytes_a_parameter": contestant.bytes_each, "gb_per_s": n_bytes / statistics.median(ms) / 1e6}
+        if contestant is not self._copy:
+            numbers["of_copy"] = n_bytes / (8.0 * self._copied) * median_ratio(copy_ms, ms)
+        return numbers
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -2,7 +2,9 @@
 
 Each contestant trains a model of its own from the same seed with clipping, ours with `torch.optim.AdamW`, the others
 with `AdamW(fused=True)`, at float16 with GradScaler. Times are between events behind each step, without waits in
-between; the median counts. Compiled: the model's equal blocks, `Module.compile` each (on the CPU by Dynamo alone).
+between; the median counts. Compiled: the model's equal blocks, `Module.compile` each (on the CPU by Dynamo alone). As a
+graph: the whole iteration is captured and replayed. DDP has its buckets as gradients, and FSDP2 its blocks as units,
+both with one rank.
 """
 
 from __future__ import annotations
@@ -10,19 +12,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from amp_engine import Engine
-from tests.gpu.stand_in import cuda_of
+from amp_engine import Engine, amp
+from tests.gpu.stand_in import captured, cuda_of
 from tests.gpu_run.models import Example, examples
 from tests.gpu_run.program import Task, task
 
-LEARNING_RATE = 1e-4
 WARMUP = 3
 SECONDS, FEWEST, MOST = 1.5, 5, 40  # of the steps that are timed
 
@@ -30,8 +35,16 @@ Step = Callable[[], Tensor]
 
 FLOAT32, TF32 = "FP32", "TF32"
 AUTOCAST = {"autocast bfloat16": torch.bfloat16, "autocast float16": torch.float16}
+AGAINST = {
+    **dict.fromkeys(("O4", "O5"), "autocast bfloat16"),
+    **dict.fromkeys(("O1", "O2", "O3"), "autocast float16"),
+    "O0": FLOAT32,
+}
+LEVELS = tuple(AGAINST)
 PEERS = ("autocast bfloat16", "O5", "O4", "autocast float16", "O2", "O1")  # first of what is compared, most valuable
 OTHERS = (TF32, "O3", FLOAT32, "O0")
+COMPILED, GRAPH, DDP, FSDP2 = "compiled", "as a graph", "DDP", "FSDP2"  # how a model is trained; "" otherwise
+NEEDS = {COMPILED: 15.0, GRAPH: 8.0}  # seconds
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -50,23 +63,70 @@ def build(example: Example, device: torch.device) -> tuple[nn.Module, Tensor, Te
     return model, inputs, targets
 
 
-def compiled(example: Example, model: nn.Module) -> None:
-    """Compile the model's blocks in place."""
-    assert example.compiled
-    for module in model.modules():
-        if isinstance(module, example.compiled):
-            module.compile(backend="inductor" if next(module.parameters()).is_cuda else "eager")
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def blocks_of(example: Example, model: nn.Module) -> list[nn.Module]:
+    """The model's equal parts."""
+    assert example.block
+    return [module for module in model.modules() if isinstance(module, example.block)]
+
+
+def shard(example: Example, model: nn.Module, policy: MixedPrecisionPolicy, root: MixedPrecisionPolicy) -> None:
+    """Make each block, and the model, a unit of FSDP2."""
+    for block in blocks_of(example, model):
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=root)
+
+
+def wrapped(example: Example, model: nn.Module, how: str) -> nn.Module:
+    """The model, compiled or for DDP if so asked."""
+    if how == COMPILED:
+        for block in blocks_of(example, model):
+            block.compile(backend="inductor" if next(block.parameters()).is_cuda else "eager")
+    return DistributedDataParallel(model, gradient_as_bucket_view=True) if how == DDP else model
+
+
+def replayed(step: Step, device: torch.device) -> Step:
+    """The step, captured after it has run on a stream of its own."""
+    cuda, losses = cuda_of(device), [torch.zeros(())]
+
+    def body() -> None:
+        losses[0] = step()
+
+    stream = cuda.Stream()
+    stream.wait_stream(cuda.current_stream())
+    with cuda.stream(stream):
+        for _ in range(WARMUP):
+            body()
+    cuda.current_stream().wait_stream(stream)
+    replay = captured(body, device)
+
+    def again() -> Tensor:
+        replay()
+        return losses[0]
+
+    return again
 
 
 @contextmanager
-def ours(example: Example, level: str, device: torch.device, compile_blocks: bool) -> Iterator[Step]:
+def ours(example: Example, level: str, device: torch.device, how: str = "") -> Iterator[Step]:
     """A step at `level`."""
     model, inputs, targets = build(example, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-4 if level == "O3" else 1e-8)
+    if how == FSDP2:
+        shard(example, model, amp.fsdp_policy(level), amp.fsdp_policy(level, root=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=example.lr, eps=1e-4 if level == "O3" else 1e-8)
     with Engine() as engine:
         engine.initialize(model, optimizer, opt_level=level, verbosity=0)
-        if compile_blocks:
-            compiled(example, model)
+        model = wrapped(example, model, how)
 
         def step() -> Tensor:
             optimizer.zero_grad()
@@ -77,21 +137,23 @@ def ours(example: Example, level: str, device: torch.device, compile_blocks: boo
             optimizer.step()
             return loss.detach()
 
-        yield step
+        yield replayed(step, device) if how == GRAPH else step
 
 
 @contextmanager
-def peer(example: Example, dtype: torch.dtype | None, device: torch.device, compile_blocks: bool) -> Iterator[Step]:
-    """A step of torch.amp; without a type in FP32."""
+def peer(example: Example, dtype: torch.dtype | None, device: torch.device, how: str = "") -> Iterator[Step]:
+    """A step of torch.amp, under FSDP2 of its MixedPrecisionPolicy; without a type in FP32."""
     model, inputs, targets = build(example, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    if how == FSDP2:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        shard(example, model, policy, policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=example.lr, fused=True, capturable=how == GRAPH)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-    if compile_blocks:
-        compiled(example, model)
+    model = wrapped(example, model, how)
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        with torch.autocast(device.type, dtype) if dtype else nullcontext():
+        with torch.autocast(device.type, dtype) if dtype and how != FSDP2 else nullcontext():
             loss = loss_of(model(inputs), targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -100,7 +162,14 @@ def peer(example: Example, dtype: torch.dtype | None, device: torch.device, comp
         scaler.update()
         return loss.detach()
 
-    yield step
+    yield replayed(step, device) if how == GRAPH else step
+
+
+def contestant(example: Example, who: str, device: torch.device, how: str = "") -> AbstractContextManager[Step]:
+    """Ours at the level `who`, or what it is compared with."""
+    if who in LEVELS:
+        return ours(example, who, device, how)
+    return peer(example, AUTOCAST.get(who), device, how)
 
 
 @contextmanager
@@ -126,57 +195,66 @@ class Training:
 
     def list(self) -> Iterator[tuple[str, float, Callable[[], None]]]:
         """Names, seconds that they need, and functions; the most valuable first."""
-        gpt, resnet, lstm = examples(self._task.tiny)
-        needs, needs_compiled = (0.0, 0.0) if self._task.tiny else (6.0, 15.0)
-        cases = [(example, who, False) for example in (gpt, resnet, lstm) for who in PEERS]
-        cases += [(gpt, who, True) for who in PEERS[:2]]
-        cases += [(example, who, False) for example in (gpt, resnet, lstm) for who in OTHERS]
-        cases += [(gpt, who, True) for who in PEERS[2:] if not self._task.tiny]
-        for example, who, compile_blocks in cases:
-            if self._task.device.type == "cpu" and example is lstm and who in AUTOCAST:
+        every = list(examples(self._task.tiny))
+        transformer = every[0]
+        for package, missing in (("transformers", "BERT: GPT instead"), ("timm", "ResNet-50")):
+            if not find_spec(package):
+                self._task.rows.add("not installed", package, without=missing)
+        peers = PEERS[:2] if self._task.tiny else PEERS
+        cases = [(example, who, "") for example in every for who in PEERS]
+        cases += [(transformer, who, COMPILED) for who in peers[:2]]
+        cases += [(example, who, GRAPH) for example in every[:-1] for who in peers]
+        cases += [(transformer, who, DDP) for who in peers if who not in ("O1", "O4")]
+        cases += [(transformer, who, FSDP2) for who in (*peers[:2], "O2")]
+        cases += [(example, who, "") for example in every for who in OTHERS]
+        cases += [(transformer, who, COMPILED) for who in peers[2:]]
+        for example, who, how in cases:
+            if self._task.device.type == "cpu" and example is every[-1] and who in AUTOCAST:
                 continue  # torch has none in bfloat16 without AVX-512, and none in float16 without AVX512-FP16
-            name = f"{example.name}{', compiled' * compile_blocks}, {who}"
-            yield name, needs_compiled if compile_blocks else needs, partial(self.measure, example, who, compile_blocks)
+            needs = 0.0 if self._task.tiny else NEEDS.get(how, 6.0)
+            yield f"{case_of(example, how)}, {who}", needs, partial(self.measure, example, who, how)
 
-    def measure(self, example: Example, who: str, compile_blocks: bool = False) -> None:
+    def measure(self, example: Example, who: str, how: str) -> None:
         """Train, and write a row."""
         device, cuda = self._task.device, self._task.cuda
         cuda.reset_peak_memory_stats()
         allowed = {TF32: True, FLOAT32: False, "O0": False}.get(who)
-        contestant = (
-            ours(example, who, device, compile_blocks)
-            if who.startswith("O")
-            else peer(example, AUTOCAST.get(who), device, compile_blocks)
-        )
         start = time.monotonic()
-        with tf32(allowed), contestant as step:
-            losses = [step()]
-            losses += [step() for _ in range(WARMUP - 1)]
+        with ExitStack() as stack:
+            if how in (DDP, FSDP2):
+                stack.enter_context(one_rank(device))
+            stack.enter_context(tf32(allowed))
+            step = stack.enter_context(contestant(example, who, device, how))
+            losses = [step().clone() for _ in range(WARMUP)]
             losses[-1].item()
             prepared = time.monotonic() - start
             ms, last = timed(step, device, 2 if self._task.tiny else None)
             first, last_loss = losses[0].item(), last.item()
-        case = example.name + ", compiled" * compile_blocks
-        self._medians[case, who] = statistics.median(ms)
-        half = {"O4": "bfloat16", "O5": "bfloat16", "O1": "float16", "O2": "float16", "O3": "float16"}.get(who)
-        against = self._medians.get((case, FLOAT32 if who == "O0" else f"autocast {half}"))
+        case = case_of(example, how)
+        median = self._medians[case, who] = statistics.median(ms)
+        against = self._medians.get((case, AGAINST.get(who, "")))
         self._task.rows.add(
             case,
             who,
-            per_s=example.count / self._medians[case, who] * 1e3,
+            per_s=example.count / median * 1e3,
             unit=f"{example.unit}/s",
-            ms=self._medians[case, who],
+            ms=median,
             p10=sorted(ms)[len(ms) // 10],
             p90=sorted(ms)[len(ms) * 9 // 10],
-            ratio=self._medians[case, who] / against if against else None,
+            ratio=median / against if against else None,
             peak_gb=cuda.max_memory_allocated() / 1e9,
             steps=len(ms),
             first_loss=first,
             last_loss=last_loss,
             prepared_s=prepared,
         )
-        if compile_blocks:
+        if how == COMPILED:
             torch.compiler.reset()
+
+
+def case_of(example: Example, how: str) -> str:
+    """What a row is about."""
+    return f"{example.name}, {how}" if how else example.name
 
 
 def timed(step: Step, device: torch.device, count: int | None) -> tuple[list[float], Tensor]:

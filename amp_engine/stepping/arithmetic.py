@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from amp_engine import kernels
 from amp_engine.errors import AmpValueError
-from amp_engine.ground.distributed import is_sharded, local_of
+from amp_engine.ground.distributed import is_sharded, local_gradient, local_of
 from amp_engine.kernels import tensor_lists
 
 
@@ -22,6 +22,18 @@ def without(
     for row in rows:
         left_grads[row], left_accesses[row] = None, tensor_lists.NONE
     return left_grads, bytes(left_accesses)
+
+
+def with_shards(
+    params: Sequence[nn.Parameter], rows: Sequence[int], grads: Sequence[Tensor | None], accesses: bytes
+) -> tuple[Sequence[Tensor | None], bytes]:
+    """Return gradients and accesses with this rank's part of each DTensor's gradient at `rows`."""
+    all_grads, all_accesses = list(grads), bytearray(accesses)
+    for row in rows:
+        if is_sharded(params[row]):
+            all_grads[row] = shard = local_gradient(params[row])
+            all_accesses[row] = tensor_lists.access_of(shard, shard)
+    return all_grads, bytes(all_accesses)
 
 
 def readable(param: nn.Parameter) -> Tensor:
@@ -40,16 +52,15 @@ def values(grad: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def largest_and_squares(values: Tensor, has_squares: bool = True) -> Tensor:
+def largest_and_squares(values: Tensor) -> Tensor:
     """Return the largest magnitude and the sum of squares: float64, shape [2]. No host sync.
 
-    The largest is NaN if there is a NaN, and inf only if there is an inf. The sum is NaN without `has_squares`.
+    The largest is NaN if there is a NaN, and inf only if there is an inf.
     """
     if values.numel() == 0:
         return torch.zeros(2, dtype=torch.float64, device=values.device)
     largest = torch.linalg.vector_norm(values, math.inf).double()
-    squares = values.double().square().sum() if has_squares else torch.full_like(largest, math.nan)
-    return torch.stack([largest, squares])
+    return torch.stack([largest, values.double().square().sum()])
 
 
 def nonfinite(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -57,10 +68,11 @@ def nonfinite(grads: Sequence[Tensor]) -> list[Tensor]:
 
     No host sync.
     """
+    shards = [local_of(grad) for grad in grads]
     try:
-        return [kernels.check(grads).nonfinite]
+        return [kernels.check(shards).nonfinite]
     except AmpValueError:  # sparse, float64, with gaps in memory, or on several devices
-        return [~values(local_of(grad)).isfinite() for grad in grads]
+        return [~values(shard).isfinite() for shard in shards]
 
 
 @torch.no_grad()
@@ -70,12 +82,16 @@ def accumulate(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     for param, grad in pairs:
         if param.grad is None:
             param.grad = grad
-        elif param.grad.is_sparse or grad.is_sparse or is_sharded(grad):
+        elif param.grad.is_sparse or grad.is_sparse or _is_placed_otherwise(grad, param.grad):
             param.grad = param.grad + grad
         else:
-            totals.append(param.grad)
-            grads.append(grad)
+            totals.append(local_of(param.grad))
+            grads.append(local_of(grad))
     kernels.accumulate_(totals, grads)
+
+
+def _is_placed_otherwise(grad: Tensor, total: Tensor) -> bool:
+    return is_sharded(grad) and getattr(grad, "placements", 0) != getattr(total, "placements", 1)
 
 
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

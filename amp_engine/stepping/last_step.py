@@ -71,10 +71,12 @@ class LastStep:
         several backwards, whose sum is not checked, and for shards, whose squares are not summed.
         If ranks agreed on an overflow it is inf on all of them.
         """
-        if not self._squares or not self._outcomes:
+        if self._squares is None or not self._outcomes:
             return None
         if any(one.is_agreed and one.overflowed() for one in self._outcomes):
             return math.inf
+        if not self._squares:
+            return None
         total = sum(float(one.sum()) for one in self._squares) ** 0.5 / self.loss_scale
         return None if math.isnan(total) and not self.flag else total
 

@@ -171,7 +171,9 @@ class ScaledBackwards:
             for one in stepped:
                 earlier = len(backward.checked)
                 one.close_window(backward, check, unscaled)
-                own.append([checked.checks.sum_squares for checked in backward.checked[earlier:]])
+                # Of shards no rank has the sums.
+                found = [] if one.rows.columns.has_shards else backward.checked[earlier:]
+                own.append([checked.checks.sum_squares for checked in found])
         except BaseException:  # out of memory, say: no gradient stays scaled
             for one in stepped:
                 one.window.discard_backward()

@@ -18,7 +18,6 @@ from amp_engine.ground.devices import current_streams, moved
 from amp_engine.ground.distributed import is_sharded, local_gradient
 from amp_engine.kernels import tensor_lists
 from amp_engine.scaling.scaler import LossScaler
-from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns
@@ -356,14 +355,17 @@ class Window:
         done = [row for row in columns.plain_rows if id(columns.params[row]) in unscaled] if unscaled else []
         if done:
             own, accesses = arithmetic.without(done, own, accesses)
-            devices = tensor_lists.devices_of(own if held is None else held.beside(own), accesses)
-        others = [row for row, how in enumerate(accesses) if how == _OTHER] if _OTHER in accesses else []
-        arrived = any(accesses[row] for row in columns.plain_rows)  # stops at the first; NONE is 0
+        others = _others(accesses)
         if unscaled is not None:
             unscaled |= {id(columns.params[row]) for row in columns.plain_rows if accesses[row] != tensor_lists.NONE}
+        if others and columns.has_shards:
+            own, accesses = arithmetic.with_shards(columns.params, others, own, accesses)
+            others = _others(accesses)
         if others:
             own, accesses = arithmetic.without(others, own, accesses)
         grads = own if held is None else held.beside(own)
+        if done or columns.has_shards:
+            devices = tensor_lists.devices_of(grads, accesses)
         first = not self._earlier and not totals
 
         looks = [self._look(columns, grads, accesses, device, backward, check, len(devices) == 1) for device in devices]
@@ -371,12 +373,13 @@ class Window:
         if others:
             both = [(columns.params[row], columns.masters[row]) for row in others]
             backward.checked.append(self._close_others(both, backward, check))
-        in_place = None
-        if arrived:
-            unmastered = tensor_lists.where(columns.plain_mask, own)
-            in_place = Unscaled(unmastered, tensor_lists.gradient_marks(columns.plain_handle))
-        is_whole = first and len(looks) == 1 and not others and not done
-        whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place) if is_whole else None
+        whole = None
+        if first and len(looks) == 1 and not others and not done and not columns.has_shards:
+            in_place = None
+            if any(accesses[row] for row in columns.plain_rows):  # stops at the first; NONE is 0
+                unmastered = tensor_lists.where(columns.plain_mask, own)
+                in_place = Unscaled(unmastered, tensor_lists.gradient_marks(columns.plain_handle))
+            whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place)
         self._rows.ledger.hold(Slots(held, snapshot, whole, () if held is None else current_streams(devices)))
         if check and self._looks_at_earlier and self._earlier:
             for flags in arithmetic.nonfinite(list(self._earlier.values())):
@@ -454,16 +457,18 @@ class Window:
         device = snapshot.inv_scale.device
         looks: list[Tensor] = []  # largest magnitude, sum of squares
         for param, master in arrived:
-            if is_sharded(param):
-                looks.append(moved(self._close_shard(param, snapshot), device))
-                continue
-            grad = arithmetic.readable(param)
+            shard = local_gradient(param) if is_sharded(param) else None
+            grad = arithmetic.readable(param) if shard is None else shard
             looks.append(moved(arithmetic.largest_and_squares(arithmetic.values(grad)), device))
             inv_scale = moved(snapshot.inv_scale, grad.device)
             if master is not None:
                 arithmetic.accumulate([(master.weight, arithmetic.times(grad, inv_scale, torch.float32))])
             elif not snapshot.is_identity:
-                param.grad = arithmetic.times(grad, inv_scale, grad.dtype)
+                unscaled = arithmetic.times(grad, inv_scale, grad.dtype)
+                if shard is None:
+                    param.grad = unscaled
+                else:
+                    shard.copy_(unscaled)
         largest, squares = torch.stack(looks).unbind(1)
         flags = ~largest.isfinite()
         if check:
@@ -473,14 +478,6 @@ class Window:
             bytes([tensor_lists.OTHER]) * len(arrived),
             kernels.Checks(flags, squares, largest.float()),
         )
-
-    def _close_shard(self, param: nn.Parameter, snapshot: ScaleSnapshot) -> Tensor:
-        """Check and unscale this rank's part of a DTensor's gradient. Returns the result of `largest_and_squares`."""
-        shard = local_gradient(param)
-        found = arithmetic.largest_and_squares(shard, has_squares=False)  # one pass: squares serve only a shown norm
-        if not snapshot.is_identity:
-            shard.copy_(arithmetic.times(shard, moved(snapshot.inv_scale, shard.device), shard.dtype))
-        return found
 
     def discard_backward(self) -> None:
         """After the body of a `scale_loss` raised: put the gradients of its entry back.
@@ -571,6 +568,10 @@ class Window:
             p.grad = earlier
         self._earlier.clear()
         arithmetic.accumulate(both)
+
+
+def _others(accesses: bytes) -> list[int]:
+    return [row for row, how in enumerate(accesses) if how == _OTHER] if _OTHER in accesses else []
 
 
 def _smallest_of(masters: Sequence[Master]) -> nn.Parameter:

@@ -379,6 +379,11 @@ def test_counters_are_measured_or_their_refusal_is_a_row(tmp_path, refusal):
         assert [row["what"] for row in found] == ["0: update<Adam>"]  # and not the tiny one
 
 
+def test_what_is_profiled_runs_each_kind_of_kernel(capsys):
+    counters.profiled("cpu", tiny=True)
+    assert capsys.readouterr().out == "profiled\n"
+
+
 def test_lines_of_the_variants_become_rows(tmp_path):
     printed = 'something else\n{"what": "quads, default, 3 blocks, chunks of 32 K", "ms": 1.5, "of_copy": 0.9}\n'
     assert variants.add_rows(Rows(tmp_path / "rows", "variants"), printed) == 1

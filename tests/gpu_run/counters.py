@@ -147,8 +147,7 @@ def main() -> None:
         return profiled(args.device, args.tiny)
     rows = Rows(args.rows, "counters")
     if not shutil.which("ncu"):
-        rows.add("counters", "ncu is not installed")
-        return profiled(args.device, args.tiny)
+        return rows.add("counters", "ncu is not installed")
     end = time.monotonic() + float(os.environ.get("GPU_RUN_SECONDS", "600")) - 4.0
     Path("build").mkdir(exist_ok=True)
     arguments = ["--device", args.device, *["--tiny"] * args.tiny]

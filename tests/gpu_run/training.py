@@ -9,10 +9,11 @@ both with one rank.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 
@@ -65,12 +66,13 @@ def build(example: Example, device: torch.device) -> tuple[nn.Module, Tensor, Te
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of this process alone, which outlives the models that use it."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -216,20 +218,9 @@ class Training:
 
     def measure(self, example: Example, who: str, how: str) -> None:
         """Train, and write a row."""
-        device, cuda = self._task.device, self._task.cuda
-        cuda.reset_peak_memory_stats()
-        allowed = {TF32: True, FLOAT32: False, "O0": False}.get(who)
-        start = time.monotonic()
-        with ExitStack() as stack:
-            if how in (DDP, FSDP2):
-                stack.enter_context(one_rank(device))
-            stack.enter_context(tf32(allowed))
-            step = stack.enter_context(contestant(example, who, device, how))
-            losses = [step().clone() for _ in range(WARMUP)]
-            losses[-1].item()
-            prepared = time.monotonic() - start
-            ms, last = timed(step, device, 2 if self._task.tiny else None)
-            first, last_loss = losses[0].item(), last.item()
+        self._task.cuda.reset_peak_memory_stats()
+        with one_rank(self._task.device) if how in (DDP, FSDP2) else nullcontext():
+            ms, numbers = self._trained(example, who, how)
         case = case_of(example, how)
         median = self._medians[case, who] = statistics.median(ms)
         against = self._medians.get((case, AGAINST.get(who, "")))
@@ -242,14 +233,23 @@ class Training:
             p10=sorted(ms)[len(ms) // 10],
             p90=sorted(ms)[len(ms) * 9 // 10],
             ratio=median / against if against else None,
-            peak_gb=cuda.max_memory_allocated() / 1e9,
+            peak_gb=self._task.cuda.max_memory_allocated() / 1e9,
             steps=len(ms),
-            first_loss=first,
-            last_loss=last_loss,
-            prepared_s=prepared,
+            **numbers,
         )
         if how == COMPILED:
             torch.compiler.reset()
+
+    def _trained(self, example: Example, who: str, how: str) -> tuple[list[float], dict[str, float]]:
+        """Milliseconds of the steps, and more numbers for the row; the model is let go of."""
+        allowed = {TF32: True, FLOAT32: False, "O0": False}.get(who)
+        start = time.monotonic()
+        with tf32(allowed), contestant(example, who, self._task.device, how) as step:
+            losses = [step().clone() for _ in range(WARMUP)]
+            losses[-1].item()
+            prepared = time.monotonic() - start
+            ms, last = timed(step, self._task.device, 2 if self._task.tiny else None)
+            return ms, {"first_loss": losses[0].item(), "last_loss": last.item(), "prepared_s": prepared}
 
 
 def case_of(example: Example, how: str) -> str:

@@ -163,7 +163,7 @@ class Engine:
         min_loss_scale: float | None = None,
         max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
         *,
-        skip_on_overflow: bool = False,
+        skip_on_overflow: bool | Literal["auto"] = "auto",
         allow_banned: bool = False,
         adopt_data_writes: bool = False,
         process_group: ProcessGroup | None = None,
@@ -193,7 +193,8 @@ class Engine:
             verbosity: 0 silent; 1 apex's messages; 2 also every cast, and each skip on every rank.
             min_loss_scale: floor of dynamic scales; None means 2**-24.
             max_loss_scale: ceiling of dynamic scales.
-            skip_on_overflow: skip steps with overflowed gradients under a static scale too.
+            skip_on_overflow: skip steps with overflowed gradients under a static scale too: True at every level; "auto"
+                where gradients of bfloat16 masters are read anyway (O5, but not "split").
             allow_banned: run `binary_cross_entropy` in FP32 under O1 instead of refusing it.
             adopt_data_writes: have masters follow writes through `param.data`, at one more read of both a step.
             process_group: the ranks that agree on overflows, where neither DistributedDataParallel nor DTensors tell:
@@ -258,7 +259,8 @@ class Engine:
                 self.overflows.begin()
             self.policy = decided
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
-            self._scaling.begin(decided.loss_scale, num_losses, min_loss_scale, max_loss_scale, skip_on_overflow)
+            skips = request.skips
+            self._scaling.begin(decided.loss_scale, num_losses, min_loss_scale, max_loss_scale, skips)
             self.function_casts.follow(
                 decided, request.models, allow_banned, verbosity == 2, everywhere=request.casts_everywhere
             )

@@ -53,7 +53,7 @@ class InitializeOptions(TypedDict, total=False):
     verbosity: int
     min_loss_scale: float | None
     max_loss_scale: float
-    skip_on_overflow: bool
+    skip_on_overflow: bool | Literal["auto"]
     allow_banned: bool
     adopt_data_writes: bool
     process_group: ProcessGroup | None

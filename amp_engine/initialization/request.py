@@ -19,7 +19,7 @@ from amp_engine.initialization import arguments
 from amp_engine.initialization.cast_model import cast_targets
 from amp_engine.levels import levels, report
 from amp_engine.levels.fsdp import is_cast_by_fsdp2
-from amp_engine.levels.policy import Policy, check_casts, require
+from amp_engine.levels.policy import Policy, Skips, check_casts, parse_skips, require
 from amp_engine.optimizers import inner_of
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.half_weights import HalfWeights, half_weights
@@ -40,6 +40,7 @@ class Request:
         moment_dtype: of Adam's moments.
         casts_everywhere: True if functions are cast in the whole process, False: in forwards of the models.
         half_weights: the watch over low-precision weights of each optimizer, or None where the level takes them.
+        skips: the backwards under a static scale whose overflow skips the step.
     """
 
     models: list[nn.Module]
@@ -52,6 +53,7 @@ class Request:
     moment_dtype: torch.dtype
     casts_everywhere: bool
     half_weights: list[HalfWeights | None]
+    skips: Skips
 
 
 def checked(
@@ -59,7 +61,7 @@ def checked(
     optimizers: Any,
     opt_level: str,
     given: Mapping[str, Any],
-    skip_on_overflow: bool,
+    skip_on_overflow: bool | str,
     hard_override: bool,
     process_group: Any = None,
     allow_half: bool = False,
@@ -87,7 +89,8 @@ def checked(
     output_dtype = None if outputs is None else parse_dtype(outputs, "cast_model_outputs", True)
     model_list = arguments.as_models(models)
     passed = arguments.as_optimizers(optimizers)
-    is_scaled = policy.loss_scale != 1.0 or skip_on_overflow
+    skips = parse_skips(skip_on_overflow, policy)
+    is_scaled = policy.loss_scale != 1.0 or skips is Skips.ALWAYS
     arguments.check_process_group(process_group)
     agree = process_group is not None
     gives_float32 = output_dtype in (None, torch.float32)
@@ -117,6 +120,7 @@ def checked(
         moments,
         given["casts"] == "everywhere",
         halves,
+        skips,
     )
 
 

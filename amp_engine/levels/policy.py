@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 import torch
@@ -167,6 +168,25 @@ def check_casts(casts: object) -> None:
             f'casts={casts!r} is neither "everywhere" nor "model".  Use casts="model" to cast functions inside of '
             "forwards of the models alone, or leave it out."
         )
+
+
+class Skips(Enum):
+    """The backwards under a static scale whose overflow skips the step."""
+
+    NEVER = False
+    WHERE_READ = "auto"  # where gradients are read whatever follows: those of masters
+    ALWAYS = True
+
+
+def parse_skips(skip_on_overflow: object, policy: Policy) -> Skips:
+    """Return the backwards that `skip_on_overflow` of `initialize` means. Raises AmpValueError for another string."""
+    if skip_on_overflow == "auto":
+        return Skips.WHERE_READ if policy.low_precision is torch.bfloat16 else Skips.NEVER
+    if isinstance(skip_on_overflow, str):
+        raise AmpValueError(
+            f'skip_on_overflow={skip_on_overflow!r} is none of True, False and "auto".  Use one of them.'
+        )
+    return Skips.ALWAYS if skip_on_overflow else Skips.NEVER
 
 
 def require(policy: Policy) -> None:

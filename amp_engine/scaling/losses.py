@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from amp_engine.errors import AmpIndexError
-from amp_engine.levels.policy import LossScale
+from amp_engine.levels.policy import LossScale, Skips
 from amp_engine.scaling.history import ScaleHistory
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.scaling.snapshot import ScaleSnapshot
@@ -17,7 +17,7 @@ class Scaling:
 
     Attributes:
         scalers: one for each loss_id.
-        skip_on_overflow: True if static scales skip as well.
+        skips: the backwards under a static scale whose overflow skips the step.
         latched: loss_id -> the scale that `amp.scale` multiplied by last; valid while the scaler still has it.
         expects_nonfinite: True if the last loss that the host heard of on a GPU was not finite.
         reported: loss_ids with a static scale that was reported to overflow: another look is of no use.
@@ -25,7 +25,7 @@ class Scaling:
     """
 
     scalers: list[LossScaler] = field(default_factory=list)
-    skip_on_overflow: bool = False
+    skips: Skips = Skips.NEVER
     latched: dict[int, ScaleSnapshot] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
     expects_nonfinite: bool = False
@@ -37,7 +37,11 @@ class Scaling:
         for scaler in self.scalers:  # no generator: asked before each step
             if not scaler.is_identity:
                 return True
-        return self.skip_on_overflow
+        return self.skips is Skips.ALWAYS
+
+    def skips_step(self, scaler: LossScaler, is_read: bool) -> bool:
+        """True if an overflow skips the step; `is_read` is True if its gradients are read whatever follows."""
+        return scaler.dynamic or self.skips is Skips.ALWAYS or (is_read and self.skips is Skips.WHERE_READ)
 
     def heard_of_loss(self, is_finite: bool) -> None:
         """After a loss that is not finite the host waits for the next one, to see where that comes from."""
@@ -49,10 +53,10 @@ class Scaling:
         num_losses: int,
         min_loss_scale: float | None,
         max_loss_scale: float,
-        skip_on_overflow: bool,
+        skips: Skips,
     ) -> None:
         """Make new scalers for `initialize`."""
-        self.skip_on_overflow = skip_on_overflow
+        self.skips = skips
         self.latched.clear()
         self.reported.clear()
         self.scalers = [

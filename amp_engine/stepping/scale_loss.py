@@ -17,6 +17,7 @@ from amp_engine.ground.devices import moved
 from amp_engine.ground.distributed import has_ranks
 from amp_engine.ground.torch_private import after_backward, disable_dynamo
 from amp_engine.kernels import tensor_lists
+from amp_engine.levels.policy import Skips
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
@@ -101,7 +102,7 @@ class ScaledBackwards:
         """True if nothing is to be scaled, checked or moved: O0, O3 and O4 unless the user asked for more."""
         return (
             scaler.is_identity
-            and not self._scaling.skip_on_overflow
+            and self._scaling.skips is not Skips.ALWAYS
             and all(not one.rows.makes_masters and one.window.is_closed for one in stepped)
         )
 
@@ -159,7 +160,7 @@ class ScaledBackwards:
         """
         scaler = backward.scaler
         scaler.settle()
-        backward.skips = scaler.dynamic or self._scaling.skip_on_overflow
+        backward.skips = self._scaling.skips_step(scaler, any(one.rows.makes_masters for one in stepped))
         check = backward.skips or backward.loss_id not in self._scaling.reported
         unscaled: set[int] | None = set() if len(stepped) > 1 else None
         # No agreement where an overflow is only reported: a rank that has reported one checks no more, and others would

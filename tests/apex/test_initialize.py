@@ -63,7 +63,7 @@ APEX_SIGNATURE = {
     "max_loss_scale": 2.0**24,
 }
 OURS = {
-    "skip_on_overflow": False,
+    "skip_on_overflow": "auto",
     "allow_banned": False,
     "adopt_data_writes": False,
     "process_group": None,

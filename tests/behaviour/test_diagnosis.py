@@ -191,7 +191,7 @@ def test_the_first_overflow_of_a_static_scale_is_printed_where_gradients_are_loo
 ) -> None:
     model = MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=scale)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, skip_on_overflow=False)
     capsys.readouterr()
     train(MLP, model, optimizer, "oo")
     lines = [line for line in capsys.readouterr().out.splitlines() if "overflow" in line]

@@ -21,11 +21,12 @@ class Reference:
     """Models, optimizers and loss scales at one level. Models come in FP32 and are copied."""
 
     def __init__(self, models: list[Any], groups: Any, make: list[Any], scalers: list[Scaler], start: Any) -> None:
-        level, self.adopt, self.skips = start["level"], start["adopt"], start["skips"]
+        level, self.adopt, self.skips = start["level"], start["adopt"], start["skips"] is True
         self.level, self.scalers = level, scalers
         arrives = getattr(torch, start.get("half") or "float32")
         casts = level not in ("O1", "O4")
         self.by_master = level in ("O2", "O5") or (arrives is not torch.float32 and not casts)
+        self.skips_read = start["skips"] == "auto" and self.by_master and HALF[level] is torch.bfloat16
         self.dtype = HALF[level] if level in ("O2", "O3", "O5") else torch.float32
         self.models = [
             cast_model(m, self.dtype, keep_batchnorm=self.by_master) if casts else copy.deepcopy(m) for m in models
@@ -199,7 +200,7 @@ class Reference:
         if not late_check:
             scaler.update(overflowed)
             for o in optimizers:
-                self.overflowed[o] |= overflowed and (scaler.dynamic or self.skips)
+                self.overflowed[o] |= overflowed and (scaler.dynamic or self.skips or self.skips_read)
 
     def abandon(self, optimizers: list[int], reentered: dict[int, list[Any]]) -> None:
         """Gradients as they were at the entry; what a backward added to scaled ones cannot be told apart."""

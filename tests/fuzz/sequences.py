@@ -66,7 +66,7 @@ def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> 
         "max_loss_scale": source.choice([2.0**4, 2.0**10, 2.0**12, 2.0**24]),
         "window": source.choice([2, 3, 2000]),
         "adopt": level in ("O2", "O5") and source.random() < 0.2,
-        "skips": source.random() < 0.2,
+        "skips": source.choice([True, False, False, "auto", "auto"]),
         "half": source.choice([*[None] * 6, "float16", "bfloat16"]),
     }
     if start["half"] is not None and level in ("O1", "O4"):  # by hand, norms would be cast otherwise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from amp_engine.engine import Engine
 from amp_engine.levels import levels
-from amp_engine.levels.policy import Policy
+from amp_engine.levels.policy import Policy, parse_skips
 from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE
 from amp_engine.page.page import Section, Sentence, Table
 from amp_engine.telemetry.records import Asked, Property
@@ -21,7 +21,7 @@ def described(engine: Engine, policy: Policy) -> Asked:
         ("num_losses", len(engine.scalers), 1),
         ("min_loss_scale", engine.min_loss_scale, None),
         ("max_loss_scale", engine.max_loss_scale, DEFAULT_MAX_LOSS_SCALE),
-        ("skip_on_overflow", engine._scaling.skip_on_overflow, False),
+        ("skip_on_overflow", engine._scaling.skips.value, parse_skips("auto", policy).value),
     ]
     if (casts := engine.function_casts.casts) is not None:
         rows.append(("casts", "everywhere" if casts.everywhere else "model", "everywhere"))

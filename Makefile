@@ -78,7 +78,7 @@ SANITIZED := tests/kernels $(addprefix tests/casting/test_,by_dtype.py safety.py
 sanitize: $(INSTALLED)  ## run the tests of the C++ code with AddressSanitizer and UndefinedBehaviorSanitizer, or TESTS=tests/stress/threads.py
 	$(COPY) && AMP_ENGINE_BUILD=cpu CFLAGS="$(FLAGS)" LDFLAGS="$(FLAGS)" ../../$(BIN)/python setup.py --quiet build_ext --inplace
 	cd build/$@ && AMP_ENGINE_BUILD=cpu LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		PYTHONMALLOC=malloc ../../$(BIN)/$(PYTEST) $(or $(TESTS),$(SANITIZED)) $(ARGS)
+		PYTHONMALLOC=malloc ../../$(BIN)/$(PYTEST) --cases values $(or $(TESTS),$(SANITIZED)) $(ARGS)
 
 cuda-build:  ## where nvcc is: compile for CUDA in .venv-cuda, run the tests on that torch; needs no GPU
 	.venv-cuda/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv-cuda

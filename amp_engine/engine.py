@@ -327,7 +327,7 @@ class Engine:
         Raises AmpStateError before `initialize`, AmpIndexError for an unknown loss_id.
         """
         policy = self._initialized_policy("get_scale")
-        return self._scaling.scaler(loss_id).snapshot().scale if policy.enabled else torch.ones(())
+        return self._scaling.scaler(loss_id).snapshot().scale.clone() if policy.enabled else torch.ones(())
 
     def scale(self, loss: Tensor, loss_id: int = 0) -> Tensor:
         """`loss.float() * scale`, to call `torch.autograd.grad` on: for gradient penalties and other double backwards.

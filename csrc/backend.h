@@ -33,6 +33,8 @@ struct CheckArgs {
   int64_t n_chunks;
   float const* a;        // out = x * a; null: 1
   bool reciprocal;       // out = x * (1 / a) instead, with 1 / a rounded once from float64
+  float const* clip_norm;  // out = x * min(1, max_norm / (clip_norm + 1e-6)) instead, where nothing is checked;
+  double max_norm;         // null: not wanted
   float const* b;        // axpby: out = fma(a, x, b * y)
   bool writes;           // whether any row has an output
   Partial* partials;     // [n_chunks], scratch; null: nothing is checked, all of the following are ignored
@@ -41,7 +43,17 @@ struct CheckArgs {
   float* norm;           // [], its square root, times 1 / *norm_scale if that is not null; null: not wanted
   float const* norm_scale;
   float* found_inf;      // [], set to 1 if a tensor is not finite, else left alone; null: not wanted
+  ScaleUpdate update;    // done last; its scale null: not wanted
 };
+
+// `kClips` false: there is no clip_norm.
+template <bool kClips = true>
+AMP_HD float factor_a(CheckArgs const& args) {
+  if (kClips && args.clip_norm) {
+    return float(clip_factor(double(*args.clip_norm), args.max_norm));
+  }
+  return !args.a ? 1.0f : args.reciprocal ? reciprocal(*args.a) : *args.a;
+}
 
 struct StepArgs {
   Formula formula;
@@ -68,7 +80,7 @@ namespace cpu {
 void check(CheckArgs const& args);
 void axpby(CheckArgs const& args);
 void step(StepArgs const& args);
-void update_scale(ScaleState const& state, ScaleRule const& rule);
+void update_scale(ScaleUpdate const& update);
 char const* capability();  // "avx512", "avx2" or "portable"
 // Whether hardly any of the first of so many bytes is in the caches when the last is read or written.
 bool outgrows_caches(int64_t bytes);

@@ -154,27 +154,51 @@ Group group_of(Formula formula, py::handle h, at::Device device, std::vector<at:
 }
 
 py::tuple check(OptionalTensors const& tensors) {
-  return as_tuple(ListOperation().run("check", tensors, nullptr, nullptr, {}, false, {}, {}, {}, {}, true));
+  return as_tuple(ListOperation().run("check", tensors, {}));
 }
 
 py::tuple scale_(OptionalTensors const& outputs, OptionalTensors const& inputs, at::Tensor const& factor) {
-  return as_tuple(ListOperation().run("scale_", inputs, &outputs, nullptr, factor, false, {}, {}, {}, {}, true));
+  return as_tuple(ListOperation().run("scale_", inputs, {.outs = &outputs, .a = factor}));
 }
 
 void cast_copy_(OptionalTensors const& outputs, OptionalTensors const& inputs) {
-  ListOperation().run("cast_copy_", inputs, &outputs, nullptr, {}, false, {}, {}, {}, {}, false);
+  ListOperation().run("cast_copy_", inputs, {.outs = &outputs, .checked = false});
 }
 
 py::tuple axpby_(OptionalTensors const& outputs, OptionalTensors const& xs, OptionalTensors const& ys,
                  OptionalTensor const& a, OptionalTensor const& b) {
-  return as_tuple(ListOperation().run("axpby_", xs, &outputs, &ys, a, false, b, {}, {}, {}, true));
+  return as_tuple(ListOperation().run("axpby_", xs, {.outs = &outputs, .ys = &ys, .a = a, .b = b}));
 }
 
 py::tuple l2norm(OptionalTensors const& tensors) {
   at::Device const device = !tensors.empty() && tensors[0] ? tensors[0]->device() : at::Device(at::kCPU);
   at::Tensor const norm = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
-  Checks const checks = ListOperation().run("l2norm", tensors, nullptr, nullptr, {}, false, {}, {}, norm, {}, true);
+  Checks const checks = ListOperation().run("l2norm", tensors, {.norm = norm});
   return py::make_tuple(norm, checks.sum_squares.sqrt().to(at::kFloat));
+}
+
+ScaleTensors scale_tensors(at::Tensor scale, at::Tensor growth_tracker, at::Tensor found_inf, double growth_factor,
+                           double backoff_factor, int growth_interval, double min_scale, double max_scale,
+                           OptionalTensor hysteresis_tracker, int hysteresis, bool dynamic, OptionalTensor inv_scale_used,
+                           OptionalTensor outcome, OptionalTensor scale_used, OptionalTensor loss) {
+  return {std::move(scale),
+          std::move(growth_tracker),
+          std::move(found_inf),
+          std::move(hysteresis_tracker),
+          std::move(inv_scale_used),
+          std::move(outcome),
+          std::move(scale_used),
+          std::move(loss),
+          {growth_factor, backoff_factor, min_scale, max_scale, growth_interval, hysteresis, dynamic}};
+}
+
+template <class... Args>
+std::tuple<Args...> arguments_of(ScaleTensors (*)(Args...));
+using ScaleArguments = decltype(arguments_of(scale_tensors));  // by place
+
+template <class... Args>
+auto updating(ScaleTensors (*tensors)(Args...)) {
+  return [tensors](Args... args) { update_scale(tensors(std::move(args)...)); };
 }
 
 // Whether two sequences have the very same objects, none of which is touched.
@@ -268,17 +292,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("cast_copy_", &cast_copy_, py::arg("outputs"), py::arg("inputs"));
   m.def(
       "update_scale_",
-      [](at::Tensor const& scale, at::Tensor const& growth_tracker, at::Tensor const& found_inf, double growth_factor,
-         double backoff_factor, int growth_interval, double min_scale, double max_scale,
-         OptionalTensor const& hysteresis_tracker, int hysteresis, bool dynamic, OptionalTensor const& inv_scale_used,
-         OptionalTensor const& found_inf_used) {
-        update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, inv_scale_used, found_inf_used,
-                     {growth_factor, backoff_factor, min_scale, max_scale, growth_interval, hysteresis, dynamic});
-      },
+      updating(scale_tensors),
       py::arg("scale"), py::arg("growth_tracker"), py::arg("found_inf"), py::arg("growth_factor"),
       py::arg("backoff_factor"), py::arg("growth_interval"), py::arg("min_scale"), py::arg("max_scale"),
       py::arg("hysteresis_tracker") = py::none(), py::arg("hysteresis") = 1, py::arg("dynamic") = true,
-      py::arg("inv_scale_used") = py::none(), py::arg("found_inf_used") = py::none());
+      py::arg("inv_scale_used") = py::none(), py::arg("outcome") = py::none(), py::arg("scale_used") = py::none(),
+      py::arg("loss") = py::none());
 
   py::class_<Params, std::shared_ptr<Params>>(m, "params", "Tensors whose Python list was read once.")
       .def(py::init<py::iterable const&>())
@@ -373,12 +392,21 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<>())
       .def("run",
            [](ListOperation& self, TensorsOrList const& tensors, std::optional<TensorsOrList> const& outputs,
-              at::Tensor const& scale, at::Tensor const& found_inf, at::Tensor const& norm) {
-             return as_tuple(self.run("check", inputs(tensors), outputs ? &in(*outputs) : nullptr, nullptr, scale, true, {},
-                                      found_inf, norm, scale, true));
+              at::Tensor const& scale, at::Tensor const& found_inf, at::Tensor const& norm,
+              std::optional<ScaleArguments> const& update) {
+             ScaleTensors const moving = update ? std::apply(scale_tensors, *update) : ScaleTensors();
+             return as_tuple(self.run("check", inputs(tensors),
+                                      {.outs = outputs ? &in(*outputs) : nullptr,
+                                       .a = scale,
+                                       .reciprocal = true,
+                                       .found_inf = found_inf,
+                                       .norm = norm,
+                                       .norm_scale = scale,
+                                       .update = update ? &moving : nullptr}));
            })
-      .def("multiply_", [](ListOperation& self, TensorsOrList const& tensors, at::Tensor const& factor) {
-        self.run("multiply_", in(tensors), &in(tensors), nullptr, factor, false, {}, {}, {}, {}, false);
+      .def("clip_", [](ListOperation& self, TensorsOrList const& tensors, at::Tensor const& norm, double max_norm) {
+        self.run("clip_", in(tensors),
+                 {.outs = &in(tensors), .checked = false, .clip_norm = norm, .max_norm = max_norm});
       });
 
   py::class_<StepTable>(m, "StepTable")

@@ -54,6 +54,30 @@ void bump_versions(OptionalTensors const& tensors) {
   });
 }
 
+void check(char const* op, ScaleTensors const& tensors, at::Device device) {
+  check_scalar(op, "scale", tensors.scale, at::kFloat, device);
+  check_scalar(op, "growth_tracker", tensors.growth_tracker, at::kInt, device);
+  check_scalar(op, "hysteresis_tracker", tensors.hysteresis_tracker, at::kInt, device);
+  check_scalar(op, "found_inf", tensors.found_inf, at::kFloat, device);
+  check_scalar(op, "inv_scale_used", tensors.inv_scale_used, at::kFloat, device);
+  check_vector(op, "outcome", tensors.outcome, kOutcome, at::kFloat, device);
+  check_scalar(op, "scale_used", tensors.scale_used, at::kFloat, device);
+  check_scalar(op, "loss", tensors.loss, at::kFloat, device);
+}
+
+ScaleUpdate pointers(ScaleTensors const& tensors) {
+  return {{tensors.scale.mutable_data_ptr<float>(), tensors.growth_tracker.mutable_data_ptr<int32_t>(),
+           tensors.found_inf.mutable_data_ptr<float>(), mutable_pointer<int32_t>(tensors.hysteresis_tracker),
+           mutable_pointer<float>(tensors.inv_scale_used), mutable_pointer<float>(tensors.outcome),
+           pointer<float>(tensors.scale_used), pointer<float>(tensors.loss)},
+          tensors.rule};
+}
+
+OptionalTensors written(ScaleTensors const& tensors) {
+  return {tensors.scale,          tensors.growth_tracker, tensors.hysteresis_tracker,
+          tensors.inv_scale_used, tensors.outcome,        tensors.found_inf};
+}
+
 at::Tensor scratch(int64_t bytes) { return at::empty({bytes}, at::TensorOptions().dtype(at::kByte)); }
 
 // At least `n`, as they were left.
@@ -90,12 +114,9 @@ void Inputs::check(char const* op, char const* name, at::Device device) const {
 ListOperation::ListOperation() = default;
 ListOperation::~ListOperation() = default;
 
-Checks ListOperation::run(char const* op, Inputs const& xs, OptionalTensors const* outs,
-                          OptionalTensors const* ys, std::optional<at::Tensor> const& a, bool reciprocal,
-                          std::optional<at::Tensor> const& b, std::optional<at::Tensor> const& found_inf,
-                          std::optional<at::Tensor> const& norm, std::optional<at::Tensor> const& norm_scale,
-                          bool checked) {
-  at::Device const device = xs.device_or(found_inf ? found_inf->device() : at::Device(at::kCPU));
+Checks ListOperation::run(char const* op, Inputs const& xs, ListArguments const& given) {
+  OptionalTensors const *const outs = given.outs, *const ys = given.ys;
+  at::Device const device = xs.device_or(given.found_inf ? given.found_inf->device() : at::Device(at::kCPU));
   check_device(op, device);
   Named const x_list{op, "xs", xs.tensors};
   xs.check(op, "xs", device);
@@ -123,11 +144,15 @@ Checks ListOperation::run(char const* op, Inputs const& xs, OptionalTensors cons
     }
     memory.check();
   }
-  check_scalar(op, "a", a, at::kFloat, device);
-  check_scalar(op, "b", b, at::kFloat, device);
-  check_scalar(op, "found_inf", found_inf, at::kFloat, device);
-  check_scalar(op, "norm", norm, at::kFloat, device);
-  check_scalar(op, "norm_scale", norm_scale, at::kFloat, device);
+  check_scalar(op, "a", given.a, at::kFloat, device);
+  check_scalar(op, "b", given.b, at::kFloat, device);
+  check_scalar(op, "norm", given.clip_norm, at::kFloat, device);
+  check_scalar(op, "found_inf", given.found_inf, at::kFloat, device);
+  check_scalar(op, "norm", given.norm, at::kFloat, device);
+  check_scalar(op, "norm_scale", given.norm_scale, at::kFloat, device);
+  if (given.update) {
+    check(op, *given.update, device);
+  }
 
   int64_t const n = int64_t(xs.size());
   std::vector<int64_t> numels(n);
@@ -152,56 +177,52 @@ Checks ListOperation::run(char const* op, Inputs const& xs, OptionalTensors cons
   CheckArgs args{};
   args.n_tensors = n;
   args.n_chunks = int64_t(chunking_->chunks.size());
-  args.a = pointer<float>(a);
-  args.reciprocal = reciprocal;
-  args.b = pointer<float>(b);
+  args.a = pointer<float>(given.a);
+  args.reciprocal = given.reciprocal;
+  args.clip_norm = pointer<float>(given.clip_norm);
+  args.max_norm = given.max_norm;
+  args.b = pointer<float>(given.b);
   args.writes = outs != nullptr;
-  if (checked) {
+  if (given.checked) {
     auto const options = at::TensorOptions().device(device);
     result = {at::empty({n}, options.dtype(at::kBool)), at::empty({n}, options.dtype(at::kDouble)),
               at::empty({n}, options.dtype(at::kFloat))};
     args.sums = {result.sum_squares.mutable_data_ptr<double>(), result.largest.mutable_data_ptr<float>(),
                  result.nonfinite.mutable_data_ptr<bool>()};
-    args.norm = mutable_pointer<float>(norm);
-    args.norm_scale = pointer<float>(norm_scale);
-    args.found_inf = mutable_pointer<float>(found_inf);
+    args.norm = mutable_pointer<float>(given.norm);
+    args.norm_scale = pointer<float>(given.norm_scale);
+    args.found_inf = mutable_pointer<float>(given.found_inf);
+    if (given.update) {
+      args.update = pointers(*given.update);
+    }
   }
   if (device.is_cpu()) {
     args.rows = rows_.data();
     args.chunks = chunking_->chunks.data();
-    args.partials = checked ? partials_in(partials_, args.n_chunks) : nullptr;
+    args.partials = given.checked ? partials_in(partials_, args.n_chunks) : nullptr;
     ys ? cpu::axpby(args) : cpu::check(args);
   } else {
-    run_on_device(args, rows_, *chunking_, device_, ys != nullptr, checked, device);
+    run_on_device(args, rows_, *chunking_, device_, ys != nullptr, given.checked, device);
   }
   if (outs) {
     bump_versions(*outs);
   }
+  if (given.update) {
+    bump_versions(written(*given.update));
+  }
   return result;
 }
 
-void update_scale(at::Tensor const& scale, at::Tensor const& growth_tracker,
-                  std::optional<at::Tensor> const& hysteresis_tracker, at::Tensor const& found_inf,
-                  std::optional<at::Tensor> const& inv_scale_used, std::optional<at::Tensor> const& found_inf_used,
-                  ScaleRule const& rule) {
-  char const* const op = "update_scale_";
-  at::Device const device = scale.device();
-  check_device(op, device);
-  check_scalar(op, "scale", scale, at::kFloat, device);
-  check_scalar(op, "growth_tracker", growth_tracker, at::kInt, device);
-  check_scalar(op, "hysteresis_tracker", hysteresis_tracker, at::kInt, device);
-  check_scalar(op, "found_inf", found_inf, at::kFloat, device);
-  check_scalar(op, "inv_scale_used", inv_scale_used, at::kFloat, device);
-  check_scalar(op, "found_inf_used", found_inf_used, at::kFloat, device);
-  ScaleState const state{scale.mutable_data_ptr<float>(),     growth_tracker.mutable_data_ptr<int32_t>(),
-                         found_inf.mutable_data_ptr<float>(), mutable_pointer<int32_t>(hysteresis_tracker),
-                         mutable_pointer<float>(inv_scale_used), mutable_pointer<float>(found_inf_used)};
+void update_scale(ScaleTensors const& tensors) {
+  at::Device const device = tensors.scale.device();
+  check_device("update_scale_", device);
+  check("update_scale_", tensors, device);
   if (device.is_cpu()) {
-    cpu::update_scale(state, rule);
+    cpu::update_scale(pointers(tensors));
   } else {
-    update_scale_on_device(state, rule, device);
+    update_scale_on_device(pointers(tensors), device);
   }
-  bump_versions({scale, growth_tracker, found_inf, hysteresis_tracker, inv_scale_used, found_inf_used});
+  bump_versions(written(tensors));
 }
 
 // SGD has no buffer where there is no momentum.
@@ -374,7 +395,7 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
   }
   bool const needs_sums = norms_ || formula_ == Formula::lamb;
   if (needs_sums && !(sum_squares && largest)) {
-    Checks const checks = sums_.run(op, gradients, nullptr, nullptr, {}, false, {}, {}, {}, {}, true);
+    Checks const checks = sums_.run(op, gradients, {});
     sum_squares = checks.sum_squares;
     largest = checks.largest;
   }
@@ -421,7 +442,7 @@ void run_on_device(CheckArgs&, std::vector<ListRow> const&, Chunking const&, std
                    at::Device) {}
 void step_on_device(StepArgs&, std::vector<Row> const&, std::vector<Entry> const&, std::vector<Group> const&,
                     Chunking const&, std::shared_ptr<DeviceTables>&, at::Device) {}
-void update_scale_on_device(ScaleState const&, ScaleRule const&, at::Device) {}
+void update_scale_on_device(ScaleUpdate const&, at::Device) {}
 #endif
 
 }  // namespace amp_engine

@@ -49,7 +49,28 @@ void run_on_device(CheckArgs& args, std::vector<ListRow> const& rows, Chunking c
 void step_on_device(StepArgs& args, std::vector<Row> const& rows, std::vector<Entry> const& gradients,
                     std::vector<Group> const& groups, Chunking const& chunking, std::shared_ptr<DeviceTables>& tables,
                     at::Device device);
-void update_scale_on_device(ScaleState const& state, ScaleRule const& rule, at::Device device);
+void update_scale_on_device(ScaleUpdate const& update, at::Device device);
+
+// See math/loss_scale.h. float32 [] but for the trackers, int32 [], and the outcome, float32 [4]; all on one device.
+struct ScaleTensors {
+  at::Tensor scale, growth_tracker, found_inf;
+  std::optional<at::Tensor> hysteresis_tracker, inv_scale_used, outcome, scale_used, loss;
+  ScaleRule rule;
+};
+void update_scale(ScaleTensors const& tensors);
+
+// What a list operation does besides reading `xs`.
+struct ListArguments {
+  OptionalTensors const* outs = nullptr;
+  OptionalTensors const* ys = nullptr;
+  bool checked = true;
+  std::optional<at::Tensor> a = std::nullopt, b = std::nullopt;
+  bool reciprocal = false;
+  std::optional<at::Tensor> clip_norm = std::nullopt;
+  double max_norm = 0.0;
+  std::optional<at::Tensor> found_inf = std::nullopt, norm = std::nullopt, norm_scale = std::nullopt;
+  ScaleTensors const* update = nullptr;
+};
 
 // check, scale, unscale, axpby and l2norm. An object may be called again and again; on a GPU it uploads what changed.
 class ListOperation {
@@ -61,13 +82,12 @@ class ListOperation {
   //   xs         float16, bfloat16 or float32; an entry None takes no part, and a held gradient is only read
   //   outs, ys   as xs; of equal shapes and strides, on one device
   //   a, b       float32 []; None is 1. `reciprocal`: 1 / a instead of a
+  //   clip_norm  float32 []; a is min(1, max_norm / (clip_norm + 1e-6)) instead. With `checked` false only, without ys
   //   found_inf  float32 [], set to 1 if an element of xs is not finite, else left alone
   //   norm       float32 [], the 2-norm over all xs; divided by `norm_scale` (float32 []) if given
-  // With `checked` false nothing is summed and the result is empty. Bumps the versions of outs.
-  Checks run(char const* op, Inputs const& xs, OptionalTensors const* outs, OptionalTensors const* ys,
-             std::optional<at::Tensor> const& a, bool reciprocal, std::optional<at::Tensor> const& b,
-             std::optional<at::Tensor> const& found_inf, std::optional<at::Tensor> const& norm,
-             std::optional<at::Tensor> const& norm_scale, bool checked);
+  //   update     a loss scale that is updated last
+  // With `checked` false nothing is summed or updated, and the result is empty. Bumps the versions of outs.
+  Checks run(char const* op, Inputs const& xs, ListArguments const& given);
 
  private:
   std::vector<int64_t> numels_;
@@ -76,12 +96,6 @@ class ListOperation {
   std::vector<Partial> partials_;  // of a CPU
   std::shared_ptr<DeviceTables> device_;
 };
-
-// See math/loss_scale.h. float32 [] but for the trackers, int32 []; all on one device.
-void update_scale(at::Tensor const& scale, at::Tensor const& growth_tracker,
-                  std::optional<at::Tensor> const& hysteresis_tracker, at::Tensor const& found_inf,
-                  std::optional<at::Tensor> const& inv_scale_used, std::optional<at::Tensor> const& found_inf_used,
-                  ScaleRule const& rule);
 
 // The steps of one optimizer: what it steps, and what it keeps, as a table that is built once.
 class StepTable {

@@ -83,6 +83,8 @@ def test_a_number_of_the_host_is_known_at_once():
 def test_several_numbers_come_in_one_message():
     numbers = HostNumbers(torch.tensor(0.0), torch.tensor(512.0))
     assert [numbers.read(0), numbers.read(1)] == [0.0, 512.0]
+    joined = HostNumbers(torch.tensor([0.0, 512.0]))
+    assert [joined.count, joined.read(0), joined.read(1)] == [2, 0.0, 512.0]
     elsewhere = HostNumbers(torch.tensor(0.0, device="meta"), torch.tensor(512.0, device="meta"))
     assert elsewhere._sent.shape == (2,)
 

@@ -51,27 +51,31 @@ def wait_for_readers(owners: Sequence[torch.cuda.Stream]) -> None:
 
 
 class HostNumbers:
-    """0-d tensors of one device on their way to the host, in one message. Creating it does not wait; reading may.
+    """Numbers of one device on their way to the host, in one message. Creating it does not wait; reading may.
 
     While a CUDA graph is captured nothing travels: a replay would not tell the host. Such numbers are never known.
 
+    Args:
+        values: tensors of shape []; or one of shape [n], which is sent as it is, and must not be written again.
+
     Attributes:
-        count: number of tensors.
+        count: how many numbers there are.
         values: the numbers, once a call has found that they have arrived; else None. Reading this asks no device.
         is_captured: True if they are in a CUDA graph.
     """
 
     def __init__(self, *values: Tensor) -> None:
-        self.count = len(values)
+        is_joined = values[0].dim() == 1
+        self.count = len(values[0]) if is_joined else len(values)
         self.values: list[float] | None = None
         self.is_captured = False
         self._event: torch.cuda.Event | None = None
         if values[0].is_cpu:
-            self.values = [value.item() for value in values]
+            self.values = values[0].tolist() if is_joined else [value.item() for value in values]
             return
         self._device = device = values[0].device
         self.is_captured = is_capturing(device)
-        sent = torch.stack(values).detach()
+        sent = (values[0] if is_joined else torch.stack(values)).detach()
         self._sent: Tensor | None = sent  # until the values are there
         # Not `.is_cuda`, which drivers of tests on a CPU are known to fake.
         if self.is_captured or device.type != "cuda":

@@ -15,6 +15,7 @@ from amp_engine.kernels.ops import accumulate_ as accumulate_
 from amp_engine.kernels.ops import axpby_ as axpby_
 from amp_engine.kernels.ops import cast_copy_ as cast_copy_
 from amp_engine.kernels.ops import check as check
+from amp_engine.kernels.ops import clip_factor as clip_factor
 from amp_engine.kernels.ops import l2norm as l2norm
 from amp_engine.kernels.ops import nonfinite as nonfinite
 from amp_engine.kernels.ops import scale_ as scale_
@@ -35,6 +36,7 @@ __all__ = [
     "axpby_",
     "cast_copy_",
     "check",
+    "clip_factor",
     "has_native",
     "is_dense",
     "is_lazy",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amp_engine.kernels.backend import Checks, TensorList
 from amp_engine.kernels.choice import NATIVE
-from amp_engine.kernels.ops import checks_of
+from amp_engine.kernels.ops import checks_of, clip_factor, update_scale_
 from amp_engine.kernels.refusals import check_lists
 
 
@@ -21,7 +21,13 @@ class ListCheck:
         self._checks: dict[torch.device, Any] = {}
 
     def run(
-        self, tensors: TensorList, outputs: TensorList | None, scale: Tensor, found_inf: Tensor, norm: Tensor
+        self,
+        tensors: TensorList,
+        outputs: TensorList | None,
+        scale: Tensor,
+        found_inf: Tensor,
+        norm: Tensor,
+        update: tuple[Any, ...] | None = None,
     ) -> Checks:
         """Check `tensors`; where there is an output, write `tensor / scale` into it. No host sync.
 
@@ -31,20 +37,23 @@ class ListCheck:
             scale: float32, shape []. Its reciprocal is taken in float64 and rounded once.
             found_inf: float32, shape []; set to 1 if an element is not finite, else left alone.
             norm: float32, shape []; receives the 2-norm of all tensors over `scale`.
+            update: all arguments of `update_scale_`, by place, which is then called last, with the same `found_inf`;
+                None updates no scale.
 
         Returns:
             The findings of the values before any write; 0 for tensors that take no part.
         """
-        return Checks(*self._on(norm.device).run(tensors, outputs, scale, found_inf, norm))
+        return Checks(*self._on(norm.device).run(tensors, outputs, scale, found_inf, norm, update))
 
-    def multiply_(self, tensors: TensorList, factor: Tensor) -> None:
-        """Multiply each tensor by `factor`, in float32, rounded once to the tensor's type. No host sync.
+    def clip_(self, tensors: TensorList, norm: Tensor, max_norm: float) -> None:
+        """Multiply each tensor by `clip_factor` in float32, rounded once to the tensor's type. No host sync.
 
         Args:
             tensors: as `run` takes them.
-            factor: float32, shape [], on their device.
+            norm: float32, shape [], on their device.
+            max_norm: the largest norm.
         """
-        self._on(factor.device).multiply_(tensors, factor)
+        self._on(norm.device).clip_(tensors, norm, max_norm)
 
     def _on(self, device: torch.device) -> Any:
         check = self._checks.get(device)
@@ -59,7 +68,13 @@ class _ReferenceCheck:
 
     @torch.no_grad()
     def run(
-        self, tensors: TensorList, outputs: TensorList | None, scale: Tensor, found_inf: Tensor, norm: Tensor
+        self,
+        tensors: TensorList,
+        outputs: TensorList | None,
+        scale: Tensor,
+        found_inf: Tensor,
+        norm: Tensor,
+        update: tuple[Any, ...] | None,
     ) -> Checks:
         """See `ListCheck.run`."""
         lists = {"xs": tensors} if outputs is None else {"xs": tensors, "outputs": outputs}
@@ -69,13 +84,15 @@ class _ReferenceCheck:
         norm.copy_((checks.sum_squares.sum().sqrt() / scale.double()).float())
         if outputs is not None:
             _scale(outputs, tensors, scale.double().reciprocal().float())
+        if update is not None:
+            update_scale_(*update)
         return checks
 
     @torch.no_grad()
-    def multiply_(self, tensors: TensorList, factor: Tensor) -> None:
-        """See `ListCheck.multiply_`."""
-        check_lists("multiply_", {"xs": tensors, "outputs": tensors}, ["outputs"], device=factor.device)
-        _scale(tensors, tensors, factor)
+    def clip_(self, tensors: TensorList, norm: Tensor, max_norm: float) -> None:
+        """See `ListCheck.clip_`."""
+        check_lists("clip_", {"xs": tensors, "outputs": tensors}, ["outputs"], device=norm.device)
+        _scale(tensors, tensors, clip_factor(norm, max_norm).float())
 
 
 def _scale(outputs: TensorList, tensors: TensorList, factor: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amp_engine.kernels.backend import Checks, TensorList
 from amp_engine.kernels.library import fake_nothing, operation
-from amp_engine.kernels.refusals import check_lists, check_scalars
+from amp_engine.kernels.refusals import check_lists, check_scalars, check_vector
 
 _CHECKS = "(Tensor, Tensor, Tensor)"
 
@@ -140,7 +140,8 @@ def cast_copy_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> None:
 @operation(
     "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) found_inf, float growth_factor, float backoff_factor, "
     "int growth_interval, float min_scale, float max_scale, Tensor(d!)? hysteresis_tracker=None, int hysteresis=1, "
-    "bool dynamic=True, Tensor(e!)? inv_scale_used=None, Tensor(f!)? found_inf_used=None) -> ()",
+    "bool dynamic=True, Tensor(e!)? inv_scale_used=None, Tensor(f!)? outcome=None, Tensor? scale_used=None, "
+    "Tensor? loss=None) -> ()",
     fake_nothing,
 )
 def update_scale_(
@@ -157,15 +158,18 @@ def update_scale_(
     hysteresis: int = 1,
     dynamic: bool = True,
     inv_scale_used: Tensor | None = None,
-    found_inf_used: Tensor | None = None,
+    outcome: Tensor | None = None,
+    scale_used: Tensor | None = None,
+    loss: Tensor | None = None,
 ) -> None:
     """Adjust a dynamic loss scale after one backward, in place.
 
         inv_scale_used = 1 / scale
-        found_inf_used, found_inf = found_inf, 0
+        outcome[0], outcome[2], outcome[3] = found_inf, scale_used, loss
+        found_inf = 0
         if not dynamic:
             growth_tracker += 1
-        elif found_inf_used != 0:
+        elif outcome[0] != 0:
             growth_tracker = 0
             hysteresis_tracker -= 1
             if hysteresis_tracker <= 0:
@@ -177,16 +181,19 @@ def update_scale_(
                 grown = min(max_scale, scale * growth_factor)
                 scale = grown if isfinite(grown) else scale
                 growth_tracker = 0
+        outcome[1] = scale
 
     Args:
         scale: float32, shape []. Computed in float64, rounded once.
         growth_tracker: int32, shape []: clean backwards since the scale last moved.
         found_inf: float32, shape []. Tested `!= 0`, since it may be a sum over devices or ranks. Not written unless
-            there is a `found_inf_used`.
+            there is an `outcome`.
         hysteresis_tracker: int32, shape []: overflows until the scale backs off. None: it backs off at the first.
         dynamic: False: the scale stays, and the count runs on.
         inv_scale_used: float32, shape [], written.
-        found_inf_used: float32, shape [], written.
+        outcome: float32, shape [4], written.
+        scale_used: float32, shape []: the scale of the backward. None: the scale before it moves.
+        loss: float32, shape []. None: 0.
     """
     device = scale.device
     check_scalars(
@@ -195,21 +202,53 @@ def update_scale_(
         scale=scale,
         found_inf=found_inf,
         inv_scale_used=inv_scale_used,
-        found_inf_used=found_inf_used,
+        scale_used=scale_used,
+        loss=loss,
     )
     check_scalars(
         "update_scale_", device, torch.int32, growth_tracker=growth_tracker, hysteresis_tracker=hysteresis_tracker
     )
-    wide = scale.double()
+    check_vector("update_scale_", "outcome", outcome, 4, torch.float32, device)
     bad = found_inf != 0
     if inv_scale_used is not None:
-        inv_scale_used.copy_(wide.reciprocal())
-    if found_inf_used is not None:
-        found_inf_used.copy_(found_inf)
+        inv_scale_used.copy_(scale.double().reciprocal())
+    if outcome is not None:
+        outcome[0].copy_(found_inf)
+        outcome[2].copy_(scale if scale_used is None else scale_used)
+        outcome[3].copy_(torch.zeros_like(scale) if loss is None else loss)
         found_inf.zero_()
-    if not dynamic:
+    if dynamic:
+        _move_scale(
+            scale,
+            growth_tracker,
+            bad,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            min_scale,
+            max_scale,
+            hysteresis_tracker,
+            hysteresis,
+        )
+    else:
         growth_tracker.add_(1)
-        return
+    if outcome is not None:
+        outcome[1].copy_(scale)
+
+
+def _move_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    bad: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis_tracker: Tensor | None,
+    hysteresis: int,
+) -> None:
+    wide = scale.double()
     backs_off = bad
     if hysteresis_tracker is not None:
         left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
@@ -222,6 +261,11 @@ def update_scale_(
     raised = grows & ~bad & torch.isfinite(grown)
     scale.copy_(torch.where(backs_off, backed_off, torch.where(raised, grown, scale)))
     growth_tracker.copy_(torch.where(grows, 0, clean))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor of torch.nn.utils.clip_grad_norm_: float64, shape []. No host sync."""
+    return (max_norm / (norm.double() + 1e-6)).clamp(max=1.0)
 
 
 def checks_of(tensors: TensorList, device: torch.device | None = None) -> Checks:

@@ -14,7 +14,7 @@ from amp_engine.kernels import halves
 from amp_engine.kernels.backend import Checks, TensorList
 from amp_engine.kernels.formulas import FORMULAS, Formula, Row, State, one_or, times
 from amp_engine.kernels.layout import FLOATS, address_of
-from amp_engine.kernels.ops import checks_of
+from amp_engine.kernels.ops import checks_of, clip_factor
 from amp_engine.kernels.refusals import check_apart, check_lists, check_scalars, check_vector
 
 
@@ -82,7 +82,7 @@ class StepTable:
         )
         factor = None if inv_scale is None else inv_scale.double()
         if norm is not None:
-            clip = (max_norm / (norm.double() + 1e-6)).clamp(max=1)
+            clip = clip_factor(norm, max_norm)
             factor = clip if factor is None else factor * clip
         factors = [factor if s == 1 else None for s in scaled]
         rows = [i for i, g in enumerate(grads) if g is not None]

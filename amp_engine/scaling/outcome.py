@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from amp_engine.ground.devices import HostNumbers
@@ -13,43 +14,31 @@ class Outcome:
     Making one does not wait. Methods that wait say so: they wait until the numbers have arrived.
 
     Args:
-        flag: != 0 is an overflow: float32, shape [].
-        next_scale: the scale after it: float32, shape [].
-        scale: the scale that the loss had: float32, shape [].
+        numbers: float32, shape [4]: != 0 if there was an overflow, the scale after it, the scale that the loss had,
+            and the loss before scaling if it `travels`. At an "auto" scale shape [5]: != 0 if all gradients were 0
+            because it was too low.
         value: the loss before scaling, if the host knows it.
-        loss: the same loss where the host does not know it, of any shape; None if it was not given. A loss of one
-            number travels with the others.
-        flushed: != 0 if all gradients were 0 at an "auto" scale that was too low: float32, shape []; else None.
+        loss: the same loss where the host does not know it, of any shape; None if it was not given.
         skips: whether an overflow skips the step, or is only reported.
         is_agreed: whether several ranks agreed on the flag.
     """
 
     def __init__(
         self,
-        flag: Tensor,
-        next_scale: Tensor,
-        scale: Tensor,
+        numbers: Tensor,
         *,
         value: float | None = None,
         loss: Tensor | None = None,
-        flushed: Tensor | None = None,
         skips: bool = True,
         is_agreed: bool = False,
     ) -> None:
-        self.flag = flag
+        self.flag = numbers[0]
         self.skips = skips
         self.is_agreed = is_agreed
         self._value = value
         self._loss = loss if value is None else None
-        numbers = [flag, next_scale, scale]
-        self._loss_place = self._flushed_place = 0
-        if self._loss is not None and is_number(self._loss) and self._loss.device == flag.device:
-            self._loss_place = len(numbers)
-            numbers.append(self._loss.float().view(()))
-        if flushed is not None:
-            self._flushed_place = len(numbers)
-            numbers.append(flushed)
-        self._numbers = HostNumbers(*numbers)
+        self._has_loss = self._loss is not None and travels(self._loss, numbers.device)
+        self._numbers = HostNumbers(numbers)
 
     @property
     def is_captured(self) -> bool:
@@ -79,7 +68,7 @@ class Outcome:
 
     def number(self) -> float | None:
         """The loss before scaling, if it is one number that is known or was sent. Waits if it was sent."""
-        return self._numbers.read(self._loss_place) if self._loss_place else self._value
+        return self._numbers.read(3) if self._has_loss else self._value
 
     def loss(self) -> float | None:
         """The loss before scaling, or the sum of several; None if it is not known. Waits if it is not a number."""
@@ -88,7 +77,12 @@ class Outcome:
 
     def has_flushed(self) -> bool:
         """True if all gradients were 0 at an "auto" scale that was too low. Waits."""
-        return self._flushed_place > 0 and self._numbers.read(self._flushed_place) != 0
+        return self._numbers.count > 4 and self._numbers.read(4) != 0
+
+
+def travels(loss: Tensor, device: torch.device) -> bool:
+    """True if `loss` is sent to the host with the other numbers of a backward, which are on `device`."""
+    return is_number(loss) and loss.device == device
 
 
 def is_number(loss: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,21 @@ from amp_engine.levels.policy import LOWEST_SCALE, LossScale, parse_loss_scale
 from amp_engine.levels.scale_rule import DEFAULT_MAX_LOSS_SCALE, DEFAULT_MIN_LOSS_SCALE, DynamicLossScale
 from amp_engine.scaling.auto import FIRST_SCALE, AutoScale
 from amp_engine.scaling.snapshot import ScaleSnapshot
+
+
+class ScaleUpdate(NamedTuple):
+    """The update of a loss scale after one backward.
+
+    Attributes:
+        given: the arguments of `kernels.update_scale_`, by place.
+        outcome, inv_scale: written by it.
+        closed: the snapshot that learns its inverse; None if there is none, or the scale has moved since.
+    """
+
+    given: tuple[Any, ...]
+    outcome: Tensor
+    inv_scale: Tensor
+    closed: ScaleSnapshot | None
 
 
 class LossScaler:
@@ -37,6 +52,8 @@ class LossScaler:
     """
 
     _init_scale = 2.0**16  # of scalers that 0.1 pickled
+    _next: ScaleSnapshot | None = None  # the snapshot of the next backward, from the last update
+    _was_captured = False  # True once an update is in a CUDA graph: its replays move the scale unseen
 
     def __init__(
         self,
@@ -124,6 +141,8 @@ class LossScaler:
     def snapshot(self) -> ScaleSnapshot:
         """The scale for one backward, as a copy. No host sync."""
         self.settle()
+        if self._next is not None and self._next.is_still(self.scale) and not devices.is_capturing(self.scale.device):
+            return self._next
         return ScaleSnapshot(self.scale, self._static_scale)
 
     def record_(self, nonfinite: Tensor) -> None:
@@ -132,27 +151,19 @@ class LossScaler:
         bad = moved(nonfinite.any().float(), self.found_inf.device)
         self.found_inf.copy_(torch.maximum(self.found_inf, bad))
 
-    def update_(
-        self, closed: ScaleSnapshot | None = None, largest: Tensor | None = None, bad_loss: Tensor | None = None
-    ) -> Tensor:
-        """Adjust the scale after one backward and discard the overflow. No host sync.
+    def begin_update(self, closed: ScaleSnapshot | None = None, loss: Tensor | None = None) -> ScaleUpdate:
+        """Return the update after one backward; `kernels.update_scale_` with its arguments, or a check, does it.
 
         Args:
             closed: the snapshot of this backward, which learns its own inverse on the way, unless the scale has
                 moved since: by another backward, a checkpoint, or a write.
-            largest: of the magnitudes of its scaled gradients, float32, shape []; for "auto".
-            bad_loss: != 0 if its loss was not finite before scaling, float32, shape []; for "auto".
-
-        Returns:
-            float32 tensor of shape [], != 0 if this backward overflowed.
+            loss: the loss before scaling, to send to the host; float32, shape [], on the device of the scale.
         """
         self.settle()
-        is_still = closed is not None and closed.is_still(self.scale)
-        found_inf = torch.empty_like(self.found_inf)
         inv_scale = torch.empty_like(self.scale)
-        used = self.scale.clone() if self.auto is not None and closed is None else None
+        outcome = torch.empty(4, dtype=torch.float32, device=self.scale.device)
         # By place: pybind looks each name up, and that takes twice as long as the update.
-        kernels.update_scale_(
+        given = (
             self.scale,
             self.unskipped,
             self.found_inf,
@@ -165,18 +176,54 @@ class LossScaler:
             self._hysteresis,
             self.dynamic and self.auto is None,
             inv_scale,
-            found_inf,
+            outcome,
+            None if closed is None else closed.scale,
+            loss,
         )
-        if closed is not None and is_still:
-            closed.learn_inverse(inv_scale)
+        is_still = closed is not None and closed.is_still(self.scale)
+        return ScaleUpdate(given, outcome, inv_scale, closed if is_still else None)
+
+    def end_update(self, update: ScaleUpdate, largest: Tensor | None = None, bad_loss: Tensor | None = None) -> Tensor:
+        """Take over what an update that was done has found. No host sync.
+
+        Args:
+            largest: of the magnitudes of the backward's scaled gradients, float32, shape []; for "auto".
+            bad_loss: != 0 if its loss was not finite before scaling, float32, shape []; for "auto".
+
+        Returns:
+            The numbers of an `Outcome`.
+        """
+        outcome = update.outcome
+        found_inf, next_scale = outcome[0], outcome[1]
+        if update.closed is not None:
+            update.closed.learn_inverse(update.inv_scale)
         if self.auto is not None:
-            used = closed.scale if closed is not None else used
-            assert used is not None
             low, high = self._min_loss_scale, self._max_loss_scale
-            self.auto.update_(self.scale, used, found_inf, largest, bad_loss, low, high)
+            self.auto.update_(self.scale, outcome[2], found_inf, largest, bad_loss, low, high)
             self.unskipped.mul_(found_inf == 0)
+            next_scale.copy_(self.scale)
+            outcome = torch.cat([outcome, self.auto.flushed.view(1)])
         self._last_found_inf = found_inf
-        return found_inf
+        self._was_captured |= devices.is_capturing(self.scale.device)
+        is_kept = not self._was_captured and not next_scale.is_inference()
+        self._next = ScaleSnapshot(self.scale, self._static_scale, next_scale) if is_kept else None
+        return outcome
+
+    def update_(
+        self,
+        closed: ScaleSnapshot | None = None,
+        largest: Tensor | None = None,
+        bad_loss: Tensor | None = None,
+        loss: Tensor | None = None,
+    ) -> Tensor:
+        """Adjust the scale after one backward and discard the overflow; the arguments are those of the two halves.
+
+        Returns:
+            The numbers of an `Outcome`. No host sync.
+        """
+        update = self.begin_update(closed, loss)
+        kernels.update_scale_(*update.given)
+        return self.end_update(update, largest, bad_loss)
 
     def restart(self) -> None:
         """Go back to the first scale, within the bounds of now, and count from 0. No host sync."""
@@ -202,8 +249,8 @@ class LossScaler:
         self.settle()
         # A flag that was written through `_overflow_buf` is a denormal number, which a processor may take for 0.
         self.found_inf.copy_(self._overflow_buf[0] != 0)
-        found_inf = self.update_()
-        return self.dynamic and bool(found_inf != 0)
+        outcome = self.update_()
+        return self.dynamic and bool(outcome[0] != 0)
 
     def unscale(
         self,
@@ -346,7 +393,7 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "_next"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_loss_scale" not in state:

@@ -9,15 +9,16 @@ class ScaleSnapshot:
     """The scale of one backward, out of reach of later updates: float32 tensors of shape [].
 
     Args:
-        current: the scaler's own, which is copied.
+        current: the scaler's own.
         static: its number, if it is static.
+        copy: a copy of the scaler's own that nothing writes; None to make one.
 
     Attributes:
         is_identity: True if the host knows that the scale is 1.
     """
 
-    def __init__(self, current: Tensor, static: float | None) -> None:
-        self.scale = current.clone()
+    def __init__(self, current: Tensor, static: float | None, copy: Tensor | None = None) -> None:
+        self.scale = current.clone() if copy is None else copy
         self._static = static
         self.is_identity = static == 1.0
         self._taken_from, self._version = current, _version(current)

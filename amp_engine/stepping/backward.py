@@ -11,8 +11,8 @@ from torch import Tensor
 
 from amp_engine.ground.devices import moved, number_on
 from amp_engine.ground.distributed import has_ranks
-from amp_engine.scaling.outcome import Outcome
-from amp_engine.scaling.scaler import LossScaler
+from amp_engine.scaling.outcome import Outcome, travels
+from amp_engine.scaling.scaler import LossScaler, ScaleUpdate
 from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.forward_order import Order, Origin
 from amp_engine.stepping.reduction import Reduction
@@ -39,6 +39,8 @@ class Backward:
         skips: True if an overflow skips the step; False if it is only reported.
         reduction: lets several ranks agree on the overflow; None if this rank decides alone.
         earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; set for "auto" alone.
+        update: the update of the scale that the check of all gradients is to do; None if something else comes between.
+        is_updated: True if the check did it.
         of_replicas: True if all ranks have the same gradients once they are reduced.
         outcome: the outcome; set by `conclude`.
     """
@@ -58,20 +60,30 @@ class Backward:
         self.elements: int | None = None
         self.skips = True
         self.reduction: Reduction | None = None
+        self.update: ScaleUpdate | None = None
+        self.is_updated = False
         self.of_replicas = False
         self.number = 0  # of the scaled backwards of its engine, from 1
 
-    def conclude(self, found_inf: Tensor) -> None:
-        """Set the outcome, after all checks: updating the scaler gave `found_inf`. No host sync."""
+    def loss_to_send(self) -> Tensor | None:
+        """Return the last loss, float32 of shape [], if it is to be sent to the host; else None. No host sync."""
+        loss = self.loss
+        if self.value is not None or loss is None or not travels(loss, self.snapshot.scale.device):
+            return None
+        return loss.float().view(()).resolve_neg()
+
+    @property
+    def flag(self) -> Tensor:
+        """!= 0 if a gradient is not finite, as far as this rank knows: float32, shape []."""
+        return self.update.outcome[0] if self.update is not None and self.is_updated else self.scaler.found_inf
+
+    def conclude(self, outcome: Tensor) -> None:
+        """Set the outcome, after all checks: updating the scaler gave these numbers. No host sync."""
         # The largest magnitude tells: finite gradients whose squares overflow are no overflow.
-        auto = self.scaler.auto
         self.outcome = Outcome(
-            found_inf,
-            self.scaler.scale,
-            self.snapshot.scale,
+            outcome,
             value=self.value,
             loss=self.loss,
-            flushed=None if auto is None else auto.flushed,
             skips=self.skips,
             is_agreed=self.reduction is not None,
         )

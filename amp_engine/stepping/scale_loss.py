@@ -167,6 +167,8 @@ class ScaledBackwards:
         # wait for it. Most processes have no ranks, and make no list of their groups.
         agrees = backward.skips and has_ranks()
         groups = list(dict.fromkeys(group for one in stepped for group in one.ranks.groups())) if agrees else []
+        if check and len(stepped) == 1 and not groups and scaler.auto is None and not delay_overflow_check:
+            backward.update = scaler.begin_update(backward.snapshot, backward.loss_to_send())
         own: list[list[Tensor]] = []  # for each optimizer the sums of squares from its checks
         try:
             for one in stepped:
@@ -180,7 +182,7 @@ class ScaledBackwards:
                 one.window.discard_backward()
             raise
         if check:
-            flag = scaler.found_inf
+            flag = backward.flag
             if flag.is_cpu:
                 overflowed, is_in_trouble = flag.item() != 0, False
             else:
@@ -202,9 +204,12 @@ class ScaledBackwards:
         def conclude() -> None:
             if reduction is not None:
                 scaler.found_inf.copy_(reduction.wait())
-            found_inf = scaler.update_(backward.snapshot, largest, bad_loss)
+            if backward.update is not None and backward.is_updated:
+                outcome = scaler.end_update(backward.update)
+            else:
+                outcome = scaler.update_(backward.snapshot, largest, bad_loss, backward.loss_to_send())
             if concludes:
-                backward.conclude(found_inf)
+                backward.conclude(outcome)
             if is_noted:
                 self._scaling.history.note(backward.loss_id, backward.outcome, backward.number, follows)
 

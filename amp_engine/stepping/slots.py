@@ -190,14 +190,9 @@ class Slots:
         assert self._scale is not None, "nothing is held without a scale"
         factor = self._scale.inv_scale.double()
         if self.norm is not None:
-            factor = factor * clip_factor(self.norm, self.max_norm)
+            factor = factor * kernels.clip_factor(self.norm, self.max_norm)
         return factor.float()
 
 
 NO_SLOTS = Slots()
 """The slots of an optimizer before a backward, and after a step."""
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor of torch.nn.utils.clip_grad_norm_: float64, shape []. No host sync."""
-    return (max_norm / (norm.double() + 1e-6)).clamp(max=1.0)

@@ -31,7 +31,6 @@ from amp_engine.stepping.pending import Pending, Skip
 from amp_engine.stepping.ranks import Ranks
 from amp_engine.stepping.reduction import agree
 from amp_engine.stepping.rows import Rows
-from amp_engine.stepping.slots import clip_factor
 from amp_engine.stepping.window import Window
 
 
@@ -355,7 +354,7 @@ class Stepper:
         slots = self.rows.ledger.slots
         slots.clip(tensor_lists.copy(norm), max_norm)
         if slots.check is not None and slots.check.unscaled is not None:
-            self._clipping.multiply_(slots.check.unscaled.grads, clip_factor(norm, max_norm).float())
+            self._clipping.clip_(slots.check.unscaled.grads, norm, max_norm)
 
     # The step.
 

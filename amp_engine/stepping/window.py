@@ -17,7 +17,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ground.devices import current_streams, moved
 from amp_engine.ground.distributed import is_sharded, local_gradient
 from amp_engine.kernels import tensor_lists
-from amp_engine.scaling.scaler import LossScaler
+from amp_engine.scaling.scaler import LossScaler, ScaleUpdate
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns
@@ -368,7 +368,10 @@ class Window:
             devices = tensor_lists.devices_of(grads, accesses)
         first = not self._earlier and not totals
 
-        looks = [self._look(columns, grads, accesses, device, backward, check, len(devices) == 1) for device in devices]
+        is_checked_later = check and self._looks_at_earlier and bool(self._earlier)
+        is_only = len(devices) == 1
+        update = backward.update if is_only and not others and not is_checked_later else None
+        looks = [self._look(columns, grads, accesses, device, backward, check, is_only, update) for device in devices]
         backward.checked += [look for look, _ in looks]
         if others:
             both = [(columns.params[row], columns.masters[row]) for row in others]
@@ -381,7 +384,7 @@ class Window:
                 in_place = Unscaled(unmastered, tensor_lists.gradient_marks(columns.plain_handle))
             whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place)
         self._rows.ledger.hold(Slots(held, snapshot, whole, () if held is None else current_streams(devices)))
-        if check and self._looks_at_earlier and self._earlier:
+        if is_checked_later:
             for flags in arithmetic.nonfinite(list(self._earlier.values())):
                 backward.scaler.record_(flags)
         self._restore_earlier(add=True)
@@ -398,8 +401,13 @@ class Window:
         backward: Backward,
         check: bool,
         is_only: bool,
+        update: ScaleUpdate | None,
     ) -> tuple[Checked, Tensor]:
-        """Check the gradients on one device, and unscale in place those of rows without a master."""
+        """Check the gradients on one device, and unscale in place those of rows without a master.
+
+        Args:
+            update: the update of the scale if nothing comes between it and this check.
+        """
         if not is_only:
             elsewhere = [row for row, g in enumerate(grads) if g is not None and g.device != device]
             grads, accesses = arithmetic.without(elsewhere, grads, accesses)
@@ -410,7 +418,10 @@ class Window:
         if not check or found_inf.device != device:
             found_inf = torch.zeros((), dtype=torch.float32, device=device)
         norm = torch.empty((), dtype=torch.float32, device=device)
-        checks = self._list_check.run(grads, outputs, moved(backward.snapshot.scale, device), found_inf, norm)
+        backward.is_updated = update is not None and found_inf is scaler.found_inf
+        arguments = update.given if update is not None and backward.is_updated else None
+        scale = moved(backward.snapshot.scale, device)
+        checks = self._list_check.run(grads, outputs, scale, found_inf, norm, arguments)
         if check and found_inf is not scaler.found_inf:
             scaler.record_(found_inf != 0)
         return Checked(columns.params, accesses, checks), norm

@@ -45,7 +45,7 @@ void sum_list(CheckArgs const& args) {
 
 void run(CheckArgs const& args) {
   ChunkKernels const& kernels = chunk_kernels();
-  float const a = !args.a ? 1.0f : args.reciprocal ? reciprocal(*args.a) : *args.a;
+  float const a = factor_a(args);
   float const b = args.b ? *args.b : 1.0f;
   for_each_chunk(
       args.chunks, args.n_chunks, [&](int64_t t) { return args.rows[t].x.data != nullptr; },
@@ -60,6 +60,9 @@ void run(CheckArgs const& args) {
   if (args.partials) {
     sum_tensors(args);
     sum_list(args);
+    if (args.update.state.scale) {
+      amp_engine::update_scale(args.update);
+    }
   }
 }
 
@@ -69,6 +72,6 @@ void check(CheckArgs const& args) { run(args); }
 
 void axpby(CheckArgs const& args) { run(args); }
 
-void update_scale(ScaleState const& state, ScaleRule const& rule) { amp_engine::update_scale(state, rule); }
+void update_scale(ScaleUpdate const& update) { amp_engine::update_scale(update); }
 
 }  // namespace amp_engine::cpu

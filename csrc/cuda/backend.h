@@ -10,9 +10,9 @@
 
 namespace amp_engine::cuda {
 
-void check(CheckArgs const& args, cudaStream_t stream);                                      // 3 launches, 1 unchecked
+void check(CheckArgs const& args, cudaStream_t stream);                                      // 2 launches, 1 unchecked
 void axpby(CheckArgs const& args, cudaStream_t stream);                                      // likewise
 void step(StepArgs const& args, cudaStream_t stream);                                        // 2 launches; LAMB 5 or 6
-void update_scale(ScaleState const& state, ScaleRule const& rule, cudaStream_t stream);      // 1 launch
+void update_scale(ScaleUpdate const& update, cudaStream_t stream);                           // 1 launch
 
 }  // namespace amp_engine::cuda

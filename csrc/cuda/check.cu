@@ -12,10 +12,6 @@ struct Factors {
   float a, b;
 };
 
-AMP_DEVICE Factors factors_of(CheckArgs const& args) {
-  return {!args.a ? 1.0f : args.reciprocal ? reciprocal(*args.a) : *args.a, args.b ? *args.b : 1.0f};
-}
-
 // What a kernel does with x.
 struct Check {
   static constexpr bool kSums = true, kWrites = false, kMixes = false;
@@ -32,6 +28,11 @@ struct Mix {
 struct MixAndCheck {
   static constexpr bool kSums = true, kWrites = true, kMixes = true;
 };
+
+template <class Work>
+AMP_DEVICE Factors factors_of(CheckArgs const& args) {
+  return {factor_a<!Work::kSums && !Work::kMixes>(args), args.b ? *args.b : 1.0f};
+}
 
 // So many shares are loaded before the first of them is used. With all resident blocks that is twice what memory
 // delivers while a load takes: docs/cuda_kernels.md.
@@ -92,7 +93,7 @@ AMP_DEVICE int map_shares(ListRow const& row, Chunk chunk, Factors factors, int 
 
 template <class Work, Type kType>
 AMP_DEVICE void map_chunk(CheckArgs const& args, ListRow const& row, Chunk chunk) {
-  Factors const factors = factors_of(args);
+  Factors const factors = factors_of<Work>(args);
   int const n = elements_of(chunk.index, row.numel);
   Leaf leaf;
   int first = 0;
@@ -145,13 +146,27 @@ struct ListTable {
   AMP_DEVICE int64_t leaves(int64_t t) const { return rows[t].x.data ? rows[t].n_chunks : 0; }
 };
 
-__global__ void __launch_bounds__(kThreads) segments(CheckArgs const args) {
-  sum_segments(args.partials, args.chunks, args.n_chunks, int64_t(blockIdx.x) * kThreads + threadIdx.x,
-               ListTable{args.rows});
+AMP_DEVICE void sum_up_list(CheckArgs const& args) {
+  double const sum = sum_list(args.n_tensors, [&](int64_t t) { return args.sums.sum_squares[t]; });
+  if (threadIdx.x == 0) {
+    if (args.total) {
+      *args.total = sum;
+    }
+    if (args.norm) {
+      *args.norm = float(::sqrt(sum) * (args.norm_scale ? 1.0 / double(*args.norm_scale) : 1.0));
+    }
+  }
 }
 
-__global__ void __launch_bounds__(kListThreads) total(CheckArgs const args) {
+// All that follows the map, in one block.
+__global__ void __launch_bounds__(kListThreads) conclude(CheckArgs const args) {
   ListTable const table{args.rows};
+  for (int64_t first = 0; first < args.n_chunks; first += kListThreads) {
+    // Each time a warp further on: segments begin every eight warps, and always the same four would have them.
+    int64_t const mine = first + (threadIdx.x + first / kListThreads * 32) % kListThreads;
+    sum_segments(args.partials, args.chunks, args.n_chunks, mine, table);
+  }
+  __syncthreads();
   bool nonfinite = false;
   for (int64_t t = threadIdx.x; t < args.n_tensors; t += kListThreads) {
     Partial const sum = sum_tensor(args.partials + args.rows[t].first_chunk, table.leaves(t));
@@ -164,26 +179,19 @@ __global__ void __launch_bounds__(kListThreads) total(CheckArgs const args) {
   if (args.found_inf && nonfinite && threadIdx.x == 0) {
     *args.found_inf = 1.0f;
   }
-  if (!args.total && !args.norm) {
-    return;
+  if (args.total || args.norm) {
+    sum_up_list(args);
   }
-  double const sum = sum_list(args.n_tensors, [&](int64_t t) { return args.sums.sum_squares[t]; });
-  if (threadIdx.x == 0) {
-    if (args.total) {
-      *args.total = sum;
-    }
-    if (args.norm) {
-      *args.norm = float(::sqrt(sum) * (args.norm_scale ? 1.0 / double(*args.norm_scale) : 1.0));
-    }
+  if (args.update.state.scale && threadIdx.x == 0) {
+    amp_engine::update_scale(args.update);
   }
 }
 
-__global__ void move_scale(ScaleState const state, ScaleRule const rule) { amp_engine::update_scale(state, rule); }
+__global__ void move_scale(ScaleUpdate const update) { amp_engine::update_scale(update); }
 
 void sum(CheckArgs const& args, cudaStream_t stream) {
   if (args.partials) {
-    launch(segments, (args.n_chunks + kThreads - 1) / kThreads, kThreads, stream, args);
-    launch(total, 1, kListThreads, stream, args);
+    launch(conclude, 1, kListThreads, stream, args);
   }
 }
 
@@ -200,8 +208,6 @@ void axpby(CheckArgs const& args, cudaStream_t stream) {
   sum(args, stream);
 }
 
-void update_scale(ScaleState const& state, ScaleRule const& rule, cudaStream_t stream) {
-  launch(move_scale, 1, 1, stream, state, rule);
-}
+void update_scale(ScaleUpdate const& update, cudaStream_t stream) { launch(move_scale, 1, 1, stream, update); }
 
 }  // namespace amp_engine::cuda

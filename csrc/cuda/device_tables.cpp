@@ -82,9 +82,9 @@ void step_on_device(StepArgs& args, std::vector<Row> const& rows, std::vector<En
   cuda::step(args, stream);
 }
 
-void update_scale_on_device(ScaleState const& state, ScaleRule const& rule, at::Device device) {
+void update_scale_on_device(ScaleUpdate const& update, at::Device device) {
   c10::DeviceGuard const guard(device);
-  cuda::update_scale(state, rule, c10::cuda::getCurrentCUDAStream(device.index()));
+  cuda::update_scale(update, c10::cuda::getCurrentCUDAStream(device.index()));
 }
 
 }  // namespace amp_engine

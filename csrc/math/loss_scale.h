@@ -11,28 +11,29 @@ struct ScaleRule {
   bool dynamic;  // false: the scale stays, and the count runs on
 };
 
-// All in the memory of the scaler's device. The last three may be null.
+// All in the memory of the scaler's device. From the tracker of hysteresis on all may be null.
 struct ScaleState {
   float* scale;
   int32_t* growth_tracker;
   float* found_inf;             // != 0 is an overflow: it may be a sum over ranks
   int32_t* hysteresis_tracker;
   float* inv_scale_used;        // 1 / scale as the backward used it, written before the scale moves
-  float* found_inf_used;        // takes found_inf over, which is then 0 for the next backward
+  // [4]: found_inf, which is then 0 for the next backward; the scale after it; scale_used; loss
+  float* outcome;
+  float const* scale_used;      // of the backward; null: the scale before it
+  float const* loss;            // null: 0
+};
+constexpr int64_t kOutcome = 4;
+
+struct ScaleUpdate {
+  ScaleState state;
+  ScaleRule rule;
 };
 
 AMP_HD float reciprocal(float scale) { return float(1.0 / double(scale)); }
 
-AMP_HD void update_scale(ScaleState const& state, ScaleRule const& rule) {
+AMP_HD void move_scale(ScaleState const& state, ScaleRule const& rule, bool overflow) {
   double const scale = double(*state.scale);
-  if (state.inv_scale_used) {
-    *state.inv_scale_used = reciprocal(*state.scale);
-  }
-  bool const overflow = *state.found_inf != 0.0f;
-  if (state.found_inf_used) {
-    *state.found_inf_used = *state.found_inf;
-    *state.found_inf = 0.0f;
-  }
   if (!rule.dynamic) {
     ++*state.growth_tracker;
     return;
@@ -56,6 +57,24 @@ AMP_HD void update_scale(ScaleState const& state, ScaleRule const& rule) {
       *state.scale = grown;
     }
     *state.growth_tracker = 0;
+  }
+}
+
+AMP_HD void update_scale(ScaleUpdate const& update) {
+  ScaleState const& state = update.state;
+  if (state.inv_scale_used) {
+    *state.inv_scale_used = reciprocal(*state.scale);
+  }
+  float const found_inf = *state.found_inf;
+  if (state.outcome) {
+    state.outcome[0] = found_inf;
+    state.outcome[2] = state.scale_used ? *state.scale_used : *state.scale;
+    state.outcome[3] = state.loss ? *state.loss : 0.0f;
+    *state.found_inf = 0.0f;
+  }
+  move_scale(state, update.rule, found_inf != 0.0f);
+  if (state.outcome) {
+    state.outcome[1] = *state.scale;
   }
 }
 

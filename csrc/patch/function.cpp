@@ -233,7 +233,8 @@ PyObject* cast_object(PyObject* object, at::ScalarType to, WeightCache* cache) {
     }
     return cache->cast(tensor, to).tensor.release().ptr();
   }
-  if (tensor.is_cpu() && tensor.numel() <= 8192) {  // a microsecond: to let others run would take a tenth more
+  // A microsecond, or a launch: to let others run would take a tenth more.
+  if (tensor.is_cuda() || (tensor.is_cpu() && tensor.numel() <= 8192)) {
     return THPVariable_Wrap(cast(tensor, to));
   }
   at::Tensor const held = tensor;  // of which another thread may deprive the object, by torch.utils.swap_tensors

@@ -45,7 +45,10 @@ at::Tensor connect(at::Tensor const& copy, at::Tensor const& weight) {
 }
 
 at::Tensor copied(at::Tensor const& weight, at::ScalarType low, at::Tensor memory) {
-  py::gil_scoped_release const no_gil;
+  std::optional<py::gil_scoped_release> no_gil;
+  if (!weight.is_cuda()) {  // there it is a launch
+    no_gil.emplace();
+  }
   c10::NoGradGuard const no_grad;
   return memory.defined() ? memory.copy_(weight) : patch::cast(weight, low);
 }

@@ -86,7 +86,7 @@ def gradient(scaler: LossScaler, magnitude: float) -> bool:
     snapshot = scaler.snapshot()
     largest = torch.tensor(magnitude * scaler.loss_scale()).half().float()
     scaler.record_(~largest.isfinite())
-    return bool(scaler.update_(snapshot, largest) != 0)
+    return bool(scaler.update_(snapshot, largest)[0] != 0)
 
 
 def test_auto_takes_the_largest_power_of_two_that_leaves_headroom() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from amp_engine import AmpIndexError, AmpStateError, amp
+from amp_engine.ground import devices
 from amp_engine.scaling.scaler import LossScaler
 from tests.models import MLP
 from tests.oracle import Scale, scale_rule
@@ -280,6 +281,37 @@ def test_the_engine_tells_whether_a_step_was_skipped() -> None:
     assert told == [False, True, False]
 
 
+# --- the snapshot of the next backward -----------------------------------------------------------
+
+
+def test_the_next_snapshot_is_the_last_updates_until_the_scale_moves() -> None:
+    scaler = LossScaler("dynamic", scale_window=1)
+    scaler.update_()
+    assert scaler.snapshot() is scaler.snapshot()
+    assert scaler.snapshot().scale == scaler.scale == 2.0**17
+    scaler.load_state_dict({"loss_scale": 2.0, "unskipped": 1})
+    assert scaler.snapshot().scale == 2.0
+    scaler.update_()
+    twin = copy.deepcopy(scaler)
+    twin.scale.fill_(8.0)
+    assert (twin.snapshot().scale, scaler.snapshot().scale) == (8.0, 4.0)
+
+
+def test_replays_of_a_cuda_graph_move_the_scale_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = LossScaler("dynamic")
+    scaler.update_()
+    eager = scaler.snapshot()
+    with monkeypatch.context() as capture:
+        capture.setattr(devices, "is_capturing", lambda device: True)
+        assert scaler.snapshot() is not eager
+        scaler.update_()
+    scaler.scale.data.fill_(8.0)  # moves no version, as a replay moves none
+    assert scaler.snapshot().scale == 8.0
+    scaler.update_()
+    scaler.scale.data.fill_(16.0)
+    assert scaler.snapshot().scale == 16.0
+
+
 # --- an update that waits for other ranks ---------------------------------------------------------
 
 ASKS: dict[str, Callable[[LossScaler], Any]] = {
@@ -325,6 +357,8 @@ def test_get_scale_is_what_the_next_loss_is_multiplied_by() -> None:
         assert scaled_loss == before == 2.0**16
     train(MLP, model, optimizer, "o")
     assert before == 2.0**16  # a copy
+    assert amp.get_scale() == 2.0**15
+    amp.get_scale().fill_(3.0)
     assert amp.get_scale() == 2.0**15
     assert amp.get_scale(loss_id=1) == 2.0**16
     with pytest.raises(AmpIndexError, match="loss_id=2"):

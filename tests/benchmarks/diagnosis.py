@@ -61,8 +61,8 @@ def undiagnosed() -> Iterator[None]:
     def nothing(*_: object) -> None:
         return None
 
-    def conclude(backward: Backward, found_inf: Tensor) -> None:
-        backward.outcome = Outcome(found_inf, found_inf, found_inf, skips=backward.skips)
+    def conclude(backward: Backward, outcome: Tensor) -> None:
+        backward.outcome = Outcome(outcome, skips=backward.skips)
 
     with ExitStack() as off:
         for owner, name in ((Evidence, "enter"), (Evidence, "enter_unchecked"), (Evidence, "keep")):

@@ -131,6 +131,9 @@ struct Listed {
   double total = -1.0;
   float norm = -1.0f;
   float found_inf = 0.0f;
+  float scale = 1024.0f;
+  int32_t growth = 0;
+  std::array<float, kOutcome> outcome = {-1.0f, -1.0f, -1.0f, -1.0f};
 };
 
 struct ListCase {
@@ -142,6 +145,8 @@ struct ListCase {
   float const* a = nullptr;
   float const* b = nullptr;
   float const* norm_scale = nullptr;
+  float const* clip_norm = nullptr;
+  bool updates = false;
 
   template <class Run>
   Listed run(Run const& backend) const {
@@ -173,6 +178,8 @@ struct ListCase {
                       .n_chunks = int64_t(chunks.size()),
                       .a = a,
                       .reciprocal = reciprocal,
+                      .clip_norm = clip_norm,
+                      .max_norm = 0.7,
                       .b = b,
                       .writes = in_place || !out.empty(),
                       .partials = sums ? partials.data() : nullptr,
@@ -180,7 +187,18 @@ struct ListCase {
                       .total = &result.total,
                       .norm = &result.norm,
                       .norm_scale = norm_scale,
-                      .found_inf = &result.found_inf});
+                      .found_inf = &result.found_inf,
+                      .update = {updates ? ScaleState{.scale = &result.scale,
+                                                      .growth_tracker = &result.growth,
+                                                      .found_inf = &result.found_inf,
+                                                      .outcome = result.outcome.data()}
+                                         : ScaleState{},
+                                 {.growth_factor = 2.0,
+                                  .backoff_factor = 0.5,
+                                  .min_scale = 1.0,
+                                  .max_scale = 65536.0,
+                                  .growth_interval = 1,
+                                  .dynamic = true}}});
     return result;
   }
 };
@@ -193,7 +211,7 @@ void compare(ListCase const& c, int number) {
   Listed const gpu =
       c.run([](CheckArgs const& args) { args.b ? cuda::axpby(args, nullptr) : cuda::check(args, nullptr); });
   // Nothing is launched for no chunks.
-  int const expected = any_element(c.x) * (c.sums ? 2 : 1) + c.sums;
+  int const expected = any_element(c.x) + c.sums;
   EXPECT(simulator::launches == expected, "case %d: %d launches", number, simulator::launches);
   for (size_t t = 0; t < c.x.size(); ++t) {
     EXPECT(same(cpu.x[t], gpu.x[t]), "case %d, tensor %zu", number, t);
@@ -206,7 +224,8 @@ void compare(ListCase const& c, int number) {
   }
   EXPECT(same_or_nan(cpu.total, gpu.total), "case %d: %a, %a", number, cpu.total, gpu.total);
   EXPECT(same_or_nan(cpu.norm, gpu.norm), "case %d: %a, %a", number, cpu.norm, gpu.norm);
-  EXPECT(cpu.found_inf == gpu.found_inf, "case %d", number);
+  EXPECT(cpu.found_inf == gpu.found_inf && cpu.scale == gpu.scale && cpu.outcome == gpu.outcome, "case %d", number);
+  EXPECT(!(c.updates && c.sums) || gpu.scale == (gpu.outcome[0] != 0.0f ? 512.0f : 2048.0f), "case %d", number);
 }
 
 void test_lists() {
@@ -240,6 +259,8 @@ void test_lists() {
     c.b = wants_y ? &b : nullptr;
     c.reciprocal = c.a && chance(2);
     c.norm_scale = chance(2) ? &norm_scale : nullptr;
+    c.clip_norm = !c.sums && !wants_y && chance(2) ? &a : nullptr;
+    c.updates = chance(2);
     if (has_nonfinite) {  // NaNs differ in payload
       c.out.clear();
       c.y.clear();
@@ -540,7 +561,8 @@ void test_large_tensors() {
 void test_scale() {
   for (int number = 0; number < 300; ++number) {
     struct State {
-      float scale, found_inf, inv_used, found_inf_used;
+      float scale, found_inf, inv_used;
+      float outcome[4];
       int32_t growth, hysteresis;
     };
     ScaleRule const rule{.growth_factor = 2.0,
@@ -550,21 +572,24 @@ void test_scale() {
                          .growth_interval = 3,
                          .hysteresis = 2,
                          .dynamic = !chance(4)};
-    State const before{pick({1.0f, 1.5f, 1024.0f, 65536.0f}), pick({0.0f, 1.0f, 3.0f}), 0.0f, 0.0f,
+    State const before{pick({1.0f, 1.5f, 1024.0f, 65536.0f}), pick({0.0f, 1.0f, 3.0f}), 0.0f, {},
                        int32_t(random_bits() % 3), int32_t(random_bits() % 3)};
     State cpu = before, gpu = before;
     bool const hysteresis = chance(2);
     bool const latches = chance(2);
+    float const used = 3.0f, loss = 0.25f;
     auto const args = [&](State& s) {
       return ScaleState{.scale = &s.scale,
                         .growth_tracker = &s.growth,
                         .found_inf = &s.found_inf,
                         .hysteresis_tracker = hysteresis ? &s.hysteresis : nullptr,
                         .inv_scale_used = latches ? &s.inv_used : nullptr,
-                        .found_inf_used = latches ? &s.found_inf_used : nullptr};
+                        .outcome = latches ? s.outcome : nullptr,
+                        .scale_used = latches && hysteresis ? &used : nullptr,
+                        .loss = latches && rule.dynamic ? &loss : nullptr};
     };
-    cpu::update_scale(args(cpu), rule);
-    cuda::update_scale(args(gpu), rule, nullptr);
+    cpu::update_scale({args(cpu), rule});
+    cuda::update_scale({args(gpu), rule}, nullptr);
     EXPECT(!std::memcmp(&cpu, &gpu, sizeof cpu), "case %d", number);
   }
 }

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_engine import AmpGradientWarning, Engine, kernels
+from amp_engine.kernels import choice
 from tests.gpu.support import (
     GPU,
     GPUS,
@@ -28,10 +29,9 @@ from tests.gpu.test_steps import BASE, CASES, INV_SCALE, problem
 
 pytestmark = pytest.mark.cuda
 
-CHECK_LAUNCHES = 3  # each chunk, each segment of chunks, all; tests/cuda_simulator counts them too
+CHECK_LAUNCHES = 2  # each chunk, all; tests/cuda_simulator counts them too
 STEP_LAUNCHES = 2  # once a tensor, once a chunk
-# Between them the loss scale moves, and torch.stack joins the numbers that go to the host.
-ENGINE_LAUNCHES = CHECK_LAUNCHES + 1 + 1 + STEP_LAUNCHES
+ENGINE_LAUNCHES = CHECK_LAUNCHES + STEP_LAUNCHES
 
 
 class Tensors(torch.nn.Module):
@@ -52,13 +52,14 @@ class Iteration:
         engine.initialize(model, self.optimizer, opt_level="O2", verbosity=0, loss_scale="dynamic")
         self.params = list(model.parameters())
         self.gradients = [torch.randn_like(p) for p in self.params]
-        self.loss = torch.zeros((), device=GPU)
+        self.loss = torch.zeros((), device=GPU, requires_grad=True)
+        self.one = torch.ones((), device=GPU)
 
     def backward(self):
         """Up to the end of the body of scale_loss, which is returned."""
         self.optimizer.zero_grad()
         context = self.engine.scale_loss(self.loss, self.optimizer)
-        context.__enter__()
+        torch.autograd.grad(context.__enter__(), self.loss, self.one)
         for p, g in zip(self.params, self.gradients, strict=True):
             p.grad = g
         return context
@@ -86,35 +87,50 @@ def test_a_step_of_the_engine_waits_for_nothing(count):
 class Ops(TorchDispatchMode):
     """Notes the names of torch's operations that may launch kernels: neither memory, nor numbers for the host."""
 
+    FREE = ("aten.empty", "aten._local_scalar_dense", "aten.select.int", "aten.detach", "aten._lazy_clone", "profiler.")
+
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
-        if not name.startswith(("aten.empty", "aten._local_scalar_dense", "profiler.")):
+        if not name.startswith(self.FREE):
             self.names.append(name)
         return function(*args, **(kwargs or {}))
+
+    def noting(self, function, names):
+        """Return a function that notes these names and calls `function`."""
+
+        def call(*args, **kwargs):
+            self.names += names
+            return function(*args, **kwargs)
+
+        return call
 
 
 @pytest.mark.skipif(not STANDS_IN, reason="the profiler counts launches where there is a GPU")
 @pytest.mark.skipif(not kernels.has_native(GPU), reason="needs compiled kernels")
 @pytest.mark.parametrize("count", [3, 300])
-def test_besides_check_and_step_only_the_scale_is_moved(count):
-    """Of ENGINE_LAUNCHES, as far as a CPU can tell: its numbers need no message to the host."""
-    with Engine() as engine:
+def test_an_iteration_is_six_launches(count, monkeypatch):
+    """As far as a CPU can tell. From zero_grad to the step, with clipping."""
+    with Engine() as engine, Ops() as ops:
+        for owner, name, launched in (
+            (kernels.ListCheck, "run", CHECK_LAUNCHES),
+            (choice.NATIVE["cpu"].StepTable, "step", STEP_LAUNCHES),
+        ):
+            monkeypatch.setattr(owner, name, ops.noting(getattr(owner, name), [name] * launched))
         iteration = Iteration(engine, count)
         for _ in range(3):
+            ops.names.clear()
             iteration.finish(iteration.backward())
-        context = iteration.backward()
-        with Ops() as ops:
-            iteration.finish(context)
-    assert ops.names == ["amp_engine.update_scale_.default"]
+    scaling = ["aten.mul.Tensor"] * 2  # the loss, and its gradient
+    assert ops.names == [*scaling, *["run"] * CHECK_LAUNCHES, *["step"] * STEP_LAUNCHES]
 
 
 @needs_queue
 @pytest.mark.parametrize("count", [3, 300, 10_000])
-def test_a_step_of_the_engine_takes_seven_launches_and_no_memory(count):
+def test_a_step_of_the_engine_takes_four_launches_and_no_memory(count):
     with Engine() as engine:
         iteration = Iteration(engine, count)
         for _ in range(3):

@@ -38,6 +38,33 @@ def test_again_and_again_over_changing_lists():
         assert not checks.nonfinite.any()
 
 
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_a_scale_is_updated_after_the_check_as_by_itself(value):
+    tensors, results = [torch.full((9,), value), None], []
+    for together in (True, False):
+        scale, tracker, found_inf, norm = (
+            torch.tensor(4.0),
+            torch.tensor(2, dtype=torch.int32),
+            torch.zeros(()),
+            torch.zeros(()),
+        )
+        inverse, outcome, loss = torch.zeros(()), torch.zeros(4), torch.tensor(0.25)
+        update = (scale, tracker, found_inf, 2.0, 0.5, 3, 1.0, 16.0, None, 1, True, inverse, outcome, None, loss)
+        kernels.ListCheck().run(tensors, None, scale, found_inf, norm, update if together else None)
+        if not together:
+            kernels.update_scale_(*update)
+        results.append([t.item() for t in (scale, tracker, found_inf, norm, inverse)] + outcome.tolist())
+    assert results[0] == results[1]
+    assert results[0][5:] == [float(value == math.inf), 2.0 if value == math.inf else 8.0, 4.0, 0.25]
+
+
+def test_an_update_is_refused_by_name():
+    tensors, scale = [torch.full((9,), 2.0)], torch.tensor(4.0)
+    update = (scale, torch.zeros(()), torch.zeros(()), 2.0, 0.5, 3, 1.0, 16.0, None, 1, True, None, None, None, None)
+    with pytest.raises(AmpValueError, match="growth_tracker is"):
+        kernels.ListCheck().run(tensors, tensors, scale, torch.zeros(()), torch.zeros(()), update)
+
+
 def test_only_what_has_an_output_is_written():
     arena, list_check = Arena(), kernels.ListCheck()
     tensors = [arena.randn(33, dtype) for dtype in (*FLOATS, torch.float32)]
@@ -49,12 +76,14 @@ def test_only_what_has_an_output_is_written():
     assert arena.is_intact()
 
 
-def test_multiplied_in_float32_and_rounded_once():
+@pytest.mark.parametrize(("norm", "max_norm"), [(3.0, 0.9), (0.5, 2.0), (0.0, 1.0), (math.inf, 1.0), (1e-7, 1e-8)])
+def test_clipped_in_float32_and_rounded_once(norm, max_norm):
     arena, list_check = Arena(), kernels.ListCheck()
     tensors = [None if dtype is None else arena.randn(40000, dtype) for dtype in (*FLOATS, None, *FLOATS)]
-    before, factor = copies([t for t in tensors if t is not None]), torch.tensor(0.3)
+    before = copies([t for t in tensors if t is not None])
+    factor = torch.tensor(min(1.0, max_norm / (torch.tensor(norm).item() + 1e-6)))
     versions = [t._version for t in tensors if t is not None]
-    list_check.multiply_(tensors, factor)
+    list_check.clip_(tensors, torch.tensor(norm), max_norm)
     present = [t for t in tensors if t is not None]
     for t, b in zip(present, before, strict=True):
         assert same_bits(t, (b.float() * factor).to(b.dtype))
@@ -62,10 +91,10 @@ def test_multiplied_in_float32_and_rounded_once():
     assert arena.is_intact()
 
 
-def test_nothing_is_multiplied_of_a_list_that_is_refused():
+def test_nothing_is_clipped_of_a_list_that_is_refused():
     tensors = [torch.ones(3), torch.ones(3, dtype=torch.float64)]
     with pytest.raises(AmpValueError, match=r"\[1\] is a"):
-        kernels.ListCheck().multiply_(tensors, torch.tensor(2.0))
+        kernels.ListCheck().clip_(tensors, torch.tensor(2.0), 1.0)
     assert torch.equal(tensors[0], torch.ones(3))
 
 
@@ -78,14 +107,14 @@ def test_each_device_has_a_check_of_its_own(monkeypatch):
             self.devices = []
             made.append(self)
 
-        def multiply_(self, tensors, factor):
-            self.devices.append(factor.device.type)
+        def clip_(self, tensors, norm, max_norm):
+            self.devices.append(norm.device.type)
 
     for device in ("cpu", "meta"):
         monkeypatch.setitem(choice.NATIVE, device, SimpleNamespace(ListCheck=Check))
     list_check = kernels.ListCheck()
     for device in ("cpu", "meta") * 2:
-        list_check.multiply_([], torch.empty((), device=device))
+        list_check.clip_([], torch.empty((), device=device), 1.0)
     assert [check.devices for check in made] == [["cpu"] * 2, ["meta"] * 2]
 
 

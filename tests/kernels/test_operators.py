@@ -54,7 +54,7 @@ def step_arguments(formula):
 
 def scale_arguments(kept):
     tracker, left = torch.tensor(0, dtype=torch.int32), torch.tensor(2, dtype=torch.int32)
-    optional = (left, 2, True, scalar(), scalar()) if kept else ()
+    optional = (left, 2, True, scalar(), torch.zeros(4), scalar(), scalar()) if kept else ()
     return (scalar(4.0), tracker, scalar(1.0), 2.0, 0.5, 3, 1.0, 16.0, *optional), {}
 
 

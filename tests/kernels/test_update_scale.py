@@ -97,15 +97,18 @@ def test_a_static_scale_counts_and_stays(flag):
 
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("flag", [0.0, 3.0])
-def test_what_the_backward_used_is_kept(flag, dynamic):
+@pytest.mark.parametrize("used", [None, 12.0])
+def test_what_the_backward_used_and_what_comes_of_it_is_told(flag, dynamic, used):
     state, tracker, found_inf = f32(3.0), i32(2), f32(flag)
-    inverse, used = f32(math.nan), f32(math.nan)
+    inverse, outcome = f32(math.nan), torch.full((4,), math.nan)
+    told = {} if used is None else {"scale_used": f32(used), "loss": f32(0.25)}
     kernels.update_scale_(
-        state, tracker, found_inf, inv_scale_used=inverse, found_inf_used=used, dynamic=dynamic, **RULES
+        state, tracker, found_inf, inv_scale_used=inverse, outcome=outcome, dynamic=dynamic, **told, **RULES
     )
     assert inverse.item() == f32(1 / 3).item()
-    assert (used.item(), found_inf.item()) == (flag, 0.0)
-    assert state.item() == (3.0 if not dynamic else 1.5 if flag else 6.0)
+    after = 3.0 if not dynamic else 1.5 if flag else 6.0
+    assert (state.item(), found_inf.item()) == (after, 0.0)
+    assert outcome.tolist() == [flag, after, *((3.0, 0.0) if used is None else (used, 0.25))]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,10 @@ def test_what_the_backward_used_is_kept(flag, dynamic):
         ("found_inf", torch.zeros((), device="meta")),
         ("hysteresis_tracker", torch.zeros(())),
         ("inv_scale_used", torch.zeros((), dtype=torch.float16)),
-        ("found_inf_used", torch.zeros((), dtype=torch.int32)),
+        ("outcome", torch.zeros(3)),
+        ("outcome", torch.zeros(4, dtype=torch.int32)),
+        ("scale_used", torch.zeros(2)),
+        ("loss", torch.zeros((), dtype=torch.float16)),
     ],
 )
 def test_other_tensors_are_refused_by_name(name, given):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from amp_engine.apex_private.handle import Handle, NoOpHandle
 from amp_engine.apex_private.state import AmpState
@@ -34,6 +36,7 @@ from amp_engine.telemetry.compare_levels import compare_levels as compare_levels
 from amp_engine.telemetry.fp32_modules import find_fp32_modules as find_fp32_modules
 from amp_engine.telemetry.gradient_watch import GradientWatch
 from amp_engine.telemetry.step_times import StepTimes
+from amp_engine.telemetry.update_audit import UpdateAudit
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -109,8 +112,17 @@ def step_times() -> StepTimes:
     return StepTimes(_amp_state.engine)
 
 
+def audit_updates(
+    optimizers: Optimizer | Sequence[Optimizer],
+    every: int = 1,
+    models: nn.Module | Sequence[nn.Module] | None = None,
+) -> UpdateAudit:
+    return UpdateAudit(_amp_state.engine, optimizers, every, models)
+
+
 watch_gradients.__doc__ = GradientWatch.__doc__
 step_times.__doc__ = StepTimes.__doc__
+audit_updates.__doc__ = UpdateAudit.__doc__
 
 
 def half_function(fn: F) -> F:
@@ -184,6 +196,7 @@ __all__ = [
     "DynamicLossScale",
     "LossScaler",
     "RunPolicy",
+    "audit_updates",
     "averaged_model",
     "casts",
     "clip_grad_norm_",

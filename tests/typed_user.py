@@ -69,6 +69,9 @@ def look(writer: SummaryWriter) -> None:
     with amp.watch_gradients(every=10) as watch:
         pass
     assert_type([record.norm for record in watch.records], list[float])
+    with amp.audit_updates([], every=10) as audit:
+        pass
+    assert_type([one.erased for one in audit.measured().tensors], list[float])
     TensorBoardScalars(writer)(3)
 
 

@@ -10,7 +10,7 @@ import copy
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -32,6 +32,21 @@ def ghost(optimizer: Optimizer, stand_ins: bool = False) -> Optimizer:
     Every other attribute is deeply copied when the step reads it.
     """
     return _Copies(stand_ins).ghost(optimizer)
+
+
+def shadow(optimizer: Optimizer, params: Mapping[int, nn.Parameter]) -> Optimizer:
+    """Return a ghost with other parameters and copies of their state: its `step` writes those and nothing else.
+
+    Args:
+        optimizer: stays as it is.
+        params: id of each parameter in its groups -> the parameter in the shadow's groups.
+    """
+    return _Copies(False, params).ghost(optimizer)
+
+
+def is_ghost(optimizer: Optimizer) -> bool:
+    """True for a ghost or a shadow."""
+    return isinstance(optimizer, _CopiesWhenLookedAt)
 
 
 def discard_ghost(double: Optimizer) -> None:
@@ -126,11 +141,13 @@ class _Copies:
 
     Args:
         stand_ins: True to give ghosts a throw-away parameter a group.
+        params: id of a parameter -> what ghosts have in its place, with its state. Other parameters are left out.
     """
 
-    def __init__(self, stand_ins: bool) -> None:
+    def __init__(self, stand_ins: bool, params: Mapping[int, nn.Parameter] = types.MappingProxyType({})) -> None:
         self._stand_ins = stand_ins
-        self._made: dict[int, Any] = {}  # by the id of the original
+        self._params = params
+        self._made: dict[int, Any] = dict(params)  # by the id of the original
         self._originals: list[Any] = []  # kept alive, so their ids stay theirs
 
     def of(self, value: Any) -> Any:
@@ -165,7 +182,7 @@ class _Copies:
         if id(shared) not in self._made:
             state: dict[Any, Any] = defaultdict(dict)
             self._remember(shared, state)
-            state.update((key, self.of(value)) for key, value in shared.items() if not isinstance(key, Tensor))
+            state.update((key, self.of(value)) for key, value in self._with_keys(shared))
         vars(double)["state"] = self._made[id(shared)]
         for name in (*vars(optimizer), *_kept_by_class(kind)):
             if name not in vars(double) and hasattr(kind, name):  # else the read would find the class attribute
@@ -183,8 +200,7 @@ class _Copies:
         double: dict[str, Any] = {}
         self._remember(group, double)
         self._remember(group["params"], params)
-        if self._stand_ins:
-            params.append(_stand_in(group["params"]))
+        params += self._stepped(group["params"])
         for key, value in group.items():
             double[key] = value[: len(params)] if key == "param_names" else self.of(value)
         return double
@@ -231,9 +247,8 @@ class _Copies:
         self._remember(value, double)  # before its contents, which may refer to it
         if isinstance(value, dict):
             double.clear()
-            for key, item in value.items():
-                if not isinstance(key, Tensor):
-                    double[self.of(key) if isinstance(key, tuple) else key] = self.of(item)
+            for key, item in self._with_keys(value):
+                double[self.of(key) if isinstance(key, tuple) else key] = self.of(item)
         elif isinstance(value, set):
             double.clear()
             double.update(self._items(value))
@@ -270,11 +285,25 @@ class _Copies:
         return self._made[id(cell)]
 
     def _items(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Return copies of `values`; a list of only parameters becomes a stand-in, or empty without stand-ins."""
+        """Return copies of `values`; of a list of only parameters what the ghost steps in their place."""
         listed = list(values)
         if listed and all(isinstance(value, nn.Parameter) for value in listed):
-            return iter([_stand_in(listed)] if self._stand_ins else [])
+            return iter(self._stepped(listed))
         return map(self.of, listed)
+
+    def _stepped(self, params: list[Any]) -> list[nn.Parameter]:
+        """Return what stands for `params`: others, a stand-in, or nothing."""
+        if self._stand_ins:
+            return [_stand_in(params)]
+        return [self._params[id(p)] for p in params if id(p) in self._params]
+
+    def _with_keys(self, values: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield the entries of a dictionary; a tensor among the keys is replaced, or left out with its value."""
+        for key, value in values.items():
+            if not isinstance(key, Tensor):
+                yield key, value
+            elif id(key) in self._params:
+                yield self._params[id(key)], value
 
 
 def _stand_in(params: list[Any]) -> nn.Parameter:

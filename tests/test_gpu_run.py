@@ -12,14 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.gpu_run import build, counters, facts, sanitizers, variants
+from tests.gpu_run import build, counters, sanitizers, variants
 from tests.gpu_run import parts as parts_module
-from tests.gpu_run.machine import Clocks, summary
+from tests.gpu_run.machine import Clocks, about, summary
 from tests.gpu_run.page import page, reports
 from tests.gpu_run.parts import Part, parts
 from tests.gpu_run.program import Task
@@ -247,10 +246,11 @@ def test_time_that_is_left_goes_to_the_stages_that_take_it(tmp_path):
 
 
 def test_a_report_holds_the_rows_of_a_stage_that_was_cut_short(tmp_path):
-    report = Report(tmp_path, Part("B", "steps", 9, (Stage("steps", [], 8.0),)), {"gpu": "none", "date": "today"})
+    about = {"gpu": "a GPU", "date": "today", "commit": "abc", "torch": "2"}
+    report = Report(tmp_path, Part("B", "steps", 9, (Stage("steps", [], 8.0),)), about)
     rows = Rows(report.rows_file, "steps")
     rows.add("a | b", "ours", ms=1.23456, of_copy=0.5, missing=None)
-    rows.write({"stage": "facts", "about": {"gpu": "a GPU", "commit": "abc", "torch": "2"}})
+    rows.add("b", "ours")
     with report.rows_file.open("a") as file:
         file.write('{"stage": "steps", "ca')
     assert len(read_rows(report.rows_file)) == 2
@@ -415,15 +415,16 @@ def test_variants_are_compiled_for_the_gpu_that_is_there_and_run(tmp_path):
     assert (row["what"], row["ms"]) == ("-gencode=arch=compute_90,code=sm_90", 1.5)
 
 
-def test_what_the_machine_is_comes_from_torch_once_it_can_be_asked(tmp_path, monkeypatch):
-    gpu = SimpleNamespace(name="H100", total_memory=80 << 30, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(sys, "argv", ["facts", "--rows", str(tmp_path / "rows")])
-    facts.main()
-    (row,) = read_rows(tmp_path / "rows")
-    assert row["about"]["gpu"] == "H100, 80 GiB, 132 SMs"
-    assert "timm " in row["about"]["packages"]
+def test_what_the_machine_is_is_said_without_torch(tmp_path, monkeypatch):
+    tool(tmp_path, "nvidia-smi", 'case "$*" in *driver*) echo 580.1;; *) echo "H100, 81559";; esac')
+    tool(tmp_path, "ncu", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("COMMIT", "abc")
+    said = about()
+    assert (said["gpu"], said["driver"], said["commit"]) == ("H100, 81559", "580.1", "abc")
+    assert said["programs"] == "no make, no g++, no nvcc, ncu, no compute-sanitizer"
+    assert f"pytest {pytest.__version__}" in said["packages"]
+    assert torch.__version__.startswith(said["torch"])
 
 
 def test_clocks_are_asked_for_while_stages_run(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import threading
@@ -15,6 +16,8 @@ from tests.gpu_run.report import Row
 
 COLUMNS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # newer and older drivers
+PROGRAMS = ("make", "g++", "nvcc", "ncu", "compute-sanitizer")
+PACKAGES = ("timm", "transformers", "pytest", "setuptools", "ninja", "numpy", "triton")
 IDLE = 0x1  # of the reasons: no work
 
 
@@ -33,7 +36,7 @@ def query(*names: str) -> str:
 
 
 def about() -> dict[str, str]:
-    """Date, GPU, driver, torch and commit."""
+    """Date, commit, GPU and driver, torch, and what else the stages use."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": os.environ.get("COMMIT") or output("git", "describe", "--always", "--dirty") or "unknown",
@@ -41,6 +44,9 @@ def about() -> dict[str, str]:
         "driver": query("driver_version") or "none",
         "torch": installed("torch"),
         "python": platform.python_version(),
+        "system": platform.platform(),
+        "programs": ", ".join(name if shutil.which(name) else f"no {name}" for name in PROGRAMS),
+        "packages": ", ".join(f"{name} {installed(name)}" for name in PACKAGES),
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu_run.report import ABOUT, Row, cell, read_rows, replace_text
+from tests.gpu_run.report import Row, cell, read_rows, replace_text
 from tests.gpu_run.stages import OK, UNFINISHED
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -31,12 +31,8 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     """The reports that lie in a folder and below it, the oldest first, with their rows."""
     found = []
     for path in sorted(folder.rglob("*.json")):
-        report = json.loads(path.read_text())
-        rows = read_rows(path.with_suffix(".jsonl"))
-        for row in rows:
-            report[ABOUT] |= row.get(ABOUT, {})
-        found.append({**report, "rows": [row for row in rows if ABOUT not in row]})
-    return sorted(found, key=lambda report: (report[ABOUT]["date"], report["part"]))
+        found.append({**json.loads(path.read_text()), "rows": read_rows(path.with_suffix(".jsonl"))})
+    return sorted(found, key=lambda report: (report["about"]["date"], report["part"]))
 
 
 def page(folder: Path) -> str:
@@ -49,7 +45,7 @@ def page(folder: Path) -> str:
 
 def summary(report: dict[str, Any]) -> Row:
     """A row of the table at the top."""
-    about = report[ABOUT]
+    about = report["about"]
     became = {stage["stage"]: stage["outcome"] for stage in report["stages"]}
     wrong = [f"{stage} {outcome}" for stage, outcome in became.items() if outcome != OK]
     return {
@@ -70,7 +66,7 @@ def section(report: dict[str, Any]) -> str:
 
 def _blocks(report: dict[str, Any]) -> Iterator[str]:
     yield f"## Part {report['part']}: {report['about_part']}"
-    yield "\n".join(f"* {name}: {value}" for name, value in report[ABOUT].items())
+    yield "\n".join(f"* {name}: {value}" for name, value in report["about"].items())
     yield table([_outcome(stage) for stage in report["stages"]])
     if report["clocks"]:
         yield table(report["clocks"])

@@ -66,7 +66,6 @@ def parts(folder: Path, simulated: bool) -> list[Part]:
             "the machine, small cases of every kernel, the tests, the host's time",
             580,
             (
-                Stage("facts", module("A", "facts"), 30),
                 build("A"),
                 Stage("smoke", module("A", "small"), 40, {"CUDA_LAUNCH_BLOCKING": "1"}),  # an error names its kernel
                 Stage("tests", tests(*marked_cuda()), 190, on_device),

@@ -12,8 +12,6 @@ from typing import Any
 from tests.gpu_run.parts import Part
 from tests.gpu_run.stages import UNFINISHED, Outcome
 
-ABOUT = "about"  # the key of the one row that says what the machine is
-
 Row = dict[str, Any]
 
 # How a number is printed; what is not listed here is printed with three digits.
@@ -41,10 +39,6 @@ class Rows:
         row |= {name: value for name, value in numbers.items() if value is not None}
         shown = "  ".join(f"{name} {cell(name, row[name])}" for name in list(row)[3:])
         print(f"{case:34} {what:44} {shown}", flush=True)
-        self.write(row)
-
-    def write(self, row: Row) -> None:
-        """Append a row."""
         if self._path:
             with self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -80,7 +74,7 @@ class Report:
         for stage in self._part.stages[len(stages) :]:
             stages.append({"stage": stage.name, "outcome": UNFINISHED})
         head = {"part": self._part.name, "about_part": self._part.about, "limit": self._part.limit}
-        text = json.dumps({**head, ABOUT: self._about, "stages": stages, "clocks": list(clocks)}, indent=1)
+        text = json.dumps({**head, "about": self._about, "stages": stages, "clocks": list(clocks)}, indent=1)
         replace_text(self._file, text + "\n")
 
 

@@ -96,6 +96,10 @@ class _ReferenceCheck:
 
 
 def _scale(outputs: TensorList, tensors: TensorList, factor: Tensor) -> None:
-    for output, tensor in zip(outputs, tensors, strict=True):
-        if output is not None and tensor is not None:
+    pairs = [(o, t) for o, t in zip(outputs, tensors, strict=True) if o is not None and t is not None]
+    in_place = [o for o, t in pairs if o is t and o.dtype is torch.float32]
+    if in_place:
+        torch._foreach_mul_(in_place, factor)
+    for output, tensor in pairs:
+        if output is not tensor or output.dtype is not torch.float32:
             output.copy_(tensor.float() * factor)

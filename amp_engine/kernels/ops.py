@@ -284,8 +284,8 @@ def _per_tensor(tensors: TensorList, order: float, dtype: torch.dtype, device: t
     # A maximum needs no wider type than the values have.
     found = iter(torch._foreach_norm(filled, order, dtype=None if order == math.inf else dtype) if filled else [])
     zero = torch.zeros((), dtype=dtype, device=device or _device(tensors))
-    norms = [next(found).to(dtype) if t is not None and t.numel() else zero for t in tensors]
-    return torch.stack(norms) if norms else zero.new_zeros(0)
+    norms = [next(found) if t is not None and t.numel() else zero for t in tensors]
+    return torch.stack(norms).to(dtype) if norms else zero.new_zeros(0)
 
 
 def _device(tensors: TensorList) -> torch.device | None:

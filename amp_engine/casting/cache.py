@@ -211,6 +211,8 @@ def _watch(weight: nn.Parameter) -> bool:
     We make the memory copy-on-write with one owner: torch drops that state when a writer comes. Memory of numpy, of a
     file, or of several processes cannot be watched, as other code than torch writes it.
     """
+    if not _is_alone(weight):
+        return False  # FSDP2 frees and allocates memory of its own, which must not be copy-on-write then
     if not is_copy_on_write(weight):
         weight.data_ptr()  # counts as a write to the compiled cache, which may watch this weight, too
         try:
@@ -222,8 +224,12 @@ def _watch(weight: nn.Parameter) -> bool:
 
 def _is_untouched(weight: nn.Parameter) -> bool:
     """True if no request to write the memory of `weight` came since `_watch`, and nothing else shares that memory."""
-    users = storage_users(weight.untyped_storage()._cdata)
-    return is_copy_on_write(weight) and users == 2  # the weight, and this call
+    return is_copy_on_write(weight) and _is_alone(weight)
+
+
+def _is_alone(weight: nn.Parameter) -> bool:
+    """True if no other tensor has the memory of `weight`."""
+    return bool(storage_users(weight.untyped_storage()._cdata) == 2)  # the weight, and this call
 
 
 def _may_keep(weight: nn.Parameter) -> bool:

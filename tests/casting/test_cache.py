@@ -61,6 +61,15 @@ def test_a_weight_used_twice_is_cast_once(casts: FunctionCasts) -> None:
     assert len(casts.cache) == 1
 
 
+def test_memory_that_others_have_does_not_become_copy_on_write() -> None:
+    cache, alone, memory = WeightCache(), layer().weight, torch.zeros(2, 2)
+    shared = nn.Parameter(memory)
+    for weight in (alone, shared):
+        cache.cast(weight, torch.float16)
+    assert torch._C._is_cow_tensor(alone)
+    assert not torch._C._is_cow_tensor(shared)  # FSDP2 resizes it, which torch refuses of such memory
+
+
 def test_the_gradient_of_a_shared_weight_is_the_sum_over_its_uses(casts: FunctionCasts) -> None:
     shared = layer(0.5)
     shared(shared(X)).sum().backward()

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.forward_order import name_of, parameters_of
 from amp_engine.stepping.scale_loss import ScaledBackwards
 
-Phase = Literal["weights", "data", "forward", "backward"]
+Phase = Literal["weights", "buffers", "data", "forward", "backward"]
 
 # What they give is not written yet.
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
@@ -36,14 +36,14 @@ class OverflowSource:
     """Where a batch stopped to be finite.
 
     Attributes:
-        phase: "weights": before the batch, in a parameter; "data": in an input of the model, or of an operation;
-            "forward", "backward": in the operation named; None: everything was finite.
+        phase: "weights", "buffers": before the batch, in a parameter or buffer; "data": in an input of the model, or of
+            an operation; "forward", "backward": in the operation named; None: all that the loss depends on was finite.
         module: name of the module that the operation is in, or that was given the data; "" for the model itself; None
             outside of every module of the models that were initialized, as in a loss function.
         module_type: class of that module.
         operation: "softmax", by the name that torch gives it in the forward, or autograd in the backward; "a sum of
             gradients, or a hook, before ..." names the operation whose backward was given what is not finite.
-        parameter: name of a parameter that the operation uses, if it does.
+        parameter: name of a parameter that the operation uses, if it does; of the buffer.
         kind: "inf" or "nan".
         elements: how many were not finite.
         numel: of how many; of a sparse tensor those that it stores.
@@ -53,6 +53,7 @@ class OverflowSource:
         loss_scale: that the loss was multiplied by; None if it was never seen.
         finite_at: the present loss scale, if the batch was run at an earlier one and overflows at the present one no
             more; None else.
+        unused: the first place that was not finite and on which the loss does not depend; None without one.
     """
 
     phase: Phase | None
@@ -68,15 +69,19 @@ class OverflowSource:
     loss: float | None = None
     loss_scale: float | None = None
     finite_at: float | None = None
+    unused: OverflowSource | None = None
 
     def __str__(self) -> str:
         loss = "" if self.loss is None else f"  The loss is {self.loss:.6g}, scaled by {self.loss_scale:g}."
+        if self.phase is None and self.unused is not None:
+            verb = "was given" if self.unused.phase == "data" else "gave"
+            unused = f"{self.unused._where()} {verb} {self.unused._found()}"
+            return f"Everything that the loss depends on is finite.{loss}  Unused: {unused}."
         if self.phase is None:
             return f"Everything is finite: each operation of the forward, and each gradient.{loss}"
-        where = self._where()
-        found = f"{self.kind} in {self.elements} of {self.numel} elements ({str(self.dtype).removeprefix('torch.')})"
-        if self.phase == "weights":
-            return f"weights: {self.parameter} holds {found}.{loss}"
+        where, found = self._where(), self._found()
+        if self.phase in ("weights", "buffers"):
+            return f"{self.phase}: {self.parameter} holds {found}.{loss}"
         if self.phase == "data":
             return f"data: {where} was given {found}, which no operation of this batch made.{loss}"
         inputs = "" if self.largest_input is None else f", of inputs up to {self.largest_input:.4g}"
@@ -84,6 +89,9 @@ class OverflowSource:
         if self.finite_at is not None:
             now = f"  At the present scale, {self.finite_at:g}, everything is finite: nothing to do."
         return f"{self.phase}: {where} gave the first value that is not finite: {found}{inputs}.{loss}{now}"
+
+    def _found(self) -> str:
+        return f"{self.kind} in {self.elements} of {self.numel} elements ({str(self.dtype).removeprefix('torch.')})"
 
     def _where(self) -> str:
         of = f" with {self.parameter}" if self.parameter else ""
@@ -93,8 +101,24 @@ class OverflowSource:
         return module if self.operation is None else f"{self.operation}{of} in {module}"
 
 
+class _Made(NamedTuple):
+    """A place of the forward that made, or was given, the first value that is not finite.
+
+    Attributes:
+        is_sure: False for -inf of a cast, which may be a mask.
+        has_gradient: True if the backward runs through it.
+    """
+
+    source: OverflowSource
+    is_sure: bool
+    has_gradient: bool
+
+
 class _Search(Recorder):
-    """Looks at each operation of a forward, and by hooks at each node of a backward, until something is not finite."""
+    """Looks at each operation of a forward, and by hooks at each node of a backward.
+
+    What is not finite is followed from its place through the operations, to tell at the loss where it came from.
+    """
 
     sees_operations = True
 
@@ -106,17 +130,21 @@ class _Search(Recorder):
         self._places = places
         self._owner: dict[Node, Module | None] = {}  # the module that made each node
         self._found: OverflowSource | None = None
-        self._maybe: OverflowSource | None = None  # -inf of a cast, which may be a mask
+        self._made: list[_Made] = []  # in the order of the forward
+        # The memory of values that are not finite, alive, so that no other is taken for it; each with its place.
+        self._memory: dict[int, tuple[torch.UntypedStorage, int]] = {}
         # Memory that was not written when it was made, so that its values were never computed. Alive, so that no other
         # is taken for it.
         self._unwritten: dict[int, torch.UntypedStorage] = {}
 
     @property
     def found(self) -> OverflowSource:
-        """The first place that is sure, or else the first that may be a mask; and the loss."""
-        found = self._found or self._maybe or OverflowSource(None)
-        if self.loss is None:
-            return found
+        """The place that the loss, or a gradient, came from; and the loss."""
+        sure = [made.source for made in self._made if made.is_sure]
+        found = self._found or next((one for one in sure if one.phase == "buffers"), None)
+        if self.loss is None:  # so that it is not known what it depends on
+            return found or next(iter([*sure, *(made.source for made in self._made)]), OverflowSource(None))
+        found = found or OverflowSource(None, unused=next(iter(sure), None))
         return dataclasses.replace(found, loss=float(self.loss.float().sum()), loss_scale=self.scale)
 
     def look_at_weights(self, params: Iterable[nn.Parameter]) -> None:
@@ -124,15 +152,25 @@ class _Search(Recorder):
         for param in params:
             if (bad := self._first_bad([param])) is not None:
                 place = self._places[id(param)]
-                self._note("weights", bad, Module(place.module, place.module_type), parameter=place.parameter)
+                module = Module(place.module, place.module_type)
+                self._found = self._source("weights", bad, module, parameter=place.parameter)
+
+    def look_at_buffers(self) -> None:
+        """Note the buffers that hold NaN or +inf; -inf may be a mask."""
+        for module, name in self.modules.items():
+            for key, buffer in module.named_buffers(recurse=False):
+                for bad in filter(_is_bad, _floats([buffer])):
+                    path = f"{name.name}.{key}" if name.name else key
+                    self._note(self._source("buffers", bad, name, parameter=path), [bad])
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Note an operation with an input, or a result, that is not finite."""
         if self._found is not None:
             return func(*args, **kwargs)
-        given = self._written(tensors_in((args, kwargs)))
-        came_bad = [one for one in given if _is_bad(one)]
-        has_masks = any(bool(one.isneginf().any()) for one in given)
+        inputs = tensors_in((args, kwargs))
+        given = self._written(inputs)
+        odd = [one for one in given if not _is_finite(one)]
+        came_bad = [one for one in odd if _is_bad(one)]
         largest = _largest(given)
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
@@ -143,17 +181,42 @@ class _Search(Recorder):
                 storage = one.untyped_storage()
                 self._unwritten[storage._cdata] = storage
             return result
-        if came_bad:  # what operations before have made was found then
-            self._note("data", came_bad[0], self.innermost, name)
+        gave = [one for one in self._written(tensors_in(result)) if not _is_finite(one)]
+        has_gradient = any(one.requires_grad for one in inputs)
+        places = [place for one in odd if (place := self._place_of(one)) is not None]
+        if came_bad and not places:  # no operation of this batch made it
+            source = self._source("data", came_bad[0], self.innermost, name)
+            places = [self._note(source, came_bad, has_gradient=has_gradient)]
+        places = [place for place in places if came_bad or self._made[place].is_sure]
+        if places:
+            self._follow(gave, min(places))
             return result
-        for one in self._written(tensors_in(result)):
+        for one in gave:
             only_minus = not _is_bad(one)
-            if only_minus and (has_masks or not bool(one.isneginf().any()) or (name in _FILLS and name != "_to_copy")):
+            if only_minus and (odd or (name in _FILLS and name != "_to_copy")):
                 continue
-            is_sure = not (only_minus and name in _FILLS)
-            self._note("forward", one, self.innermost, name, largest=largest, is_sure=is_sure)
+            source = self._source("forward", one, self.innermost, name, largest=largest)
+            self._note(source, gave, is_sure=not (only_minus and name in _FILLS), has_gradient=has_gradient)
             break
         return result
+
+    def _place_of(self, tensor: Tensor) -> int | None:
+        """Return the place in `_made` that values of this memory come from; None if it is not known."""
+        found = self._memory.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def _follow(self, tensors: Iterable[Tensor], place: int) -> None:
+        for one in tensors:
+            storage = one.untyped_storage()
+            self._memory[storage._cdata] = storage, place
+
+    def _note(
+        self, source: OverflowSource, tensors: Iterable[Tensor], is_sure: bool = True, has_gradient: bool = False
+    ) -> int:
+        """Note a place, and the values that come from it; return its index in `_made`."""
+        self._made.append(_Made(source, is_sure, has_gradient))
+        self._follow(tensors, len(self._made) - 1)
+        return len(self._made) - 1
 
     def _written(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The floating ones whose memory was not made unwritten."""
@@ -166,8 +229,8 @@ class _Search(Recorder):
             return
         with self.paused():
             for one in _floats(tensors):
-                if self._found is None and _is_bad(one):
-                    self._note("data", one, Module("", module.type))
+                if self._found is None and _is_bad(one) and self._place_of(one) is None:
+                    self._note(self._source("data", one, Module("", module.type)), [one])
         self.is_paused = False
 
     def gave(self, module: Module, tensors: Sequence[Tensor]) -> None:
@@ -183,6 +246,11 @@ class _Search(Recorder):
         self.has_gradient |= loss.is_leaf and loss.requires_grad  # which has no node that could be watched
         self.is_paused = True
         self.running.clear()
+        for one in _floats([loss]) if self._found is None else ():
+            if self._made and not _is_finite(one):
+                place = self._place_of(one)
+                sure = [i for i, made in enumerate(self._made) if made.is_sure]
+                self._found = self._made[next(iter([*sure, 0])) if place is None else place].source
         self._claim([loss])
         self._watch_backward()
 
@@ -224,9 +292,11 @@ class _Search(Recorder):
     def _note_backward(self, node: Node, tensor: Tensor, operation: str, largest: float | None) -> None:
         own = [self._places[i].parameter for i in parameters_of(node) if i in self._places]
         module = self._owner.get(node) or self.innermost
-        self._note("backward", tensor, module, operation, own[-1] if own else None, largest)
+        # A derivative at a value that is not finite, though the loss does not show it.
+        made = next((one.source for one in self._made if one.is_sure and one.has_gradient), None)
+        self._found = made or self._source("backward", tensor, module, operation, own[-1] if own else None, largest)
 
-    def _note(
+    def _source(
         self,
         phase: Phase,
         tensor: Tensor,
@@ -234,9 +304,8 @@ class _Search(Recorder):
         operation: str | None = None,
         parameter: str | None = None,
         largest: float | None = None,
-        is_sure: bool = True,
-    ) -> None:
-        source = OverflowSource(
+    ) -> OverflowSource:
+        return OverflowSource(
             phase=phase,
             module=None if module is None else module.name,
             module_type=None if module is None else module.type,
@@ -248,10 +317,6 @@ class _Search(Recorder):
             dtype=tensor.dtype,
             largest_input=largest,
         )
-        if is_sure:
-            self._found = source
-        elif self._maybe is None:
-            self._maybe = source
 
 
 def find_overflow(
@@ -265,6 +330,7 @@ def find_overflow(
     """Run one batch once more, at a loss scale if it is given, and find where it stopped to be finite."""
     search = _Search(models, places)
     search.look_at_weights(p for model in models for p in model.parameters())
+    search.look_at_buffers()
     rehearse(search, "find_overflow", step_fn, models, backwards, scalers, loss_scale)
     if search.found.phase is None and not search.has_gradient:
         raise AmpStateError(
@@ -278,6 +344,10 @@ def _floats(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """The values of floating tensors on this rank; of sparse ones, those that are stored."""
     found = [local_of(one.detach()) for one in tensors if one is not None and one.is_floating_point()]
     return [one for one in map(stored, found) if one.numel()]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
 
 
 def _is_bad(tensor: Tensor) -> bool:

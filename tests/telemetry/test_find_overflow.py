@@ -406,3 +406,73 @@ def test_what_was_watched_is_free_at_once(kind: Any) -> None:
             assert ref() is None
         finally:
             gc.enable()
+
+
+class Positions(nn.Module):
+    """A linear layer, a bias from constants, and what `bad` says."""
+
+    def __init__(self, bad: str) -> None:
+        super().__init__()
+        self.first, self.norm, self.last, self.bad = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2), bad
+
+    def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+        far = torch.arange(8.0).log()  # -inf at 0, as the position buckets of T5 have it
+        bias = torch.where(torch.arange(8) < 1, torch.zeros(8), far)
+        x = self.norm(self.first(x + 0.0 * unused.nan_to_num())) + bias.to(self.last.weight.dtype)
+        if self.bad == "forward":
+            x = x * 1e38 * 10.0
+        if self.bad == "where":
+            x = torch.where(x > 1e9, (x - x).sqrt(), x)
+        if self.bad == "log":
+            x = (x - x).log() * 0.0
+        return self.last(x).float().square().mean()
+
+
+def found_in(bad: str, spoil: str = "", level: str = "O0") -> Any:
+    with Engine() as engine:
+        model = Positions(bad)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+        unused = torch.ones(4, 4)
+        if spoil == "input":
+            unused[0, 0] = float("nan")
+        elif spoil:
+            model.norm.running_mean[2] = float("nan")
+            model.train(spoil == "train")
+        return engine.find_overflow(lambda: model(torch.randn(4, 4), unused), loss_scale=1.0)
+
+
+def test_a_value_that_the_loss_does_not_depend_on_is_no_overflow() -> None:
+    found = found_in("")
+    assert (found.phase, found.unused.operation, found.unused.elements) == (None, "log", 1)
+    assert str(found).startswith("Everything that the loss depends on is finite.  The loss is ")
+    assert str(found).endswith("Unused: log in the model itself (Positions) gave inf in 1 of 8 elements (float32).")
+
+
+def test_an_input_that_is_not_used_is_no_overflow() -> None:
+    found = found_in("", "input")
+    assert (found.phase, found.unused.phase) == (None, "data")
+    assert "Unused: the model itself (Positions) was given nan in 1 of 16 elements" in str(found)
+
+
+@pytest.mark.parametrize("bad", ["forward", "log"])
+def test_the_place_that_the_loss_came_from_is_named_and_no_earlier_one(bad: str) -> None:
+    found = found_in(bad)
+    assert (found.phase, found.operation) == ("forward", {"forward": "mul", "log": "log"}[bad])
+    assert found.numel == 32, "the log of constants has 8"
+
+
+def test_an_undefined_derivative_of_a_finite_loss_is_backward() -> None:
+    found = found_in("where")
+    assert (found.phase, found.operation) == ("backward", "sqrt")
+    assert found.loss is not None
+    assert found.loss == found.loss
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_buffer_that_is_not_finite_is_named(mode: str, level: str) -> None:
+    found = found_in("", mode, level)
+    assert (found.phase, found.parameter, found.kind) == ("buffers", "norm.running_mean", "nan")
+    assert str(found).startswith("buffers: norm.running_mean holds nan in 1 of 8 elements (float32).")
+    assert found.loss is not None
+    assert (found.loss == found.loss) == (mode == "train")

@@ -167,6 +167,8 @@ class ScaledBackwards:
         # wait for it. Most processes have no ranks, and make no list of their groups.
         agrees = backward.skips and has_ranks()
         groups = list(dict.fromkeys(group for one in stepped for group in one.ranks.groups())) if agrees else []
+        # A backward with `delay_unscale` closes once for each optimizer.
+        backward.update, backward.is_updated = None, False
         if check and len(stepped) == 1 and not groups and scaler.auto is None and not delay_overflow_check:
             backward.update = scaler.begin_update(backward.snapshot, backward.loss_to_send())
         own: list[list[Tensor]] = []  # for each optimizer the sums of squares from its checks

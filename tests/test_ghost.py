@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_engine.stepping.ghost import ghost
+from amp_engine.stepping.ghost import ghost, shadow
 
 
 class Counts(torch.optim.SGD):
@@ -85,6 +85,36 @@ def test_optimizers_inside_are_ghosts_too():
     double = ghost(optimizer)
     assert double.inner is not optimizer.inner
     assert double.inner.param_groups[0]["params"] == []
+
+
+def test_a_shadow_steps_the_parameters_that_it_is_given():
+    class Kept(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.5, momentum=0.9)
+            self.first, self.all, self.places = params[0], list(params), {params[1]: torch.zeros(1)}
+
+        def step(self, closure=None):
+            super().step()
+            self.places[self.all[1]] += 1
+            with torch.no_grad():
+                self.first.mul_(2)
+
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    twins = {id(p): nn.Parameter(torch.full((2,), 3.0)) for p in params}
+    for p in (*params, *twins.values()):
+        p.grad = torch.ones(2)
+    optimizer = Kept(params)
+    optimizer.step()
+    before = [p.tolist() for p in params], float(optimizer.places[params[1]])
+    double = shadow(optimizer, twins)
+    double.step()
+    assert ([p.tolist() for p in params], float(optimizer.places[params[1]])) == before
+    momentum = 0.9 * 1 + 1
+    first, second = twins.values()
+    assert first.tolist() == pytest.approx([2 * (3 - 0.5 * momentum)] * 2)
+    assert second.tolist() == pytest.approx([3 - 0.5 * momentum] * 2)
+    assert float(double.places[second]) == 2
+    assert optimizer.state[params[0]]["momentum_buffer"].tolist() == [1.0, 1.0]
 
 
 def test_a_loaded_optimizer_is_not_said_to_be_capturable(monkeypatch):

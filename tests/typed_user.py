@@ -71,6 +71,7 @@ def look(writer: SummaryWriter) -> None:
     assert_type([record.norm for record in watch.records], list[float])
     with amp.audit_updates([], every=10) as audit:
         pass
+    assert_type(amp.receipt(updates=audit), Receipt)
     assert_type([one.erased for one in audit.measured().tensors], list[float])
     TensorBoardScalars(writer)(3)
 

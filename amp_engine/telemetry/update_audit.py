@@ -25,12 +25,12 @@ from amp_engine.ground.devices import is_capturing
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.random_state import random_state, set_random_state
 from amp_engine.optimizers.wrapped import inner_of, takes_hooks
-from amp_engine.page.page import Page, Paged
+from amp_engine.page.page import Page, Paged, Section
 from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.ghost import discard_ghost, shadow
 from amp_engine.stepping.own_step import unhooked_step
 from amp_engine.stepping.stepper import Stepper
-from amp_engine.telemetry import step_times, update_report
+from amp_engine.telemetry import step_times, update_page, update_report
 from amp_engine.telemetry.update_report import AuditedOptimizer, AuditedTensor, UpdateReport
 from amp_engine.telemetry.wording import dtype_name
 
@@ -53,7 +53,7 @@ class UpdateAudit(Paged):
         with amp.audit_updates(optimizer, every=10) as audit:
             train()
         print(audit)              # the tensors whose steps rounding erases, the worst first, and what to do
-        audit.save("audit.html")  # or .json, .txt
+        audit.save("audit.html")  # or .svg, .json, .txt
 
     Before an audited step the optimizer's class makes that step on copies of weights, state and gradients in the next
     wider type: float32 for half types, float64 for float32. What those copies moved by is what the optimizer wanted;
@@ -134,21 +134,26 @@ class UpdateAudit(Paged):
         return json.dumps(fields, indent=1, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file: text, JSON or HTML, by its suffix .txt, .json or .html.
+        """Write a file: text, JSON, HTML or the picture alone, by its suffix .txt, .json, .html or .svg.
 
         Raises AmpValueError for another suffix, OSError as `open` does.
         """
-        writers = {".txt": lambda: f"{self}\n", ".json": self.to_json, ".html": lambda: self._page().html_file()}
+        writers = {
+            ".txt": lambda: f"{self}\n",
+            ".json": self.to_json,
+            ".html": lambda: self._page().html_file(),
+            ".svg": lambda: update_page.picture(self.measured().tensors, is_file=True),
+        }
         suffix = Path(path).suffix.lower()
         if suffix not in writers:
             raise AmpValueError(
-                f"save({os.fspath(path)!r}): an audit is written as .txt, .json or .html.  Use for example "
+                f"save({os.fspath(path)!r}): an audit is written as .txt, .json, .html or .svg.  Use for example "
                 f"{str(Path(path).with_suffix('.html'))!r}."
             )
         Path(path).write_text(writers[suffix](), encoding="utf-8")
 
     def _page(self) -> Page:
-        return self.measured()._page()
+        return Page("Audit of updates", [Section("", update_page.blocks(self.measured()))])
 
     def _names(self) -> dict[int, str]:
         """Id of each parameter of the models -> its name."""

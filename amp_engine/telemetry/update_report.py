@@ -1,4 +1,4 @@
-"""The result of `amp.audit_updates`: what rounding erased of each tensor's steps, as records and as a page."""
+"""The result of `amp.audit_updates`: what rounding erased of each tensor's steps, as records."""
 
 from __future__ import annotations
 
@@ -7,21 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from amp_engine.page.page import Block, Page, Paged, Section, Sentence, Table
-from amp_engine.telemetry.wording import number, percent, plural, size
+from amp_engine.telemetry.wording import number, percent, plural
 
 LIMIT = 0.1
 """A tensor loses its steps if rounding erased this share of them, or if this share of its elements never moved."""
 
 BY_CHANCE = 0.05
 """If this share of the changes below a quarter of the spacing moved a weight, it is not rounded to nearest."""
-
-_ROWS = 30
-_HEAD = ("tensor", "weight", "shape", "erased", "never moved", "step / spacing", "take")
-_LEGEND = (
-    "erased: of the step that the optimizer makes of the same gradients in the next wider type; never moved: of the "
-    "elements that it wanted to change; step / spacing: median, in distances to the weight's next number."
-)
 
 
 @dataclass(frozen=True)
@@ -111,8 +103,8 @@ class AuditedOptimizer:
     refused: str
 
 
-@dataclass(frozen=True, repr=False)
-class UpdateReport(Paged):
+@dataclass(frozen=True)
+class UpdateReport:
     """What became of the steps of some optimizers.
 
     Attributes:
@@ -146,7 +138,7 @@ class UpdateReport(Paged):
         losing = [one for one in self.tensors if self._counts(one)]
         if not losing:
             most = max((one.erased for one in self.tensors if not one.loses), default=0.0)
-            yield f"All is well: the weights keep their steps; rounding erased {_at_most(most)} of any."
+            yield f"All is well: the weights keep their steps; rounding erased {at_most(most)} of any."
         else:
             total = plural(len(self.tensors), "tensor")
             yield f"Rounding erases steps of {number(len(losing))} of {total}; {losing[0].name} loses most."
@@ -155,51 +147,15 @@ class UpdateReport(Paged):
         for level in sorted({one.remedy for one in losing} & set(_LEVEL.values())):
             yield f'Type model, optimizer = amp.initialize(model, optimizer, opt_level="{level}").'
 
-    def _page(self) -> Page:
-        return Page("Audit of updates", [Section("", blocks(self))])
-
-
-def blocks(report: UpdateReport) -> Sequence[Block]:
-    """The verdict, a row for each tensor, and a line for each optimizer."""
-    found: list[Block] = [Sentence(words, "" if report.is_well else "bad") for words in report.sentences]
-    if report.tensors:
-        found.append(Table([_row(one) for one in report.tensors[:_ROWS]], _HEAD, numbers=range(3, 6)))
-        if rest := report.tensors[_ROWS:]:
-            most = _at_most(max(one.erased for one in rest))
-            found.append(Sentence(f"{plural(len(rest), 'more tensor')}, {most} erased; to_json() has all."))
-        found.append(Sentence(_LEGEND, "soft"))
-    return [*found, *(Sentence(_about(one), "soft") for one in report.optimizers)]
-
 
 def share(value: float) -> str:
     """A share as percent; one above 0 is never written as 0."""
     return "< 0.1 %" if 0 < value < 0.0005 else percent(value)
 
 
-def _at_most(value: float) -> str:
+def at_most(value: float) -> str:
+    """The largest of some shares, in words."""
     return "less than 0.1 %" if value < 0.0005 else f"at most {percent(value)}"
-
-
-def _row(one: AuditedTensor) -> tuple[str, ...]:
-    weight = one.dtype if one.dtype == one.parameter_dtype else f"{one.dtype} of {one.parameter_dtype}"
-    return (
-        one.name,
-        weight,
-        "x".join(map(str, one.shape)) or "-",
-        share(one.erased),
-        share(one.never_moved),
-        f"{one.step_in_spacings:.3g}",
-        one.remedy,
-    )
-
-
-def _about(one: AuditedOptimizer) -> str:
-    said = f"{one.class_name}: {number(one.audited)} of {plural(one.steps, 'step')} audited"
-    if one.skipped:
-        said += f", {number(one.skipped)} skipped or not finite"
-    if one.milliseconds is not None:
-        said += f"; the audit took {one.milliseconds:.3g} ms for each, and {size(one.bytes)}"
-    return f"{said}.  {one.refused}".rstrip()
 
 
 def sorted_tensors(tensors: Sequence[AuditedTensor]) -> tuple[AuditedTensor, ...]:

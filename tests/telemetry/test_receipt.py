@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +20,7 @@ from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.optimizers import FusedAdam, FusedLAMB
 from amp_engine.telemetry.receipt import Receipt, receipt
 from amp_engine.telemetry.records import Loss, Model, ScalePoint, Shape
+from amp_engine.telemetry.update_audit import UpdateAudit
 from tests.models import CNN, LSTM, MLP, NORMED_MLP, TRANSFORMER, Mlp, NormedMlp
 from tests.support import (
     CAST_LEVELS,
@@ -233,6 +235,8 @@ def test_other_objects_are_refused() -> None:
         amp.receipt(times=1.0)  # type: ignore[arg-type]
     with pytest.raises(AmpTypeError, match=r"gradients is what amp\.gradient_histogram\(step_fn\) gives, not a list"):
         amp.receipt(gradients=[])  # type: ignore[arg-type]
+    with pytest.raises(AmpTypeError, match=r"updates is what `with amp\.audit_updates\(optimizer\) as audit:` gives"):
+        amp.receipt(updates=3)  # type: ignore[arg-type]
 
 
 # --- optimizers and loss scale --------------------------------------------------------------------
@@ -496,6 +500,25 @@ def test_json_holds_all_of_it(level: str) -> None:
     fields = json.loads(found.to_json())
     assert fields["asked"]["level"] == level
     assert sum(one["bytes"] for one in fields["memory"]) == sum(one.bytes for one in found.memory)
+
+
+def test_an_audit_of_updates_has_a_section(tmp_path: Path) -> None:
+    with Engine() as engine:
+        model, optimizer = started("O2", make=adamw, engine=engine)
+        with UpdateAudit(engine, optimizer) as audit:
+            train(NORMED_MLP, model, optimizer, "coc", engine=engine)
+        found = receipt(engine, updates=audit)
+    assert Receipt.from_json(found.to_json()) == found
+    assert page_of(found, tmp_path).count("svg") == page_of(trained("O2"), tmp_path).count("svg") + 1
+    assert found.updates is not None
+    assert found.updates.is_well
+    assert {one.name for one in found.updates.tensors} == {name for name, _ in NORMED_MLP.model(0).named_parameters()}
+    assert "Updates\n  All is well" in str(found)
+    bare = dataclasses.replace(found, updates=None)
+    assert "amp.receipt(updates=audit)" in str(bare)
+    fields = json.loads(bare.to_json())
+    del fields["updates"]  # as receipts of before
+    assert Receipt.from_json(json.dumps(fields)) == bare
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "asked": 3}'])

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from amp_engine import Engine, amp
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.telemetry.update_audit import UpdateAudit, spacing
+from amp_engine.telemetry.update_page import picture
 from amp_engine.telemetry.update_report import AuditedTensor, UpdateReport
 from tests.models import NORMED_MLP
 from tests.support import LEVELS, assert_bitwise, backward, frozen, started, train
@@ -152,6 +154,15 @@ def test_float32_that_is_stepped_too_finely_is_told_to_learn_faster() -> None:
     assert found.advice == "steps too small for float32: larger lr"
 
 
+def test_float64_loses_nothing_that_could_be_seen() -> None:
+    weight = parameter([1.0, 2.0], torch.float64)
+    optimizer = SGD([weight], lr=2.0**-20)
+    with UpdateAudit(Engine(), optimizer) as audit:
+        step(optimizer, torch.ones(2))
+    found = only(audit)
+    assert (found.erased, found.never_moved, found.step_in_spacings) == (0.0, 0.0, 2.0**31)
+
+
 # The verdict.
 
 
@@ -280,11 +291,12 @@ def test_steps_that_are_skipped_for_another_optimizer_are_counted_apart() -> Non
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     optimizers = [SGD(layer.parameters(), lr=0.1) for layer in layers]
     with Engine() as engine:
-        engine.initialize(layers, optimizers, opt_level="O2", verbosity=0)
+        engine.initialize(layers, optimizers, opt_level="O2", loss_scale=amp.DynamicLossScale(2.0), verbosity=0)
         with UpdateAudit(engine, optimizers) as audit:
             x = torch.ones(1, 4)
             with engine.scale_loss(layers[0](x).sum() + layers[1](x * 1e30).sum(), optimizers) as loss:
                 loss.backward()
+            assert all(p.grad.isfinite().all() for p in engine.master_params(optimizers[0]))
             for one in optimizers:
                 one.step()
     assert [one.skipped for one in audit.measured().optimizers] == [1, 1]
@@ -336,7 +348,7 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_plain_run_is_bitwise_as_without(name: str, dtype: torch.dtype) -> None:
     runs = []
@@ -460,8 +472,30 @@ def test_json_and_files(tmp_path: Any) -> None:
     assert fields["tensors"][0]["advice"].endswith("O5")
     assert fields["optimizers"][0]["class_name"] == "AdamW"
     assert "loses most" in fields["sentences"][0]
-    for suffix in ("txt", "json", "html"):
+    for suffix in ("txt", "json", "html", "svg"):
         audit.save(tmp_path / f"audit.{suffix}")
         assert "1.<wbr>weight" in (text := (tmp_path / f"audit.{suffix}").read_text()) or "1.weight" in text
-    with pytest.raises(AmpValueError, match=r"audit is written as"):
+    with pytest.raises(AmpValueError, match=r"audit is written as .* Use for example '.*audit\.html'"):
         audit.save(tmp_path / "audit.pdf")
+    assert not (tmp_path / "audit.pdf").exists()
+
+
+def test_the_picture_has_a_bar_as_long_as_the_share_that_was_erased(tmp_path: Any) -> None:
+    weights = [parameter([1.0, 1.0]), parameter([1.0, 1.0])]
+    optimizer = SGD(weights, lr=1.0)
+    named = nn.ParameterDict({"<a&b>": weights[0], "b" * 60: weights[1]})
+    with UpdateAudit(Engine(), optimizer, models=named) as audit:
+        step(optimizer, torch.tensor([2.0**-10, 2.0**-10]), torch.tensor([0.5, 2.0**-3]))
+    audit.save(tmp_path / "audit.svg")
+    tree = ElementTree.parse(tmp_path / "audit.svg").getroot()
+    name = "{http://www.w3.org/2000/svg}"
+    bars = tree.findall(f"./{name}g[{name}title]")
+    (longest,) = {float(path.get("d")[1:].split()[0]) for path in tree.findall(f"./{name}path")[-1:]}  # type: ignore[index]
+    begin = float(bars[0].find(f"{name}rect").get("x"))  # type: ignore[union-attr, arg-type]
+    widths = [float(bar.find(f"{name}rect").get("width")) for bar in bars]  # type: ignore[union-attr, arg-type]
+    assert widths == [longest - begin, 0.0]
+    texts = [bar.find(f"{name}text").text for bar in bars]  # type: ignore[union-attr]
+    assert texts[0] == "<a&b>"
+    assert texts[1] == "..." + "b" * 45
+    assert bars[1].find(f"{name}title").text.startswith("b" * 60)  # type: ignore[union-attr]
+    assert picture(audit.measured().tensors) in audit._repr_html_()

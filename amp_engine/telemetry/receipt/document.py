@@ -15,12 +15,14 @@ from amp_engine.casting import Explanation
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.page.page import Page, Paged, Section, Sentence, Table
-from amp_engine.telemetry import histogram_picture, plots, step_times
+from amp_engine.telemetry import histogram_picture, plots, step_times, update_page
 from amp_engine.telemetry.histogram_picture import GradientHistogram
 from amp_engine.telemetry.receipt import asked, functions, losses, memory, models, optimizers, shapes
 from amp_engine.telemetry.records import Asked, Fact, Functions, Loss, Memory, Model, Shapes, Stepped, Times
 from amp_engine.telemetry.software import describe
 from amp_engine.telemetry.step_times import StepTimes
+from amp_engine.telemetry.update_audit import UpdateAudit
+from amp_engine.telemetry.update_report import UpdateReport
 
 FORMAT = 1
 """Of the JSON; another number where a field has got another meaning."""
@@ -31,6 +33,10 @@ _NO_TIMES = (
 _NO_GRADIENTS = (
     "Not measured.  Type:  gradients = amp.gradient_histogram(lambda: loss_fn(model(x), y)),  then "
     "amp.receipt(gradients=gradients)."
+)
+_NO_UPDATES = (
+    "Not audited.  Type:  with amp.audit_updates(optimizer) as audit: ...  around some iterations, then "
+    "amp.receipt(updates=audit)."
 )
 
 
@@ -51,6 +57,7 @@ class Receipt(Paged):
     times: Times | None
     gradients: GradientHistogram | None
     software: tuple[Fact, ...]
+    updates: UpdateReport | None = None  # which receipts of before lack
 
     @property
     def title(self) -> str:
@@ -91,6 +98,7 @@ class Receipt(Paged):
     def _page(self) -> Page:
         gradients = histogram_picture.blocks(self.gradients) if self.gradients else [Sentence(_NO_GRADIENTS, "soft")]
         times = step_times.blocks(self.times) if self.times else [Sentence(_NO_TIMES, "soft")]
+        updates = update_page.blocks(self.updates) if self.updates else [Sentence(_NO_UPDATES, "soft")]
         sections = (
             asked.section(self.asked),
             models.section(self.models),
@@ -100,6 +108,7 @@ class Receipt(Paged):
             memory.section(self.memory),
             shapes.section(self.shapes),
             Section("Gradients", gradients),
+            Section("Updates", updates),
             Section("Time", times),
             Section("Software", [Table([(fact.name, fact.value) for fact in self.software])]),
         )
@@ -111,6 +120,7 @@ def receipt(
     explanation: Explanation | None = None,
     times: StepTimes | None = None,
     gradients: GradientHistogram | None = None,
+    updates: UpdateAudit | None = None,
 ) -> Receipt:
     """Describe a run as it is now: arguments, casts and what is kept in FP32, with reasons; memory; loss scales.
 
@@ -124,6 +134,8 @@ def receipt(
         explanation: of some iterations, for the table of functions and types. It is not collected otherwise.
         times: of some iterations, for the shares of time: what `with amp.step_times() as times:` gives.
         gradients: of a batch, for the picture of what underflows: what `amp.gradient_histogram(step_fn)` gives.
+        updates: of some steps, for what rounding erased of them: what `with amp.audit_updates(optimizer) as audit:`
+            gives.
 
     Returns:
         A frozen record; `str()`, a notebook, `save(path)` and `to_json()` render it.
@@ -144,6 +156,7 @@ def receipt(
         ("explanation", explanation, Explanation, "`with amp.explain() as explanation:`"),
         ("times", times, StepTimes, "`with amp.step_times() as times:`"),
         ("gradients", gradients, GradientHistogram, "amp.gradient_histogram(step_fn)"),
+        ("updates", updates, UpdateAudit, "`with amp.audit_updates(optimizer) as audit:`"),
     ):
         if given is not None and not isinstance(given, kind):
             raise AmpTypeError(f"{name} is what {source} gives, not a {type(given).__name__}.")
@@ -164,6 +177,7 @@ def receipt(
         times=None if times is None else times.measured(),
         gradients=gradients,
         software=software,
+        updates=None if updates is None else updates.measured(),
     )
 
 

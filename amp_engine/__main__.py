@@ -1,4 +1,4 @@
-"""`python -m amp_engine`: `info` says what is installed and what is missing, `advise` which level suits a script."""
+"""`python -m amp_engine`: `info` says what is installed; `advise` and `audit` look at a training script."""
 
 import argparse
 import sys
@@ -13,10 +13,15 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands")
     commands.add_parser("info", help="what is installed, what was compiled, and why something is missing")
     commands.add_parser("advise", help="a few steps of a training script at each level, and which one to take")
+    commands.add_parser("audit", help="a few steps of any training script, and what rounding erases of them")
     if arguments[:1] == ["advise"]:  # what follows is the script's as well
         from amp_engine.advice import command
 
         return command.main(arguments[1:])
+    if arguments[:1] == ["audit"]:
+        from amp_engine.advice import audit_command
+
+        return audit_command.main(arguments[1:])
     if parser.parse_args(arguments).command == "info":
         for name, state in describe():
             print(f"{name:<12}{state}")

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     `--json` could not be written after the advice was printed.
     """
     parser = _parser()
-    own, target = _split(parser, list(arguments))
+    own, target = split(parser, list(arguments))
     options = parser.parse_args(own)
     if not target:
         parser.error("there is no script: type a script or `-m package.module`, and its arguments")
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:
+def split(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:
     """Split a command line into our options, which stand first, and the script with its own arguments."""
     end = 0
     while end < len(arguments) and arguments[end].startswith("-") and arguments[end] != "-m":

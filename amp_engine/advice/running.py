@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from amp_engine.advice.advice import Advice
@@ -73,7 +73,8 @@ def advise(
     Raises AmpValueError for arguments that are not allowed, AmpStateError if the script fails at O0, if it never calls
     `initialize` and `scale_loss`, and where several processes are to train together.
     """
-    _check(argv, steps, warmup, levels, seconds, seed)
+    check_script(argv)
+    _check(steps, warmup, levels, seconds, seed)
     run = run or run_in_process
     others = [level for level in dict.fromkeys(levels) if level != BASE]
     count = len(others) + 2
@@ -101,18 +102,12 @@ def run_in_process(argv: Sequence[str], task: Task) -> Trial:
     """Do one trial in a process of its own, which is ended `GRACE` seconds after its deadline at the latest."""
     with tempfile.TemporaryDirectory(prefix="amp_advise_") as folder:
         result, printed = Path(folder, "trial"), Path(folder, "printed")
-        environment = dict(os.environ)
-        told = dataclasses.asdict(dataclasses.replace(task, path=str(result)))
-        environment[VARIABLE] = json.dumps(told)
+        environment = child_environment(VARIABLE, dataclasses.asdict(dataclasses.replace(task, path=str(result))))
         environment.setdefault("PYTHONHASHSEED", str(task.seed))  # the order of sets, in which data may be read
-        path = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join([_CHILD, path] if path else [_CHILD])
         finder.add_children(environment, replace=True)
-        # The options of this interpreter, as multiprocessing gives them to its children: -W, -X, -O, ...
-        options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with printed.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *options, *argv],
+                child_command(argv),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -125,6 +120,21 @@ def run_in_process(argv: Sequence[str], task: Task) -> Trial:
                 _end(process)
         trial: Trial | None = pickle.loads(result.read_bytes()) if result.exists() else None
         return judged(trial, task, ended, printed.read_text(encoding="utf-8", errors="replace"))
+
+
+def child_environment(variable: str, told: Mapping[str, object]) -> dict[str, str]:
+    """This process's environment, in which Python begins what `variable` says before it runs a script."""
+    environment = {**os.environ, variable: json.dumps(told)}
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([_CHILD, path] if path else [_CHILD])
+    return environment
+
+
+def child_command(argv: Sequence[str]) -> list[str]:
+    """The command that runs a script or a module."""
+    # The options of this interpreter, as multiprocessing gives them to its children: -W, -X, -O, ...
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *options, *argv]
 
 
 def judged(trial: Trial | None, task: Task, status: int | None, printed: str) -> Trial:
@@ -169,13 +179,27 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _check(argv: Sequence[str], steps: int, warmup: int, levels: Sequence[str], seconds: float, seed: int) -> None:
+def check_script(argv: Sequence[str]) -> None:
+    """Raise AmpValueError if there is no such script, AmpStateError where none can be followed."""
     if not argv or (argv[0] == "-m" and len(argv) == 1):
         raise AmpValueError("There is no script to run.  Type a script or `-m package.module`, and its arguments.")
     if argv[0].startswith("-") and argv[0] != "-m":
         raise AmpValueError(f"{argv[0]!r} is neither a script nor -m.  Options of the script stand behind the script.")
     if argv[0] != "-m" and not os.path.exists(argv[0]):
         raise AmpValueError(f"There is no file {argv[0]!r} in {os.getcwd()}.  A module is run by `-m package.module`.")
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        raise AmpStateError(
+            "WORLD_SIZE is above 1: this is one of several processes that train together.  Run it in one, without "
+            "torchrun."
+        )
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise AmpStateError(
+            "Python's -E, -I and -S keep PYTHONPATH and sitecustomize from the script, and with them the trial.  Leave "
+            "them out."
+        )
+
+
+def _check(steps: int, warmup: int, levels: Sequence[str], seconds: float, seed: int) -> None:
     unknown = [level for level in levels if level not in LEVELS]
     if unknown or not levels:
         raise AmpValueError(
@@ -188,13 +212,3 @@ def _check(argv: Sequence[str], steps: int, warmup: int, levels: Sequence[str], 
         )
     if not 0 <= seed < 2**32:
         raise AmpValueError(f"seed={seed}: numpy takes seeds from 0 to {2**32 - 1}.  Use for example --seed 0.")
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-        raise AmpStateError(
-            "WORLD_SIZE is above 1: this is one of several processes that train together.  Run it in one, without "
-            "torchrun."
-        )
-    if sys.flags.ignore_environment or sys.flags.no_site:
-        raise AmpStateError(
-            "Python's -E, -I and -S keep PYTHONPATH and sitecustomize from the script, and with them the trial.  Leave "
-            "them out."
-        )

@@ -109,13 +109,19 @@ class UpdateAudit(Paged):
         for one in self._followed:
             one.end()
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Audit one more optimizer, which takes hooks, until the end of the `with`."""
+    @property
+    def is_stepping(self) -> bool:
+        """True if an optimizer that is audited is in its step."""
+        return any(one.is_stepping for one in self._followed)
+
+    def follow(self, optimizer: Optimizer, models: Sequence[nn.Module] = ()) -> None:
+        """Audit one more optimizer, which takes hooks, until the end of the `with`; models give names."""
+        self._models += [model for model in models if all(model is not one for one in self._models)]
         self._followed.append(_Followed(optimizer, self._engine, self._every))
 
     def follows(self, optimizer: Optimizer) -> bool:
-        """True if the optimizer is audited, or is stepped by one that is in its step now."""
-        return any(one.optimizer is optimizer or one.is_stepping for one in self._followed)
+        """True if the optimizer is audited."""
+        return any(one.optimizer is optimizer for one in self._followed)
 
     def measured(self) -> UpdateReport:
         """The figures so far, the worst tensor first."""

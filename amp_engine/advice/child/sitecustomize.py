@@ -1,9 +1,9 @@
-"""Starts a trial in the process of a script, then runs the sitecustomize that this one hides.
+"""Starts a trial or an audit in the process of a script, then runs the sitecustomize that this one hides.
 
 Found through PYTHONPATH when Python starts, so the script runs as it always does: its `__main__`, its arguments, its
 tracebacks, and what it sets before it imports torch. Neither torch nor amp_engine is imported here. numpy and torch are
 seeded right after their import, and the trial begins right after that of amp_engine. Processes that the script starts
-have no trial.
+have no trial. An audit begins right after the import of torch, and seeds nothing.
 """
 
 import importlib
@@ -13,12 +13,14 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from threading import get_ident
 from types import ModuleType
 from typing import Any
 
 VARIABLE = "AMP_ENGINE_TRIAL"
+AUDIT_VARIABLE = "AMP_ENGINE_AUDIT"
 
 
 class _AfterImport:
@@ -91,12 +93,21 @@ def _start() -> None:
                 "amp_engine": lambda: importlib.import_module("amp_engine.advice.trial").begin(task),
             }
             sys.meta_path.insert(0, _AfterImport(functions))
+        if AUDIT_VARIABLE in os.environ:
+            told = json.loads(os.environ.pop(AUDIT_VARIABLE))
+            sys.meta_path.insert(0, _AfterImport({"torch": lambda: _audit(told)}))
     finally:
         hidden = PathFinder.find_spec("sitecustomize")
         if hidden is not None and hidden.loader is not None:
             module = module_from_spec(hidden)
             sys.modules[hidden.name] = module
             hidden.loader.exec_module(module)
+
+
+def _audit(told: Any) -> None:
+    if find_spec("amp_engine") is None:  # it was found in the directory of the command, and the script is elsewhere
+        sys.path.append(str(Path(__file__).parents[3]))
+    importlib.import_module("amp_engine.advice.script_audit").begin(told)
 
 
 _start()

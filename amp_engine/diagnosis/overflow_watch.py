@@ -6,6 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,8 @@ from amp_engine.diagnosis.post_mortem import (
     growth_of,
     likely_cause,
     place_of,
+    repeated,
+    where_it_began,
 )
 from amp_engine.ground.distributed import local_of
 from amp_engine.levels.report import Reporter, flushed_message, overflow_message, static_overflow_message
@@ -27,6 +30,15 @@ from amp_engine.stepping.forward_order import Origin
 from amp_engine.stepping.pending import SKIPS_BEFORE_DIAGNOSIS
 
 KEPT_RECORDS = 1000
+
+
+@dataclass
+class _Row:
+    """The skips in a row of one loss: the first, the cause of the last, and the count of those of this cause."""
+
+    first: OverflowRecord
+    cause: tuple[str | None, ...] = ()
+    count: int = 0
 
 
 class OverflowWatch:
@@ -52,6 +64,7 @@ class OverflowWatch:
         self._scaling = scaling
         self._records: deque[OverflowRecord] = deque(maxlen=KEPT_RECORDS)
         self._count = 0
+        self._rows: dict[int, _Row] = {}  # by loss_id
 
     def report(self) -> OverflowReport:
         """The records so far. No host sync."""
@@ -60,10 +73,16 @@ class OverflowWatch:
     def begin(self) -> None:
         """Forget the records: their models are gone."""
         self._records.clear()
+        self._rows.clear()
         self._count = 0
 
     def skipped(self, skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
-        """Say that a step was skipped, and note why: `backwards` has at least one."""
+        """Say that a step was skipped, and note why: `backwards` has at least one.
+
+        A cause that repeats in a row of skips is said once, and counted from then on.
+        """
+        if skips_in_a_row == 1:
+            self._rows.clear()
         for loss_id, b in {b.loss_id: b for b in backwards}.items():
             scale = b.outcome.next_scale() if b.scaler.dynamic else b.scaler.loss_scale()
             is_told_here = self._reporter.says(b.is_first)
@@ -74,9 +93,10 @@ class OverflowWatch:
             is_diagnosed = skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS and b is backwards[-1]
             record = self._record(b, skipped=True, looks_at_weights=is_diagnosed)
             is_said = is_told_here or _is_of_this_rank(record, b)
-            self._note(record, is_said)
+            row = self._rows.setdefault(loss_id, _Row(record))
+            self._note(record, is_said, self._repeats(row, record))
             if is_diagnosed and is_said:
-                text = diagnosis(record, skips_in_a_row, b.scaler.loss_scale())
+                text = diagnosis(record, row.first, skips_in_a_row, b.scaler.loss_scale())
                 self._reporter.say(
                     text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale, amp_cause=record.cause
                 )
@@ -102,12 +122,22 @@ class OverflowWatch:
         weights = self._bad_weights(places)
         self._note(self._explained(backward, loss_id, loss, origin, weights, places, loss_scale=1.0, skipped=False))
 
-    def _note(self, record: OverflowRecord, is_said: bool = True) -> None:
+    def _repeats(self, row: _Row, record: OverflowRecord) -> int:
+        """Return how many skips in a row, this one included, have the cause of `record`."""
+        cause = record.cause, record.operation, where_it_began(record)
+        if cause != row.cause:
+            row.cause, row.count = cause, 0
+        row.count += 1
+        return row.count
+
+    def _note(self, record: OverflowRecord, is_said: bool = True, count: int = 1) -> None:
         self._records.append(record)
         self._count += 1
-        if is_said:
+        # Of a cause that repeats 10, 100, 1,000 times it is said that it does.
+        is_round = count > 1 and count == 10 ** (len(str(count)) - 1)
+        if is_said and (count == 1 or is_round or self._reporter.verbosity > 1):
             self._reporter.say(
-                str(record),
+                repeated(record, count) if is_round else str(record),
                 level=logging.INFO if record.skipped else logging.WARNING,  # which nothing stopped
                 amp_loss_id=record.loss_id,
                 amp_loss_scale=record.loss_scale,

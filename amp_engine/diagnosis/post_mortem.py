@@ -121,7 +121,7 @@ class OverflowReport(Paged, Sequence[OverflowRecord]):
         rows = [
             (
                 r.cause,
-                _where(r) or "-",
+                where_it_began(r) or "-",
                 r.kind or "-",
                 r.operation or "-",
                 "skipped" if r.skipped else "taken",
@@ -137,7 +137,7 @@ class OverflowReport(Paged, Sequence[OverflowRecord]):
         return Page.of(Table(rows, head, numbers=range(5, len(head))), *older)
 
 
-def _where(record: OverflowRecord) -> str | None:
+def where_it_began(record: OverflowRecord) -> str | None:
     """The parameter nearest to where it began. Gradients of a loss that is not finite tell nothing of that."""
     if record.cause == "weights" and record.weights:
         return record.weights[0]
@@ -243,9 +243,23 @@ def _what_happened(record: OverflowRecord) -> str:
     return f"{gradient}  {numbers}"
 
 
-def diagnosis(record: OverflowRecord, skips: int, loss_scale: float) -> str:
-    """The message after many skips in a row, of which the record is the last; the loss scale is that of now."""
-    if record.weights:
+def repeated(record: OverflowRecord, count: int) -> str:
+    """The line of a cause that `count` skips in a row have had."""
+    where = where_it_began(record)
+    at = f", at {where}" if where else ""
+    return f"Amp post-mortem:  {record.cause}{at}, as in each of the last {count} skipped steps."
+
+
+def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_scale: float) -> str:
+    """The message after many skips in a row; `first` and `record` are the ends of the row, the scale is that of now."""
+    scales = f"{first.loss_scale:g} to {record.loss_scale:g}"
+    is_lowered = record.loss_scale < first.loss_scale
+    if record.cause == "divergence":
+        advice = (
+            "Losses have grown from step to step until they exploded, which no scale and no type mends: lower the "
+            "learning rate, and go back to a checkpoint if the loss does not come down by itself."
+        )
+    elif record.weights:
         advice = (
             f"Weights are not finite, so no scale can help: {some(record.weights)}.  A float16 one is inf from "
             "65520 on.  Go back to a checkpoint with a lower learning rate, keep the module in FP32 "
@@ -256,6 +270,20 @@ def diagnosis(record: OverflowRecord, skips: int, loss_scale: float) -> str:
         advice = (
             f"The loss itself is not finite, so no scale can help.{where}  Look at the forward pass: the learning "
             "rate, the input, a logarithm or a division, or an overflow of float16 (bfloat16 has none: 'O4', 'O5')."
+        )
+    elif record.parameter is not None and is_lowered and len(record.nonfinite) < len(first.nonfinite):
+        advice = (
+            f"The loss is finite, and fewer gradients overflow the lower the scale is: {len(first.nonfinite)} at "
+            f"{first.loss_scale:g}, {len(record.nonfinite)} at {record.loss_scale:g}.  The scale is nearly found: "
+            "nothing to do."
+        )
+    elif record.kind == "nan" and first.kind == "nan" and is_lowered:
+        advice = (
+            f"The loss is finite, so the backward pass makes the NaN, at each scale from {scales}: first, as it goes "
+            f"from the loss to the input, in the gradient of {record.parameter} ({record.kind}).  A derivative that "
+            "is not defined (sqrt or norm of 0, 0 in a division) is NaN in every type: add an eps inside.  "
+            "amp.find_overflow(step_fn) names the operation; if it only overflows, keep its module in FP32 "
+            "(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
         )
     elif record.parameter is not None:
         advice = (

@@ -442,7 +442,7 @@ def test_an_overflow_prints_apexs_line_per_skipped_step_and_one_of_its_cause(
     train(MLP, model, optimizer, "cooc")
     lines = capsys.readouterr().out.splitlines()
     assert lines[::2] == [OVERFLOW.format(0, 32768.0), OVERFLOW.format(0, 16384.0)]
-    assert [line.split("  ")[:2] for line in lines[1::2]] == [["Amp post-mortem:", "backward."]] * 2
+    assert [line.split("  ")[:2] for line in lines[1::2]] == [["Amp post-mortem:", "backward."]], "the same cause twice"
     assert lines[0] == ("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0")
 
 

@@ -144,6 +144,44 @@ def test_a_copy_that_float16_cannot_hold_is_named_though_its_master_is_finite(
     assert "Weights are not finite, so no scale can help: sound.weight." in rest
 
 
+def diagnosis_of(capsys: pytest.CaptureFixture[str], spoilt: Any, factor: float = 1.0, grows: bool = False) -> str:
+    """The diagnosis of eight steps; `spoilt` gives the parameters whose gradients are spoilt in each, and by which."""
+    model, optimizer = started("O1")
+    factors = [factor * 4.0**i for i in range(9 if grows else 0)]
+    for index, one in enumerate([*factors, *[(factors or [factor])[-1]] * 8]):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).float().square().mean() * one / 8
+        spoil = spoilt(index - len(factors)) if index >= len(factors) else {}
+        handles = [getattr(model, name).weight.register_hook(lambda g, by=by: g * by) for name, by in spoil.items()]
+        backward(loss, optimizer)
+        for handle in handles:
+            handle.remove()
+        optimizer.step()
+    return split(capsys.readouterr().out)[1].splitlines()[-1]
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_a_scale_that_is_nearly_found_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    said = diagnosis_of(capsys, lambda index: {"sound": INF, "rotten": INF} if index < 7 else {"rotten": INF})
+    assert "fewer gradients overflow the lower the scale is: 2 at 65536, 1 at 512." in said
+    assert said.endswith("The scale is nearly found: nothing to do.")
+    assert "keep" not in said
+
+
+def test_nan_at_every_scale_is_a_derivative_that_is_not_defined(capsys: pytest.CaptureFixture[str]) -> None:
+    said = diagnosis_of(capsys, lambda index: {"rotten": NAN})
+    assert "makes the NaN, at each scale from 65536 to 512: first" in said
+    assert "add an eps inside" in said
+
+
+def test_losses_that_explode_are_a_learning_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    said = diagnosis_of(capsys, lambda index: {"rotten": INF}, 1e-4, grows=True)
+    assert "lower the learning rate" in said
+    assert "keep" not in said
+
+
 def test_the_diagnosis_is_printed_once_in_a_long_row(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = started("O2")
     for _ in range(30):

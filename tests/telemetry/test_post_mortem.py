@@ -168,14 +168,29 @@ def test_a_weight_that_is_not_finite_is_named(level: str) -> None:
     assert record.weights == ("first.weight",)
 
 
-def test_every_skip_prints_apexs_line_and_one_of_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_skip_prints_apexs_line_and_a_cause_is_said_once_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run("O2", "linear", verbosity=1)
     run.plant("backward")
     run.step()
     lines = capsys.readouterr().out.splitlines()
     first, second = (i for i, line in enumerate(lines) if line.startswith("Gradient overflow.  Skipping step, loss"))
     assert lines[first + 1] == str(run.engine.overflow_report()[0])
-    assert lines[second + 1] == str(run.engine.overflow_report()[1])
+    assert lines[second + 1 :] == [], "the same cause"
+    for _ in range(8):
+        run.step()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Amp post-mortem")]
+    assert said == ["Amp post-mortem:  backward, at planted.layer.bias, as in each of the last 10 skipped steps."]
+    assert len(run.engine.overflow_report()) == 10
+    run.model.planted.bad = "forward"
+    run.step()
+    assert str(run.engine.overflow_report()[10]) in capsys.readouterr().out, "another cause"
+
+
+def test_verbosity_2_says_the_cause_of_every_skip(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run("O2", "linear", verbosity=2)
+    run.plant("backward")
+    run.step()
+    assert capsys.readouterr().out.count("Amp post-mortem:  backward.  The gradient of") == 2
 
 
 def causes_under_ddp(rank: int) -> list[tuple[str, str, str | None]]:

@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from amp_engine import amp
 from amp_engine.optimizers.wrapped import takes_hooks
-from amp_engine.stepping.ghost import is_ghost
 
 
 def begin(told: Mapping[str, Any]) -> None:
@@ -51,7 +50,7 @@ class ScriptAudit:
             self._audit.save(self._folder / "audit.txt")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or os.getpid() != self._process or is_ghost(optimizer):
+        if torch.compiler.is_compiling() or os.getpid() != self._process:
             return
         # One that is stepped in the step of another belongs to that one.
         if self._audit.is_stepping or self._audit.follows(optimizer) or not takes_hooks(optimizer):

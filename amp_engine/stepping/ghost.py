@@ -44,11 +44,6 @@ def shadow(optimizer: Optimizer, params: Mapping[int, nn.Parameter]) -> Optimize
     return _Copies(False, params).ghost(optimizer)
 
 
-def is_ghost(optimizer: Optimizer) -> bool:
-    """True for a ghost or a shadow."""
-    return isinstance(optimizer, _CopiesWhenLookedAt)
-
-
 def discard_ghost(double: Optimizer) -> None:
     """Free the copies of a ghost: they are in a cycle, and would wait for a garbage collection."""
     _, copies = vars(double).pop(_BEHIND, (None, None))

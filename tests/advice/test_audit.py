@@ -96,6 +96,17 @@ def test_a_script_without_a_step_is_said_to_have_none(run: Any) -> None:
     assert "without a step of a torch.optim.Optimizer" in err
 
 
+def test_the_package_is_found_where_the_command_found_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(dedent(TRAINS))
+    told = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "amp_engine", "audit", "--steps", "2", str(tmp_path / "script.py"), "1e-4", "9"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, cwd=Path(__file__).parents[2], env=told
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "AdamW: 2 of 2 steps audited" in ended.stdout
+
+
 def test_a_module_and_its_exit_status(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(
@@ -173,7 +184,7 @@ def test_all_optimizers_are_followed_and_those_inside_belong_to_them(audit: Any,
         for _ in range(9):
             for one in (first, second):
                 one(torch.ones(1, 2)).sum().backward()
-            for optimizer in reversed(optimizers):
+            for optimizer in optimizers:
                 optimizer.step()
 
     with pytest.raises(SystemExit) as ended:
@@ -182,7 +193,7 @@ def test_all_optimizers_are_followed_and_those_inside_belong_to_them(audit: Any,
     audited.write()
     found = json.loads((tmp_path / "audit.json").read_text())
     steps = [(one["class_name"], one["steps"], one["audited"], one["refused"]) for one in found["optimizers"]]
-    assert steps == [("Adam", 3, 3, ""), ("Twice", 2, 2, "")]
+    assert steps == [("Twice", 3, 3, ""), ("Adam", 2, 2, "")]
     assert len(found["tensors"]) == 4
     assert all(one["name"].split(".")[1] in ("weight", "bias") for one in found["tensors"])
     assert all(one["erased"] < 1e-3 for one in found["tensors"])

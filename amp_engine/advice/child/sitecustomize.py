@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec, module_from_spec
+from importlib.util import module_from_spec
 from pathlib import Path
 from threading import get_ident
 from types import ModuleType
@@ -105,9 +105,13 @@ def _start() -> None:
 
 
 def _audit(told: Any) -> None:
-    if find_spec("amp_engine") is None:  # it was found in the directory of the command, and the script is elsewhere
-        sys.path.append(str(Path(__file__).parents[3]))
-    importlib.import_module("amp_engine.advice.script_audit").begin(told)
+    root = str(Path(__file__).parents[3])
+    sys.path.insert(0, root)  # the command may have found it in its directory, and the script is elsewhere
+    try:
+        audit = importlib.import_module("amp_engine.advice.script_audit")
+    finally:
+        sys.path.remove(root)
+    audit.begin(told)
 
 
 _start()

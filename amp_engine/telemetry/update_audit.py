@@ -40,6 +40,8 @@ _WIDER = {
     torch.float32: torch.float64,
     torch.float64: torch.float64,
 }
+_FLOAT32_AT_MOST = {**_WIDER, torch.float32: torch.float32}  # for classes without float64
+_NO_FLOAT64 = "Its class takes no float64: what float32 itself erases of a step is not seen."
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE = 2**18  # elements of a tensor whose median is taken
 
@@ -58,7 +60,8 @@ class UpdateAudit(Paged):
     Before an audited step the optimizer's class makes that step on copies of weights, state and gradients in the next
     wider type: float32 for half types, float64 for float32. What those copies moved by is what the optimizer wanted;
     what the weights moved by in the real step is what it got. FP32 masters, split ones too, are the weights where they
-    exist. Weights, state and random numbers of the run stay bit for bit as without it.
+    exist. A class that takes no float64, as amp_engine's fused ones, steps float32 copies of FP32 weights, and a note
+    says so. Weights, state and random numbers of the run stay bit for bit as without it.
 
     Works with or without `initialize`. Skipped steps, and updates that are not finite, are counted apart. One host sync
     in each audited step; copies of weights, gradients and state in the wider type live during it, and two flags for
@@ -242,7 +245,8 @@ class _Followed:
         self._weights: dict[int, _Weight] = {}
         self._steps = self._audited = self._skipped = self._bytes = 0
         self._marks: list[tuple[Any, ...]] = []
-        self._refused = ""
+        self._refused = self._note = ""
+        self._wider = _WIDER
         self._depth = 0  # a subclass that calls super().step() calls the hooks again
         self._step: _Step | None = None
         self._handles = [
@@ -270,6 +274,7 @@ class _Followed:
             milliseconds=1000 * median(map(_seconds, self._marks)) if self._marks else None,
             bytes=self._bytes,
             refused=self._refused,
+            note="" if self._refused else self._note,
         )
 
     def tensors(self, place: int, names: dict[int, str]) -> list[AuditedTensor]:
@@ -297,21 +302,17 @@ class _Followed:
 
     def _wanted(self, stepped: Stepper | None, args: tuple[Any, ...], kwargs: Any, begun: Any) -> _Step | None:
         """Have the class make the step on wider copies; None if it raises."""
-        optimizer, entries = self.optimizer, list(_entries(self.optimizer))
+        entries = list(_entries(self.optimizer))
         values = [_value(weight) for weight, _ in entries]
-        twins = {id(weight): _twin(weight, value) for (weight, _), value in zip(entries, values, strict=True)}
-        double = shadow(optimizer, twins)
-        _widen_state(double)
-        random = random_state()
         try:
-            unhooked_step(optimizer)(double, *args[1:], **kwargs)
-        except Exception as e:  # any class raises its own error for what it does not take
-            self._refused = f"Not audited: its step() fails on copies in the next wider type ({e!r:.200})."
-            return None
-        finally:
-            set_random_state(random)
-            held = _bytes_of([*twins.values(), *(twin.grad for twin in twins.values()), *_state_of(double), *values])
-            discard_ghost(double)
+            twins, held = self._stepped_copies(entries, values, args, kwargs)
+        except Exception as first:  # any class raises its own error for what it does not take
+            self._wider, self._note = _FLOAT32_AT_MOST, _NO_FLOAT64
+            try:
+                twins, held = self._stepped_copies(entries, values, args, kwargs)
+            except Exception:
+                self._refused = f"Not audited: its step() fails on copies in the next wider type ({first!r:.200})."
+                return None
         columns = None if stepped is None else stepped.rows.columns
         params = {} if columns is None else dict(zip(map(id, columns.weights), columns.params, strict=True))
         step = _Step([], [], [], begun, step_times.now(), held)
@@ -325,6 +326,25 @@ class _Followed:
                 step.before.append(value)
                 step.wanted.append(twin.detach().sub_(value))
         return step._replace(prepared=step_times.now())
+
+    def _stepped_copies(
+        self, entries: Sequence[tuple[nn.Parameter, str]], values: Sequence[Tensor], args: Any, kwargs: Any
+    ) -> tuple[dict[int, nn.Parameter], int]:
+        """Copies by id of the weight, after the class's step on them, and the bytes of all that was copied."""
+        twins = {
+            id(weight): _twin(weight, value, self._wider[value.dtype])
+            for (weight, _), value in zip(entries, values, strict=True)
+        }
+        double = shadow(self.optimizer, twins)
+        _widen_state(double)
+        random = random_state()
+        try:
+            unhooked_step(self.optimizer)(double, *args[1:], **kwargs)
+            copies = [*twins.values(), *(twin.grad for twin in twins.values()), *_state_of(double), *values]
+            return twins, _bytes_of(copies)
+        finally:
+            set_random_state(random)
+            discard_ghost(double)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth = max(0, self._depth - 1)
@@ -404,9 +424,8 @@ def _value(weight: nn.Parameter) -> Tensor:
     return weight.detach().float() if exact is None else exact
 
 
-def _twin(weight: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """The weight and its gradient in the type next wider than that of its value."""
-    wider = _WIDER[value.dtype]
+def _twin(weight: nn.Parameter, value: Tensor, wider: torch.dtype) -> nn.Parameter:
+    """The weight and its gradient in a wider type."""
     twin = nn.Parameter(value.to(wider, copy=True), weight.requires_grad)
     grad = weight.grad
     twin.grad = None if grad is None else grad.detach().to(wider, copy=True)

@@ -54,7 +54,7 @@ def _about(one: AuditedOptimizer) -> str:
         said += f", {number(one.skipped)} skipped or not finite"
     if one.milliseconds is not None:
         said += f"; the audit took {one.milliseconds:.3g} ms for each, and {size(one.bytes)}"
-    return f"{said}.  {one.refused}".rstrip()
+    return f"{said}.  {one.refused or one.note}".rstrip()
 
 
 def picture(tensors: Sequence[AuditedTensor], is_file: bool = False) -> str:

@@ -92,6 +92,7 @@ class AuditedOptimizer:
         milliseconds: median time of the audit itself for an audited step; None without one.
         bytes: the most memory that the audit held: copies during a step, and two flags for each element.
         refused: why no further step of it could be audited; "" if all could.
+        note: what the figures do not tell; "" if they tell all.
     """
 
     class_name: str
@@ -101,6 +102,7 @@ class AuditedOptimizer:
     milliseconds: float | None
     bytes: int
     refused: str
+    note: str
 
 
 @dataclass(frozen=True)

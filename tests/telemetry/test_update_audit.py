@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from amp_engine import Engine, amp
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
+from amp_engine.optimizers import FusedAdam
 from amp_engine.telemetry.update_audit import UpdateAudit, spacing
 from amp_engine.telemetry.update_page import picture
 from amp_engine.telemetry.update_report import AuditedTensor, UpdateReport
@@ -436,6 +437,23 @@ def test_a_class_that_raises_on_wider_copies_is_named_and_goes_on() -> None:
     assert weight.item() == 0.25
     assert "bfloat16 alone" in about.refused
     assert (about.steps, about.audited, about.skipped) == (2, 0, 0)
+
+
+def test_a_class_without_float64_is_audited_with_a_note() -> None:
+    model = gpt_like()
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    with Engine() as engine:
+        engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        with UpdateAudit(engine, optimizer) as audit:
+            for _ in range(3):
+                backward(model(torch.randn(4, 64)).float().square().mean(), optimizer, engine=engine)
+                optimizer.step()
+    report = audit.measured()
+    assert report.is_well
+    assert report.optimizers[0].audited == 3
+    assert report.optimizers[0].note in " ".join(str(audit).split())
+    assert "no float64" in report.optimizers[0].note
+    assert all(one.step_in_spacings > 100 for one in report.tensors)
 
 
 def test_complex_weights_are_named() -> None:

@@ -205,6 +205,7 @@ class OverflowWatch:
             weights=weights,
             growth=growth_of(loss, earlier),
             is_exact=origin is None or origin.is_exact,
+            why=None if origin is None else origin.why,
             **details,
         )
 

@@ -65,6 +65,7 @@ class OverflowRecord:
             copy is inf where its FP32 master is beyond 65,520, which no gradient shows.
         skipped: the step was skipped.
         growth: the loss over the median of the losses before; None where either is not known.
+        why: "log of 0 in 36 of 40 elements", where the inputs of `operation` tell; None elsewhere.
     """
 
     backward: int
@@ -86,6 +87,7 @@ class OverflowRecord:
     skipped: bool = True
     growth: float | None = None
     is_exact: bool = True
+    why: str | None = None
 
     @property
     def loss_is_finite(self) -> bool:
@@ -219,6 +221,8 @@ def _what_happened(record: OverflowRecord) -> str:
             f"{numbers}  {record.operation}{near} was given a value that is not finite from outside of the graph: look "
             "at the batch."
         )
+    if record.cause == "forward" and record.why is not None:
+        return f"{numbers}  {record.why}{near.rstrip(',')}.  Keep its argument away from there: an eps, or a clamp."
     if record.cause == "forward" and record.operation is not None and not record.is_exact:
         return (
             f"{numbers}  {record.operation}{near} or an operation before it, of which nothing was kept, gave the first "

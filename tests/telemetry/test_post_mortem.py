@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine import Engine
 from amp_engine.diagnosis.post_mortem import OverflowRecord, has_exploded
+from amp_engine.stepping.forward_order import name_of
 from tests.ranks import on_ranks
 from tests.telemetry.plants import LAYERS, Model, Planted, batch
 
@@ -325,3 +326,47 @@ def test_a_batch_that_overflows_no_more_at_the_present_scale_is_nothing_to_mend(
     assert "everything is finite: nothing to do" in str(found)
     run.engine.scalers[0].scale.fill_(2.0**24)
     assert run.engine.find_overflow(run.backward).finite_at is None
+
+
+class Head(nn.Module):
+    """A linear layer, and a loss that is not finite for what its inputs are."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 8), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x).float()
+        if self.kind == "log of 0":
+            return x.relu().log().sum()
+        if self.kind == "log of negative numbers":
+            return (-x.abs() - 1.0).log().sum() * x.sum()
+        if self.kind == "div by 0":
+            return (torch.ones(8) / x.relu()).sum()
+        return (x - x.detach() - 2.0).log1p().sum() * x.sum()
+
+
+@pytest.mark.parametrize("kind", ["log of 0", "log of negative numbers", "div by 0", "log1p of numbers below -1"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_operation_whose_inputs_tell_is_explained(level: str, kind: str) -> None:
+    torch.manual_seed(0)
+    with Engine() as engine:
+        model = Head(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        x = torch.randn(5, 4)
+        zeros = int((model.layer(x.to(model.layer.weight.dtype)).float() <= 0).sum())
+        with engine.scale_loss(model(x), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        (record,) = engine.overflow_report()
+        bad = zeros if kind.endswith(" 0") else 40
+        assert bad > 0
+        assert (record.cause, record.why) == ("forward", f"{kind} in {bad} of 40 elements")
+        assert f"  {kind} in {bad} of 40 elements, at or after layer." in str(record)
+
+
+def test_operations_have_the_names_that_users_write() -> None:
+    x = torch.ones(1, 1, 2, 2, requires_grad=True)
+    nodes = [nn.functional.max_pool2d(x, 2).grad_fn, x.log1p().grad_fn, torch.addmm(x[0, 0], x[0, 0], x[0, 0]).grad_fn]
+    assert [name_of(node) for node in nodes if node is not None] == ["max_pool2d_with_indices", "log1p", "addmm"]

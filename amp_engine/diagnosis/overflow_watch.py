@@ -195,6 +195,7 @@ class OverflowWatch:
             came_from_outside=origin is not None and origin.operation is None and not origin.is_parameter,
         )
         near = None if origin is None or origin.parameter is None else places.get(origin.parameter)
+        trained = set(map(id, self._params())) if cause == "data" else set(places)
         return OverflowRecord(
             backward,
             loss_id,
@@ -206,6 +207,7 @@ class OverflowWatch:
             growth=growth_of(loss, earlier),
             is_exact=origin is None or origin.is_exact,
             why=None if origin is None else origin.why,
+            untrained=tuple(place.parameter for key, place in places.items() if key not in trained),
             **details,
         )
 

@@ -66,6 +66,8 @@ class OverflowRecord:
         skipped: the step was skipped.
         growth: the loss over the median of the losses before; None where either is not known.
         why: "log of 0 in 36 of 40 elements", where the inputs of `operation` tell; None elsewhere.
+        untrained: for the cause "data", names of the models' parameters that no optimizer steps, since a part of the
+            model that has only such ones leaves no graph; else empty.
     """
 
     backward: int
@@ -88,6 +90,7 @@ class OverflowRecord:
     growth: float | None = None
     is_exact: bool = True
     why: str | None = None
+    untrained: tuple[str, ...] = ()
 
     @property
     def loss_is_finite(self) -> bool:
@@ -217,9 +220,10 @@ def _what_happened(record: OverflowRecord) -> str:
         )
     near = f", at or after {record.near}," if record.near else ""
     if record.cause == "data":
+        frozen = f", at parameters that are not trained ({some(record.untrained)})" if record.untrained else ""
         return (
             f"{numbers}  {record.operation}{near} was given a value that is not finite from outside of the graph: look "
-            "at the batch."
+            f"at the batch{frozen}, and at models that run without gradients."
         )
     if record.cause == "forward" and record.why is not None:
         return f"{numbers}  {record.why}{near.rstrip(',')}.  Keep its argument away from there: an eps, or a clamp."

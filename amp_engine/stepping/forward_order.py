@@ -243,7 +243,10 @@ def _is_result(name: str) -> bool:
 
 
 def name_of(node: Node) -> str:
-    """Return the users' name of an operation: "max_pool2d_with_indices" for `MaxPool2DWithIndicesBackward0`; a user's Function keeps its name."""
+    """Return the users' name of an operation: "max_pool2d_with_indices" for `MaxPool2DWithIndicesBackward0`.
+
+    A user's Function keeps its name.
+    """
     bare = re.sub(r"Backward\d*$", "", node.name())
     if bare == node.name() or not node.name()[-1].isdigit():
         return bare

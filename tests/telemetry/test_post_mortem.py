@@ -370,3 +370,19 @@ def test_operations_have_the_names_that_users_write() -> None:
     x = torch.ones(1, 1, 2, 2, requires_grad=True)
     nodes = [nn.functional.max_pool2d(x, 2).grad_fn, x.log1p().grad_fn, torch.addmm(x[0, 0], x[0, 0], x[0, 0]).grad_fn]
     assert [name_of(node) for node in nodes if node is not None] == ["max_pool2d_with_indices", "log1p", "addmm"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_frozen_part_that_overflows_is_not_blamed_on_the_batch_alone(level: str) -> None:
+    with Engine() as engine:
+        model = nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.Linear(8, 2))
+        with torch.no_grad():
+            model[0].weight.fill_(6e4)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        with engine.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        (record,) = engine.overflow_report()
+        assert (record.cause, record.untrained) == ("data", ("0.weight", "0.bias"))
+        assert "at parameters that are not trained (0.weight, 0.bias), and at models" in str(record)

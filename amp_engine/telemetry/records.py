@@ -198,6 +198,15 @@ class ScalePoint:
 
 
 @dataclass(frozen=True)
+class Overflows:
+    """The overflows of one cause: the word of `overflow_report`, and the numbers of the newest backwards of it."""
+
+    cause: str
+    count: int
+    backwards: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Loss:
     """A loss scaler.
 
@@ -208,6 +217,7 @@ class Loss:
         backwards: number of the checked backwards since `initialize`; 0 where gradients are not checked.
         overflows: number of these with a gradient that is not finite.
         history: where the scale moved or a backward overflowed; at most 1000 points, thinned.
+        causes: of the newest 1000 overflows of all losses, those of this one, the most frequent cause first.
     """
 
     loss_id: int
@@ -216,6 +226,7 @@ class Loss:
     backwards: int
     overflows: int
     history: tuple[ScalePoint, ...]
+    causes: tuple[Overflows, ...] = ()  # which receipts of before lack
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from amp_engine.casting import Explanation
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.optimizers import FusedAdam, FusedLAMB
 from amp_engine.telemetry.receipt import Receipt, receipt
-from amp_engine.telemetry.records import Loss, Model, ScalePoint, Shape
+from amp_engine.telemetry.records import Loss, Model, Overflows, ScalePoint, Shape
 from amp_engine.telemetry.update_audit import UpdateAudit
 from tests.models import CNN, LSTM, MLP, NORMED_MLP, TRANSFORMER, Mlp, NormedMlp
 from tests.support import (
@@ -250,12 +250,35 @@ def test_skips_and_the_history_of_the_scale(level: str) -> None:
         train(MLP, model, optimizer, "cococc", engine=engine)
         found = receipt(engine)
         points = ScalePoint(0, first, 0), ScalePoint(2, first / 2, 1), ScalePoint(4, first / 4, 1)
-        assert found.losses == (Loss(0, True, first / 4, 6, 2, points),)
+        assert found.losses == (Loss(0, True, first / 4, 6, 2, points, (Overflows("backward", 2, (2, 4)),)),)
         (one,) = found.optimizers
         assert (one.class_name, one.steps, one.skips, one.skips_in_a_row) == ("AdamW", 6, 2, 0)
         train(MLP, model, optimizer, "oo", engine=engine)
         assert receipt(engine).optimizers[0].skips_in_a_row == 2
         assert "the last 2 in a row" in str(receipt(engine))
+
+
+def test_the_causes_of_overflows_are_counted_each_backward_once() -> None:
+    with Engine() as engine:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+        engine.initialize(model, optimizers, opt_level="O2", verbosity=0)
+        for index in range(9):
+            x = torch.full((2, 4), float("nan") if index == 3 else 1.0)
+            with engine.scale_loss(model(x).float().mean(), optimizers) as scaled_loss:
+                scaled_loss.backward()
+                if index > 1 and index != 3:
+                    model[1].weight.grad[0, 0] = float("inf")
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+            model.zero_grad()
+        found = receipt(engine)
+        assert found.losses[0].causes == (Overflows("backward", 6, (5, 6, 7, 8, 9)), Overflows("data", 1, (4,)))
+        assert "  causes: 6 backward (backwards ..., 5, 6, 7, 8, 9), 1 data (backward 4)\n" in str(found)
+        fields = json.loads(found.to_json())
+        del fields["losses"][0]["causes"]  # as receipts of before
+        assert Receipt.from_json(json.dumps(fields)).losses[0].causes == ()
 
 
 def test_levels_that_look_at_no_gradient_say_so() -> None:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from amp_engine.diagnosis.post_mortem import OverflowRecord
 from amp_engine.engine import Engine
 from amp_engine.page.page import Block, Figure, Section, Sentence
 from amp_engine.telemetry import plots
-from amp_engine.telemetry.records import Loss, ScalePoint
+from amp_engine.telemetry.records import Loss, Overflows, ScalePoint
 from amp_engine.telemetry.wording import number, percent, plural, scale
+
+_SHOWN = 5  # backwards of each cause
 
 
 def described(engine: Engine) -> tuple[Loss, ...]:
     """Describe each loss scaler. Waits for the device, to read the scale."""
-    losses = []
+    losses, records = [], engine.overflow_report()
     for loss_id, scaler in enumerate(engine.scalers):
         track = engine._scaling.history.track(loss_id)
         points = tuple(ScalePoint(p.backward, p.scale, p.overflows) for p in track.points)
-        losses.append(Loss(loss_id, scaler.dynamic, scaler.loss_scale(), track.backwards, track.overflows, points))
+        causes = tuple(_causes(record for record in records if record.loss_id == loss_id))
+        losses.append(
+            Loss(loss_id, scaler.dynamic, scaler.loss_scale(), track.backwards, track.overflows, points, causes)
+        )
     return tuple(losses)
+
+
+def _causes(records: Iterable[OverflowRecord]) -> Iterator[Overflows]:
+    by_cause: dict[str, dict[int, None]] = {}
+    for record in records:  # one for each optimizer
+        by_cause.setdefault(record.cause, {})[record.backward] = None
+    for cause, backwards in sorted(by_cause.items(), key=lambda item: -len(item[1])):
+        yield Overflows(cause, len(backwards), tuple(backwards)[-_SHOWN:])
 
 
 def section(losses: Sequence[Loss]) -> Section:
@@ -26,6 +40,8 @@ def section(losses: Sequence[Loss]) -> Section:
     blocks: list[Block] = []
     for one in losses:
         blocks.append(Sentence(_sentence(one)))
+        if one.causes:
+            blocks.append(Sentence(f"causes: {', '.join(map(_of_cause, one.causes))}", "soft", indent=1))
         if len(one.history) > 1:
             blocks.append(Figure(plots.scale_over_backwards(one), [_moves(one.history)], indent=1))
     return Section("Loss scale", blocks or [Sentence("No loss is scaled.", "soft")])
@@ -40,6 +56,12 @@ def _sentence(one: Loss) -> str:
         seen = "" if one.dynamic else " that were looked at"
         looked = f"{number(one.overflows)} of {plural(one.backwards, 'backward')}{seen} overflowed{share}"
     return f"loss_id {one.loss_id}: {kind}, now {scale(one.scale)}; {looked}"
+
+
+def _of_cause(one: Overflows) -> str:
+    more = "..., " if one.count > len(one.backwards) else ""
+    word = "backward" if one.count == 1 else "backwards"
+    return f"{number(one.count)} {one.cause} ({word} {more}{', '.join(map(str, one.backwards))})"
 
 
 def _moves(points: Sequence[ScalePoint]) -> str:

@@ -37,7 +37,7 @@ class _Row:
     """The skips in a row of one loss: the first, the cause of the last, and the count of those of this cause."""
 
     first: OverflowRecord
-    cause: tuple[str | None, ...] = ()
+    cause: tuple[object, ...] = ()
     count: int = 0
 
 
@@ -124,7 +124,7 @@ class OverflowWatch:
 
     def _repeats(self, row: _Row, record: OverflowRecord) -> int:
         """Return how many skips in a row, this one included, have the cause of `record`."""
-        cause = record.cause, record.operation, where_it_began(record)
+        cause = record.cause, record.operation, where_it_began(record), record.why is not None
         if cause != row.cause:
             row.cause, row.count = cause, 0
         row.count += 1
@@ -168,6 +168,7 @@ class OverflowWatch:
             weights,
             places,
             loss_scale=backward.outcome.scale(),
+            undefined=backward.undefined if is_finite else None,
             elements=backward.elements,
             nonfinite=tuple(place_of(param, places).parameter for param, _ in nonfinite),
             checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
@@ -183,6 +184,7 @@ class OverflowWatch:
         origin: Origin | None,
         weights: tuple[str, ...],
         places: dict[int, Place],
+        undefined: str | None = None,
         **details: Any,
     ) -> OverflowRecord:
         """The record with these details, and what the loss, those before it, and its graph tell."""
@@ -206,7 +208,7 @@ class OverflowWatch:
             weights=weights,
             growth=growth_of(loss, earlier),
             is_exact=origin is None or origin.is_exact,
-            why=None if origin is None else origin.why,
+            why=undefined if origin is None else origin.why,
             untrained=tuple(place.parameter for key, place in places.items() if key not in trained),
             **details,
         )

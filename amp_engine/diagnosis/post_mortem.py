@@ -65,7 +65,8 @@ class OverflowRecord:
             copy is inf where its FP32 master is beyond 65,520, which no gradient shows.
         skipped: the step was skipped.
         growth: the loss over the median of the losses before; None where either is not known.
-        why: "log of 0 in 36 of 40 elements", where the inputs of `operation` tell; None elsewhere.
+        why: "log of 0 in 36 of 40 elements", where the inputs of `operation` tell; "sqrt of 0 in 3 of 4 elements" of a
+            derivative that is not finite, looked for from the second overflow in a row on; None elsewhere.
         untrained: for the cause "data", names of the models' parameters that no optimizer steps, since a part of the
             model that has only such ones leaves no graph; else empty.
     """
@@ -248,7 +249,8 @@ def _what_happened(record: OverflowRecord) -> str:
             f"{numbers}  Each gradient of this process is finite: look at the other ranks, at earlier backwards of the "
             "step, and whether zero_grad() is called after steps that were skipped."
         )
-    return f"{gradient}  {numbers}"
+    why = "" if record.why is None else f"  {record.why}: its derivative is not finite there.  Add an eps inside."
+    return f"{gradient}  {numbers}{why}"
 
 
 def repeated(record: OverflowRecord, count: int) -> str:
@@ -284,6 +286,11 @@ def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_sc
             f"The loss is finite, and fewer gradients overflow the lower the scale is: {len(first.nonfinite)} at "
             f"{first.loss_scale:g}, {len(record.nonfinite)} at {record.loss_scale:g}.  The scale is nearly found: "
             "nothing to do."
+        )
+    elif record.why is not None and record.loss_is_finite:
+        advice = (
+            f"The loss is finite, and a derivative is not, at any scale and in any type: {record.why}.  Add an eps "
+            "inside."
         )
     elif record.kind == "nan" and first.kind == "nan" and is_lowered:
         advice = (

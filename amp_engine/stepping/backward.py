@@ -35,6 +35,7 @@ class Backward:
         checked: the checks, one for each optimizer and device.
         order: the order of parameters in the forward, as `forward_order` gives it, maybe of an earlier forward.
         origin: the place where the forward stopped being finite; None if it was not looked for.
+        undefined: the derivative that is not finite, after an overflow of the same loss; None if none was found.
         elements: count of elements that are not finite in the gradient of `first_nonfinite`; None if not counted.
         skips: True if an overflow skips the step; False if it is only reported.
         reduction: lets several ranks agree on the overflow; None if this rank decides alone.
@@ -57,6 +58,7 @@ class Backward:
         self.checked: list[Checked] = []
         self.order: Order = {}
         self.origin: Origin | None = None
+        self.undefined: str | None = None
         self.elements: int | None = None
         self.skips = True
         self.reduction: Reduction | None = None

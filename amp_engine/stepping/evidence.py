@@ -13,7 +13,7 @@ from amp_engine.scaling.outcome import is_number
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.events import Events
-from amp_engine.stepping.forward_order import Order, forward_order, origin_of_nonfinite
+from amp_engine.stepping.forward_order import Order, forward_order, origin_of_nonfinite, undefined_derivative
 
 
 class Evidence:
@@ -36,6 +36,7 @@ class Evidence:
         self._orders: dict[int, Order] = {}
         self._losses: dict[int, HostNumbers] = {}  # losses whose gradients are not checked, on their way from a GPU
         self._told: set[int] = set()
+        self._overflowed: set[int] = set()  # losses whose last backward is known to have overflowed
 
     def enter(self, backward: Backward, loss: Tensor) -> None:
         """Before a backward that is checked: note where its loss stopped being finite, if the host may look."""
@@ -50,6 +51,8 @@ class Evidence:
             backward.value = value = loss.item()
             if not math.isfinite(value):
                 backward.origin = origin_of_nonfinite(loss)
+            elif backward.loss_id in self._overflowed:
+                backward.undefined = undefined_derivative(loss)
         self._scaling.heard_of_loss(is_finite=True)
 
     def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:
@@ -87,6 +90,7 @@ class Evidence:
         """
         if self.is_rehearsal:
             return
+        (self._overflowed.add if overflowed else self._overflowed.discard)(backward.loss_id)
         order = self._orders.get(backward.loss_id)
         if loss is not None and (order is None or overflowed or is_in_trouble):
             order = self._orders[backward.loss_id] = forward_order(loss)

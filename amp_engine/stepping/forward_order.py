@@ -75,7 +75,7 @@ def origin_of_nonfinite(loss: Tensor) -> Origin | None:
     for node in nodes:
         for name, saved in _saved(node):
             if not saved.is_floating_point() or saved.isfinite().all():
-                if (why := _why(name_of(node), name, saved.detach())) is not None:
+                if (why := _why(_NO_RESULT, name_of(node), name, saved.detach())) is not None:
                     told.append((node, why))
                 if saved.grad_fn is None:
                     has_data.add(node)
@@ -116,23 +116,38 @@ def _origin(loss: Tensor, node: Node, saved: Tensor, finite: set[Node], has_data
     )
 
 
-def _why(operation: str, name: str, saved: Tensor) -> str | None:
-    """Explain why `operation` gave a value that is not finite, if this finite saved input tells; else None."""
-    which, kinds = _READ.get(operation, ("", []))
+def undefined_derivative(loss: Tensor) -> str | None:
+    """Explain which derivative behind `loss` is inf or NaN, if a saved tensor tells: "sqrt of 0 in 3 of 4 elements".
+
+    Call it before the backward. Waits for the device, and reads the saved tensors of a few operations.
+    """
+    nodes = (node for node in _nodes(loss) if name_of(node) in _STEEP)
+    found = (_why(_STEEP, name_of(node), name, saved.detach()) for node in nodes for name, saved in _saved(node))
+    return next(filter(None, found), None)
+
+
+# Operation -> one of its saved tensors, and values of it, in words.
+_Values = Mapping[str, tuple[str, list[tuple[Callable[[Tensor], Tensor], str]]]]
+_LOG = "self", [(lambda x: x == 0, "of 0"), (lambda x: x < 0, "of negative numbers")]
+_NO_RESULT: _Values = {  # whose results are not finite there
+    **dict.fromkeys(["log", "log2", "log10"], _LOG),
+    "log1p": ("self", [(lambda x: x == -1, "of -1"), (lambda x: x < -1, "of numbers below -1")]),
+    "div": ("other", [(lambda x: x == 0, "by 0")]),
+}
+_STEEP: _Values = {  # whose results are finite there, and whose derivatives are not
+    "sqrt": ("result", [(lambda x: x == 0, "of 0")]),
+    **dict.fromkeys(["asin", "acos"], ("self", [(lambda x: x.abs() == 1, "of 1 or -1")])),
+}
+
+
+def _why(values: _Values, operation: str, name: str, saved: Tensor) -> str | None:
+    """Name the values in this saved tensor that are among `values` of the operation; None without any."""
+    which, kinds = values.get(operation, ("", []))
     if name == f"_saved_{which}":
         for is_it, kind in kinds:
             if count := int(is_it(saved).sum()):
                 return f"{operation} {kind} in {count} of {saved.numel()} elements"
     return None
-
-
-# Operation -> its saved input, and the values of it that give no finite result, in words.
-_LOG = "self", [(lambda x: x == 0, "of 0"), (lambda x: x < 0, "of negative numbers")]
-_READ: dict[str, tuple[str, list[tuple[Callable[[Tensor], Tensor], str]]]] = {
-    **dict.fromkeys(["log", "log2", "log10"], _LOG),
-    "log1p": ("self", [(lambda x: x == -1, "of -1"), (lambda x: x < -1, "of numbers below -1")]),
-    "div": ("other", [(lambda x: x == 0, "by 0")]),
-}
 
 
 def _is_known(node: Node | None, finite: set[Node], has_data: bool) -> bool:

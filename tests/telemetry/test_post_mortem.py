@@ -386,3 +386,31 @@ def test_a_frozen_part_that_overflows_is_not_blamed_on_the_batch_alone(level: st
         (record,) = engine.overflow_report()
         assert (record.cause, record.untrained) == ("data", ("0.weight", "0.bias"))
         assert "at parameters that are not trained (0.weight, 0.bias), and at models" in str(record)
+
+
+@pytest.mark.parametrize("kind", ["sqrt of 0", "acos of 1 or -1", ""])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_derivative_that_is_not_finite_is_named_from_the_second_overflow_on(
+    level: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine() as engine:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level)
+        for _ in range(8):
+            x = model(torch.ones(3, 4)).float()
+            x = x - x.detach()
+            x = x.sqrt() if kind == "sqrt of 0" else (x + 1.0).acos() if kind else x
+            loss = x.mean()
+            with engine.scale_loss(loss, optimizer) as scaled_loss:
+                (scaled_loss * (1.0 if kind else float("inf"))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        records = engine.overflow_report()
+        why = f"{kind} in 6 of 6 elements" if kind else None
+        assert [record.why for record in records] == [None] + [why] * 7
+        assert {record.cause for record in records} == {"backward"}
+        said = capsys.readouterr().out
+        assert said.count("its derivative is not finite there.  Add an eps inside.") == bool(kind), "once in a row"
+        assert (f"in any type: {why}.  Add an eps inside." in said) == bool(kind)
+        assert ("its derivative is not finite there" in str(records[1])) == bool(kind)

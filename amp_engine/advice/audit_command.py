@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from amp_engine.advice.command import split
+from amp_engine.advice.command import check_json, split, write_json
 from amp_engine.advice.running import check_script, child_command, child_environment
 from amp_engine.errors import AmpError
 
@@ -33,8 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("steps", "every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: expected 1 or more")
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no directory {options.json.parent}")
+    check_json(parser, options.json, "audit.json")
     try:
         check_script(target)
     except AmpError as e:
@@ -48,13 +47,8 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{NAME}: {_NO_STEP}", file=sys.stderr)
             return status or 1
         print(text.read_text(encoding="utf-8"), end="", flush=True)
-        if options.json is not None:
-            try:
-                options.json.write_text(json.read_text(encoding="utf-8"), encoding="utf-8")
-            except OSError as e:
-                print(f"{NAME}: --json {options.json} could not be written: {e.strerror or e}.", file=sys.stderr)
-                return status or 1
-    return status
+        is_written = write_json(NAME, options.json, json.read_text(encoding="utf-8"))
+    return status if is_written else status or 1
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

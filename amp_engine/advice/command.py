@@ -25,10 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(own)
     if not target:
         parser.error("there is no script: type a script or `-m package.module`, and its arguments")
-    if options.json is not None and options.json.is_dir():
-        parser.error(f"--json {options.json} is a directory: type the path of a file, for example advice.json in it")
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no directory {options.json.parent}")
+    check_json(parser, options.json, "advice.json")
     try:
         advice = advise(
             target,
@@ -43,13 +40,26 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{NAME}: {e}", file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
     print(advice, flush=True)
-    if options.json is not None:
-        try:
-            options.json.write_text(f"{advice.to_json()}\n", encoding="utf-8")
-        except OSError as e:
-            print(f"{NAME}: --json {options.json} could not be written: {e.strerror or e}.", file=sys.stderr)
-            return 1
-    return 0
+    return 0 if write_json(NAME, options.json, f"{advice.to_json()}\n") else 1
+
+
+def check_json(parser: argparse.ArgumentParser, path: Path | None, example: str) -> None:
+    """End the command with an error if there can be no file at `path`."""
+    if path is not None and path.is_dir():
+        parser.error(f"--json {path} is a directory: type the path of a file, for example {example} in it")
+    if path is not None and not path.parent.is_dir():
+        parser.error(f"--json {path}: there is no directory {path.parent}")
+
+
+def write_json(command: str, path: Path | None, text: str) -> bool:
+    """Write a file, if there is a path. Returns False, and says why, if it cannot be written."""
+    try:
+        if path is not None:
+            path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        print(f"{command}: --json {path} could not be written: {e.strerror or e}.", file=sys.stderr)
+        return False
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from amp_engine.diagnosis.post_mortem import Place
 from amp_engine.ground.torch_private import DispatchMode, is_in_backward, leaves_of
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows
@@ -135,6 +136,15 @@ def names_of(models: Sequence[nn.Module]) -> dict[nn.Module, Module]:
             parts += [part for part in path.split(".") if part not in ("", "_orig_mod")]
             names.setdefault(module, Module(".".join(parts), type(module).__name__))
     return names
+
+
+def places_in(models: Sequence[nn.Module]) -> dict[int, Place]:
+    """Return the place of each parameter by its id, with names as those of `names_of`."""
+    places: dict[int, Place] = {}
+    for module, (path, kind) in names_of(models).items():
+        for name, param in module.named_parameters(recurse=False):
+            places.setdefault(id(param), Place(f"{path}.{name}" if path else name, path, kind))
+    return places
 
 
 def tensors_in(value: Any) -> list[Tensor]:

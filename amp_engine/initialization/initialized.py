@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_engine.casting import EngineCasts
 from amp_engine.diagnosis.overflow_watch import OverflowWatch
 from amp_engine.diagnosis.post_mortem import Place
-from amp_engine.diagnosis.recorder import names_of
+from amp_engine.diagnosis.recorder import places_in
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION
@@ -273,11 +273,7 @@ class Initialized:
 
         With the model's position where there are several models; without what torch.compile adds to names.
         """
-        places: dict[int, Place] = {}
-        for module, (path, kind) in names_of(self.models).items():
-            for name, param in module.named_parameters(recurse=False):
-                places.setdefault(id(param), Place(f"{path}.{name}" if path else name, path, kind))
-        return places
+        return places_in(self.models)
 
     def _stepped_params(self) -> list[Tensor]:
         """The models' parameters that are stepped, each once."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+import os
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from textwrap import indent, wrap
 
+from amp_engine.errors import AmpValueError
 from amp_engine.page.style import STYLE
 
 WIDTH = 100
@@ -227,3 +230,26 @@ def _wrapped(words: str, width: int) -> list[str]:
 def _breakable(text: str) -> str:
     """The text as HTML, in which lines may break behind each dot and underscore."""
     return escape(text).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def write_by_suffix(
+    path: str | os.PathLike[str], writers: Mapping[str, Callable[[], str]], what: str, best: str
+) -> None:
+    """Write a file by the suffix of its path.
+
+    Args:
+        path: of the file.
+        writers: give the text for each suffix.
+        what: is written, for the error: "a receipt".
+        best: the suffix that the error advises.
+
+    Raises AmpValueError for another suffix, OSError as `open` does.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in writers:
+        *most, last = writers
+        raise AmpValueError(
+            f"save({os.fspath(path)!r}): {what} is written as {', '.join(most)} or {last}.  Use for example "
+            f"{str(Path(path).with_suffix(best))!r}."
+        )
+    Path(path).write_text(writers[suffix](), encoding="utf-8")

@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -18,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_engine.diagnosis.recorder import names_of
+from amp_engine.diagnosis.recorder import places_in
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.devices import is_capturing
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.random_state import random_state, set_random_state
 from amp_engine.optimizers.wrapped import inner_of, takes_hooks
-from amp_engine.page.page import Page, Paged, Section
+from amp_engine.page.page import Page, Paged, Section, write_by_suffix
 from amp_engine.stepping.exact import exact_of, exact_value
 from amp_engine.stepping.ghost import discard_ghost, shadow
 from amp_engine.stepping.own_step import unhooked_step
@@ -153,25 +152,15 @@ class UpdateAudit(Paged):
             ".html": lambda: self._page().html_file(),
             ".svg": lambda: update_page.picture(self.measured().tensors, is_file=True),
         }
-        suffix = Path(path).suffix.lower()
-        if suffix not in writers:
-            raise AmpValueError(
-                f"save({os.fspath(path)!r}): an audit is written as .txt, .json, .html or .svg.  Use for example "
-                f"{str(Path(path).with_suffix('.html'))!r}."
-            )
-        Path(path).write_text(writers[suffix](), encoding="utf-8")
+        write_by_suffix(path, writers, "an audit", ".html")
 
     def _page(self) -> Page:
         return Page("Audit of updates", [Section("", update_page.blocks(self.measured()))])
 
     def _names(self) -> dict[int, str]:
-        """Id of each parameter of the models -> its name."""
-        models = self._models or self._engine._initialized.models
-        names: dict[int, str] = {}
-        for module, (path, _) in names_of(models).items():
-            for name, param in module.named_parameters(recurse=False):
-                names.setdefault(id(param), f"{path}.{name}" if path else name)
-        return names
+        """Return the name of each parameter of the models, by id."""
+        places = places_in(self._models or self._engine._initialized.models)
+        return {key: place.parameter for key, place in places.items()}
 
 
 class _Weight:
@@ -330,7 +319,7 @@ class _Followed:
     def _stepped_copies(
         self, entries: Sequence[tuple[nn.Parameter, str]], values: Sequence[Tensor], args: Any, kwargs: Any
     ) -> tuple[dict[int, nn.Parameter], int]:
-        """Copies by id of the weight, after the class's step on them, and the bytes of all that was copied."""
+        """Return copies by id of the weight, after the class's step on them, and the bytes of all that was copied."""
         twins = {
             id(weight): _twin(weight, value, self._wider[value.dtype])
             for (weight, _), value in zip(entries, values, strict=True)
@@ -394,7 +383,7 @@ def _stepping(optimizer: Any) -> Optimizer:
 
 
 def _obstacle(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why a step cannot be made on copies; "" if it may be tried."""
+    """Explain why a step cannot be made on copies; "" if it may be tried."""
     weights = [weight for weight, _ in _entries(optimizer)]
     if any(callable(value) for value in (*args[1:], *kwargs.values())):
         return "Not audited: step(closure) computes its gradients in the step."
@@ -409,7 +398,7 @@ def _obstacle(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _entries(optimizer: Optimizer) -> Iterable[tuple[nn.Parameter, str]]:
-    """Each weight, and its name in the groups, or its place."""
+    """Yield each weight, and its name in the groups, or its place."""
     for i, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"group {i}, tensor {k}" for k in range(len(group["params"]))]
         yield from zip(group["params"], names, strict=True)
@@ -417,7 +406,7 @@ def _entries(optimizer: Optimizer) -> Iterable[tuple[nn.Parameter, str]]:
 
 @torch.no_grad()
 def _value(weight: nn.Parameter) -> Tensor:
-    """A copy of a weight as the optimizer has it: float32 where a master in two halves is kept."""
+    """Copy a weight as the optimizer has it: float32 where a master in two halves is kept."""
     if next(exact_of(weight), None) is None:
         return weight.detach().clone()
     exact = exact_value(weight)
@@ -425,7 +414,7 @@ def _value(weight: nn.Parameter) -> Tensor:
 
 
 def _twin(weight: nn.Parameter, value: Tensor, wider: torch.dtype) -> nn.Parameter:
-    """The weight and its gradient in a wider type."""
+    """Copy a weight and its gradient in a wider type."""
     twin = nn.Parameter(value.to(wider, copy=True), weight.requires_grad)
     grad = weight.grad
     twin.grad = None if grad is None else grad.detach().to(wider, copy=True)
@@ -450,7 +439,7 @@ def _bytes_of(values: Iterable[Any]) -> int:
 
 
 def _numbers(step: _Step, after: Sequence[Tensor]) -> list[list[float]]:
-    """Of each weight five numbers. Waits once for each device."""
+    """Return five numbers for each weight. Waits once for each device."""
     found: list[list[float]] = [[] for _ in after]
     by_device: dict[torch.device, list[int]] = {}
     for i, value in enumerate(after):

@@ -55,7 +55,7 @@ class AuditedTensor:
 
     @property
     def remedy(self) -> str:
-        """What to do, in a word: a level, "larger lr" or "nothing"; empty for a tensor that loses nothing."""
+        """The remedy: a level, "larger lr" or "nothing"; empty for a tensor that loses nothing."""
         if not self.loses:
             return ""
         if self.moved_by_chance >= BY_CHANCE:
@@ -107,7 +107,7 @@ class AuditedOptimizer:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What became of the steps of some optimizers.
+    """The figures of an audit.
 
     Attributes:
         every: each how-manieth step was looked at.

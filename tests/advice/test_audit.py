@@ -222,6 +222,10 @@ def test_our_options_stand_before_the_script(monkeypatch: pytest.MonkeyPatch, ca
         (f"--steps 0 {__file__}", "--steps 0: expected 1 or more"),
         (f"--every -1 {__file__}", "--every -1: expected 1 or more"),
         (f"--json /missing/x.json {__file__}", "there is no directory /missing"),
+        (
+            f"--json {Path(__file__).parent} {__file__}",
+            "is a directory: type the path of a file, for example audit.json in it",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_told(line: str, said: str, capsys: Any) -> None:

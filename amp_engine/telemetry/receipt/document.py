@@ -8,13 +8,12 @@ import os
 import types
 import typing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from amp_engine.casting import Explanation
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.page.page import Page, Paged, Section, Sentence, Table
+from amp_engine.page.page import Page, Paged, Section, Sentence, Table, write_by_suffix
 from amp_engine.telemetry import histogram_picture, plots, step_times, update_page
 from amp_engine.telemetry.histogram_picture import GradientHistogram
 from amp_engine.telemetry.receipt import asked, functions, losses, memory, models, optimizers, shapes
@@ -87,13 +86,7 @@ class Receipt(Paged):
         Raises AmpValueError for another suffix, OSError as `open` does.
         """
         writers = {".txt": lambda: f"{self}\n", ".json": self.to_json, ".html": lambda: self._page().html_file()}
-        suffix = Path(path).suffix.lower()
-        if suffix not in writers:
-            raise AmpValueError(
-                f"save({os.fspath(path)!r}): a receipt is written as .txt, .json or .html.  "
-                f"Use for example {str(Path(path).with_suffix('.html'))!r}."
-            )
-        Path(path).write_text(writers[suffix](), encoding="utf-8")
+        write_by_suffix(path, writers, "a receipt", ".html")
 
     def _page(self) -> Page:
         gradients = histogram_picture.blocks(self.gradients) if self.gradients else [Sentence(_NO_GRADIENTS, "soft")]

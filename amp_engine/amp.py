@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from amp_engine import grad_scaler as _grad_scaler
 from amp_engine.apex_private.handle import Handle, NoOpHandle
 from amp_engine.apex_private.state import AmpState
 from amp_engine.casting import Registration, deferred
@@ -23,6 +24,7 @@ from amp_engine.initialization.arguments import check_keywords
 from amp_engine.levels.fsdp import fsdp_policy as fsdp_policy
 from amp_engine.levels.policy_file import RunPolicy as RunPolicy
 from amp_engine.levels.scale_rule import DynamicLossScale as DynamicLossScale
+from amp_engine.optimizers import LARC
 from amp_engine.saving.by_name import export_state_dict as export_state_dict
 from amp_engine.saving.by_name import load_optimizer_state_dict as load_optimizer_state_dict
 from amp_engine.saving.by_name import named_masters as named_masters
@@ -84,6 +86,7 @@ scale = _of_current_engine(Engine.scale)
 unscale = _of_current_engine(Engine.unscale)
 master_params = _of_current_engine(Engine.master_params)
 clip_grad_norm_ = _of_current_engine(Engine.clip_grad_norm_)
+clip_grad_value_ = _of_current_engine(Engine.clip_grad_value_)
 averaged_model = _of_current_engine(Engine.averaged_model)
 state_dict = _of_current_engine(Engine.state_dict)
 load_state_dict = _of_current_engine(Engine.load_state_dict)
@@ -102,6 +105,28 @@ close = _of_current_engine(Engine.close)
 receipt = _of_current_engine(_receipts.receipt)
 gradient_histogram = _of_current_engine(_histograms.gradient_histogram)
 scalars = _of_current_engine(_scalars.scalars)
+
+
+class GradScaler(_grad_scaler.GradScaler):
+    """The methods and the state of torch.amp.GradScaler, for loops and libraries that are written for it.
+
+        scaler = amp.GradScaler()                    # after or before amp.initialize
+        scaler.scale(loss_fn(model(x), y)).backward()
+        scaler.unscale_(optimizer)                   # to clip; may be left out
+        amp.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    Args:
+        optimizers: those that its losses may reach; none: all initialized ones.
+        loss_id: the number of the loss's scaler.
+
+    Where gradients overflow, every optimizer that the loss reaches skips its step. The scale moves once for the
+    backwards of a step, where they are unscaled, by the numbers of `initialize(loss_scale=amp.DynamicLossScale(...))`.
+    """
+
+    def __init__(self, *optimizers: Optimizer | LARC, loss_id: int = 0) -> None:
+        super().__init__(lambda: _amp_state.engine, optimizers, loss_id)
 
 
 def watch_gradients(every: int = 100, dtype: torch.dtype | None = None) -> GradientWatch:
@@ -194,12 +219,14 @@ def _not_cast(kind: str, name: str) -> None:
 
 __all__ = [
     "DynamicLossScale",
+    "GradScaler",
     "LossScaler",
     "RunPolicy",
     "audit_updates",
     "averaged_model",
     "casts",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "close",
     "compare_levels",
     "convert_state_dict",

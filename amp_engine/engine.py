@@ -44,8 +44,9 @@ from amp_engine.scaling import by_hand
 from amp_engine.scaling.by_hand import Gradients
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler, check_bounds
-from amp_engine.stepping.clipping import clip_grad_norm_
+from amp_engine.stepping import clipping
 from amp_engine.stepping.last_step import LastStep
+from amp_engine.stepping.reached import reached_by
 from amp_engine.stepping.scale_loss import Disabled
 from amp_engine.stepping.stepper import Stepper
 
@@ -275,7 +276,7 @@ class Engine:
     def scale_loss(
         self,
         loss: Tensor,
-        optimizers: Optimizer | LARC | Iterable[Optimizer | LARC] | None,
+        optimizers: Optimizer | LARC | Iterable[Optimizer | LARC] | Literal["reached"] | None = "reached",
         loss_id: int = 0,
         model: Any = None,
         delay_unscale: bool = False,
@@ -289,14 +290,16 @@ class Engine:
         Args:
             loss: any shape, any floating type.
             optimizers: all with parameters that the loss reaches: one, a list, or none; None only at a scale of 1.
+                "reached" finds them in the graph of the loss, where one optimizer costs microseconds, and of several
+                those that are not reached cost a walk through all of it.
             loss_id: the number of its scaler.
             model: ignored, as in apex.
             delay_unscale: leave the gradients scaled; the next `scale_loss` without it unscales the sum.
             delay_overflow_check: leave the scale alone; an overflow counts at the next check of this scaler.
 
-        Raises AmpStateError, AmpTypeError or AmpIndexError before the body is run. If the body raises, gradients are
-        again as they were at the entry; only gradients that `delay_unscale` had left scaled are discarded, if the
-        body ran a backward into them. No host sync.
+        Raises AmpStateError, AmpTypeError or AmpIndexError before the body is run: AmpStateError too if none is
+        reached. If the body raises, gradients are again as they were at the entry; only gradients that `delay_unscale`
+        had left scaled are discarded, if the body ran a backward into them. No host sync.
         """
         del model
         if self.policy is None:
@@ -314,9 +317,25 @@ class Engine:
                 "torch.autograd.grad(amp.scale(loss), inputs) and amp.unscale(gradients).  At a scale of 1, as O0 has "
                 "it, None is taken."
             )
-        listed = [] if optimizers is None else arguments.as_list(optimizers)
-        stepped = list(dict.fromkeys(map(self._initialized.stepped_by, listed)))
+        if optimizers == "reached":
+            stepped = self._reached_by(loss)
+        else:
+            listed = [] if optimizers is None else arguments.as_list(optimizers)
+            stepped = list(dict.fromkeys(map(self._initialized.stepped_by, listed)))
         return self.backwards.of(loss, stepped, scaler, loss_id, delay_unscale, delay_overflow_check)
+
+    def _reached_by(self, loss: Tensor) -> list[Stepper]:
+        """The optimizers that a backward of `loss` gives gradients. Raises AmpStateError if there are none."""
+        everyone = self.backwards.all
+        stepped = reached_by(loss, everyone)
+        if not stepped:
+            names = ", ".join(type(one.optimizer).__name__ for one in everyone) or "none was passed to amp.initialize"
+            raise AmpStateError(
+                "amp.scale_loss(loss) finds the optimizers that the loss reaches, and it reaches no parameter of any: "
+                f"{names}.  Compute the loss with the parameters that an initialized optimizer steps, without "
+                "torch.no_grad() or .detach(), or name the optimizers: amp.scale_loss(loss, optimizer)."
+            )
+        return stepped
 
     def get_scale(self, loss_id: int = 0) -> Tensor:
         """The scale that the next backward of this loss uses, to log it: float32, shape [], a copy on its device.
@@ -391,9 +410,13 @@ class Engine:
         return stepped
 
     def clip_grad_norm_(
-        self, optimizer: Optimizer | LARC, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        optimizer: Optimizer | LARC | Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Clip the gradients of `master_params(optimizer)`, between `scale_loss` and `step`.
+        """Clip the gradients that an optimizer steps, between `scale_loss` and `step`.
 
         After one backward, and with a norm_type of 2 or infinity, no gradient of a master is read: `scale_loss` took
         the norm, and the factor is applied in the step, or when a master's `.grad` is looked at. Gradients of
@@ -402,7 +425,8 @@ class Engine:
         torch.nn.utils.clip_grad_norm_.
 
         Args:
-            optimizer: need not have been initialized.
+            optimizer: need not have been initialized. Or parameters, one or an iterable, as torch's function takes
+                them: the gradients of their masters are clipped where they have some.
             max_norm: in the unit of the unscaled gradients.
             norm_type: of the norm, as in torch.
             error_if_nonfinite: raise RuntimeError if the norm is not finite. Waits for the device.
@@ -410,9 +434,30 @@ class Engine:
         Returns:
             The norm before clipping: float32, shape []. No host sync otherwise.
         """
-        arguments.check_has_groups(optimizer, "clip_grad_norm_", ", max_norm")
-        stepped = self._look_at_gathered(optimizer)
-        return clip_grad_norm_(optimizer.param_groups, stepped, max_norm, norm_type, error_if_nonfinite)
+        clipped = self._clipped(optimizer, "clip_grad_norm_", "max_norm")
+        return clipping.clip_grad_norm_(clipped, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, optimizer: Optimizer | LARC | Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clip each element of the gradients that an optimizer steps, between `scale_loss` and `step`.
+
+        Args:
+            optimizer: an optimizer or parameters, as `clip_grad_norm_` takes them.
+            clip_value: elements end in [-clip_value, clip_value], in the unit of the unscaled gradients.
+
+        Makes the FP32 gradients of masters. No host sync.
+        """
+        clipping.clip_grad_value_(self._clipped(optimizer, "clip_grad_value_", "clip_value"), clip_value)
+
+    def _clipped(self, given: Any, function: str, limit: str) -> clipping.Clipped:
+        """What `optimizer` of a clipping function stands for."""
+        params = arguments.as_parameters(given)
+        if params is None:
+            arguments.check_has_groups(given, function, f", {limit}")
+            return clipping.of_optimizer(given.param_groups, self._look_at_gathered(given))
+        clipped = clipping.of_parameters(params, self.backwards.all)
+        for one in clipped.involved:
+            self.backwards.look_at_gathered(one)
+        return clipped
 
     def averaged_model(
         self,

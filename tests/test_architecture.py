@@ -16,7 +16,7 @@ MODULES = {
 # Each room, a folder or a file of the package, may import from itself and from the rooms before it.
 ROOMS = [
     *("errors", "ground", "page", "kernels", "levels", "scaling", "optimizers", "casting", "stepping", "diagnosis"),
-    *("initialization", "saving", "engine", "telemetry", "apex_private", "amp", "advice", "__main__"),
+    *("initialization", "saving", "engine", "grad_scaler", "telemetry", "apex_private", "amp", "advice", "__main__"),
 ]
 SPEAKS_TO_AMP = "amp_engine.telemetry.callbacks"  # for users to import, as `amp`; nothing of ours does
 

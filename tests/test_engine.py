@@ -555,7 +555,7 @@ def test_representations_say_what_it_is(engine):
 def test_the_module_lists_public_names_only():
     assert dir(amp) == sorted(amp.__all__)
     functions = {name for name in amp_engine.__all__ if name.islower() and name != "amp"}
-    assert set(dir(amp)) == {*functions, "DynamicLossScale", "LossScaler", "RunPolicy"}
+    assert set(dir(amp)) == {*functions, "DynamicLossScale", "GradScaler", "LossScaler", "RunPolicy"}
     assert all(callable(getattr(amp, name)) for name in dir(amp))
 
 

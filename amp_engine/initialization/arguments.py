@@ -323,8 +323,18 @@ def check_loss(loss: Any, function: str, use: str) -> None:
         )
 
 
+def as_parameters(given: Any) -> list[Tensor] | None:
+    """`given`, one tensor or an iterable of tensors, as a list; None for anything else, such as an optimizer."""
+    if isinstance(given, Tensor):
+        return [given]
+    if hasattr(given, "param_groups") or isinstance(given, nn.Module) or not isinstance(given, Iterable):
+        return None
+    listed = list(given)
+    return listed if all(isinstance(one, Tensor) for one in listed) else None
+
+
 def check_has_groups(optimizer: Any, function: str, others: str) -> None:
-    """Raise AmpTypeError for anything but an optimizer, such as parameters, which `function` finds by itself."""
+    """Raise AmpTypeError for anything but an optimizer, such as a model."""
     if not hasattr(optimizer, "param_groups"):
         raise AmpTypeError(
             f"{function}() takes the optimizer, not a {type(optimizer).__name__}.  Call amp.{function}(optimizer"

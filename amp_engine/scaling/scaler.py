@@ -99,6 +99,19 @@ class LossScaler:
         """True if the scale is, and stays, 1."""
         return self._static_scale == 1.0
 
+    @property
+    def rule(self) -> DynamicLossScale:
+        """The numbers by which the scale moves where it is dynamic."""
+        return DynamicLossScale(
+            self._init_scale,
+            self.scale_factor,
+            self._backoff_factor or 1.0 / self.scale_factor,
+            self._scale_seq_len,
+            self._hysteresis,
+            self._min_loss_scale,
+            self._max_loss_scale,
+        )
+
     def bound(self, min_loss_scale: float | None, max_loss_scale: float) -> None:
         """Keep a dynamic scale within these bounds from its next update on. Raises AmpValueError for others."""
         self._min_loss_scale, self._max_loss_scale = check_bounds(min_loss_scale, max_loss_scale)

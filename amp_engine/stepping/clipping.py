@@ -1,8 +1,9 @@
-"""Clipping of gradients by their norm, which the check has computed already."""
+"""Clipping of gradients, by a norm that the check has computed already where it can."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,35 +12,62 @@ from torch import Tensor, nn
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
 from amp_engine.kernels import is_lazy
+from amp_engine.stepping.master import masters_of
 from amp_engine.stepping.reduction import norm_over
 from amp_engine.stepping.stepper import Stepper
 
 
-def clip_grad_norm_(
-    groups: Sequence[dict[str, Any]],
-    stepped: Stepper | None,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    """Clip the gradients of an optimizer, for `Engine.clip_grad_norm_`, which documents the cases.
+@dataclass(frozen=True)
+class Clipped:
+    """The gradients that a call clips.
 
-    Args:
-        groups: the groups of the optimizer.
-        stepped: the Stepper of the optimizer, or None if it was not initialized.
+    Attributes:
+        weights: have them in their `.grad`.
+        involved: the Steppers of these weights.
+        is_whole: True if `involved` is one Stepper, and no weight of it is missing, nor are there others.
+    """
+
+    weights: list[Tensor]
+    involved: list[Stepper]
+    is_whole: bool
+
+
+def of_optimizer(groups: Sequence[dict[str, Any]], stepped: Stepper | None) -> Clipped:
+    """Return the gradients that an optimizer steps; `stepped` is None if it was not initialized."""
+    return Clipped([p for group in groups for p in group["params"]], [] if stepped is None else [stepped], True)
+
+
+def of_parameters(params: Sequence[Tensor], everyone: Sequence[Stepper]) -> Clipped:
+    """Return the gradients that optimizers step for `params`, which are a model's own, or masters."""
+    weights: list[Tensor] = []
+    for param in params:
+        masters = [one.weight for one in masters_of(param)] if isinstance(param, nn.Parameter) else []
+        weights += masters or [param]
+    ids = {id(one) for one in (*params, *weights)}
+    involved = [one for one in everyone if not ids.isdisjoint(one.param_ids())]
+    if len(involved) != 1:
+        return Clipped(weights, involved, False)
+    own = involved[0].param_ids()
+    is_whole = ids >= own and all(id(p) in own or p.grad is None for p in params)
+    return Clipped(weights, involved, is_whole)
+
+
+def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Clip gradients, for `Engine.clip_grad_norm_`, which documents the cases.
 
     Returns:
         The norm before clipping: float32, shape []. No host sync without `error_if_nonfinite`.
     """
-    if stepped is not None and stepped.ranks.in_flat_shards:
+    if any(one.ranks.in_flat_shards for one in clipped.involved):
         raise AmpStateError(
             "amp.clip_grad_norm_() sees one rank's shards of a FullyShardedDataParallel, so that each rank would clip "
             f"by a norm of its own.  Call model.clip_grad_norm_({max_norm}) of the wrapper, at the same place."
         )
+    stepped = clipped.involved[0] if clipped.is_whole and clipped.involved else None
     taken = None if stepped is None else stepped.grad_norm(float(norm_type))
-    parts = None if stepped is None else stepped.ranks.of_parts()
-    params = [] if taken is not None else _with_readable_gradients(groups)
-    if stepped is None or (taken is None and parts is None):
+    parts = next((group for one in clipped.involved if (group := one.ranks.of_parts()) is not None), None)
+    params = [] if taken is not None else _with_readable_gradients(clipped.weights)
+    if taken is None and parts is None:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     norm = _total_norm(params, norm_type) if taken is None else taken
     if parts is not None:
@@ -54,22 +82,26 @@ def clip_grad_norm_(
             f"The norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be clipped.  Leave "
             "out error_if_nonfinite=True to have the step skipped instead."
         )
-    if taken is not None:
+    if stepped is not None and taken is not None:
         stepped.clip_grads_with_norm_(norm, float(max_norm))
     else:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
 
-def _with_readable_gradients(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
-    """Return the parameters of `groups`; lazy gradients, which torch cannot write in a list, become clones."""
-    params = [p for group in groups for p in group["params"]]
-    for p in params:
-        if (grad := p.grad) is not None and is_lazy(grad):
-            p.grad = grad.clone()
-    return params
+def clip_grad_value_(clipped: Clipped, clip_value: float) -> None:
+    """Clip each element of gradients to [-clip_value, clip_value]. No host sync."""
+    torch.nn.utils.clip_grad_value_(_with_readable_gradients(clipped.weights), clip_value)
 
 
-def _total_norm(params: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+def _with_readable_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return `weights`; lazy gradients, which torch cannot write in a list, become clones."""
+    for weight in weights:
+        if (grad := weight.grad) is not None and is_lazy(grad):
+            weight.grad = grad.clone()
+    return [*weights]
+
+
+def _total_norm(params: Sequence[Tensor], norm_type: float) -> Tensor:
     norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
     return norm.to(params[0].device) if params else norm  # without gradients the norm is on the CPU

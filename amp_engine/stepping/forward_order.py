@@ -51,7 +51,7 @@ def forward_order(loss: Tensor) -> dict[int, tuple[int, int]]:
     for node in _nodes(loss):
         number = node._sequence_nr()
         for place, (following, _) in enumerate(node.next_functions):
-            if (param := _leaf(following)) is not None:
+            if (param := leaf_of(following)) is not None:
                 order[id(param)] = max(order.get(id(param), (0, 0)), (number, place))
     return order
 
@@ -155,13 +155,13 @@ def _is_known(node: Node | None, finite: set[Node], has_data: bool) -> bool:
     if node is None:
         return has_data
     maker = _maker(node)
-    return maker in finite or _leaf(maker) is not None or _only_of_a_parameter(maker)
+    return maker in finite or leaf_of(maker) is not None or _only_of_a_parameter(maker)
 
 
 def _only_of_a_parameter(node: Node) -> bool:
     """True if the result of `node` is a view or a cast of a parameter."""
     while len(node.next_functions) == 1 and (before := node.next_functions[0][0]) is not None:
-        if _leaf(before) is not None:
+        if leaf_of(before) is not None:
             return name_of(node) in _PASSING or name_of(node) == "to_copy"
         node = before
     return False
@@ -175,7 +175,7 @@ def _nodes(loss: Tensor) -> Iterator[Node]:
         node = left.pop()
         yield node
         for following, _ in node.next_functions:
-            if following is not None and following not in seen and _leaf(following) is None:
+            if following is not None and following not in seen and leaf_of(following) is None:
                 seen.add(following)
                 left.append(following)
 
@@ -184,13 +184,13 @@ def _maker(node: Node) -> Node:
     """Return the operation that computed the values of `node`, behind operations that only reshape."""
     while name_of(node) in _PASSING and node.next_functions:
         before = node.next_functions[0][0]
-        if before is None or _leaf(before) is not None:
+        if before is None or leaf_of(before) is not None:
             break
         node = before
     return node
 
 
-def _leaf(node: Node | None) -> Tensor | None:
+def leaf_of(node: Node | None) -> Tensor | None:
     """Return the parameter whose gradient `node` accumulates, or None."""
     leaf: Tensor | None = getattr(node, "variable", None)
     return leaf
@@ -206,13 +206,13 @@ def _parameter_near(loss: Tensor, node: Node) -> int | None:
 
 def parameters_of(node: Node) -> list[int]:
     """Return the ids of the parameters that an operation uses, directly or through views and casts."""
-    return [id(p) for following in _around(node) if (p := _leaf(following)) is not None]
+    return [id(p) for following in _around(node) if (p := leaf_of(following)) is not None]
 
 
 def _around(node: Node) -> Iterator[Node]:
     """Yield the inputs of `node`, followed through chains of operations with one input."""
     for following, _ in node.next_functions:
-        while following is not None and len(following.next_functions) == 1 and _leaf(following) is None:
+        while following is not None and len(following.next_functions) == 1 and leaf_of(following) is None:
             only = following.next_functions[0][0]
             if only is None or len(only.next_functions) > 1:
                 break

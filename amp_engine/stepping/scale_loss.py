@@ -229,11 +229,24 @@ class ScaledBackwards:
         others = [one for one in self.all if not one.window.is_closed and one not in stepped]
         return [one for one in others if any(map(one.shares_parameters_with, stepped))]
 
-    def _close_left_open(self, stepped: Stepper) -> None:
-        """Close the window of `stepped` and all left-open windows that share its parameters, and so its gradients."""
+    def close_loss(self, loss_id: int) -> None:
+        """Unscale all that backwards of this loss have left scaled. One decision on the scale, and on the steps."""
+        left = [one for one in self.all if one.window.is_left_open and one.window.backward.loss_id == loss_id]
+        while left:
+            scale = left[0].window.backward.snapshot
+            alike = [one for one in left[1:] if one.window.backward.snapshot.equals(scale)]
+            self._close_left_open(left[0], alike)
+            left = [one for one in left if one.window.is_left_open]
+
+    def _close_left_open(self, stepped: Stepper, others: Sequence[Stepper] = ()) -> None:
+        """Close the windows of `stepped` and `others`, and all left-open ones that share parameters with one of them.
+
+        Args:
+            others: left open, with gradients of the same loss and scale.
+        """
         if stepped.window.is_closed:
             return  # never opened, or closed with another window
-        together = [stepped]
+        together = [stepped, *others]
         for one in together:  # which grows
             found = [other for other in self._windows_into([one]) if other.window.is_left_open]
             together += [other for other in found if other not in together]

@@ -89,6 +89,7 @@ class Stepper:
         self._is_wrapped = False
         self._is_captured = False  # True if a backward of these gradients is in a CUDA graph
         self._with_masters: tuple[Columns, Tensor] | None = None
+        self._ids: tuple[Columns, frozenset[int]] | None = None
         self._unchecked: Sequence[nn.Parameter] = ()  # parameters whose gradients another loss left
         self._has_left = False  # True if the last step may have been skipped, and left the model's gradients
         self._written_gradients = gradient_warnings.WrittenGradients()
@@ -237,10 +238,20 @@ class Stepper:
 
     def shares_parameters_with(self, other: Stepper) -> bool:
         """True if both optimizers step a common parameter."""
+        return not self.param_ids().isdisjoint(other.param_ids())
+
+    def param_ids(self) -> frozenset[int]:
+        """Ids of the model's parameters in the groups, into which a backward accumulates."""
         self.rows.scan()
-        other.rows.scan()
-        ids = {id(p) for p in other.rows.columns.params}
-        return any(id(p) in ids for p in self.rows.columns.params)
+        columns = self.rows.columns
+        if self._ids is None or self._ids[0] is not columns:
+            self._ids = columns, frozenset(map(id, columns.params))
+        return self._ids[1]
+
+    @property
+    def has_shards(self) -> bool:
+        """True if a forward computes with other tensors than the parameters in the groups."""
+        return self.rows.columns.has_shards or self.ranks.in_flat_shards
 
     def _begin(self) -> None:
         self.pending.hear(wait=False)

@@ -546,17 +546,92 @@ def test_a_parameter_that_left_its_group_since_the_backward_does_not_count(level
     torch.testing.assert_close(bias.detach().float(), before - 0.1 / 2, rtol=1e-2, atol=1e-3)
 
 
+# --- parameters in place of the optimizer ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_clip_of_parameters_is_that_of_their_optimizer(level: str) -> None:
+    outcomes = []
+    for of_parameters in (True, False):
+        model, optimizer = started(level, OPTIMIZERS["SGD"], NORMED_MLP)
+        model.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
+        backward(NORMED_MLP.loss(model, NORMED_MLP.batch(1)), optimizer)
+        norm = amp.clip_grad_norm_(model.parameters() if of_parameters else optimizer, 1e-2)
+        optimizer.step()
+        outcomes.append((norm, masters(optimizer)))
+        amp.close()
+    assert_bitwise(outcomes[0], outcomes[1])
+
+
+def test_a_clip_of_all_parameters_reads_no_gradient() -> None:
+    model, optimizer = started("O2", OPTIMIZERS["SGD"], MLP)
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    amp.clip_grad_norm_(model.parameters(), 1e-2)
+    assert all(torch.Tensor.grad.__get__(master) is None for master in amp.master_params(optimizer))  # still held
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_a_clip_of_some_parameters_leaves_the_others_alone(level: str, clip: str) -> None:
+    model, optimizer = started(level, OPTIMIZERS["SGD"], MLP)
+    backward(MLP.loss(model, MLP.batch(1)), optimizer)
+    before = gradients(optimizer)
+    part = [next(model.parameters())]
+    if clip == "norm":
+        assert amp.clip_grad_norm_(part, 1e-3).item() == pytest.approx(true_norm(before[:1]), rel=1e-5)
+        wanted = before[0] * (1e-3 / (true_norm(before[:1]) + 1e-6))
+    else:
+        amp.clip_grad_value_(part[0], 1e-3)
+        wanted = before[0].clamp(-1e-3, 1e-3)
+    after = gradients(optimizer)
+    torch.testing.assert_close(after[0], wanted)
+    assert_bitwise(after[1:], before[1:])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_clip_of_the_parameters_of_two_optimizers_is_by_their_common_norm(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0, loss_scale=128.0)
+    backward(model(torch.randn(3, 4)).float().square().sum(), optimizers)
+    before = [*gradients(optimizers[0]), *gradients(optimizers[1])]
+    assert amp.clip_grad_norm_(model.parameters(), 1e-3).item() == pytest.approx(true_norm(before), rel=1e-5)
+    assert true_norm([*gradients(optimizers[0]), *gradients(optimizers[1])]) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_by_value_is_that_of_torch_on_master_params(level: str) -> None:
+    outcomes = []
+    for by_amp in (True, False):
+        optimizer = one_backward(level)()
+        if by_amp:
+            amp.clip_grad_value_(optimizer, 1e-3)
+        else:
+            nn.utils.clip_grad_value_(amp.master_params(optimizer), 1e-3)
+        optimizer.step()
+        outcomes.append(masters(optimizer))
+        amp.close()
+    assert_bitwise(outcomes[0], outcomes[1])
+
+
+def test_parameters_without_an_engine_are_clipped_as_by_torch() -> None:
+    p = nn.Parameter(torch.tensor([3.0, 4.0]))
+    p.grad = torch.tensor([3.0, 4.0])
+    assert amp.clip_grad_norm_(p, 1.0).item() == 5.0
+    amp.clip_grad_value_([p], 0.7)
+    torch.testing.assert_close(p.grad, torch.tensor([0.6, 0.7]))
+
+
 # --- what is not a clip of what is stepped --------------------------------------------------------
 
 
-def test_a_clip_of_parameters_in_place_of_the_optimizer_says_what_to_write() -> None:
+def test_a_clip_of_a_model_says_what_to_write() -> None:
     model, optimizer = started()
-    for wrong in (model.parameters(), list(model.parameters()), model, amp.master_params(optimizer)):
+    for wrong in (model, [model], 1.0):
         with pytest.raises(AmpTypeError, match=r"Call amp.clip_grad_norm_\(optimizer, max_norm\)"):
             amp.clip_grad_norm_(wrong, 1.0)  # type: ignore[arg-type]
-    amp.close()
-    with pytest.raises(AmpTypeError, match="takes the optimizer, not a generator"):
-        amp.clip_grad_norm_(model.parameters(), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(AmpTypeError, match=r"Call amp.clip_grad_value_\(optimizer, clip_value\)"):
+        amp.clip_grad_value_(model, 1.0)  # type: ignore[arg-type]
 
 
 def test_master_params_of_a_model_says_what_it_takes() -> None:

@@ -1,0 +1,146 @@
+"""The face of torch.amp.GradScaler over an engine, for loops and libraries that take such an object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_engine.engine import Engine
+from amp_engine.errors import AmpStateError, AmpTypeError
+from amp_engine.optimizers import LARC, inner_of
+from amp_engine.saving import scaler_state
+from amp_engine.scaling.scaler import LossScaler
+from amp_engine.stepping.reached import reached_by
+
+
+class GradScaler:
+    """The methods of torch.amp.GradScaler, for one loss of an engine.
+
+    Args:
+        engine: gives the engine; asked at each call, so that `initialize` may come later.
+        optimizers: those that losses may reach; none: all initialized ones.
+        loss_id: the number of the loss's scaler.
+    """
+
+    def __init__(self, engine: Callable[[], Engine], optimizers: Sequence[Optimizer | LARC], loss_id: int) -> None:
+        for one in optimizers:
+            if not isinstance(one, (Optimizer, LARC)):
+                raise AmpTypeError(
+                    f"GradScaler() takes optimizers, not a {type(one).__name__}: device and numbers of the scale are "
+                    "the engine's.  Type amp.GradScaler(), and amp.initialize(..., loss_scale=amp.DynamicLossScale("
+                    "init_scale=..., growth_interval=...))."
+                )
+        self._engine, self._optimizers, self._loss_id = engine, [*map(inner_of, optimizers)], loss_id
+        self._body: AbstractContextManager[Tensor] | None = None  # of the `scale_loss` whose backward comes next
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """`outputs.float() * scale`, a loss to call `backward()` on.
+
+        Raises AmpStateError if it reaches no parameter of the optimizers, AmpTypeError for several losses. No host
+        sync.
+        """
+        self._leave_body()
+        if not isinstance(outputs, Tensor):
+            raise AmpTypeError(
+                f"GradScaler.scale() takes one loss, not a {type(outputs).__name__}.  Type "
+                "scaler.scale(loss).backward() for each of several losses, or for their sum."
+            )
+        self._body = self._engine().scale_loss(outputs, self._reached_by(outputs), self._loss_id, delay_unscale=True)
+        return self._body.__enter__()
+
+    def unscale_(self, optimizer: Optimizer | LARC) -> None:
+        """Unscale the gradients of the loss now, to clip them; `step` does it otherwise. Again is no error.
+
+        At O2 and O5 the gradients of `optimizer` are those of `amp.master_params(optimizer)`. No host sync.
+        """
+        self._leave_body()
+        self._engine().backwards.close_loss(self._loss_id)
+
+    def step(self, optimizer: Optimizer | LARC, *args: Any, **kwargs: Any) -> Any:
+        """Call `optimizer.step(*args, **kwargs)`, which does nothing where gradients overflowed; returns its result."""
+        self.unscale_(optimizer)
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Take `new_scale` if it is given; the scale has moved with the gradients otherwise."""
+        self._leave_body()
+        if new_scale is not None and self.is_enabled():
+            self._scaler().load_state_dict({"loss_scale": float(new_scale), "unskipped": 0})
+
+    def get_scale(self) -> float:
+        """The present scale; 1.0 if not enabled. Waits for the device."""
+        return self._scaler().loss_scale() if self.is_enabled() else 1.0
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by after `get_growth_interval()` clean steps."""
+        return self._scaler().rule.growth_factor
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by at an overflow."""
+        return self._scaler().rule.backoff_factor
+
+    def get_growth_interval(self) -> int:
+        """How many clean steps in a row make the scale grow."""
+        return self._scaler().rule.growth_interval
+
+    def is_enabled(self) -> bool:
+        """False after `initialize(enabled=False)`."""
+        policy = self._engine().policy
+        return policy is None or policy.enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch's class saves, and beside it an entry of `amp.state_dict()`; empty if not enabled.
+
+        torch.amp.GradScaler loads it. Waits for the device.
+        """
+        if not self.is_enabled():
+            return {}
+        entry = self._engine().state_dict()[f"loss_scaler{self._loss_id}"]
+        return {**self._torchs(entry), **entry}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict`, torch.amp.GradScaler or `amp.state_dict` gave; as `amp.load_state_dict`."""
+        if not self.is_enabled():
+            return
+        if "loss_scale" in state_dict:  # ours
+            others = self._torchs(state_dict)
+            state_dict = {"loss_scaler0": {key: value for key, value in state_dict.items() if key not in others}}
+        reporter = self._engine().reporter
+        scaler_state.unpack_scalers([self._scaler()], state_dict, lambda text: reporter.say(text, rank0=True))
+
+    def _torchs(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        own = {key: entry[key] for key in ("loss_scale", "unskipped", "dynamic", "opt_level", "version")}
+        return {
+            **scaler_state.convert_state_dict({"loss_scaler0": own}, "torch"),
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+        }
+
+    def _scaler(self) -> LossScaler:
+        self._engine().get_scale(self._loss_id)  # raises where there is none
+        return self._engine().scalers[self._loss_id]
+
+    def _reached_by(self, loss: Tensor) -> list[Optimizer] | Literal["reached"]:
+        if not self._optimizers:
+            return "reached"
+        backwards = self._engine().backwards
+        own = [one for each in self._optimizers if (one := backwards.get(each)) is not None]
+        found = [one.optimizer for one in reached_by(loss, own)]
+        if own and not found:
+            names = ", ".join(type(one.optimizer).__name__ for one in own)
+            raise AmpStateError(
+                f"GradScaler.scale(loss) was called on a loss that reaches no parameter of its optimizers: {names}.  "
+                "Type amp.GradScaler() for all that are initialized, or amp.GradScaler(optimizer, ...) with those of "
+                "this loss."
+            )
+        return found or self._optimizers
+
+    def _leave_body(self) -> None:
+        body, self._body = self._body, None
+        if body is not None:
+            body.__exit__(None, None, None)

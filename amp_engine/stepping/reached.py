@@ -1,0 +1,54 @@
+"""Which optimizers a loss reaches, read from its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from amp_engine.stepping.forward_order import leaf_of
+from amp_engine.stepping.stepper import Stepper
+
+# torch.utils.checkpoint(use_reentrant=True): its backward runs a graph of its own, which is not in that of the loss.
+_HIDES_A_GRAPH = "CheckpointFunctionBackward"
+
+
+def reached_by(loss: Tensor, everyone: Sequence[Stepper]) -> list[Stepper]:
+    """Return those of `everyone` with a parameter to which a backward of `loss` gives a gradient, in their order.
+
+    Walks the graph until all are found: with one optimizer no further than to one of its parameters. Optimizers of
+    shards are found behind any loss, since a forward computes with other tensors. No host sync.
+    """
+    if not loss.requires_grad:
+        return []
+    missing = {one: one.param_ids() for one in everyone if not one.has_shards}
+    for leaf in _leaves(loss) if missing else ():
+        if leaf is None:
+            return [*everyone]
+        for one in [one for one, ids in missing.items() if id(leaf) in ids]:
+            del missing[one]
+        if not missing:
+            break
+    return [one for one in everyone if one not in missing]
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor | None]:
+    """Yield each tensor to which a backward of `loss` gives a gradient; None where a part of the graph is hidden."""
+    if loss.grad_fn is None:
+        yield loss
+        return
+    left = [loss.grad_fn]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if node.name() == _HIDES_A_GRAPH:
+            yield None
+        for following, _ in node.next_functions:
+            if following is None or following in seen:
+                continue
+            seen.add(following)
+            leaf = leaf_of(following)
+            if leaf is None:
+                left.append(following)
+            else:
+                yield leaf

@@ -1,0 +1,163 @@
+"""`amp.GradScaler`: loops that are written for torch.amp.GradScaler, but for the constructor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from amp_engine import AmpStateError, AmpTypeError, amp
+from tests.support import LEVELS, assert_bitwise, frozen, masters
+
+
+def models(level: str, **options: Any) -> tuple[nn.Module, nn.Module, list[Any]]:
+    torch.manual_seed(0)
+    body, head = nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 1)
+    optimizers = [AdamW(body.parameters(), lr=1e-2, eps=1e-4), SGD(head.parameters(), lr=0.1)]
+    amp.initialize([body, head], optimizers, opt_level=level, verbosity=0, **options)
+    return body, head, optimizers
+
+
+def batch(i: int, factor: float = 1.0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) * factor
+
+
+def by_scaler(body: nn.Module, head: nn.Module, optimizers: list[Any], scaler: Any, i: int, factor: float) -> None:
+    """One step of torch's own example: accumulation, clipping, two optimizers."""
+    for k in range(2):
+        scaler.scale(head(body(batch(2 * i + k, factor))).square().mean() / 2).backward()
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+        amp.clip_grad_norm_(optimizer, 0.5)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def by_amp(body: nn.Module, head: nn.Module, optimizers: list[Any], i: int, factor: float) -> None:
+    for k in range(2):
+        loss = head(body(batch(2 * i + k, factor))).square().mean() / 2
+        with amp.scale_loss(loss, optimizers, delay_unscale=k == 0) as scaled_loss:
+            scaled_loss.backward()
+    for optimizer in optimizers:
+        amp.clip_grad_norm_(optimizer, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loop_of_a_grad_scaler_trains_as_one_of_amp(level: str) -> None:
+    outcomes = []
+    for has_scaler in (True, False):
+        body, head, optimizers = models(level)
+        scaler = amp.GradScaler()
+        scales = []
+        for i in range(5):
+            factor = 1e4 if i == 2 and level in ("O1", "O2") else 1.0  # the third overflows
+            if has_scaler:
+                by_scaler(body, head, optimizers, scaler, i, factor)
+            else:
+                by_amp(body, head, optimizers, i, factor)
+            scales.append(amp.state_dict()["loss_scaler0"])
+        outcomes.append((scales, [frozen(masters(one)) for one in optimizers]))
+        assert scaler.get_scale() == scales[-1]["loss_scale"]
+        amp.close()
+    assert outcomes[0][0] == outcomes[1][0]
+    assert_bitwise(outcomes[0][1], outcomes[1][1])
+
+
+def test_the_scale_moves_once_for_all_optimizers_of_a_loss() -> None:
+    body, head, optimizers = models("O1")
+    scaler = amp.GradScaler(*optimizers)
+    by_scaler(body, head, optimizers, scaler, 0, 1e30)
+    assert scaler.get_scale() == 2.0**15
+    by_scaler(body, head, optimizers, scaler, 1, 1.0)
+    assert scaler.state_dict()["_growth_tracker"] == 1
+
+
+def test_step_unscales_by_itself() -> None:
+    body, head, optimizers = models("O1", loss_scale=128.0)
+    scaler = amp.GradScaler()
+    scaler.scale(head(body(batch(0))).sum()).backward()
+    scaler.step(optimizers[1])
+    bias = head.bias
+    torch.testing.assert_close(bias.grad, torch.tensor([3.0]))
+
+
+def test_what_a_scaler_saves_is_loaded_by_torch_and_by_ours() -> None:
+    body, head, optimizers = models("O1", loss_scale=amp.DynamicLossScale(growth_interval=500, hysteresis=2))
+    scaler = amp.GradScaler()
+    by_scaler(body, head, optimizers, scaler, 0, 1e30)
+    saved = scaler.state_dict()
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(saved)
+    assert (theirs.get_scale(), theirs.get_growth_interval()) == (2.0**16, 500)
+    amp.close()
+    models("O1", loss_scale=amp.DynamicLossScale(growth_interval=500, hysteresis=2))
+    scaler.load_state_dict(saved)
+    assert scaler.state_dict() == saved
+    assert saved["overflows_left"] == 1
+
+
+def test_a_scaler_loads_what_torch_saved() -> None:
+    models("O1")
+    theirs = torch.amp.GradScaler("cpu", init_scale=512.0)
+    theirs.scale(torch.ones(()))
+    scaler = amp.GradScaler()
+    scaler.load_state_dict(theirs.state_dict())
+    assert scaler.get_scale() == 512.0
+    scaler.update(new_scale=256.0)
+    assert scaler.get_scale() == 256.0
+
+
+def test_each_loss_has_a_scaler() -> None:
+    body, head, optimizers = models("O1", num_losses=2)
+    first, second = (amp.GradScaler(loss_id=i) for i in range(2))
+    second.scale(head(body(batch(0))).sum() * 1e30).backward()
+    second.step(optimizers[0])
+    second.update()
+    assert (first.get_scale(), second.get_scale()) == (2.0**16, 2.0**15)
+    assert second.state_dict()["scale"] == 2.0**15
+
+
+def test_its_numbers_are_those_of_initialize() -> None:
+    models("O1", loss_scale=amp.DynamicLossScale(growth_factor=4.0, backoff_factor=0.125, growth_interval=10))
+    scaler = amp.GradScaler()
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 0.125, 10)
+
+
+def test_disabled_it_passes_everything_through() -> None:
+    scaler = amp.GradScaler()
+    model = nn.Linear(4, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, enabled=False)
+    assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
+    before = model.bias.item()
+    scaler.scale(model(batch(0)).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.load_state_dict({})
+    assert model.bias.item() == pytest.approx(before - 0.3)
+
+
+def test_a_device_in_place_of_optimizers_says_what_to_write() -> None:
+    with pytest.raises(AmpTypeError, match=r"not a str: .*Type amp\.GradScaler\(\)"):
+        amp.GradScaler("cuda")  # type: ignore[arg-type]
+
+
+def test_several_losses_at_once_say_what_to_write() -> None:
+    models("O1")
+    with pytest.raises(AmpTypeError, match="takes one loss, not a list"):
+        amp.GradScaler().scale([torch.ones(())])  # type: ignore[arg-type]
+
+
+def test_a_loss_of_other_optimizers_is_refused() -> None:
+    body, head, optimizers = models("O1")
+    with pytest.raises(AmpStateError, match="reaches no parameter of its optimizers: SGD"):
+        amp.GradScaler(optimizers[1]).scale(body(batch(0)).sum())

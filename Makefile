@@ -44,9 +44,9 @@ fuzz: $(INSTALLED)  ## hold random sequences of user actions against plain PyTor
 
 # By name, since `make test` is not to find them.
 STRESS := tests/stress/threads.py tests/stress/forks.py tests/stress/checkpoints.py
-stress: $(INSTALLED)  ## run what only luck finds, in threads and forks, ROUNDS=2000 times, in runs that are killed, KILLS=200, and in 200 steps of shards
+stress: $(INSTALLED)  ## run what only luck finds, in threads and forks, ROUNDS=2000 times, in runs that are killed, KILLS=200, and in 200 steps of ranks
 	$(BIN)/python -m pytest -o faulthandler_timeout=0 $(STRESS) $(ARGS)
-	STEPS=200 $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/distributed/test_one_decision_of_shards.py $(ARGS)
+	STEPS=200 $(BIN)/python -m pytest -o faulthandler_timeout=0 $(addprefix tests/distributed/test_one_decision,.py _of_shards.py) $(ARGS)
 
 bench: $(INSTALLED)  ## time step, host, diagnosis, casts and training: step.json and others like it in build/bench
 	$(BIN)/python -m tests.benchmarks.step $(ARGS)

@@ -16,13 +16,16 @@ TWINS = {"O4": "O1", "O5": "O2"}
 
 
 def chosen(items: list[pytest.Item], together: int) -> list[pytest.Item]:
-    """The cases to run of all tests, in their order."""
+    """The cases to run of all tests, in their order: pytest has put those side by side that share a fixture."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     if together == 0:  # by its name, so that tests of the same parameters run in all of their cases between them
-        return [cases[crc32(name.encode()) % len(cases)] for name, cases in tests.items()]
-    return [item for cases in tests.values() for item in covering(cases, together)]
+        few = [cases[crc32(name.encode()) % len(cases)] for name, cases in tests.items()]
+    else:
+        few = [item for cases in tests.values() for item in covering(cases, together)]
+    names = {item.nodeid for item in few}
+    return [item for item in items if item.nodeid in names]
 
 
 def covering(cases: list[pytest.Item], together: int) -> list[pytest.Item]:

@@ -51,6 +51,11 @@ def test_the_choice_is_the_same_each_time_and_in_order():
     assert names[0] == sorted(names[0], key=every.index)
 
 
+def test_cases_that_share_a_fixture_stay_side_by_side():
+    sharing = [case(f"a.py::{name}[{ranks}]", ranks=ranks) for ranks in (2, 3) for name in ("one", "two")]
+    assert chosen(sharing, 2) == sharing
+
+
 @pytest.mark.parametrize("together", [1, 2])
 def test_of_one_parameter_each_value_is_run(together):
     cases = product_of({"name": [object() for _ in range(5)]})

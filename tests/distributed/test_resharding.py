@@ -18,13 +18,13 @@ from amp_engine import amp
 from tests.ranks import on_ranks
 from tests.support import backward, scaler_numbers
 
-LEVELS = ("O1", "O2", "O5")
+LEVELS = ("O1", "O2")
 OVERFLOWS = (1, 4)  # of these steps
 CUT, END = 3, 7
 
 
 def made(level: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Odd sizes: no number of ranks but 1 divides them all."""
+    """Odd sizes: neither 2 nor 3 ranks divide them all."""
     torch.manual_seed(seed)
     layers = [nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 5)]
     for layer in layers:
@@ -101,7 +101,7 @@ def passed_on(rank: int, folder: Path, before: int) -> dict[str, Any]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     results = {2: on_ranks(functools.partial(begun, folder=folder), 2)}
-    for before, count in ((2, 3), (3, 4), (4, 1)):
+    for before, count in ((2, 3), (3, 1)):
         results[count] = on_ranks(functools.partial(passed_on, folder=folder, before=before), count)
     return results
 
@@ -129,7 +129,7 @@ def test_ranks_have_different_parts_of_the_moments(ranks: Any, level: str) -> No
     )
 
 
-@pytest.mark.parametrize("count", [3, 4, 1])
+@pytest.mark.parametrize("count", [3, 1])
 @pytest.mark.parametrize("level", LEVELS)
 def test_another_number_of_ranks_has_every_bit(ranks: Any, level: str, count: int) -> None:
     at_cut = ranks[2][0][level][0]

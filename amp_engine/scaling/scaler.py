@@ -58,9 +58,9 @@ class LossScaler:
     def __init__(
         self,
         loss_scale: LossScale,
-        init_scale: float = 2.0**16,
-        scale_factor: float = 2.0,
-        scale_window: int = 2000,
+        init_scale: float = DynamicLossScale.init_scale,
+        scale_factor: float = DynamicLossScale.growth_factor,
+        scale_window: int = DynamicLossScale.growth_interval,
         min_loss_scale: float | None = None,
         max_loss_scale: float = DEFAULT_MAX_LOSS_SCALE,
     ) -> None:

@@ -78,11 +78,10 @@ def test_ddp_trains_keeps_masters_equal_and_ends_its_group(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_fsdp2_trains_and_resumes_bitwise(tmp_path, level):
+def test_fsdp2_trains_and_resumes_bitwise(tmp_path):
     logs = tmp_path / "logs"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=1", "--log-dir", logs]
-    command = [sys.executable, *launcher, "examples/fsdp2.py", "--opt-level", level]
+    command = [sys.executable, *launcher, "examples/fsdp2.py", "--opt-level", "O2"]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
     first, second = (log.read_text().splitlines() for log in sorted(logs.rglob("stdout.log")))
     assert second == []

@@ -471,8 +471,7 @@ class Breaks(InContainers):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(("level", "breaks"), [("O0", False), ("O2", False), ("O2", True), ("O3", False)])
 def test_parts_are_cast_where_a_script_calls_them_compiled_and_not_within_a_compiled_model(
     level: str, breaks: bool
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz.sequences import Sequence, draw, run, shrink
 
-CHUNKS, EACH = 10, 30
+CHUNKS, EACH = 10, 20
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

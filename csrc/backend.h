@@ -8,8 +8,8 @@
 
 namespace amp_engine {
 
-// One tensor of a plain list operation, 64 bytes. `x.data` null: the tensor takes no part.
-struct alignas(16) ListRow {
+// One tensor of a plain list operation. `x.data` null: the tensor takes no part.
+struct ListRow {
   Entry x;    // read and checked
   Entry y;    // axpby: read; null otherwise
   Entry out;  // written; null: x is checked only. May be x itself or y itself
@@ -17,7 +17,15 @@ struct alignas(16) ListRow {
   uint32_t first_chunk;
   uint32_t n_chunks;
 };
-static_assert(sizeof(ListRow) == 64);
+
+// What stays of it when only addresses change, as those of gradients may in every step.
+struct ListShape {
+  int64_t numel;
+  uint32_t first_chunk;
+  uint32_t n_chunks;
+  Type x, y, out;
+  uint32_t unused;  // compared with what a GPU has, too
+};
 
 // Results of `check` and `axpby` about x, as given. Per tensor, 0 where it takes no part.
 struct Sums {
@@ -27,7 +35,10 @@ struct Sums {
 };
 
 struct CheckArgs {
-  ListRow const* rows;
+  ListShape const* shapes;  // [n_tensors], as the next three
+  void* const* x;
+  void* const* y;        // null: none
+  void* const* out;      // likewise
   Chunk const* chunks;
   int64_t n_tensors;
   int64_t n_chunks;
@@ -36,7 +47,6 @@ struct CheckArgs {
   float const* clip_norm;  // out = x * min(1, max_norm / (clip_norm + 1e-6)) instead, where nothing is checked;
   double max_norm;         // null: not wanted
   float const* b;        // axpby: out = fma(a, x, b * y)
-  bool writes;           // whether any row has an output
   Partial* partials;     // [n_chunks], scratch; null: nothing is checked, all of the following are ignored
   Sums sums;
   double* total;         // [], sum of squares over all tensors; null: not wanted
@@ -45,6 +55,16 @@ struct CheckArgs {
   float* found_inf;      // [], set to 1 if a tensor is not finite, else left alone; null: not wanted
   ScaleUpdate update;    // done last; its scale null: not wanted
 };
+
+AMP_HD ListRow row_of(CheckArgs const& args, int64_t t) {
+  ListShape const& shape = args.shapes[t];
+  return {{args.x[t], shape.x, 0},
+          {args.y ? args.y[t] : nullptr, shape.y, 0},
+          {args.out ? args.out[t] : nullptr, shape.out, 0},
+          shape.numel,
+          shape.first_chunk,
+          shape.n_chunks};
+}
 
 // `kClips` false: there is no clip_norm.
 template <bool kClips = true>
@@ -59,7 +79,8 @@ struct StepArgs {
   Formula formula;
   bool narrow;                // whether a row has a remainder or moments in bfloat16; a GPU has kernels of its own for it
   Row const* rows;
-  Entry const* gradients;     // [n_tensors]; data null: the tensor takes no part
+  void* const* gradients;     // [n_tensors]; null: the tensor takes no part
+  GradientForm const* forms;  // [n_tensors]
   Chunk const* chunks;
   int64_t n_tensors;
   int64_t n_chunks;
@@ -75,6 +96,10 @@ struct StepArgs {
   Partial* partials;          // [2 * n_chunks], scratch of LAMB: of weights, then of steps
 };
 constexpr int64_t kCoefficientBytes = 64;
+
+AMP_HD Entry gradient_of(StepArgs const& args, int64_t t) {
+  return {args.gradients[t], args.forms[t].type, args.forms[t].scaled};
+}
 
 namespace cpu {
 void check(CheckArgs const& args);

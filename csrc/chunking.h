@@ -16,6 +16,19 @@ struct Chunking {
   explicit Chunking(std::vector<int64_t> const& numels);
 };
 
+// What CheckArgs points to. Columns of addresses are uploaded each by itself: those of gradients may change in every step.
+struct CheckLists {
+  std::vector<ListShape> shapes;
+  std::vector<void*> x, y, out;  // none of y or out: null
+};
+
+// What StepArgs points to.
+struct StepLists {
+  std::vector<Row> rows;  // built once, with the chunks
+  std::vector<void*> gradients;
+  std::vector<GradientForm> forms;
+};
+
 // Where each tensor's part of LAMB's scratch begins, and where the last one's ends: in floats, at multiples of 64 bytes.
 std::vector<int64_t> lamb_offsets(std::vector<Row> const& rows);
 

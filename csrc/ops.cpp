@@ -14,20 +14,20 @@ void check_device(char const* op, at::Device device) {
 char const kEmpty = 0;
 
 // Reading must not wake copy-on-write memory up, so only what is written asks for mutable_data_ptr.
-Entry read(std::optional<at::Tensor> const& t, bool scaled = false) {
+Entry read(std::optional<at::Tensor> const& t) {
   if (!t) {
     return {nullptr, Type::float32, 0};
   }
   void const* const data = t->numel() > 0 ? t->const_data_ptr() : &kEmpty;
-  return {const_cast<void*>(data), type_of(*t), scaled};
+  return {const_cast<void*>(data), type_of(*t), 0};
 }
 
-Entry read(Inputs const& inputs, size_t i, bool scaled = false) {
+Entry read(Inputs const& inputs, size_t i) {
   if (!inputs.is_held(i)) {
-    return read(inputs.tensors[i], scaled);
+    return read(inputs.tensors[i]);
   }
   void const* const data = inputs.held->numel(i) > 0 ? inputs.held->data(i) : &kEmpty;
-  return {const_cast<void*>(data), type_of(inputs.held->type(i)), scaled};
+  return {const_cast<void*>(data), type_of(inputs.held->type(i)), 0};
 }
 
 Entry written(std::optional<at::Tensor> const& t) {
@@ -162,15 +162,29 @@ Checks ListOperation::run(char const* op, Inputs const& xs, ListArguments const&
   if (!chunking_ || numels != numels_) {
     numels_ = std::move(numels);
     chunking_ = std::make_unique<Chunking>(numels_);
-    rows_.resize(n);
   }
+  lists_.shapes.assign(n, ListShape{});
+  lists_.x.resize(n);
+  lists_.y.resize(ys ? n : 0);
+  lists_.out.resize(outs ? n : 0);
   for (int64_t t = 0; t < n; ++t) {
-    rows_[t] = {read(xs, t),
-                ys ? read((*ys)[t]) : Entry{},
-                outs ? written((*outs)[t]) : Entry{},
-                numels_[t],
-                chunking_->first_chunk[t],
-                uint32_t(chunks_of(numels_[t]))};
+    ListShape& shape = lists_.shapes[t];
+    shape.numel = numels_[t];
+    shape.first_chunk = chunking_->first_chunk[t];
+    shape.n_chunks = uint32_t(chunks_of(numels_[t]));
+    Entry const x = read(xs, t);
+    shape.x = x.type;
+    lists_.x[t] = x.data;
+    if (ys) {
+      Entry const y = read((*ys)[t]);
+      shape.y = y.type;
+      lists_.y[t] = y.data;
+    }
+    if (outs) {
+      Entry const out = written((*outs)[t]);
+      shape.out = out.type;
+      lists_.out[t] = out.data;
+    }
   }
 
   Checks result;
@@ -182,7 +196,6 @@ Checks ListOperation::run(char const* op, Inputs const& xs, ListArguments const&
   args.clip_norm = pointer<float>(given.clip_norm);
   args.max_norm = given.max_norm;
   args.b = pointer<float>(given.b);
-  args.writes = outs != nullptr;
   if (given.checked) {
     auto const options = at::TensorOptions().device(device);
     result = {at::empty({n}, options.dtype(at::kBool)), at::empty({n}, options.dtype(at::kDouble)),
@@ -197,12 +210,15 @@ Checks ListOperation::run(char const* op, Inputs const& xs, ListArguments const&
     }
   }
   if (device.is_cpu()) {
-    args.rows = rows_.data();
+    args.shapes = lists_.shapes.data();
+    args.x = lists_.x.data();
+    args.y = ys ? lists_.y.data() : nullptr;
+    args.out = outs ? lists_.out.data() : nullptr;
     args.chunks = chunking_->chunks.data();
     args.partials = given.checked ? partials_in(partials_, args.n_chunks) : nullptr;
     ys ? cpu::axpby(args) : cpu::check(args);
   } else {
-    run_on_device(args, rows_, *chunking_, device_, ys != nullptr, given.checked, device);
+    run_on_device(args, lists_, *chunking_, device_, ys != nullptr, given.checked, device);
   }
   if (outs) {
     bump_versions(*outs);
@@ -284,8 +300,9 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
     numels[t] = weights_[t] ? weights_[t]->numel() : 0;
   }
   chunking_ = std::make_unique<Chunking>(numels);
-  rows_.resize(n);
-  entries_.resize(n);
+  lists_.rows.resize(n);
+  lists_.gradients.resize(n);
+  lists_.forms.resize(n);
   int64_t bytes = 0;
   for (OptionalTensors const* list : {&weights_, &copies_, &state1_, &state2_}) {
     for (auto const& t : *list) {
@@ -294,19 +311,20 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
   }
   bool const streamed = device.is_cpu() && stream_copies.value_or(cpu::outgrows_caches(bytes));
   for (size_t t = 0; t < n; ++t) {
-    rows_[t] = Row{written_memory(weights_[t]),
-                   written_memory(state1_[t]),
-                   written_memory(state2_[t]),
-                   written_memory(copies_[t]),
-                   numels[t],
-                   groups[t],
-                   weights_[t] ? type_of(*weights_[t]) : Type::float32,
-                   copies_[t] ? type_of(*copies_[t]) : Type::float32,
-                   chunking_->first_chunk[t],
-                   uint32_t(chunks_of(numels[t])),
-                   state1_[t] ? type_of(*state1_[t]) : Type::float32,
-                   streamed};
-    narrow_ |= rows_[t].copy_type == Type::remainder || rows_[t].state_type != Type::float32;
+    Row& row = lists_.rows[t];
+    row = Row{written_memory(weights_[t]),
+              written_memory(state1_[t]),
+              written_memory(state2_[t]),
+              written_memory(copies_[t]),
+              numels[t],
+              groups[t],
+              weights_[t] ? type_of(*weights_[t]) : Type::float32,
+              copies_[t] ? type_of(*copies_[t]) : Type::float32,
+              chunking_->first_chunk[t],
+              uint32_t(chunks_of(numels[t])),
+              state1_[t] ? type_of(*state1_[t]) : Type::float32,
+              streamed};
+    narrow_ |= row.copy_type == Type::remainder || row.state_type != Type::float32;
   }
   if (device.is_cpu()) {
     coefficients_ = scratch(std::max<int64_t>(int64_t(n), 1) * kCoefficientBytes);
@@ -340,11 +358,11 @@ bool StepTable::is_current() const {
   auto const laid_out_alike = [](std::optional<at::Tensor> const& a, std::optional<at::Tensor> const& b) {
     return !a || !b || same_layout(*a, *b);
   };
-  for (size_t t = 0; t < rows_.size(); ++t) {
+  for (size_t t = 0; t < lists_.rows.size(); ++t) {
     for (OptionalTensors const* list : {&weights_, &copies_, &state1_, &state2_}) {
       ask_ahead_for_memory(*list, t);
     }
-    Row const& row = rows_[t];
+    Row const& row = lists_.rows[t];
     if (!same(weights_[t], row.weight, row.weight_type) || !same(state1_[t], row.state1, row.state_type) ||
         !same(state2_[t], row.state2, row.state_type) || !same(copies_[t], row.copy, row.copy_type) ||
         (weights_[t] && weights_[t]->numel() != row.numel) || !laid_out_alike(weights_[t], state1_[t]) ||
@@ -361,7 +379,7 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
                      std::optional<at::Tensor> sum_squares, std::optional<at::Tensor> largest,
                      std::optional<at::Tensor> const& gradient_norm) {
   char const* const op = "StepTable.step";
-  size_t const n = rows_.size();
+  size_t const n = lists_.rows.size();
   at::Device const device = steps_.device();
   Named const list{op, "gradients", gradients.tensors};
   check_length(list, n, "weights");
@@ -376,12 +394,13 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
   check_vector(op, "largest", largest, int64_t(n), at::kFloat, device);
   bool const needs_state2 = with_optimizer(formula_, [](auto update) { return decltype(update)::kState2; });
   for (size_t t = 0; t < n; ++t) {
-    TORCH_CHECK_VALUE(rows_[t].group < groups.size(), op, ": weights[", t, "] is in group ", rows_[t].group, " of ",
-                      groups.size(), ".");
+    uint32_t const group_of = lists_.rows[t].group;
+    TORCH_CHECK_VALUE(group_of < groups.size(), op, ": weights[", t, "] is in group ", group_of, " of ", groups.size(),
+                      ".");
     if (!gradients.has(t)) {
       continue;
     }
-    Group const& group = groups[rows_[t].group];
+    Group const& group = groups[group_of];
     bool const needs_state1 = with_optimizer(formula_, [&](auto update) { return reads_state1<decltype(update)>(group); });
     TORCH_CHECK_VALUE(weights_[t].has_value(), op, ": gradients[", t, "] is given, but weights[", t, "] is None.");
     TORCH_CHECK_VALUE(!gradients.is_held(t) || gradients.held->is_laid_out_as(t, *weights_[t]), list.at(t), " is held, ",
@@ -401,7 +420,9 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
   }
 
   for (size_t t = 0; t < n; ++t) {
-    entries_[t] = read(gradients, t, scaled[t] == 1);
+    Entry const gradient = read(gradients, t);
+    lists_.gradients[t] = gradient.data;
+    lists_.forms[t] = {gradient.type, scaled[t] == 1};
   }
   StepArgs args{};
   args.formula = formula_;
@@ -416,14 +437,15 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
   args.gradient_norm = pointer<float>(gradient_norm);
   if (device.is_cpu()) {
     if (formula_ == Formula::lamb && lamb_steps_.size() < n) {
-      std::vector<int64_t> const begin = lamb_offsets(rows_);
+      std::vector<int64_t> const begin = lamb_offsets(lists_.rows);
       lamb_scratch_ = scratch(begin[n] * int64_t(sizeof(float)));
       for (size_t t = 0; t < n; ++t) {
         lamb_steps_.push_back(static_cast<float*>(lamb_scratch_.mutable_data_ptr()) + begin[t]);
       }
     }
-    args.rows = rows_.data();
-    args.gradients = entries_.data();
+    args.rows = lists_.rows.data();
+    args.gradients = lists_.gradients.data();
+    args.forms = lists_.forms.data();
     args.chunks = chunking_->chunks.data();
     args.groups = groups.data();
     args.lamb_steps = lamb_steps_.data();
@@ -431,17 +453,17 @@ void StepTable::step(Inputs const& gradients, std::string const& scaled,
     args.partials = formula_ == Formula::lamb ? partials_in(partials_, 2 * args.n_chunks) : nullptr;
     cpu::step(args);
   } else {
-    step_on_device(args, rows_, entries_, groups, *chunking_, device_, device);
+    step_on_device(args, lists_, groups, *chunking_, device_, device);
   }
   bump_versions(weights_);
   bump_versions(copies_);
 }
 
 #ifndef AMP_WITH_CUDA
-void run_on_device(CheckArgs&, std::vector<ListRow> const&, Chunking const&, std::shared_ptr<DeviceTables>&, bool, bool,
+void run_on_device(CheckArgs&, CheckLists const&, Chunking const&, std::shared_ptr<DeviceTables>&, bool, bool,
                    at::Device) {}
-void step_on_device(StepArgs&, std::vector<Row> const&, std::vector<Entry> const&, std::vector<Group> const&,
-                    Chunking const&, std::shared_ptr<DeviceTables>&, at::Device) {}
+void step_on_device(StepArgs&, StepLists const&, std::vector<Group> const&, Chunking const&,
+                    std::shared_ptr<DeviceTables>&, at::Device) {}
 void update_scale_on_device(ScaleUpdate const&, at::Device) {}
 #endif
 

@@ -44,11 +44,10 @@ struct Checks {
 struct DeviceTables;  // what stays on the device between calls
 bool has_cuda();
 // These fill in the pointers to tables and scratch.
-void run_on_device(CheckArgs& args, std::vector<ListRow> const& rows, Chunking const& chunking,
+void run_on_device(CheckArgs& args, CheckLists const& lists, Chunking const& chunking,
                    std::shared_ptr<DeviceTables>& tables, bool is_axpby, bool is_checked, at::Device device);
-void step_on_device(StepArgs& args, std::vector<Row> const& rows, std::vector<Entry> const& gradients,
-                    std::vector<Group> const& groups, Chunking const& chunking, std::shared_ptr<DeviceTables>& tables,
-                    at::Device device);
+void step_on_device(StepArgs& args, StepLists const& lists, std::vector<Group> const& groups, Chunking const& chunking,
+                    std::shared_ptr<DeviceTables>& tables, at::Device device);
 void update_scale_on_device(ScaleUpdate const& update, at::Device device);
 
 // See math/loss_scale.h. float32 [] but for the trackers, int32 [], and the outcome, float32 [4]; all on one device.
@@ -92,7 +91,7 @@ class ListOperation {
  private:
   std::vector<int64_t> numels_;
   std::unique_ptr<Chunking> chunking_;
-  std::vector<ListRow> rows_;
+  CheckLists lists_;
   std::vector<Partial> partials_;  // of a CPU
   std::shared_ptr<DeviceTables> device_;
 };
@@ -144,7 +143,7 @@ class StepTable {
 
   at::Device device() const { return steps_.device(); }
   Formula formula() const { return formula_; }
-  size_t size() const { return rows_.size(); }
+  size_t size() const { return lists_.rows.size(); }
 
  private:
   // Refuses tensors that overlap. Gradients are looked at in the first step of a table only: it takes a sort.
@@ -156,8 +155,7 @@ class StepTable {
   at::Tensor steps_;
   std::optional<at::Tensor> norms_;
   std::unique_ptr<Chunking> chunking_;
-  std::vector<Row> rows_;
-  std::vector<Entry> entries_;
+  StepLists lists_;
   at::Tensor coefficients_, lamb_scratch_;  // of a CPU, as the next two
   std::vector<Partial> partials_;
   std::vector<float*> lamb_steps_;

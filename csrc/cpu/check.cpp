@@ -9,7 +9,7 @@ namespace {
 
 void sum_tensors(CheckArgs const& args) {
   for (int64_t t = 0; t < args.n_tensors; ++t) {
-    ListRow const& row = args.rows[t];
+    ListRow const row = row_of(args, t);
     int64_t const n = row.x.data ? row.n_chunks : 0;
     Partial const* leaf = args.partials + row.first_chunk;
     uint32_t largest = 0;
@@ -48,9 +48,9 @@ void run(CheckArgs const& args) {
   float const a = factor_a(args);
   float const b = args.b ? *args.b : 1.0f;
   for_each_chunk(
-      args.chunks, args.n_chunks, [&](int64_t t) { return args.rows[t].x.data != nullptr; },
+      args.chunks, args.n_chunks, [&](int64_t t) { return args.x[t] != nullptr; },
       [&](int64_t t, int64_t chunk) {
-        ListRow const& row = args.rows[t];
+        ListRow const row = row_of(args, t);
         if (args.partials) {
           args.partials[row.first_chunk + chunk] = kernels.check(row, chunk, a, b);
         } else {

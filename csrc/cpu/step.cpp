@@ -1,5 +1,4 @@
 // The steps: coefficients of each tensor first, then every element once (LAMB: twice).
-#include <memory>
 #include <type_traits>
 
 #include "cpu/chunk_kernels.h"
@@ -9,7 +8,7 @@ namespace amp_engine::cpu {
 namespace {
 
 double factor_of(StepArgs const& args, int64_t t) {
-  return gradient_factor(args.control, args.gradients[t].scaled, args.groups[args.rows[t].group].maximize);
+  return gradient_factor(args.control, args.forms[t].scaled, args.groups[args.rows[t].group].maximize);
 }
 
 double norm_of_all(StepArgs const& args) {
@@ -17,7 +16,7 @@ double norm_of_all(StepArgs const& args) {
     return double(*args.gradient_norm);
   }
   return ::sqrt(list_sum(args.n_tensors, [&](int64_t t) {
-    double const factor = args.gradients[t].data ? factor_of(args, t) : 0.0;
+    double const factor = args.gradients[t] ? factor_of(args, t) : 0.0;
     return factor == 0.0 ? 0.0 : factor * factor * args.sum_squares[t];
   }));
 }
@@ -34,7 +33,7 @@ void prepare(StepArgs const& args) {
   constexpr bool is_lamb = std::is_same_v<Update, LambMoments>;
   double const norm = is_lamb ? norm_of_all(args) : 0.0;
   for (int64_t t = 0; t < args.n_tensors; ++t) {
-    if (!args.gradients[t].data) {
+    if (!args.gradients[t]) {
       continue;
     }
     Group const& group = args.groups[args.rows[t].group];
@@ -54,38 +53,37 @@ void prepare(StepArgs const& args) {
   }
 }
 
-void update(StepArgs const& args, Entry const* gradients) {
+template <class GradientOf>
+void update(StepArgs const& args, GradientOf const& gradient_of) {
   auto const kernel = chunk_kernels().step[int(args.formula)];
   for_each_chunk(
-      args.chunks, args.n_chunks, [&](int64_t t) { return args.gradients[t].data != nullptr; },
-      [&](int64_t t, int64_t chunk) { kernel(args.rows[t], gradients[t], chunk, coefficients_of(args, t)); });
+      args.chunks, args.n_chunks, [&](int64_t t) { return args.gradients[t] != nullptr; },
+      [&](int64_t t, int64_t chunk) { kernel(args.rows[t], gradient_of(t), chunk, coefficients_of(args, t)); });
 }
 
 void lamb(StepArgs const& args) {
   prepare<LambMoments>(args);
   auto const moments = chunk_kernels().lamb_moments;
   for_each_chunk(
-      args.chunks, args.n_chunks, [&](int64_t t) { return args.gradients[t].data != nullptr; },
+      args.chunks, args.n_chunks, [&](int64_t t) { return args.gradients[t] != nullptr; },
       [&](int64_t t, int64_t chunk) {
         Row const& row = args.rows[t];
         Partial* const of_weight = args.partials + row.first_chunk + chunk;
-        moments(row, args.gradients[t], chunk, args.lamb_steps[t], coefficients_of(args, t), of_weight,
+        moments(row, gradient_of(args, t), chunk, args.lamb_steps[t], coefficients_of(args, t), of_weight,
                 of_weight + args.n_chunks);
       });
-  std::unique_ptr<Entry[]> const steps(new Entry[args.n_tensors]);
   for (int64_t t = 0; t < args.n_tensors; ++t) {
-    if (!args.gradients[t].data) {
+    if (!args.gradients[t]) {
       continue;
     }
     Row const& row = args.rows[t];
     Partial const* const of_weight = args.partials + row.first_chunk;
-    steps[t] = {args.lamb_steps[t], Type::float32, 0};
     Group const& group = args.groups[row.group];
     *static_cast<float*>(coefficients_of(args, t)) =
         lamb_minus_rate(group.lamb, learning_rate(group), ::sqrt(tensor_sum(of_weight, row.n_chunks)),
                         ::sqrt(tensor_sum(of_weight + args.n_chunks, row.n_chunks)));
   }
-  update(args, steps.get());
+  update(args, [&](int64_t t) { return Entry{args.lamb_steps[t], Type::float32, 0}; });
 }
 
 }  // namespace
@@ -104,7 +102,7 @@ void step(StepArgs const& args) {
     case Formula::lamb:
       return lamb(args);
   }
-  update(args, args.gradients);
+  update(args, [&](int64_t t) { return gradient_of(args, t); });
 }
 
 }  // namespace amp_engine::cpu

@@ -129,7 +129,7 @@ AMP_DEVICE void map_any(CheckArgs const& args, ListRow const& row, Chunk chunk) 
 template <class Work>
 __global__ void __launch_bounds__(kThreads, Work::kWrites ? 4 : 5) map(CheckArgs const args) {
   Chunk const chunk = args.chunks[blockIdx.x];
-  ListRow const row = args.rows[chunk.tensor];
+  ListRow const row = row_of(args, chunk.tensor);
   if (!row.x.data) {
     return;
   }
@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kThreads, Work::kWrites ? 4 : 5) map(CheckArgs
 }
 
 struct ListTable {
-  ListRow const* rows;
-  AMP_DEVICE int64_t leaves(int64_t t) const { return rows[t].x.data ? rows[t].n_chunks : 0; }
+  CheckArgs const& args;
+  AMP_DEVICE int64_t leaves(int64_t t) const { return args.x[t] ? args.shapes[t].n_chunks : 0; }
 };
 
 AMP_DEVICE void sum_up_list(CheckArgs const& args) {
@@ -160,7 +160,7 @@ AMP_DEVICE void sum_up_list(CheckArgs const& args) {
 
 // All that follows the map, in one block.
 __global__ void __launch_bounds__(kListThreads) conclude(CheckArgs const args) {
-  ListTable const table{args.rows};
+  ListTable const table{args};
   for (int64_t first = 0; first < args.n_chunks; first += kListThreads) {
     // Each time a warp further on: segments begin every eight warps, and always the same four would have them.
     int64_t const mine = first + (threadIdx.x + first / kListThreads * 32) % kListThreads;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kListThreads) conclude(CheckArgs const args) {
   __syncthreads();
   bool nonfinite = false;
   for (int64_t t = threadIdx.x; t < args.n_tensors; t += kListThreads) {
-    Partial const sum = sum_tensor(args.partials + args.rows[t].first_chunk, table.leaves(t));
+    Partial const sum = sum_tensor(args.partials + args.shapes[t].first_chunk, table.leaves(t));
     args.sums.sum_squares[t] = sum.sum_squares;
     args.sums.largest[t] = sum.largest;
     args.sums.nonfinite[t] = sum.nonfinite != 0;
@@ -198,7 +198,7 @@ void sum(CheckArgs const& args, cudaStream_t stream) {
 }  // namespace
 
 void check(CheckArgs const& args, cudaStream_t stream) {
-  launch(!args.partials ? map<Scale> : args.writes ? map<ScaleAndCheck> : map<Check>, args.n_chunks, kThreads, stream,
+  launch(!args.partials ? map<Scale> : args.out ? map<ScaleAndCheck> : map<Check>, args.n_chunks, kThreads, stream,
          args);
   sum(args, stream);
 }

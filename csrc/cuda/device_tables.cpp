@@ -36,13 +36,12 @@ cuda::Tables& tables_on(std::shared_ptr<DeviceTables>& tables, at::Device device
 
 }  // namespace
 
-void run_on_device(CheckArgs& args, std::vector<ListRow> const& rows, Chunking const& chunking,
+void run_on_device(CheckArgs& args, CheckLists const& lists, Chunking const& chunking,
                    std::shared_ptr<DeviceTables>& tables, bool is_axpby, bool is_checked, at::Device device) {
   c10::DeviceGuard const guard(device);
   cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
   cuda::Tables& t = tables_on(tables, device);
-  args.rows = t.upload(cuda::TableOf::rows, rows, stream);
-  args.chunks = t.upload(cuda::TableOf::chunks, chunking.chunks, stream, chunking.version);
+  cuda::upload(t, args, lists, chunking, stream);
   cuda::Buffer partials;
   if (is_checked) {
     partials = t.scratch(size_t(args.n_chunks + 1) * sizeof(Partial), stream);
@@ -51,20 +50,15 @@ void run_on_device(CheckArgs& args, std::vector<ListRow> const& rows, Chunking c
   is_axpby ? cuda::axpby(args, stream) : cuda::check(args, stream);
 }
 
-void step_on_device(StepArgs& args, std::vector<Row> const& rows, std::vector<Entry> const& gradients,
-                    std::vector<Group> const& groups, Chunking const& chunking, std::shared_ptr<DeviceTables>& tables,
-                    at::Device device) {
+void step_on_device(StepArgs& args, StepLists const& lists, std::vector<Group> const& groups, Chunking const& chunking,
+                    std::shared_ptr<DeviceTables>& tables, at::Device device) {
   c10::DeviceGuard const guard(device);
   cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
   cuda::Tables& t = tables_on(tables, device);
-  // The rows are built once, with the chunks.
-  args.rows = t.upload(cuda::TableOf::rows, rows, stream, chunking.version);
-  args.gradients = t.upload(cuda::TableOf::entries, gradients, stream);
-  args.chunks = t.upload(cuda::TableOf::chunks, chunking.chunks, stream, chunking.version);
-  args.groups = t.upload(cuda::TableOf::groups, groups, stream);
+  cuda::upload(t, args, lists, groups, chunking, stream);
   std::vector<int64_t> lamb;
   if (args.formula == Formula::lamb) {
-    lamb = lamb_offsets(rows);
+    lamb = lamb_offsets(lists.rows);
   }
   cuda::StepScratch const places(args.n_tensors, args.n_chunks, lamb.empty() ? 0 : lamb.back());
   cuda::Buffer const scratch = t.scratch(places.end, stream);

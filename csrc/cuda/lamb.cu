@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kListThreads) gradient_norm(StepArgs const arg
     return;
   }
   double const sum = sum_list(args.n_tensors, [&](int64_t t) {
-    Entry const gradient = args.gradients[t];
+    Entry const gradient = gradient_of(args, t);
     uint32_t const maximize = args.groups[args.rows[t].group].maximize;
     double const factor = gradient.data ? gradient_factor(args.control, gradient.scaled, maximize) : 0.0;
     return factor == 0.0 ? 0.0 : factor * factor * args.sum_squares[t];
@@ -73,7 +73,7 @@ AMP_DEVICE void moments_chunk(StepArgs const& args) {
   if (is_skipped(args)) {
     return;
   }
-  Entry const gradient = args.gradients[chunk.tensor];
+  Entry const gradient = gradient_of(args, chunk.tensor);
   if (!gradient.data) {
     return;
   }
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 2) narrow_moments(StepArgs const arg
 
 struct StepTable {
   StepArgs const& args;
-  AMP_DEVICE int64_t leaves(int64_t t) const { return args.gradients[t].data ? args.rows[t].n_chunks : 0; }
+  AMP_DEVICE int64_t leaves(int64_t t) const { return args.gradients[t] ? args.rows[t].n_chunks : 0; }
 };
 
 // The first half of the blocks is for the weights, the second for the steps.
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) segments(StepArgs const args) {
 
 __global__ void __launch_bounds__(kPrepareThreads) ratios(StepArgs const args) {
   int64_t const t = int64_t(blockIdx.x) * kPrepareThreads + threadIdx.x;
-  if (t >= args.n_tensors || is_skipped(args) || !args.gradients[t].data) {
+  if (t >= args.n_tensors || is_skipped(args) || !args.gradients[t]) {
     return;
   }
   Partial const* const of_weight = args.partials + args.rows[t].first_chunk;
@@ -156,7 +156,7 @@ struct Apply {
 template <bool kNarrow>
 AMP_DEVICE void apply_chunk(StepArgs const& args) {
   Chunk const chunk = args.chunks[blockIdx.x];
-  if (is_skipped(args) || !args.gradients[chunk.tensor].data) {
+  if (is_skipped(args) || !args.gradients[chunk.tensor]) {
     return;
   }
   update_chunk<Apply, kNarrow>(args, chunk, Entry{args.lamb_steps[chunk.tensor], Type::float32, 0});

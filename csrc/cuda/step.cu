@@ -23,7 +23,7 @@ AMP_DEVICE void update_if_taken(StepArgs const& args) {
   if (is_skipped(args)) {
     return;
   }
-  Entry const gradient = args.gradients[chunk.tensor];
+  Entry const gradient = gradient_of(args, chunk.tensor);
   if (gradient.data) {
     update_chunk<Update, kNarrow>(args, chunk, gradient);
   }

@@ -27,7 +27,7 @@ AMP_DEVICE void prepare_tensor(StepArgs const& args, Fill const& fill) {
   if (t >= args.n_tensors || is_skipped(args)) {
     return;
   }
-  Entry const gradient = args.gradients[t];
+  Entry const gradient = gradient_of(args, t);
   if (!gradient.data) {
     return;
   }

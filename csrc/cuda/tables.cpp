@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "../backend.h"
 #include "cuda/device.h"
 
 namespace amp_engine::cuda {
@@ -37,6 +36,23 @@ Buffer Tables::scratch(size_t bytes, Stream stream) {
     scratch_stream_ = stream;
   }
   return scratch_;
+}
+
+void upload(Tables& tables, CheckArgs& args, CheckLists const& lists, Chunking const& chunking, Stream stream) {
+  args.shapes = tables.upload(TableOf::shapes, lists.shapes, stream);
+  args.x = tables.upload(TableOf::x, lists.x, stream);
+  args.y = tables.upload(TableOf::y, lists.y, stream);
+  args.out = lists.out == lists.x ? args.x : tables.upload(TableOf::out, lists.out, stream);
+  args.chunks = tables.upload(TableOf::chunks, chunking.chunks, stream, chunking.version);
+}
+
+void upload(Tables& tables, StepArgs& args, StepLists const& lists, std::vector<Group> const& groups,
+            Chunking const& chunking, Stream stream) {
+  args.rows = tables.upload(TableOf::rows, lists.rows, stream, chunking.version);
+  args.gradients = tables.upload(TableOf::gradients, lists.gradients, stream);
+  args.forms = tables.upload(TableOf::forms, lists.forms, stream);
+  args.chunks = tables.upload(TableOf::chunks, chunking.chunks, stream, chunking.version);
+  args.groups = tables.upload(TableOf::groups, groups, stream);
 }
 
 Tables& TablesByDevice::on(int device) {

@@ -8,12 +8,13 @@
 #include <memory>
 #include <vector>
 
+#include "chunking.h"
 #include "cuda/mirror.h"
 
 namespace amp_engine::cuda {
 
-enum class TableOf { rows, entries, chunks, groups, lamb_steps };
-constexpr size_t kTables = 5;
+enum class TableOf { shapes, x, y, out, chunks, rows, gradients, forms, groups, lamb_steps };
+constexpr size_t kTables = 10;
 
 // On one device, which must be current.
 class Tables {
@@ -40,6 +41,11 @@ class Tables {
   size_t scratch_bytes_ = 0;
   Stream scratch_stream_ = nullptr;
 };
+
+// Uploads what changed of the tables that an operation reads, and has `args` point there.
+void upload(Tables& tables, CheckArgs& args, CheckLists const& lists, Chunking const& chunking, Stream stream);
+void upload(Tables& tables, StepArgs& args, StepLists const& lists, std::vector<Group> const& groups,
+            Chunking const& chunking, Stream stream);
 
 // On every device: no memory, slot or event of one is any use to another.
 class TablesByDevice {

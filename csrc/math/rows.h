@@ -31,7 +31,12 @@ struct Entry {
   Type type;
   uint32_t scaled;  // whether the loss scale is still in it
 };
-static_assert(sizeof(Entry) == 16);
+
+// What stays of a gradient when its address changes.
+struct GradientForm {
+  Type type;
+  uint32_t scaled;
+};
 
 // Elements [index * kChunk, min(numel, (index + 1) * kChunk)) of a tensor.
 struct Chunk {

@@ -84,6 +84,7 @@ struct Work {
 
 inline int current_device = 0;
 inline int pinned_pieces = 0;
+inline size_t uploaded_bytes = 0;
 inline uint64_t graphs = 0;
 inline cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 inline std::map<char const*, Memory> memory;  // by address; what was freed stays, so that no address comes twice
@@ -320,6 +321,7 @@ inline cudaError_t cudaMemcpyAsync(void* to, void const* from, size_t bytes, cud
     }
     return stream->graph ? cudaErrorStreamCaptureUnsupported : cudaErrorInvalidValue;
   }
+  uploaded_bytes += bytes;
   queue(stream, {{{from, bytes, false}, {to, bytes, true}},
                  [=] { std::memcpy(to, from, bytes); },
                  std::string(static_cast<char const*>(from), bytes)});

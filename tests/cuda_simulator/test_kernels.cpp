@@ -158,21 +158,33 @@ struct ListCase {
     }
     std::vector<uint32_t> first;
     auto const chunks = chunks_of(numels, first);
-    std::vector<ListRow> rows(n);
+    std::vector<ListShape> shapes(n);
+    std::vector<void*> xs(n), ys(n), outs(n);
     for (size_t t = 0; t < n; ++t) {
-      ListRow& row = rows[t];
-      row.x = {present[t] ? result.x[t].data() : nullptr, x[t].type, 0};
-      row.y = y.empty() ? Entry{} : Entry{result.y[t].data(), y[t].type, 0};
-      row.out = in_place ? row.x : out.empty() ? Entry{} : Entry{result.out[t].data(), out[t].type, 0};
-      row.numel = numels[t];
-      row.first_chunk = first[t];
-      row.n_chunks = uint32_t((numels[t] + kChunk - 1) / kChunk);
+      ListShape& shape = shapes[t];
+      shape.x = shape.y = shape.out = x[t].type;
+      xs[t] = present[t] ? result.x[t].data() : nullptr;
+      outs[t] = in_place ? xs[t] : nullptr;
+      if (!y.empty()) {
+        ys[t] = result.y[t].data();
+        shape.y = y[t].type;
+      }
+      if (!out.empty()) {
+        outs[t] = result.out[t].data();
+        shape.out = out[t].type;
+      }
+      shape.numel = numels[t];
+      shape.first_chunk = first[t];
+      shape.n_chunks = uint32_t((numels[t] + kChunk - 1) / kChunk);
     }
     result.sum_squares.assign(n, -1.0);
     result.largest.assign(n, -1.0f);
     result.nonfinite.reset(new bool[n]());
     std::vector<Partial> partials(chunks.size() + 1);
-    backend(CheckArgs{.rows = rows.data(),
+    backend(CheckArgs{.shapes = shapes.data(),
+                      .x = xs.data(),
+                      .y = y.empty() ? nullptr : ys.data(),
+                      .out = in_place || !out.empty() ? outs.data() : nullptr,
                       .chunks = chunks.data(),
                       .n_tensors = int64_t(n),
                       .n_chunks = int64_t(chunks.size()),
@@ -181,7 +193,6 @@ struct ListCase {
                       .clip_norm = clip_norm,
                       .max_norm = 0.7,
                       .b = b,
-                      .writes = in_place || !out.empty(),
                       .partials = sums ? partials.data() : nullptr,
                       .sums = {result.sum_squares.data(), result.largest.data(), result.nonfinite.get()},
                       .total = &result.total,
@@ -316,7 +327,8 @@ struct StepCase {
     std::vector<uint32_t> first;
     auto const chunks = chunks_of(numels, first);
     std::vector<Row> rows(n);
-    std::vector<Entry> entries(n);
+    std::vector<void*> taken(n);
+    std::vector<GradientForm> forms(n);
     std::vector<float*> lamb_steps(n);
     std::vector<Tensor> scratch;
     bool is_narrow = false;
@@ -333,7 +345,8 @@ struct StepCase {
                  .n_chunks = uint32_t((numels[t] + kChunk - 1) / kChunk),
                  .state_type = states1[t].type};
       is_narrow |= copies[t].type == Type::remainder || states1[t].type != Type::float32;
-      entries[t] = {present[t] ? gradients[t].data() : nullptr, gradients[t].type, scaled[t]};
+      taken[t] = present[t] ? gradients[t].data() : nullptr;
+      forms[t] = {gradients[t].type, scaled[t]};
       lamb_steps[t] = reinterpret_cast<float*>(scratch.emplace_back(Type::float32, numels[t], 0).data());
     }
     std::unique_ptr<char, decltype(&std::free)> coefficients(
@@ -342,7 +355,8 @@ struct StepCase {
     backend(StepArgs{.formula = formula,
                      .narrow = is_narrow,
                      .rows = rows.data(),
-                     .gradients = entries.data(),
+                     .gradients = taken.data(),
+                     .forms = forms.data(),
                      .chunks = chunks.data(),
                      .n_tensors = int64_t(n),
                      .n_chunks = int64_t(chunks.size()),

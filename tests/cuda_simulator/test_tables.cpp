@@ -228,6 +228,41 @@ void test_nothing_is_uploaded_twice() {
   EXPECT(queued("c", 5) == 3);
 }
 
+// Each backward makes new gradients: of them alone the addresses are uploaded, once for the check and once for the step.
+void test_new_gradients_cost_eight_bytes_each() {
+  cudaStream_t const stream = stream_of_new_device();
+  cudaSetDevice(stream->device);
+  size_t const n = 100;
+  Chunking const chunking(std::vector<int64_t>(n, 40'000));
+  std::vector<char> memory(2 * n);
+  CheckLists checked{std::vector<ListShape>(n), std::vector<void*>(n), {}, {}};
+  StepLists stepped{std::vector<Row>(n), std::vector<void*>(n), std::vector<GradientForm>(n)};
+  std::vector<Group> const groups(1);
+  Tables check_tables(slots(stream->device), [&](size_t bytes) { return simulator::allocate(stream, bytes); });
+  Tables step_tables(slots(stream->device), [&](size_t bytes) { return simulator::allocate(stream, bytes); });
+  auto const iterate = [&](size_t first_gradient) {
+    size_t const before = simulator::uploaded_bytes;
+    for (size_t t = 0; t < n; ++t) {
+      checked.x[t] = stepped.gradients[t] = &memory[first_gradient + t];
+    }
+    CheckArgs check{};
+    StepArgs step{};
+    upload(check_tables, check, checked, chunking, stream);
+    upload(step_tables, step, stepped, groups, chunking, stream);
+    std::string column;
+    simulator::queue_read(stream, check.x, n * sizeof(void*), &column);
+    simulator::synchronize(stream);
+    EXPECT(!check.y && check.out == (checked.out.empty() ? nullptr : check.x));
+    EXPECT(!std::memcmp(column.data(), checked.x.data(), column.size()));
+    return simulator::uploaded_bytes - before;
+  };
+  EXPECT(iterate(0) > 16 * n);
+  EXPECT(iterate(n) == 8 * n + 8 * n);
+  EXPECT(iterate(n) == 0);
+  checked.out = checked.x;  // unscaled in place
+  EXPECT(iterate(n) == 0);
+}
+
 // 10,000 tensors of 1,000 elements take what they have, not a chunk each.
 void test_scratch_of_lamb_is_as_large_as_its_tensors() {
   std::vector<Row> rows(10'000);
@@ -328,6 +363,7 @@ int main() {
   test_captures_are_bounded_in_pinned_memory();
   test_eager_work_beside_a_capture();
   test_nothing_is_uploaded_twice();
+  test_new_gradients_cost_eight_bytes_each();
   test_scratch_of_lamb_is_as_large_as_its_tensors();
   test_what_the_simulator_refuses();
   test_nothing_waits_for_a_graph_that_is_not_there();

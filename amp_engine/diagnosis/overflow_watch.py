@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import nn
 
 from amp_engine.diagnosis.post_mortem import (
     OverflowRecord,
@@ -26,6 +26,7 @@ from amp_engine.ground.distributed import local_of
 from amp_engine.levels.report import Reporter, flushed_message, overflow_message, static_overflow_message
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.exact import exact_value
 from amp_engine.stepping.forward_order import Origin
 from amp_engine.stepping.pending import SKIPS_BEFORE_DIAGNOSIS
 
@@ -55,7 +56,7 @@ class OverflowWatch:
         self,
         reporter: Reporter,
         places: Callable[[], dict[int, Place]],
-        params: Callable[[], Sequence[Tensor]],
+        params: Callable[[], Sequence[nn.Parameter]],
         scaling: Scaling,
     ) -> None:
         self._reporter = reporter
@@ -119,7 +120,7 @@ class OverflowWatch:
     def unchecked_loss(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
         """Note a loss that is not finite, where gradients are not checked."""
         places = self._places()
-        weights = self._bad_weights(places)
+        weights = self._bad_weights()
         self._note(self._explained(backward, loss_id, loss, origin, weights, places, loss_scale=1.0, skipped=False))
 
     def _repeats(self, row: _Row, record: OverflowRecord) -> int:
@@ -151,7 +152,7 @@ class OverflowWatch:
         nonfinite = backward.nonfinite()
         first = backward.first_nonfinite()
         is_finite = loss is None or math.isfinite(loss)
-        weights = () if is_finite and not looks_at_weights else self._bad_weights(places)
+        weights = [] if is_finite and not looks_at_weights else self._bad_weights()
         origin = backward.origin
         if not is_finite and origin is None:
             self._scaling.heard_of_loss(is_finite=False)
@@ -182,7 +183,7 @@ class OverflowWatch:
         loss_id: int,
         loss: float | None,
         origin: Origin | None,
-        weights: tuple[str, ...],
+        weights: list[nn.Parameter],
         places: dict[int, Place],
         undefined: str | None = None,
         **details: Any,
@@ -205,7 +206,12 @@ class OverflowWatch:
             cause=cause,
             operation=None if origin is None else origin.operation or origin.took,
             near=None if near is None else near.parameter,
-            weights=weights,
+            weights=tuple(place_of(param, places).parameter for param in weights),
+            outgrown=tuple(
+                (place_of(param, places).parameter, largest)
+                for param in weights
+                if (largest := _finite_master(param)) is not None
+            ),
             growth=growth_of(loss, earlier),
             is_exact=origin is None or origin.is_exact,
             why=undefined if origin is None else origin.why,
@@ -213,13 +219,16 @@ class OverflowWatch:
             **details,
         )
 
-    def _bad_weights(self, places: dict[int, Place]) -> tuple[str, ...]:
-        """Names of the parameters that are not finite. Waits for the device, and reads all of them."""
-        return tuple(
-            place_of(param, places).parameter
-            for param in self._params()
-            if not local_of(param.detach()).isfinite().all()
-        )
+    def _bad_weights(self) -> list[nn.Parameter]:
+        """The parameters that are not finite. Waits for the device, and reads all of them."""
+        return [param for param in self._params() if not local_of(param.detach()).isfinite().all()]
+
+
+def _finite_master(param: nn.Parameter) -> float | None:
+    """The largest magnitude of the FP32 master; None without one, or where it is not finite itself."""
+    value = exact_value(param)
+    largest = math.inf if value is None else float(value.abs().max())
+    return largest if math.isfinite(largest) else None
 
 
 def _is_of_this_rank(record: OverflowRecord, backward: Backward) -> bool:

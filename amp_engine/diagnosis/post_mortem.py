@@ -61,8 +61,9 @@ class OverflowRecord:
         near: name of the parameter that the operation used, or else of the last one used before it.
         nonfinite: names of all parameters whose gradients were not finite, in the order of the optimizer.
         checked: how many gradients were looked at.
-        weights: names of the parameters that are not finite themselves; looked for if the loss is not finite. A float16
-            copy is inf where its FP32 master is beyond 65,520, which no gradient shows.
+        weights: names of the parameters that are not finite themselves; looked for if the loss is not finite.
+        outgrown: those of `weights` whose FP32 masters are finite, and too large for the type of the model; with the
+            largest magnitude of each master.
         skipped: the step was skipped.
         growth: the loss over the median of the losses before; None where either is not known.
         why: "log of 0 in 36 of 40 elements", where the inputs of `operation` tell; "sqrt of 0 in 3 of 4 elements" of a
@@ -87,6 +88,7 @@ class OverflowRecord:
     nonfinite: tuple[str, ...] = ()
     checked: int = 0
     weights: tuple[str, ...] = ()
+    outgrown: tuple[tuple[str, float], ...] = ()
     skipped: bool = True
     growth: float | None = None
     is_exact: bool = True
@@ -243,7 +245,8 @@ def _what_happened(record: OverflowRecord) -> str:
         )
         return f"{numbers}{since}  {gradient}".rstrip()
     if record.cause == "weights":
-        return f"{numbers}  Parameters are not finite: {some(record.weights)}."
+        why = f"  {_outgrown(record)}" if record.outgrown else ""
+        return f"{numbers}  Parameters are not finite: {some(record.weights)}.{why}"
     if record.cause == "elsewhere":
         return (
             f"{numbers}  Each gradient of this process is finite: look at the other ranks, at earlier backwards of the "
@@ -251,6 +254,16 @@ def _what_happened(record: OverflowRecord) -> str:
         )
     why = "" if record.why is None else f"  {record.why}: its derivative is not finite there.  Add an eps inside."
     return f"{gradient}  {numbers}{why}"
+
+
+def _outgrown(record: OverflowRecord) -> str:
+    """Sentences on weights that their masters hold, and the model cannot."""
+    named = some([f"{name} ({largest:.6g})" for name, largest in record.outgrown])
+    return (
+        f"Their FP32 masters are finite, and beyond float16's 65504: {named}.  Train on in bfloat16 (opt_level='O5'), "
+        "keep the module in FP32 (amp.keep_float), or go back to a checkpoint, with weight decay or a lower learning "
+        "rate."
+    )
 
 
 def repeated(record: OverflowRecord, count: int) -> str:
@@ -270,11 +283,8 @@ def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_sc
             "learning rate, and go back to a checkpoint if the loss does not come down by itself."
         )
     elif record.weights:
-        advice = (
-            f"Weights are not finite, so no scale can help: {some(record.weights)}.  A float16 one is inf from "
-            "65520 on.  Go back to a checkpoint with a lower learning rate, keep the module in FP32 "
-            "(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
-        )
+        cure = _outgrown(record) if record.outgrown else "Go back to a checkpoint with a lower learning rate."
+        advice = f"Weights are not finite, so no scale can help: {some(record.weights)}.  {cure}"
     elif not record.loss_is_finite:
         where = "" if record.operation is None else f"  First in {record.operation}, at or after {record.near}."
         advice = (

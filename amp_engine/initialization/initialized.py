@@ -275,7 +275,7 @@ class Initialized:
         """
         return places_in(self.models)
 
-    def _stepped_params(self) -> list[Tensor]:
+    def _stepped_params(self) -> list[nn.Parameter]:
         """The models' parameters that are stepped, each once."""
         return list({id(p): p for one in self.backwards.all for p in one.rows.columns.params}.values())
 

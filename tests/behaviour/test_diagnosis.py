@@ -142,6 +142,8 @@ def test_a_copy_that_float16_cannot_hold_is_named_though_its_master_is_finite(
     _, rest = split(capsys.readouterr().out)
     assert all(master.isfinite().all() for master in amp.master_params(optimizer))
     assert "Weights are not finite, so no scale can help: sound.weight." in rest
+    assert "Their FP32 masters are finite, and beyond float16's 65504: sound.weight (700" in rest
+    assert "O5" in rest
 
 
 def diagnosis_of(capsys: pytest.CaptureFixture[str], spoilt: Any, factor: float = 1.0, grows: bool = False) -> str:

@@ -167,6 +167,20 @@ def test_a_weight_that_is_not_finite_is_named(level: str) -> None:
     (record,) = run.engine.overflow_report()
     assert record.cause == "weights"
     assert record.weights == ("first.weight",)
+    assert record.outgrown == ()
+
+
+def test_a_finite_master_that_float16_cannot_hold_is_named_with_its_size() -> None:
+    run = Run("O2", "linear")
+    run.step()
+    with torch.no_grad():
+        next(iter(run.engine.master_params(run.optimizer)))[0, 0] = -7e4
+    while not run.engine.overflow_report():
+        run.step()
+    (record,) = run.engine.overflow_report()
+    assert record.cause == "weights"
+    assert record.outgrown == (("last.weight", 7e4),)
+    assert "Their FP32 masters are finite, and beyond float16's 65504: last.weight (70000)." in str(record)
 
 
 def test_every_skip_prints_apexs_line_and_a_cause_is_said_once_and_counted(capsys: pytest.CaptureFixture[str]) -> None:

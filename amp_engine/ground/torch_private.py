@@ -52,6 +52,8 @@ NAMES = (
     PrivateName("torch._C._len_torch_dispatch_stack", "whether something traces an operator of ours"),
     PrivateName("torch._C._disabled_torch_dispatch_impl", "whether a tensor's class traces one"),
     PrivateName("torch._C._current_graph_task_id", "whether an operation is run by a backward"),
+    PrivateName("torch._C._current_autograd_node", "whose backward it is"),
+    PrivateName("torch._C._autograd._get_sequence_nr", "which node of the graph a forward belongs to"),
     PrivateName("torch.autograd.variable.Variable._execution_engine", "to be called when a backward has ended"),
     PrivateName("torch._C._functorch.peek_interpreter_stack", "whether a cast is made inside of vmap, grad or jvp"),
     PrivateName("torch._C.TensorBase", "the slots behind Tensor.data and the operators, past any subclass"),
@@ -146,6 +148,17 @@ def after_backward(call: Callable[[], None]) -> None:
 def is_in_backward() -> bool:
     """True if autograd runs a backward in this thread."""
     return bool(_C._current_graph_task_id() != -1)
+
+
+def newest_node() -> int:
+    """Return the sequence number of the node that autograd made last in this thread, as before it runs an operation."""
+    return int(_C._autograd._get_sequence_nr()) - 1
+
+
+def running_node() -> int | None:
+    """Return the sequence number of the node whose backward is run in this thread, or None."""
+    node = _C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
 
 
 def joins_uneven_inputs(wrapper: Any) -> bool:

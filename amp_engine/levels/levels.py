@@ -10,6 +10,7 @@ import dataclasses
 import torch
 
 from amp_engine.errors import AmpStateError
+from amp_engine.levels import recipes
 from amp_engine.levels.policy import Policy
 
 DISABLED = Policy()  # initialize(..., enabled=False)
@@ -68,14 +69,27 @@ BRIEFS = {
 
 
 def level(opt_level: object) -> Policy:
-    """The policy named `opt_level`. Raises AmpStateError, in apex's words, for any other value."""
+    """The policy named `opt_level`. Raises AmpStateError, in apex's words but for recipes, for any other value."""
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return LEVELS[opt_level]
+    recipe = recipes.meant(opt_level)
+    if recipe is not None:
+        raise AmpStateError(
+            f"{opt_level} is no training level.  amp.compare_levels(model, lambda model: loss_fn(model(x), y), "
+            f'"{recipe}") says what one batch would lose by it, and amp.find_fp32_modules which modules it would have '
+            "to leave in FP32; to train in it use torchao or Transformer Engine.  Here train for example with "
+            'opt_level="O5".'
+        )
     raise AmpStateError(
         f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in "
         "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero.  'O4' and 'O5' are O1 and O2 in "
         f'bfloat16.  Use opt_level="{_meant(opt_level)}".'
     )
+
+
+def beneath(opt_level: str) -> str:
+    """The level that the rest of a model is run at: O0 for a recipe, and a level itself."""
+    return "O0" if opt_level in recipes.RECIPES else opt_level
 
 
 def _meant(opt_level: object) -> str:

@@ -20,6 +20,7 @@ from amp_engine.errors import AmpError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import parse_dtype
 from amp_engine.levels import levels
 from amp_engine.levels.policy import check_casts, parse_loss_scale
+from amp_engine.levels.recipes import RECIPES
 from amp_engine.levels.scale_rule import DynamicLossScale
 
 FORMAT = 1
@@ -41,7 +42,8 @@ class RunPolicy:
         {"format": 1, "opt_level": "O2", "keep_float": ["encoder.norm"], "loss_scale": 128.0}
 
     Attributes:
-        opt_level: "O0" to "O5".
+        opt_level: "O0" to "O5". For `amp.compare_levels` and `amp.find_fp32_modules` a recipe too: "float8", "mxfp8",
+            "nvfp4", whose overrides are those of O0. `initialize` refuses it.
         keep_float: names of modules, as `model.named_modules()` gives them, "" for the model itself; of several models
             `models[0].encoder.norm`. `initialize` passes them to `amp.keep_float` before it casts the model. At O0 it
             changes nothing.
@@ -170,7 +172,7 @@ class RunPolicy:
                 f"keep_float is {self.keep_float!r}, and has to be a list of names of modules, such as "
                 '["encoder.norm"].'
             )
-        if self.opt_level not in levels.LEVELS:
+        if self.opt_level not in levels.LEVELS and self.opt_level not in RECIPES:
             raise AmpValueError(f"opt_level is {self.opt_level!r}, and has to be one of {', '.join(levels.LEVELS)}.")
         try:
             for name in _DTYPES:
@@ -181,7 +183,7 @@ class RunPolicy:
             if self.loss_scale is not None:
                 parse_loss_scale(self.loss_scale)
             of_level = {name: self.overrides[name] for name in _OF_LEVEL if name in self.overrides}
-            complaints = list(levels.level(self.opt_level).override(**of_level).complaints())
+            complaints = list(levels.level(levels.beneath(self.opt_level)).override(**of_level).complaints())
         except AmpTypeError as e:
             raise AmpValueError(str(e)) from e
         if complaints:

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.diagnosis.recorder import Module, Recorder, tensors_in
-from amp_engine.diagnosis.relative_error import distance, growth, roundoff
+from amp_engine.diagnosis.relative_error import distance, growth
 from amp_engine.errors import AmpValueError
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.ground.torch_private import written_arguments
 from amp_engine.kernels.layout import address_of
 from amp_engine.telemetry.comparison import ComparedModule, ComparedOperation
+from amp_engine.telemetry.emulation import Emulation
+from amp_engine.telemetry.wording import dtype_name
 
 # They move or convert numbers: casts consist of them, and torch calls them beside casts in one type and not in another.
 _MOVES = {"_to_copy", "to", "copy_", "copy", "clone", "contiguous", "lift_fresh", "detach", "set_", "resize_"}
@@ -204,14 +206,22 @@ class Recording(Follower):
 
 
 class Comparing(Follower):
-    """Another run of the batch, at a level of a type: holds relative errors only."""
+    """Another run of the batch, at a level whose type has this unit roundoff: holds relative errors only."""
 
-    def __init__(self, model: nn.Module, reference: Recording, dtype: torch.dtype, loss_scale: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        reference: Recording,
+        roundoff: float,
+        loss_scale: float,
+        emulation: Emulation | None = None,
+    ) -> None:
         super().__init__(model)
         self.operations: list[ComparedOperation] = []
         self._errors: dict[tuple[str | None, str], float] = {}  # the largest of each module's inputs, outputs, ...
         self.unmatched: list[tuple[str | None, bool]] = []  # the module of each, and whether it took or gave half
-        self._reference, self._roundoff, self._loss_scale = reference, roundoff(dtype), loss_scale
+        self._reference, self._roundoff, self._loss_scale = reference, roundoff, loss_scale
+        self._emulation = emulation
         self._types = dict[str | None, str | None](self.modules.values())
 
     def by_module(self) -> tuple[ComparedModule, ...]:
@@ -254,7 +264,8 @@ class Comparing(Follower):
 
     def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
         recorded = self._reference.operations.get(key)
-        in_low_precision = any(t.dtype in LOW_PRECISION for t in (*given, gave))
+        emulated = None if self._emulation is None else self._emulation.type_of(key.operation)
+        in_low_precision = emulated is not None or any(t.dtype in LOW_PRECISION for t in (*given, gave))
         if recorded is None or recorded.gave.value.shape != gave.shape:
             self.unmatched.append((key.module, in_low_precision))
             return
@@ -268,7 +279,7 @@ class Comparing(Follower):
                 **key._asdict(),
                 module_type=self._types.get(key.module),
                 order=len(self.operations),
-                dtype=str(gave.dtype).removeprefix("torch."),
+                dtype=emulated or dtype_name(gave.dtype),
                 in_low_precision=in_low_precision,
                 error_in=error_in,
                 error=error,

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ from amp_engine.ground.reachable import reachable
 from amp_engine.initialization.cast_model import is_cast
 from amp_engine.levels import levels
 from amp_engine.levels.policy_file import RunPolicy
+from amp_engine.levels.recipes import RECIPES
 from amp_engine.levels.scale_rule import DEFAULT_MIN_LOSS_SCALE
 from amp_engine.telemetry.batch_recording import Comparing, Recording, unscaled
 from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
+from amp_engine.telemetry.emulation import Emulation
 from amp_engine.telemetry.wording import dtype_name
 
 StepFn = Callable[[Any], Any]
@@ -41,7 +43,8 @@ class _Run:
     gradients: dict[str, Tensor]
     loss_scale: float
     is_dynamic: bool
-    dtype: torch.dtype
+    dtype: str
+    roundoff: float
     follower: Recording | Comparing
 
     @property
@@ -103,27 +106,36 @@ class Trials:
     def _run(self, policy: RunPolicy, looks: bool, loss_scale: float | None = None) -> _Run:
         """One batch of a copy, at the first loss scale of the policy by default; `looks` at each operation or not."""
         self._restore_randomness()
-        model = self._copied()
+        model, recipe = self._copied(), RECIPES.get(policy.opt_level)
+        base = replace(policy, opt_level=levels.beneath(policy.opt_level))
         with Engine() as engine, torch.compiler.set_stance("force_eager"):
-            engine.initialize(model, policy=policy, opt_level=policy.opt_level, verbosity=0)
+            engine.initialize(model, policy=base, opt_level=base.opt_level, verbosity=0)
             decided, scaler = engine.policy, engine.scalers[0]
             assert decided is not None
             scale = scaler.loss_scale() if loss_scale is None else loss_scale
             dtype = decided.cast_model_type or decided.patch_torch_functions_type or torch.float32
-            follower = self._follower(model, dtype, scale)
+            element = None if recipe is None else recipe.operands.element
+            name, unit = (dtype_name(dtype), roundoff(dtype)) if element is None else (element.name, element.roundoff)
+            emulation = None if recipe is None else Emulation(model, recipe)
+            follower = self._follower(model, unit, scale, emulation)
             try:
-                with follower.following() if looks else nullcontext():
-                    loss = self._step_fn(model)
-                gradients = self._gradients(loss, model, scale)
+                with nullcontext() if emulation is None else emulation.following():
+                    with follower.following() if looks else nullcontext():
+                        loss = self._step_fn(model)
+                    gradients = self._gradients(loss, model, scale)
             finally:
                 follower.end()
-            return _Run(loss.detach().sum(), gradients, scale, scaler.dynamic, dtype, follower)
+                if emulation is not None:
+                    emulation.end()
+            return _Run(loss.detach().sum(), gradients, scale, scaler.dynamic, name, unit, follower)
 
-    def _follower(self, model: nn.Module, dtype: torch.dtype, scale: float) -> Recording | Comparing:
+    def _follower(
+        self, model: nn.Module, roundoff: float, scale: float, emulation: Emulation | None
+    ) -> Recording | Comparing:
         if self._reference is None:
             return Recording(model, scale)
         assert isinstance(self._reference.follower, Recording)
-        return Comparing(model, self._reference.follower, dtype, scale)
+        return Comparing(model, self._reference.follower, roundoff, scale, emulation)
 
     def _gradients(self, loss: Any, model: nn.Module, scale: float) -> dict[str, Tensor]:
         """The gradients of a loss without the scale that its backward is run at."""
@@ -156,8 +168,8 @@ class Trials:
             level=policy.opt_level,
             reference=self._reference_policy.opt_level,
             keep_float=tuple(policy.keep_float),
-            dtype=dtype_name(run.dtype),
-            roundoff=roundoff(run.dtype),
+            dtype=run.dtype,
+            roundoff=run.roundoff,
             loss=float(loss),
             reference_loss=float(reference_loss),
             loss_error=distance(loss, reference_loss).relative,
@@ -223,7 +235,7 @@ def compare_levels(
         model: that was not passed to `initialize`, in the mode, train or eval, that it is to be run in.
         step_fn: given a copy of the model, runs one batch and returns the loss, without a backward. It is called some
             times, and has to take the same batch each time.
-        level: "O1" to "O5", or an `amp.RunPolicy` with modules to keep and overrides.
+        level: "O1" to "O5", a recipe, or an `amp.RunPolicy` with modules to keep and overrides.
         reference: what errors are relative to, as `level`.
 
     Returns:
@@ -239,6 +251,15 @@ def compare_levels(
         an operation that is given errors and passes them on has a growth of 1, and one that loses digits a large one. A
         result that is not finite, where the reference is, has an error of infinity. The same errors are given of what
         modules gave, of its gradient, of each parameter's gradient, of the whole gradient, and of the loss.
+
+    Recipes are emulated, on any device, in a model that is FP32 otherwise. "float8" rounds to E4M3, gradients to E5M2,
+    with a scale for each tensor; "mxfp8" to E4M3 in blocks of 32 with a power of two (OCP Microscaling Formats v1.0);
+    "nvfp4" to E2M1 in blocks of 16 with a scale in E4M3, and one for the tensor. `amp_engine.kernels.narrow_formats`
+    has the arithmetic. Operands of products of matrices are rounded in the forward and the backward, each along the
+    dimension that the product adds along, and multiplied in their own type, FP32: linear layers, matmul, einsum,
+    attention that is written as matmul, and at "float8" convolutions. Fused attention, fused recurrent layers and
+    products with vectors stay in FP32. In a backward with `create_graph=True` gradients are rounded as operands. Random
+    rounding, Hadamard transforms and the sums of tensor cores are not emulated.
 
     A dynamic loss scale is at its first value, by default 65536; if gradients overflow there it is the largest power of
     two, from 2**-24 on, at which they do not. Random numbers are those of the reference.
@@ -260,7 +281,7 @@ def as_policy(level: str | RunPolicy) -> RunPolicy:
     """A level as a policy. Raises AmpStateError for any other string, in apex's words."""
     if isinstance(level, RunPolicy):
         return level
-    levels.level(level)
+    levels.level(levels.beneath(level))
     return RunPolicy(level)
 
 

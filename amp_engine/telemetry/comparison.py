@@ -23,8 +23,8 @@ class ComparedOperation:
         call: which call of the module, from 1; 0 outside.
         nth: which operation of this name in that call, from 1.
         order: its place among all that were compared, from 0.
-        dtype: of its result at the level, such as "float16".
-        in_low_precision: an input or the result is float16 or bfloat16 at the level.
+        dtype: of its result at the level, such as "float16"; of its operands where a recipe rounds them.
+        in_low_precision: an input or the result is float16 or bfloat16 at the level, or a recipe rounds its operands.
         error_in: the largest relative error of its inputs, ||a - b|| / ||b||; 0 if they are the same.
         error: the relative error of its result: infinity where that is not finite and the reference is; 1 where the
             reference is 0 and the result is not.
@@ -53,7 +53,7 @@ class ComparedModule:
         module_type: its class.
         operations: how many of its own there are at the level, and
         unmatched: how many of them the reference has not, as where torch has other kernels for half;
-        in_low_precision: how many took or gave float16 or bfloat16.
+        in_low_precision: how many took or gave float16 or bfloat16, or what a recipe rounds.
         growth: the largest growth of one of them. Where some are unmatched at least that of the whole module, from the
             error of its inputs to the error of its outputs.
         error: the largest relative error of its outputs; None where none is floating.
@@ -90,11 +90,11 @@ class LevelComparison(Paged):
     """One batch at a level beside the same batch at a reference, which the errors are relative to.
 
     Attributes:
-        level, reference: "O2", "O0".
+        level, reference: "O2", "O0", or a recipe.
         keep_float: the modules that were kept in FP32 by name at the level.
-        dtype: the low-precision type of the level; that of FP32 where it has none.
+        dtype: the low-precision type of the level; that of FP32 where it has none. Of a recipe that of operands.
         roundoff: unit roundoff of that type, the largest relative error of one rounding: 2**-11 for float16, 2**-8 for
-            bfloat16.
+            bfloat16, 2**-4 for E4M3, 2**-2 for E2M1.
         loss, reference_loss: summed if there are several.
         loss_error: |loss - reference_loss| / |reference_loss|.
         gradient_error: of the gradients of all parameters as one vector, unscaled: ||a - b|| / ||b||.

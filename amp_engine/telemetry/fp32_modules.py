@@ -22,8 +22,9 @@ Accept = Callable[[LevelComparison], bool]
 # Roundings of random sign add up as sqrt(n) u: N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error
 # Analysis, SIAM Journal on Scientific Computing 41(5), 2019. So 64 u is what some 4000 roundings one after the other
 # give: 3 % in float16, 25 % in bfloat16, where the angle between the two gradients is below 15 degrees. What loses its
-# digits is off by 100 %.
+# digits is off by 100 %. In eight or four bits that would be more than 100 %; half of it is an angle of 30 degrees.
 ROUNDINGS = 64
+LARGEST_TOLERANCE = 0.5
 SINGLES = 8
 """How many modules are tried alone before several together; what is less suspicious is found among those."""
 WHOLE = ""
@@ -36,7 +37,7 @@ class FP32Modules:
 
     Attributes:
         modules: their names, in the order of suspicion; empty if none is needed, or if keeping modules does not help.
-        policy: of the level, with them, for `initialize`.
+        policy: of the level, with them, for `initialize`; of a recipe for `amp.compare_levels`.
         before: the comparison without them.
         after: the comparison with them; `before` if there are none.
         is_acceptable: `after` is good enough.
@@ -59,7 +60,7 @@ class FP32Modules:
     failure: str | None = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy file, for `amp.initialize(model, optimizer, policy=path)`.
+        """Write the policy file, for `amp.initialize(model, optimizer, policy=path)`, which refuses that of a recipe.
 
         Raises AmpValueError if nothing acceptable was found, OSError as `open` does.
         """
@@ -181,10 +182,10 @@ def find_fp32_modules(
 
     Args:
         model, step_fn, reference: as `amp.compare_levels` takes them.
-        level: "O1" to "O5", or an `amp.RunPolicy`, whose modules are kept in any case.
+        level: "O1" to "O5", a recipe, or an `amp.RunPolicy`, whose modules are kept in any case.
         tolerance: of the relative error of the loss and of that of the whole gradient; everything has to be finite too.
             Default 64 times the unit roundoff of the level's type, 3 % in float16 and 25 % in bfloat16: thousands of
-            roundings add up to that, and a module that loses its digits is off by 100 %.
+            roundings add up to that, and a module that loses its digits is off by 100 %. At most 50 %, as for recipes.
         accept: decides instead; given the LevelComparison of a run.
         max_runs: how often a level may be run, at least 3. A search for which overflows have to be avoided by a lower
             loss scale runs more often.
@@ -219,13 +220,15 @@ def find_fp32_modules(
     policy = as_policy(level)
     trials = Trials(model, step_fn, reference, "find_fp32_modules")
 
+    def within(comparison: LevelComparison) -> float:
+        return min(ROUNDINGS * comparison.roundoff, LARGEST_TOLERANCE) if tolerance is None else tolerance
+
     def is_near(comparison: LevelComparison) -> bool:
-        within = ROUNDINGS * comparison.roundoff if tolerance is None else tolerance
-        return comparison.is_finite and max(comparison.loss_error, comparison.gradient_error) <= within
+        return comparison.is_finite and max(comparison.loss_error, comparison.gradient_error) <= within(comparison)
 
     search = _Search(trials, policy, accept or is_near, accept is not None, max_runs)
     before = search.compare([])
-    limit = None if accept is not None else ROUNDINGS * before.roundoff if tolerance is None else tolerance
+    limit = within(before) if accept is None else None
     if (accept or is_near)(before):
         return FP32Modules((), policy, before, before, True, True, limit, search.runs)
     if not search.is_enough([WHOLE]):

@@ -55,7 +55,7 @@ bench: $(INSTALLED)  ## time step, host, diagnosis, casts and training: step.jso
 	$(BIN)/python -m tests.benchmarks.dispatch $(ARGS)
 	$(BIN)/python -m tests.benchmarks.train $(ARGS)
 
-clients: $(INSTALLED)  ## train through transformers, timm, lightning and mmengine, each unmodified, in build/clients
+clients: $(INSTALLED)  ## train through transformers, timm, lightning and mmengine, unmodified, and amp_engine.integrations, in build/clients
 	$(BIN)/python -m tests.clients.run --torch "$(TORCH)" $(ARGS)
 
 lint: $(INSTALLED)  ## check format, rules and types

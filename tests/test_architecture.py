@@ -16,7 +16,18 @@ MODULES = {
 # Each room, a folder or a file of the package, may import from itself and from the rooms before it.
 ROOMS = [
     *("errors", "ground", "page", "kernels", "levels", "scaling", "optimizers", "casting", "stepping", "diagnosis"),
-    *("initialization", "saving", "engine", "grad_scaler", "telemetry", "apex_private", "amp", "advice", "__main__"),
+    *(
+        "initialization",
+        "saving",
+        "engine",
+        "grad_scaler",
+        "telemetry",
+        "apex_private",
+        "amp",
+        "integrations",
+        "advice",
+        "__main__",
+    ),
 ]
 SPEAKS_TO_AMP = "amp_engine.telemetry.callbacks"  # for users to import, as `amp`; nothing of ours does
 
@@ -210,7 +221,11 @@ def test_only_amp_holds_an_engine():
     assert not [n for p in MODULES.values() for n in ast.walk(tree(p)) if isinstance(n, ast.Global)]
 
 
-EXTRAS = {"amp_engine.telemetry.histogram_picture": {"matplotlib"}}
+EXTRAS = {
+    "amp_engine.telemetry.histogram_picture": {"matplotlib"},
+    "amp_engine.integrations.accelerate": {"accelerate"},
+    "amp_engine.integrations.transformers": {"transformers"},
+}
 
 
 def test_nothing_but_torch_is_imported():

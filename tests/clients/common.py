@@ -1,4 +1,4 @@
-"""What the four programs share: their arguments, their text, and the record that the driver reads."""
+"""What the programs share: their arguments, their text, and the record that the driver reads."""
 
 import argparse
 import json

@@ -1,4 +1,6 @@
-"""Train through third-party programs that know apex, unmodified: `make clients`, `make clients ARGS="timm lightning"`.
+"""Train through third-party programs: `make clients`, `make clients ARGS="timm lightning"`.
+
+Some know apex, and are unmodified; the others train through `amp_engine.integrations`.
 
 Each has an environment of its own in build/clients with pinned packages and the amp_engine of this tree, and trains a
 small model on the CPU at every level, by `python -m amp_engine.apex program.py`. A row is one such run:
@@ -36,7 +38,7 @@ PIP = "pip==24.0"  # later ones refuse the metadata of pytorch-lightning 1.9.5
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 LIMITS = {"O1": 0.01, "O2": 0.01, "O4": 0.05, "O5": 0.05}  # of the difference to O0, at every step
 VARIANT_LEVELS = ("O0", "O1", "O2")
-RESUMED_LEVELS = ("O1", "O2")
+INTEGRATED_LEVELS = ("O1", "O2", "O4", "O5")
 LEARNT = 0.9  # the mean of the last LAST losses is below this times the mean of the first
 LAST = 8
 TIMEOUT = 600  # seconds
@@ -63,12 +65,14 @@ class Client:
         program: beside this file.
         saves_scaler: whether its checkpoints hold amp's state.
         variants: other ways through it, for the program's `--variant`.
+        resumed_levels: at which it is resumed.
     """
 
     name: str
     program: str
     saves_scaler: bool
     variants: tuple[str, ...] = ()
+    resumed_levels: tuple[str, ...] = ("O1", "O2")
 
     @property
     def folder(self) -> Path:
@@ -84,6 +88,9 @@ CLIENTS = (
     Client("timm", "timm_apex_scaler.py", saves_scaler=True, variants=("agc",)),
     Client("lightning", "lightning_trainer.py", saves_scaler=True, variants=("manual",)),
     Client("mmengine", "mmengine_runner.py", saves_scaler=True),
+    # Through amp_engine.integrations.
+    Client("accelerate", "accelerate_loop.py", True, ("value",), INTEGRATED_LEVELS),
+    Client("trainer", "amp_trainer.py", True, ("seq2seq",), INTEGRATED_LEVELS),
 )
 
 
@@ -161,7 +168,7 @@ def all_runs(clients: Sequence[Client]) -> Iterator[Run]:
         for variant in ("", *client.variants):
             for level in VARIANT_LEVELS if variant else LEVELS:
                 yield Run(client, variant, level)
-        for level in RESUMED_LEVELS:
+        for level in client.resumed_levels:
             yield Run(client, "", level, resumed=True)
 
 

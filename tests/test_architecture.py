@@ -224,6 +224,7 @@ def test_only_amp_holds_an_engine():
 EXTRAS = {
     "amp_engine.telemetry.histogram_picture": {"matplotlib"},
     "amp_engine.integrations.accelerate": {"accelerate"},
+    "amp_engine.integrations.lightning": {"lightning"},
     "amp_engine.integrations.transformers": {"transformers"},
 }
 

@@ -1,0 +1,123 @@
+"""Lightning 2: `Trainer(plugins=AmpPrecision("O2"))`; Fabric: `Fabric(plugins=AmpFabricPrecision())`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_engine import amp
+from amp_engine.ground.distributed import without_wrapper
+from amp_engine.integrations.extras import needs
+
+with needs("lightning"):
+    from lightning.fabric.plugins import Precision as FabricPrecision
+    from lightning.pytorch.plugins import Precision
+
+
+class AmpPrecision(Precision):
+    """Lightning's precision plugin that trains at a level, for automatic and manual optimization.
+
+    It initializes the parts of the LightningModule, since its steps call these, and gives them back after the run.
+
+    Args:
+        opt_level, options: as `amp.initialize` takes them.
+    """
+
+    def __init__(self, opt_level: str = "O1", **options: Any) -> None:
+        self.scaler = amp.GradScaler()
+        self._options = {"opt_level": opt_level, **options}
+        self._last: dict[str, Any] = {}  # the loss scale, after a run
+
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
+        """Initialize what is trained; see Lightning."""
+        if optimizers:
+            amp.initialize([*_called(without_wrapper(model))], optimizers, **self._options)
+        return model, optimizers, lr_schedulers
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Scale the loss; see Lightning."""
+        return super().pre_backward(self.scaler.scale(tensor), module)
+
+    def optimizer_step(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure, then step, or skip; see Lightning."""
+        result = closure()
+        self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        if result is None and model.automatic_optimization:  # training_step returned no loss
+            return None
+        return self.scaler.step(optimizer, **kwargs)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """Clip what `optimizer` steps; see Lightning."""
+        if not clip_val or clip_val < 0:
+            return
+        clip = amp.clip_grad_value_ if gradient_clip_algorithm == "value" else amp.clip_grad_norm_
+        self.scaler.unscale_(optimizer)
+        clip(optimizer, clip_val)
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        """What `optimizer` steps."""
+        return amp.master_params(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, also of a run that is over."""
+        return self._last if amp.current_engine() is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved loss scale."""
+        if state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+    def teardown(self) -> None:
+        """Give the parts back in their own types."""
+        self.scaler.update()  # after an error in a backward its body is open
+        self._last = self.state_dict()
+        amp.close()
+
+
+class AmpFabricPrecision(FabricPrecision):
+    """Fabric's precision plugin, for models and optimizers that `amp.initialize` took before `fabric.setup`."""
+
+    def __init__(self) -> None:
+        self._scaler = amp.GradScaler()
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of the scaled loss; see Fabric."""
+        super().backward(self._scaler.scale(tensor), model, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients, to clip them."""
+        self._scaler.unscale_(optimizer)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, or skip; see Fabric."""
+        return self._scaler.step(optimizer, **kwargs)
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        """What `optimizer` steps."""
+        return amp.master_params(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale."""
+        return {} if amp.current_engine() is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved loss scale."""
+        if state_dict:
+            self._scaler.load_state_dict(state_dict)
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """The parts of a LightningModule that its steps call: its children, without mere containers."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _called(child)
+        elif any(True for _ in child.parameters()):
+            found.append(child)
+    return found

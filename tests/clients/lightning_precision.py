@@ -1,0 +1,141 @@
+"""A character model with batch norm through Lightning 2: automatic or manual optimization, or Fabric."""
+
+import lightning
+import torch
+import torch.nn.functional as F
+from common import CHARACTERS, EPS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state, text_windows
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
+
+from amp_engine import amp
+from amp_engine.integrations.lightning import AmpFabricPrecision, AmpPrecision
+
+ACCUMULATE = 2
+BATCH = 32
+CONTEXT = 8
+
+
+class NextCharacter(LightningModule):
+    """Predicts a character from the CONTEXT before it."""
+
+    def __init__(self, manual: bool = False, factor: float = 1.0) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.factor = factor  # of the loss, which overflows by it
+        self.layers = nn.Sequential(
+            nn.Embedding(CHARACTERS, 16),
+            nn.Flatten(),
+            nn.Linear(16 * CONTEXT, 64),
+            nn.BatchNorm1d(64),
+            nn.GELU(),
+            nn.Linear(64, CHARACTERS),
+        )
+        self.losses: list[float] = []
+        self.saved = self.restored = None
+
+    def forward(self, context):
+        return self.layers(context)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[:, :-1]), batch[:, -1])
+        self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+            optimizer.step()
+        return loss * self.factor
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3, eps=EPS)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * STEPS))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler, metric):
+        amp.step_scheduler(scheduler)
+
+    def on_train_start(self):
+        if self.trainer.global_step == 0:
+            lower_scale()
+        else:
+            self.restored = scaler_state()
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.trainer.global_step == SAVED_AT:
+            self.saved = scaler_state()
+
+
+def trainer_of(level: str, steps: int, manual: bool = False, callbacks=(), **options) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        plugins=AmpPrecision(level, **options),
+        max_steps=steps,
+        accumulate_grad_batches=1 if manual else ACCUMULATE,
+        gradient_clip_val=None if manual else 1.0,
+        callbacks=[*callbacks],
+        enable_checkpointing=bool(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def batches() -> DataLoader:
+    return DataLoader(text_windows(SAVED_AT * ACCUMULATE * BATCH, CONTEXT + 1), BATCH)
+
+
+def check_skips(level: str) -> None:
+    """A loss scale that is too large: neither weights nor scheduler move, and the model comes back in FP32."""
+    model = NextCharacter(factor=1e3)
+    before = [p.clone() for p in model.parameters()]
+    trainer = trainer_of(level, 1, loss_scale=2.0**125, skip_on_overflow=True)
+    trainer.fit(model, batches())
+    schedulers = trainer.lr_scheduler_configs
+    assert [config.scheduler.last_epoch for config in schedulers] == [0]
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def by_fabric(level: str) -> list[float]:
+    """Fabric's own loop, of as many steps."""
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=AmpFabricPrecision())
+    model = NextCharacter().layers
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=EPS)
+    amp.initialize(model, optimizer, opt_level=level)
+    model, optimizer = fabric.setup(model, optimizer)
+    losses = []
+    for batch in fabric.setup_dataloaders(batches()):
+        loss = F.cross_entropy(model(batch[:, :-1]), batch[:, -1])
+        losses.append(loss.item())
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    seed_everything(0)
+    if options.variant == "fabric":
+        report(version=lightning.__version__, losses=by_fabric(options.level))
+        return
+    if not options.resume:
+        check_skips(options.level)
+    seed_everything(0)
+    manual = options.variant == "manual"
+    model = NextCharacter(manual)
+    files = ModelCheckpoint(dirpath=options.out, every_n_train_steps=SAVED_AT, save_top_k=-1)
+    trainer = trainer_of(options.level, STEPS, manual, [files])
+    checkpoint = options.resume and next(options.resume.glob(f"*step={SAVED_AT}.ckpt"))
+    trainer.fit(model, batches(), ckpt_path=checkpoint, weights_only=False)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    report(version=lightning.__version__, losses=model.losses, saved=model.saved, restored=model.restored)
+
+
+if __name__ == "__main__":
+    main()

@@ -122,7 +122,8 @@ def gradient_histogram(
         step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`, or returns the
             loss. `optimizer.step()` does nothing inside. At a float16 level it is run two or more times: at the present
             scale, and at the largest that overflows nowhere, where the least is lost.
-        dtype: whose limits are marked. Default: the type that the level computes in; at O0 float16.
+        dtype: whose limits are marked, such as torch.float8_e5m2. Default: the type that the level computes in; at O0
+            float16.
 
     Returns:
         A frozen record. All that the batch changes is put back, as `amp.find_overflow` does.

@@ -201,6 +201,17 @@ def test_lazy_modules_are_run_first() -> None:
         assert gradient_histogram(engine, lambda: model(x).float().sum()).weights.total > 0
 
 
+@pytest.mark.parametrize(("dtype", "lost"), [(torch.float8_e5m2, 22 / 40), (torch.float8_e4m3fn, 29 / 40)])
+def test_limits_of_eight_bits_are_marked(dtype: torch.dtype, lost: float) -> None:
+    values = torch.exp2(-torch.arange(40.0))[:, None]  # E5M2 rounds those below 2^-17 to 0, E4M3 those below 2^-10
+    with Engine() as engine:
+        model = Planted(values)
+        engine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
+        found = gradient_histogram(engine, lambda: model(torch.randn(40, 4)), dtype)
+    assert found.activations.lost(dtype) == lost
+    assert f"0 in {str(dtype).removeprefix('torch.')} at scale 1" in str(found)
+
+
 def test_refusals() -> None:
     engine = Engine()
     with pytest.raises(AmpStateError, match=r"amp\.initialize\(\) was not"):

@@ -25,7 +25,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test test-all fuzz stress bench clients lint format sanitize cuda-build gpu gpu-carry clean
+.PHONY: help demo test test-all fuzz stress bench evidence clients lint format sanitize cuda-build gpu gpu-carry clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -54,6 +54,10 @@ bench: $(INSTALLED)  ## time step, host, diagnosis, casts and training: step.jso
 	$(BIN)/python -m tests.benchmarks.diagnosis $(ARGS)
 	$(BIN)/python -m tests.benchmarks.dispatch $(ARGS)
 	$(BIN)/python -m tests.benchmarks.train $(ARGS)
+
+evidence: $(INSTALLED)  ## train 4 small models from 10 seeds at each level, compare with FP32: docs/evidence.md; ARGS="--seeds 2 --tasks digits" as a try
+	$(BIN)/python -c "import mnist1d" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[evidence]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.evidence --workers $(WORKERS) $(ARGS)
 
 clients: $(INSTALLED)  ## train through transformers, timm, lightning and mmengine, unmodified, and amp_engine.integrations, in build/clients
 	$(BIN)/python -m tests.clients.run --torch "$(TORCH)" $(ARGS)

@@ -22,6 +22,8 @@ PYTEST = python -m pytest --cases pairs -n $(WORKERS) --dist loadfile --no-loads
 # OpenMP threads sleep while they wait for one another. If they spin, the default, the demo's smallest
 # steps take half the time on an idle machine, and up to twenty times the time on a busy one.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Bytecode is kept in any case, of the tests too: otherwise each worker compiles all of it again.
+export PYTHONDONTWRITEBYTECODE :=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
@@ -113,12 +115,10 @@ clean:  ## remove what the commands made
 	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*
 
 # A venv that was moved or half made has no working python: it is made again. Pip hides why something was not compiled.
-# compileall: pip makes bytecode of what it installs, but for editable packages; without it an import takes thrice the time.
 $(INSTALLED): pyproject.toml $(NATIVE)
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	rm -f .venv/.installed*
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable ".[demo,test,lint]"
-	$(BIN)/python -m compileall -q amp_engine
 	-$(BIN)/python -m amp_engine info
 	touch $@

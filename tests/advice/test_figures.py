@@ -174,6 +174,11 @@ def test_the_page_is_a_table_then_notes_then_the_recommendation():
     assert all(len(line) <= 108 for line in lines[:-1])
 
 
+def test_the_page_says_what_rounding_does_to_the_losses_or_that_it_is_unknown():
+    assert "float16 does: that is 0.0 %" in " ".join(str(advice(again=BASE)).split())
+    assert "float16 does: that could not be measured" in " ".join(str(advice()).split())
+
+
 def test_what_was_dropped_is_said_once_with_its_levels():
     dropped = (Dropped("loss_scale=128.0", "the level scales no losses"),)
     page = str(advice(trial("O4", [1.0] * 4, dropped=dropped), trial("O5", [1.0] * 4, dropped=dropped)))

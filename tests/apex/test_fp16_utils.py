@@ -190,6 +190,10 @@ def test_a_flat_master_holds_all_parameters():
     assert not master.grad.any()
     for i, param in enumerate(params[:-1]):
         param.grad = torch.full_like(param, i + 1)
+    allocated = master.grad
+    model_grads_to_master_grads(params, masters, flat_master=True)
+    assert master.grad is allocated
+    master.grad = None
     model_grads_to_master_grads(params, masters, flat_master=True)
     assert master.grad.unique_consecutive().tolist() == [1, 2, 3, 0]
     with torch.no_grad():

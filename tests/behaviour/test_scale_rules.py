@@ -81,6 +81,10 @@ def test_a_policy_with_it_reads_itself_back(loss_scale: Any) -> None:
     assert Policy.parse(str(policy)) == policy
 
 
+def test_a_bound_may_be_written_as_none() -> None:
+    assert DynamicLossScale.parse("dynamic(hysteresis=2 max_loss_scale=None)") == DynamicLossScale(hysteresis=2)
+
+
 def gradient(scaler: LossScaler, magnitude: float) -> bool:
     """One backward whose largest unscaled gradient is this; whether it overflows, as float16 does."""
     snapshot = scaler.snapshot()

@@ -91,21 +91,22 @@ def _line(comparison: Comparison) -> str:
     loss, accuracy = f"{comparison.loss:.4f}", f"{comparison.accuracy:.1%}"
     if comparison.level == "O0":
         return f"| O0 | {loss} | {accuracy} | | | |\n"
-    low, high = (comparison.difference + sign * comparison.half_width for sign in (-1, 1))
     verdict = "equivalent" if comparison.equivalent else "**not equivalent**"
     level = f"{comparison.level} (control)" if comparison.control else comparison.level
+    if math.isnan(comparison.difference):
+        return f"| {level} | not a number | {accuracy} | | | {verdict} |\n"
+    low, high = (comparison.difference + sign * comparison.half_width for sign in (-1, 1))
     return f"| {level} | {loss} | {accuracy} | {comparison.difference:+.4f} | {low:+.4f} to {high:+.4f} | {verdict} |\n"
 
 
 def write_picture(comparisons: Sequence[Comparison], path: Path) -> None:
     """A panel for each task: differences with intervals, in margins."""
     tasks = {task: list(group)[1:] for task, group in groupby(comparisons, lambda one: one.task)}
-    height = 0.9 + 0.22 * sum(map(len, tasks.values()))
-    figure = Figure(figsize=(7, height), layout="constrained", facecolor="white")
-    panels = figure.subplots(len(tasks), 1, squeeze=False, sharex=True, height_ratios=list(map(len, tasks.values())))
-    for axes, (task, levels) in zip(panels.flat, tasks.items(), strict=True):
-        _draw(axes, task, levels)
-    panels[-1, 0].set_xlabel("test loss \N{MINUS SIGN} test loss of O0, in margins (grey: the margin)", color=GREY)
+    columns = min(2, len(tasks))
+    figure = Figure(figsize=(4.5 * columns, 2.2 * math.ceil(len(tasks) / columns)), layout="constrained")
+    for place, (task, levels) in enumerate(tasks.items(), 1):
+        _draw(figure.add_subplot(math.ceil(len(tasks) / columns), columns, place), task, levels)
+    figure.supxlabel("test loss \N{MINUS SIGN} test loss of O0, in margins (grey: the margin)", color=GREY, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -119,11 +120,13 @@ def _draw(axes: Axes, task: str, levels: Sequence[Comparison]) -> None:
         if math.isfinite(middle) and abs(middle) < end:
             axes.errorbar(middle, place, xerr=level.half_width / level.margin, fmt="o", color=color, markersize=4)
         else:
-            word = f"{middle:+.1f} \N{RIGHTWARDS ARROW}" if math.isfinite(middle) else "not a number"
-            axes.text(0.98 * end, place, word, color=color, ha="right", va="center", fontsize=8)
+            word = f"{middle:+.1f}, off the scale" if math.isfinite(middle) else "not a number"
+            x, side = (-0.98 * end, "left") if middle < 0 else (0.98 * end, "right")
+            axes.text(x, place, word, color=color, ha=side, va="center", fontsize=8)
     axes.set_xlim(-end, end)
     axes.set_ylim(len(levels) - 0.4, -0.6)
     axes.set_yticks(range(len(levels)), [level.level for level in levels], fontsize=8)
     axes.set_title(task, loc="left", fontsize=9, fontweight="bold")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8)

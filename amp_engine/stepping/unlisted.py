@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.devices import moved
@@ -79,7 +80,6 @@ class Unlisted:
         self._models, self._optimizers = models, optimizers
         self._has_scaled = False  # True once a body was entered at a scale that is not known to be 1
         self._late: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        self._stop: weakref.finalize[..., Unlisted] | None = None  # call it to stop noticing registrations
         self._found: dict[tuple[Any, ...], _Others] = {}
         self._alive: list[weakref.ref[Any]] = []
         # Of the running body.
@@ -91,26 +91,21 @@ class Unlisted:
     def begin(self) -> None:
         """Notice parameters that modules register from now on, until `end`."""
         _forget_everywhere()
-        if self._stop is not None:
-            return
-        ref = weakref.ref(self)
+        _NOTICING[self] = None
+        notice_registrations()
 
-        def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-            one = ref()
-            if one is not None and param is not None:
-                one._late[module] = None
-                one.forget()
-
-        self._stop = weakref.finalize(self, register_module_parameter_registration_hook(registered).remove)
+    def notice(self, module: nn.Module) -> None:
+        """A module has registered a parameter."""
+        self._late[module] = None
+        self.forget()
 
     def end(self) -> None:
         """Stop noticing parameters, and forget everything."""
         _forget_everywhere()
         self._late.clear()
         self.scale, self._has_scaled = None, False
-        if self._stop is not None:
-            self._stop()
-        self._stop = None
+        _NOTICING.pop(self, None)
+        notice_registrations()
 
     def forget(self, *_: Any) -> None:
         """Forget found parameters, to look for them again. Also called when a module or optimizer ends."""
@@ -258,6 +253,25 @@ class Unlisted:
 # Of all engines, each to know what the others have. They may run in other threads, which change these dictionaries and
 # modules' own meanwhile: a list of one is made at once, which a loop over it is not.
 _OF_ENGINES: weakref.WeakKeyDictionary[Unlisted, None] = weakref.WeakKeyDictionary()
+_NOTICING: weakref.WeakKeyDictionary[Unlisted, None] = weakref.WeakKeyDictionary()
+_HOOKS: list[RemovableHandle] = []  # one while there is an engine that notices registrations
+
+
+def notice_registrations() -> None:
+    """Hook into torch if an engine notices registrations, and unhook if none does.
+
+    An engine that is collected leaves that to the next one: it may be while torch goes through its hooks.
+    """
+    if _NOTICING and not _HOOKS:
+        _HOOKS.append(register_module_parameter_registration_hook(_registered))
+    while _HOOKS and not _NOTICING:
+        _HOOKS.pop().remove()
+
+
+def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    if param is not None:
+        for one in _alive_in(_NOTICING):
+            one.notice(module)
 
 
 def _forget_everywhere() -> None:

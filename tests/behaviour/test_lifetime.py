@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from amp_engine import Engine, amp
 from amp_engine.casting.engine_casts import EngineCasts
@@ -460,3 +461,20 @@ def test_no_object_is_left_of_models_and_optimizers_that_come_and_go(
     grew = [name for name in third if third[name] - second[name] >= times and second[name] - first[name] >= times]
     assert grew == []
     assert finalizers[2] - finalizers[1] < times
+
+
+def test_an_engine_that_is_collected_while_a_module_registers_parameters_does_not_disturb_it() -> None:
+    engines: list[Engine] = []
+
+    def collect(*_: Any) -> None:
+        engines.clear()
+        gc.collect()
+
+    handle = register_module_parameter_registration_hook(collect)
+    try:
+        engines.append(Engine())
+        engines[0].initialize(MLP.model(0), opt_level="O2", verbosity=0)
+        nn.Linear(2, 2)
+    finally:
+        handle.remove()
+    assert not engines

@@ -258,6 +258,7 @@ class Engine:
             self._initialized.add(request, adopt_data_writes)
             if self.policy is None:
                 self.overflows.begin()
+                self._initialized.backwards.evidence.begin()
             self.policy = decided
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
             skips = request.skips

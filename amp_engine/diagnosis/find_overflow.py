@@ -53,6 +53,7 @@ class OverflowSource:
         loss_scale: that the loss was multiplied by; None if it was never seen.
         finite_at: the present loss scale, if the batch was run at an earlier one and overflows at the present one no
             more; None else.
+        masked_rows: of a softmax, how many of its rows were all -inf.
         unused: the first place that was not finite and on which the loss does not depend; None without one.
     """
 
@@ -69,14 +70,18 @@ class OverflowSource:
     loss: float | None = None
     loss_scale: float | None = None
     finite_at: float | None = None
+    masked_rows: int = 0
     unused: OverflowSource | None = None
 
     def __str__(self) -> str:
         loss = "" if self.loss is None else f"  The loss is {self.loss:.6g}, scaled by {self.loss_scale:g}."
         if self.phase is None and self.unused is not None:
             verb = "was given" if self.unused.phase == "data" else "gave"
-            unused = f"{self.unused._where()} {verb} {self.unused._found()}"
-            return f"Everything that the loss depends on is finite.{loss}  Unused: {unused}."
+            odd = f"{self.unused._where()} {verb} {self.unused._found()}"
+            return (
+                f"The loss and each gradient are finite.{loss}  On the way {odd}: nothing that the loss depends on, or "
+                "it became finite again, as 1 / inf does."
+            )
         if self.phase is None:
             return f"Everything is finite: each operation of the forward, and each gradient.{loss}"
         where, found = self._where(), self._found()
@@ -85,6 +90,8 @@ class OverflowSource:
         if self.phase == "data":
             return f"data: {where} was given {found}, which no operation of this batch made.{loss}"
         inputs = "" if self.largest_input is None else f", of inputs up to {self.largest_input:.4g}"
+        if self.masked_rows:
+            inputs += f", with -inf throughout rows ({self.masked_rows}), as of a mask that leaves nothing"
         now = ""
         if self.finite_at is not None:
             now = f"  At the present scale, {self.finite_at:g}, everything is finite: nothing to do."
@@ -196,6 +203,8 @@ class _Search(Recorder):
             if only_minus and (odd or (name in _FILLS and name != "_to_copy")):
                 continue
             source = self._source("forward", one, self.innermost, name, largest=largest)
+            if name in ("_softmax", "_log_softmax"):
+                source = dataclasses.replace(source, masked_rows=int((given[0] == -math.inf).all(args[1]).sum()))
             self._note(source, gave, is_sure=not (only_minus and name in _FILLS), has_gradient=has_gradient)
             break
         return result

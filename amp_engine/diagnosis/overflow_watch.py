@@ -27,7 +27,7 @@ from amp_engine.levels.report import Reporter, flushed_message, overflow_message
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.exact import exact_value
-from amp_engine.stepping.forward_order import Origin
+from amp_engine.stepping.forward_order import CHECKPOINTED, Origin
 from amp_engine.stepping.pending import SKIPS_BEFORE_DIAGNOSIS
 
 KEPT_RECORDS = 1000
@@ -148,19 +148,31 @@ class OverflowWatch:
     def _record(self, backward: Backward, skipped: bool, looks_at_weights: bool = False) -> OverflowRecord:
         """The record of `backward`. Waits for the device."""
         places = self._places()
-        loss = backward.outcome.loss()
-        nonfinite = backward.nonfinite()
-        first = backward.first_nonfinite()
+        together = backward.accumulation
+        first_of, last_of = backward.micro_batches
+        loss, origin = backward.outcome.loss(), backward.origin
+        if together.bad and first_of <= together.bad <= last_of:
+            first_of = last_of = together.bad
+            loss, origin = together.loss, together.origin
+        nonfinite, in_order = backward.nonfinite(), backward.in_order()
         is_finite = loss is None or math.isfinite(loss)
         weights = [] if is_finite and not looks_at_weights else self._bad_weights()
-        origin = backward.origin
         if not is_finite and origin is None:
             self._scaling.heard_of_loss(is_finite=False)
         of_first: dict[str, Any] = {}
-        if first is not None:
-            param, has_nan = first
+        if in_order:
+            param, has_nan = in_order[0]
             kind = "nan" if has_nan else "inf"
             of_first = {**place_of(param, places)._asdict(), "kind": kind, "numel": param.numel()}
+            if " = " in of_first["parameter"]:
+                names = (place_of(param, places).parameter for param, _ in in_order)
+                of_first["instead"] = next((name for name in names if " = " not in name), None)
+            if CHECKPOINTED in backward.order and id(param) not in backward.order:
+                hidden = [param for param, _ in in_order if id(param) not in backward.order]
+                of_first["hidden"] = tuple(place_of(param, places).parameter for param in hidden)
+        reduction = backward.reduction
+        if reduction is not None:
+            of_first |= {"rank": reduction.rank, "rank_losses": tuple(reduction.losses())}
         return self._explained(
             backward.number,
             backward.loss_id,
@@ -174,6 +186,7 @@ class OverflowWatch:
             nonfinite=tuple(place_of(param, places).parameter for param, _ in nonfinite),
             checked=sum(len(checked.arrived) - checked.arrived.count(0) for checked in backward.checked),
             skipped=skipped,
+            micro_batches=(first_of, last_of, together.count),
             **of_first,
         )
 
@@ -196,7 +209,12 @@ class OverflowWatch:
             has_gradient=details.get("parameter") is not None,
             has_bad_weights=bool(weights),
             came_from_outside=origin is not None and origin.operation is None and not origin.is_parameter,
+            rank_losses=details.get("rank_losses", ()),
         )
+        if origin is not None and origin.region is not None:
+            before, after, *part = origin.region
+            names = [places[one].parameter if one in places else None for one in (before, after)]
+            details |= {"region": tuple(names), "part": tuple(part)}
         near = None if origin is None or origin.parameter is None else places.get(origin.parameter)
         trained = set(map(id, self._params())) if cause == "data" else set(places)
         return OverflowRecord(

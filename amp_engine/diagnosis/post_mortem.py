@@ -11,18 +11,24 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from amp_engine.page.page import Page, Paged, Sentence, Table
+from amp_engine.stepping.saved_values import advice
 
 Cause = Literal["data", "forward", "backward", "divergence", "weights", "elsewhere"]
 
 # A loss explodes that is more than this above the median of the losses before it. Batches of one task differ by less,
 # and a learning rate that is too high passes it within a few steps. Chosen by us; there is no source.
 EXPLOSION = 10.0
+# Where a dynamic scale begins.
+FIRST_SCALE = 2**16
 RISES = 3
 """The loss has to double at least so many times in a row, with none much lower in between."""
 
 
 class Place(NamedTuple):
-    """Where a parameter is: its name, and the path and class of its module, "" and None where no model has it."""
+    """Where a parameter is: its name, and the path and class of its module, "" and None where no model has it.
+
+    A tied one has all of its names, "embed.weight = head.weight", and the module of the first.
+    """
 
     parameter: str
     module: str = ""
@@ -68,6 +74,14 @@ class OverflowRecord:
         growth: the loss over the median of the losses before; None where either is not known.
         why: "log of 0 in 36 of 40 elements", where the inputs of `operation` tell; "sqrt of 0 in 3 of 4 elements" of a
             derivative that is not finite, looked for from the second overflow in a row on; None elsewhere.
+        instead: name of the parameter whose gradient is the first that is not finite if `parameter` is tied, and the
+            last of its uses made no such gradient; None elsewhere.
+        micro_batches: the first and last of the micro-batches that this is of, and how many there were before the step.
+        rank: of this process in the group that agreed on the overflow.
+        rank_losses: the loss of each rank of that group, None where it is not known; empty without one.
+        region: the parameters around the checkpointed operations that it lies in, None at an end; None elsewhere.
+        part: number of the checkpoint, from 1, and how many there are; 0 where that is not known.
+        hidden: names of the parameters, in checkpointed parts, of which one has the first gradient that is not finite.
         untrained: for the cause "data", names of the models' parameters that no optimizer steps, since a part of the
             model that has only such ones leaves no graph; else empty.
     """
@@ -94,6 +108,13 @@ class OverflowRecord:
     is_exact: bool = True
     why: str | None = None
     untrained: tuple[str, ...] = ()
+    instead: str | None = None
+    micro_batches: tuple[int, int, int] = (1, 1, 1)
+    rank: int = 0
+    rank_losses: tuple[float | None, ...] = ()
+    region: tuple[str | None, str | None] | None = None
+    part: tuple[int, int] = (0, 0)
+    hidden: tuple[str, ...] = ()
 
     @property
     def loss_is_finite(self) -> bool:
@@ -159,6 +180,7 @@ def likely_cause(
     has_gradient: bool,
     has_bad_weights: bool,
     came_from_outside: bool,
+    rank_losses: Sequence[float | None] = (),
 ) -> Cause:
     """The likely reason why gradients are not finite; earlier losses are those of clean backwards, oldest first."""
     is_finite = loss is None or math.isfinite(loss)
@@ -170,6 +192,8 @@ def likely_cause(
         return "weights"
     if not is_finite:
         return "forward"
+    if any(one is not None and not math.isfinite(one) for one in rank_losses):
+        return "elsewhere"
     return "backward" if has_gradient else "elsewhere"
 
 
@@ -207,20 +231,14 @@ def has_exploded(loss: float | None, earlier: Sequence[float]) -> bool:
 
 def _what_happened(record: OverflowRecord) -> str:
     """The sentences after the cause."""
-    gradient = ""
-    if record.parameter is not None:
-        count = "" if record.elements is None else f" in {record.elements} of {record.numel} elements"
-        of = f" ({record.module_type})" if record.module_type else ""
-        gradient = (
-            f"The gradient of {record.parameter}{of} is the first that is not finite, as the backward goes: "
-            f"{record.kind}{count}."
-        )
-    numbers = f"The loss is {_number(record.loss)}, scaled by {record.loss_scale:g}."
+    gradient = _first_gradient(record)
+    numbers = f"{_whose_loss(record)} is {_number(record.loss)}, scaled by {record.loss_scale:g}."
     if record.growth is not None and record.growth > EXPLOSION and record.cause in ("forward", "backward"):
         numbers += (
             f"  Losses have grown {record.growth:.3g}-fold at once: this batch is unlike those before, or training "
             "begins to diverge."
         )
+    numbers += _ranks(record)
     near = f", at or after {record.near}," if record.near else ""
     if record.cause == "data":
         frozen = f", at parameters that are not trained ({some(record.untrained)})" if record.untrained else ""
@@ -228,8 +246,13 @@ def _what_happened(record: OverflowRecord) -> str:
             f"{numbers}  {record.operation}{near} was given a value that is not finite from outside of the graph: look "
             f"at the batch{frozen}, and at models that run without gradients."
         )
+    if record.cause == "forward" and record.region is not None:
+        return (
+            f"{numbers}  The first value that is not finite came from {_checkpointed(record)}, of whose operations "
+            "nothing is kept: amp.find_overflow(step_fn) tells which."
+        )
     if record.cause == "forward" and record.why is not None:
-        return f"{numbers}  {record.why}{near.rstrip(',')}.  Keep its argument away from there: an eps, or a clamp."
+        return f"{numbers}  {record.why.rstrip(',')}{near.rstrip(',')}.  {advice(record.why)}"
     if record.cause == "forward" and record.operation is not None and not record.is_exact:
         return (
             f"{numbers}  {record.operation}{near} or an operation before it, of which nothing was kept, gave the first "
@@ -247,12 +270,14 @@ def _what_happened(record: OverflowRecord) -> str:
     if record.cause == "weights":
         why = f"  {_outgrown(record)}" if record.outgrown else ""
         return f"{numbers}  Parameters are not finite: {some(record.weights)}.{why}"
+    if record.cause == "elsewhere" and record.parameter is not None:
+        return numbers
     if record.cause == "elsewhere":
         return (
             f"{numbers}  Each gradient of this process is finite: look at the other ranks, at earlier backwards of the "
             "step, and whether zero_grad() is called after steps that were skipped."
         )
-    why = "" if record.why is None else f"  {record.why}: its derivative is not finite there.  Add an eps inside."
+    why = "" if record.why is None else f"  {record.why}: its derivative is not finite there.  {_inside(record.why)}"
     return f"{gradient}  {numbers}{why}"
 
 
@@ -266,6 +291,71 @@ def _outgrown(record: OverflowRecord) -> str:
     )
 
 
+def _first_gradient(record: OverflowRecord) -> str:
+    """The sentence about the first gradient that is not finite; empty without one."""
+    if record.parameter is None:
+        return ""
+    if record.hidden:
+        return (
+            f"The first gradient that is not finite, as the backward goes, is in {_checkpointed(record)}, of which no "
+            f"order is kept (one of {some(record.hidden)})."
+        )
+    count = "" if record.elements is None else f" in {record.elements} of {record.numel} elements"
+    kind = f"{record.kind}{count}"
+    if record.instead is not None:
+        return (
+            f"The gradient of {record.instead} is the first that is not finite, as the backward goes, or that of "
+            f"{record.parameter}, which is used before and after it: {kind}."
+        )
+    of = f" ({record.module_type})" if record.module_type else ""
+    return f"The gradient of {record.parameter}{of} is the first that is not finite, as the backward goes: {kind}."
+
+
+def _whose_loss(record: OverflowRecord) -> str:
+    """The beginning of the sentence about the loss."""
+    first, last, count = record.micro_batches
+    if count == 1:
+        return "The loss"
+    if first == last:
+        return f"Micro-batch {first} of {count}: the loss"
+    return f"One of micro-batches {first} to {last}: the last loss"
+
+
+def _ranks(record: OverflowRecord) -> str:
+    """The sentence about ranks whose losses are far from others'."""
+    known = [(rank, one) for rank, one in enumerate(record.rank_losses) if one is not None]
+    count = len(record.rank_losses)
+    if len(known) < 2:
+        return ""
+    bad = [(rank, one) for rank, one in known if not math.isfinite(one)]
+    if not record.loss_is_finite:
+        return f"  This is rank {record.rank} of {count}." if len(bad) < len(known) else ""
+    if bad:
+        rank, loss = bad[0]
+        return f"  Look at what rank {rank} of {count} says: its loss is {_number(loss)}."
+    *others, (largest, rank) = sorted((abs(one), rank) for rank, one in known)
+    middle, other = others[len(others) // 2]
+    if largest <= EXPLOSION * max(middle, 1e-30):
+        return ""
+    its, others_loss = dict(known)[rank], dict(known)[other]
+    return f"  Look at rank {rank} of {count}: its loss is {_number(its)}, rank {other}'s {_number(others_loss)}."
+
+
+def _checkpointed(record: OverflowRecord) -> str:
+    """A checkpointed part, and what is around it."""
+    part, parts = record.part
+    said = f"checkpointed part {part} of {parts}" if parts else "a checkpointed part"
+    before, after = record.region or (None, None)
+    if before and after:
+        return f"{said}, between {before} and {after}"
+    return f"{said}, after {before}" if before else f"{said}, before {after}" if after else said
+
+
+def _inside(why: str) -> str:
+    """What to do about a derivative that is not finite."""
+    return advice(why) if "float16" in why else "Add an eps inside.  A torch.where around it does not help."
+
+
 def repeated(record: OverflowRecord, count: int) -> str:
     """The line of a cause that `count` skips in a row have had."""
     where = where_it_began(record)
@@ -275,56 +365,65 @@ def repeated(record: OverflowRecord, count: int) -> str:
 
 def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_scale: float) -> str:
     """The message after many skips in a row; `first` and `record` are the ends of the row, the scale is that of now."""
-    scales = f"{first.loss_scale:g} to {record.loss_scale:g}"
     is_lowered = record.loss_scale < first.loss_scale
+    scales = f"{first.loss_scale:g} to {record.loss_scale:g}" if is_lowered else f"{record.loss_scale:g}"
     if record.cause == "divergence":
-        advice = (
+        remedy = (
             "Losses have grown from step to step until they exploded, which no scale and no type mends: lower the "
             "learning rate, and go back to a checkpoint if the loss does not come down by itself."
         )
     elif record.weights:
         cure = _outgrown(record) if record.outgrown else "Go back to a checkpoint with a lower learning rate."
-        advice = f"Weights are not finite, so no scale can help: {some(record.weights)}.  {cure}"
+        remedy = f"Weights are not finite, so no scale can help: {some(record.weights)}.  {cure}"
     elif not record.loss_is_finite:
-        where = "" if record.operation is None else f"  First in {record.operation}, at or after {record.near}."
-        advice = (
+        where = f"  {record.why}." if record.why else ""
+        if record.region is not None:
+            where = f"  First in {_checkpointed(record)}."
+        elif record.operation is not None and not where:
+            where = f"  First in {record.operation}, at or after {record.near}."
+        remedy = (
             f"The loss itself is not finite, so no scale can help.{where}  Look at the forward pass: the learning "
             "rate, the input, a logarithm or a division, or an overflow of float16 (bfloat16 has none: 'O4', 'O5')."
         )
     elif record.parameter is not None and is_lowered and len(record.nonfinite) < len(first.nonfinite):
-        advice = (
+        remedy = (
             f"The loss is finite, and fewer gradients overflow the lower the scale is: {len(first.nonfinite)} at "
             f"{first.loss_scale:g}, {len(record.nonfinite)} at {record.loss_scale:g}.  The scale is nearly found: "
             "nothing to do."
         )
     elif record.why is not None and record.loss_is_finite:
-        advice = (
-            f"The loss is finite, and a derivative is not, at any scale and in any type: {record.why}.  Add an eps "
-            "inside."
+        remedy = (
+            f"The loss is finite, and a derivative is not, at any scale and in any type: {record.why}.  "
+            f"{_inside(record.why)}"
         )
-    elif record.kind == "nan" and first.kind == "nan" and is_lowered:
-        advice = (
-            f"The loss is finite, so the backward pass makes the NaN, at each scale from {scales}: first, as it goes "
+    elif record.parameter is not None and is_lowered and record.loss_scale > FIRST_SCALE and first.kind == "inf":
+        remedy = (
+            f"The loss is finite, and its scale of {record.loss_scale:g} is above {FIRST_SCALE}, which few models "
+            "bear: it is on its way down.  Nothing to do yet."
+        )
+    elif record.kind == "nan" and first.kind == "nan":
+        remedy = (
+            f"The loss is finite, so the backward pass makes the NaN, at each scale ({scales}): first, as it goes "
             f"from the loss to the input, in the gradient of {record.parameter} ({record.kind}).  A derivative that "
             "is not defined (sqrt or norm of 0, 0 in a division) is NaN in every type: add an eps inside.  "
             "amp.find_overflow(step_fn) names the operation; if it only overflows, keep its module in FP32 "
             "(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
         )
     elif record.parameter is not None:
-        advice = (
+        remedy = (
             f"The loss is finite, so the backward pass overflows: first, as it goes from the loss to the input, in "
             f"the gradient of {record.parameter} ({record.kind}).  Keep its module and the one behind it in FP32 "
             "(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
         )
     else:
-        advice = (
+        remedy = (
             "The loss is finite, and so is each gradient of this backward: those that it was added to are not.  Call "
             "zero_grad() after a step that was skipped, too."
         )
     return (
         f"Amp diagnosis:  {skips} steps in a row were skipped; loss scaler {record.loss_id} is at {loss_scale}.  Loss "
         f"finite: {'yes' if record.loss_is_finite else 'no'} ({_number(record.loss)}).  Non-finite gradients: "
-        f"{len(record.nonfinite)} of {record.checked} ({some(record.nonfinite) or 'none'}).  {advice}"
+        f"{len(record.nonfinite)} of {record.checked} ({some(record.nonfinite) or 'none'}).  {remedy}"
     )
 
 

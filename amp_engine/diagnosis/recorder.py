@@ -143,7 +143,10 @@ def places_in(models: Sequence[nn.Module]) -> dict[int, Place]:
     places: dict[int, Place] = {}
     for module, (path, kind) in names_of(models).items():
         for name, param in module.named_parameters(recurse=False):
-            places.setdefault(id(param), Place(f"{path}.{name}" if path else name, path, kind))
+            full, first = f"{path}.{name}" if path else name, places.get(id(param))
+            places[id(param)] = (
+                Place(full, path, kind) if first is None else first._replace(parameter=f"{first.parameter} = {full}")
+            )
     return places
 
 

@@ -22,7 +22,7 @@ class Point:
     """A backward after which the scale was another one, or that overflowed.
 
     Attributes:
-        backward: its number among those of its loss, from 1; 0 is the beginning.
+        backward: its number in its engine, from 1, or among those of its loss if it has none; 0 is the beginning.
         scale: the scale after it.
         overflows: of this backward, and of those before it that were thinned out.
     """
@@ -71,7 +71,7 @@ class Track:
             return
         self.scale = scale
         self.overflows += overflowed
-        self.points.append(Point(self.backwards, scale, int(overflowed)))
+        self.points.append(Point(number or self.backwards, scale, int(overflowed)))
         if len(self.points) > LIMIT:
             self._thin()
 

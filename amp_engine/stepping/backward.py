@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,26 @@ from amp_engine.ground.distributed import has_ranks
 from amp_engine.scaling.outcome import Outcome, travels
 from amp_engine.scaling.scaler import LossScaler, ScaleUpdate
 from amp_engine.scaling.snapshot import ScaleSnapshot
-from amp_engine.stepping.forward_order import Order, Origin
+from amp_engine.stepping.forward_order import CHECKPOINTED, Order, Origin
 from amp_engine.stepping.reduction import Reduction
 from amp_engine.stepping.slots import Checked
+
+
+@dataclass
+class Accumulation:
+    """The backwards of one loss for one step, which are its micro-batches.
+
+    Attributes:
+        count: of them.
+        bad: the number of the first whose loss was not finite, from 1; 0 without any that the host knows.
+        loss: its loss.
+        origin: the place where it stopped being finite.
+    """
+
+    count: int = 0
+    bad: int = 0
+    loss: float = 0.0
+    origin: Origin | None = None
 
 
 class Backward:
@@ -42,6 +60,8 @@ class Backward:
         earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; set for "auto" alone.
         update: the update of the scale that the check of all gradients is to do; None if something else comes between.
         is_updated: True if the check did it.
+        accumulation: the backwards of its loss for the same step.
+        micro_batches: the numbers of the first and the last of these whose gradients are checked together.
         of_replicas: True if all ranks have the same gradients once they are reduced.
         outcome: the outcome; set by `conclude`.
     """
@@ -65,6 +85,8 @@ class Backward:
         self.update: ScaleUpdate | None = None
         self.is_updated = False
         self.of_replicas = False
+        self.accumulation = Accumulation()
+        self.micro_batches = 0, 0
         self.number = 0  # of the scaled backwards of its engine, from 1
 
     def loss_to_send(self) -> Tensor | None:
@@ -94,6 +116,13 @@ class Backward:
         """Make the last loss of this one, with its value, origin and number, the last loss of `other`."""
         other.loss, other.value, other.origin, other.number = self.loss, self.value, self.origin, self.number
         other.earlier_loss_is_bad = self.earlier_loss_is_bad
+        other.accumulation, other.micro_batches = self.accumulation, self.micro_batches
+
+    def loss_to_tell(self) -> Tensor | float | None:
+        """Return the loss that other ranks are told: the first that is not finite, or the last. No host sync."""
+        if self.accumulation.bad:
+            return self.accumulation.loss
+        return self.loss_to_send() if self.value is None else self.value
 
     @property
     def is_first(self) -> bool:
@@ -135,14 +164,20 @@ class Backward:
         return both[0], both[1] if are_all else None
 
     def first_nonfinite(self) -> tuple[Tensor, bool] | None:
-        """Return the first parameter in the backward whose gradient is not finite, and True if it holds a NaN.
+        """Return the first of `in_order`, or None without any. Waits for the device."""
+        return next(iter(self.in_order()), None)
 
-        A backward runs against the forward, so this is the last such parameter of the forward. Without an order from
-        the graph the order of the optimizer counts. Waits for the device.
+    def in_order(self) -> list[tuple[Tensor, bool]]:
+        """Return what `nonfinite` gives in the order of the backward.
+
+        A backward runs against the forward, so the last such parameter of the forward comes first. Without an order
+        from the graph the order of the optimizer counts. Parameters that the graph does not have are in checkpointed
+        parts if it has some. Waits for the device.
         """
         found = self.nonfinite()
-        places = [(self.order.get(id(param), (0, 0)), row) for row, (param, _) in enumerate(found)]
-        return found[max(places)[1]] if places else None
+        hidden = self.order.get(CHECKPOINTED, (0, 0))
+        places = [(self.order.get(id(param), hidden), row) for row, (param, _) in enumerate(found)]
+        return [found[row] for _, row in sorted(places, reverse=True)]
 
     def nonfinite(self) -> list[tuple[Tensor, bool]]:
         """Return the parameters whose gradients are not finite, each with True if it holds a NaN.

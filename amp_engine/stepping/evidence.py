@@ -11,7 +11,7 @@ from amp_engine.ground.distributed import local_of
 from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.outcome import is_number
 from amp_engine.stepping import arithmetic
-from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.backward import Accumulation, Backward
 from amp_engine.stepping.events import Events
 from amp_engine.stepping.forward_order import Order, forward_order, origin_of_nonfinite, undefined_derivative
 
@@ -38,11 +38,26 @@ class Evidence:
         self._told: set[int] = set()
         self._overflowed: set[int] = set()  # losses whose last backward is known to have overflowed
 
-    def enter(self, backward: Backward, loss: Tensor) -> None:
-        """Before a backward that is checked: note where its loss stopped being finite, if the host may look."""
+    def begin(self) -> None:
+        """Count from 1 again, and forget earlier models."""
+        self._count = 0
+        for one in (self._orders, self._losses, self._told, self._overflowed):
+            one.clear()
+
+    def enter(self, backward: Backward, loss: Tensor, accumulations: dict[int, Accumulation]) -> None:
+        """Before a backward that is checked: note where its loss stopped being finite, if the host may look.
+
+        Args:
+            accumulations: of the step that it is for, by loss_id.
+        """
         if self.is_rehearsal:
             return
         self._count = backward.number = self._count + 1
+        if (together := accumulations.get(backward.loss_id)) is None:
+            together = accumulations[backward.loss_id] = Accumulation()
+        together.count += 1
+        backward.accumulation = together
+        backward.micro_batches = backward.micro_batches[0] or together.count, together.count
         backward.order = self._orders.get(backward.loss_id, backward.order)
         is_here = type(loss) is Tensor and loss.is_cpu and loss.numel() == 1  # without a call
         if not is_here:
@@ -51,6 +66,8 @@ class Evidence:
             backward.value = value = loss.item()
             if not math.isfinite(value):
                 backward.origin = origin_of_nonfinite(loss)
+                if not together.bad:
+                    together.bad, together.loss, together.origin = together.count, value, backward.origin
             elif backward.loss_id in self._overflowed:
                 backward.undefined = undefined_derivative(loss)
         self._scaling.heard_of_loss(is_finite=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from amp_engine.stepping.backward import Backward
+from amp_engine.stepping.backward import Accumulation, Backward
 from amp_engine.stepping.events import Events
 from amp_engine.stepping.last_step import LastStep
 
@@ -38,6 +38,7 @@ class Pending:
 
     def __init__(self, events: Events) -> None:
         self.backwards: list[Backward] = []  # for the next step
+        self.accumulations: dict[int, Accumulation] = {}  # for the next step, by loss_id
         # Sums of squares that the check found in this optimizer's gradients, of each backward since the last step.
         self._squares: list[list[Tensor] | None] = []
         self.caller_skips = False
@@ -107,7 +108,7 @@ class Pending:
         """
         self._settle()
         self.steps += 1
-        backwards, self.backwards = self.backwards, []
+        backwards, self.backwards, self.accumulations = self.backwards, [], {}
         squares, self._squares = self._squares, []
         self._last = backwards, squares[0] if len(squares) == 1 else None
         if on_device and not _are_known(backwards):
@@ -140,7 +141,7 @@ class Pending:
 
     def forget(self) -> None:
         """Discard the backwards since the last step."""
-        self.backwards, self._squares = [], []
+        self.backwards, self._squares, self.accumulations = [], [], {}
 
     def taken_unseen(self) -> None:
         """Record a step that was taken with no backward pending."""

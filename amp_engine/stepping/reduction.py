@@ -1,33 +1,43 @@
-"""One decision of all ranks: a sum of a few bytes tells if a gradient of any rank was not finite."""
+"""One decision of all ranks: a sum tells if a gradient of any rank was not finite, and the losses of all."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_UNKNOWN = -math.inf  # in place of a loss
+
 
 class Reduction:
-    """The number of ranks in some groups that found an overflow; its sum starts at construction.
+    """The ranks in some groups that found an overflow, and their losses; a sum that starts at construction.
 
-    With one group, which is the rule, no rank waits before `wait`: 8 bytes are on their way meanwhile. Several groups
-    are summed one after the other.
+    With one group, which is the rule, no rank waits before `wait`: 16 bytes a rank are on their way meanwhile. Several
+    groups are summed one after the other.
 
     Args:
         groups: at least one; on every rank in the same order.
         found_inf: float32, shape []; != 0 is an overflow of this rank. On a device that the groups' backends take.
+        loss: of this rank, a number or a tensor of shape [] on that device; None if it is not known.
 
     Attributes:
         is_first: True if this rank is rank 0 of each group.
+        rank: of this process in the only group; 0 with several.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], found_inf: Tensor) -> None:
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup], found_inf: Tensor, loss: Tensor | float | None = None
+    ) -> None:
         self.is_first = all(dist.get_rank(group) == 0 for group in groups)
-        self._ranks = dist.get_world_size(groups[0]) if len(groups) == 1 else math.inf  # several are not counted
-        # Every backend can sum float64, which is exact for any number of ranks.
-        self._sum = (found_inf != 0).double()
+        self.rank = dist.get_rank(groups[0]) if len(groups) == 1 else 0
+        self._ranks = dist.get_process_group_ranks(groups[0]) if len(groups) == 1 else None  # several are not told
+        # Every rank adds its column to zeros. Every backend can sum float64, in which numbers stay as they are.
+        self._sum = torch.zeros(2, dist.get_world_size(), dtype=torch.float64, device=found_inf.device)
+        self._sum[0, dist.get_rank()] = found_inf
+        self._sum[1, dist.get_rank()] = _UNKNOWN if loss is None else loss
         for group in groups[:-1]:
             dist.all_reduce(self._sum, group=group)
         self._work: dist.Work | None = dist.all_reduce(self._sum, group=groups[-1], async_op=True)
@@ -40,11 +50,19 @@ class Reduction:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return (self._sum != 0).float()
+        return (self._sum[0] != 0).any().float()
 
     def is_unanimous(self) -> bool:
         """True if each rank of the only group found an overflow itself. Call after `wait`; waits for the device."""
-        return float(self._sum) == self._ranks
+        return self._ranks is not None and bool((self._sum[0, self._ranks] != 0).all())
+
+    def losses(self) -> list[float | None]:
+        """Return the loss of each rank of the only group, None where it is not known; of several groups nothing.
+
+        Call after `wait`; waits for the device.
+        """
+        found = [] if self._ranks is None else self._sum[1, self._ranks].tolist()
+        return [None if one == _UNKNOWN else one for one in found]
 
 
 def agree(groups: Sequence[dist.ProcessGroup], found_inf: Tensor) -> None:

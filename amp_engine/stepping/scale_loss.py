@@ -195,7 +195,9 @@ class ScaledBackwards:
             tell([one.rows for one in stepped], backward)
         if delay_overflow_check:
             return
-        reduction = backward.reduction = Reduction(groups, scaler.found_inf) if groups else None
+        reduction = backward.reduction = (
+            Reduction(groups, scaler.found_inf, backward.loss_to_tell()) if groups else None
+        )
         backward.of_replicas = reduction is not None and all(one.ranks.are_replicas for one in stepped)
         largest, bad_loss = (None, None) if scaler.auto is None else backward.for_auto_scale(groups)
         concludes = check and bool(stepped)
@@ -298,6 +300,8 @@ class ScaledBackwards:
             if one.window.is_left_open and not one.window.backward.snapshot.equals(snapshot):
                 self._close_left_open(one)
         backward = Backward(scaler, loss_id, snapshot)
+        if left:
+            backward.micro_batches = left[0].window.backward.micro_batches
         if left and scaler.auto is not None and left[0].window.is_left_open:
             backward.earlier_loss_is_bad = left[0].window.backward.loss_is_bad()
         return backward
@@ -369,7 +373,8 @@ class ScaledBackward(ContextOfLoss):
                 one.enter_backward(backward, scaled_loss.requires_grad, self._backwards.unlisted.scale)
                 entered.append(one)
             self._backwards.unlisted.enter(backward, self._backwards.all)
-            self._backwards.evidence.enter(backward, loss)
+            together = self._stepped[0].pending.accumulations if self._stepped else {}
+            self._backwards.evidence.enter(backward, loss, together)
             # Autograd calls these before it accumulates anything.
             if scaled_loss.requires_grad:
                 self._hook = scaled_loss.register_hook(self._begin)

@@ -26,13 +26,13 @@ def test_what_is_counted_is_what_is_modelled_and_written(
     ranks, results = counted
     step = results[case]
     sent, kept = modelled(*case, ranks)
-    agreement = 2 * 8 * (ranks - 1) / ranks / step.params if case[1] == "O2" else 0.0
+    agreement = 2 * 16 * (ranks - 1) / step.params if case[1] == "O2" else 0.0
     assert step.link_bytes(ranks) == pytest.approx(sent + agreement)
     assert step.kept / step.params == kept
     kind, level = case
     row = f"| {ranks} | {kind} | {level} | {len(step.sent)} | {sent:.2f} | {kept:.2f} |"
     assert row in PAGE.read_text().splitlines()
-    assert step.sent.count(("c10d::allreduce_", 8)) == (level == "O2")
+    assert step.sent.count(("c10d::allreduce_", 16 * ranks)) == (level == "O2")
 
 
 def test_the_page_has_what_is_modelled() -> None:

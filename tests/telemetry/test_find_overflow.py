@@ -444,14 +444,14 @@ def found_in(bad: str, spoil: str = "", level: str = "O0") -> Any:
 def test_a_value_that_the_loss_does_not_depend_on_is_no_overflow() -> None:
     found = found_in("")
     assert (found.phase, found.unused.operation, found.unused.elements) == (None, "log", 1)
-    assert str(found).startswith("Everything that the loss depends on is finite.  The loss is ")
-    assert str(found).endswith("Unused: log in the model itself (Positions) gave inf in 1 of 8 elements (float32).")
+    assert str(found).startswith("The loss and each gradient are finite.  The loss is ")
+    assert "On the way log in the model itself (Positions) gave inf in 1 of 8 elements (float32): " in str(found)
 
 
 def test_an_input_that_is_not_used_is_no_overflow() -> None:
     found = found_in("", "input")
     assert (found.phase, found.unused.phase) == (None, "data")
-    assert "Unused: the model itself (Positions) was given nan in 1 of 16 elements" in str(found)
+    assert "On the way the model itself (Positions) was given nan in 1 of 16 elements" in str(found)
 
 
 @pytest.mark.parametrize("bad", ["forward", "log"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from amp_engine import Engine
 from amp_engine.diagnosis.post_mortem import OverflowRecord, has_exploded
 from amp_engine.stepping.forward_order import name_of
 from tests.ranks import on_ranks
-from tests.telemetry.plants import LAYERS, Model, Planted, batch
+from tests.telemetry.plants import LAYERS, BackwardOverflow, Model, Planted, batch
 
 LEVELS = ("O1", "O2", "O4", "O5")
 
@@ -34,12 +36,13 @@ class Run:
         self.wrapped = wrap(self.model)
         self.index = 0
         self.bad = ""
+        self.factor = 1.0
         self.batch = batch(0)
 
-    def backward(self) -> None:
+    def backward(self, **keywords: Any) -> None:
         x, y = self.batch
-        loss = nn.functional.mse_loss(self.wrapped(x).float(), y)
-        with self.engine.scale_loss(loss, self.optimizer) as scaled_loss:
+        loss = nn.functional.mse_loss(self.wrapped(x).float(), y) * self.factor
+        with self.engine.scale_loss(loss, self.optimizer, **keywords) as scaled_loss:
             scaled_loss.backward()
 
     def step(self) -> None:
@@ -208,7 +211,7 @@ def test_verbosity_2_says_the_cause_of_every_skip(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.count("Amp post-mortem:  backward.  The gradient of") == 2
 
 
-def causes_under_ddp(rank: int) -> list[tuple[str, str, str | None]]:
+def causes_under_ddp(rank: int) -> tuple[list[tuple[str, str, str | None]], str]:
     found = []
     for level in LEVELS:
         for bad in ("backward", "forward"):
@@ -217,33 +220,203 @@ def causes_under_ddp(rank: int) -> list[tuple[str, str, str | None]]:
             where = record.module if bad == "backward" else record.near
             found.append((level, record.cause, where))
             del run
-    return found
+    run = Run("O1", "linear", wrap=DistributedDataParallel)
+    run.step()
+    run.factor = 1e37 if rank == 1 else 1.0
+    run.step()
+    (record,) = run.engine.overflow_report()
+    return found, str(record)
 
 
 def test_ranks_of_ddp_name_the_same() -> None:
-    ours, theirs = on_ranks(causes_under_ddp, 2)
+    (ours, said), (theirs, _) = on_ranks(causes_under_ddp, 2)
     assert ours == theirs
+    assert re.search(r"backward\. .*  Look at rank 1 of 2: its loss is \d\S*e\+3\d, rank 0's 0\.\d+\.$", said)
     for level, cause, where in ours:
         assert where is not None, level
         assert where.startswith("planted.layer"), (level, cause)
     assert [cause for _, cause, _ in ours] == ["backward", "forward"] * len(LEVELS)
 
 
-def test_activation_checkpointing_is_left_alone() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self, inner: Planted) -> None:
-            super().__init__()
-            self.inner = inner
-            self.bad = ""
+class Checkpointed(nn.Module):
+    def __init__(self, inner: Planted, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+        self.bad = ""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.inner.bad = self.bad
-            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.bad = self.bad
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
-    run = Run("O1", "linear")
-    run.model.planted = Checkpointed(run.model.planted)  # what it saves can be had once, by the backward
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_checkpointed_part_is_named_and_no_operation_in_it(level: str, reentrant: bool) -> None:
+    run = Run(level, "linear")
+    run.model.planted = Checkpointed(run.model.planted, reentrant)  # what it saves can be had once, by the backward
     record = run.plant("forward")
-    assert record.cause == "forward"
+    part = "checkpointed part 1 of 1" if reentrant else "a checkpointed part"
+    assert record.region is not None
+    assert f"  The first value that is not finite came from {part}, between first." in str(record)
+    assert (record.region[1] or "").startswith("last.")
+    run.model.planted.bad = "backward"
+    run.step()
+    record = run.engine.overflow_report()[-1]
+    assert record.cause == "backward"
+    assert bool(record.hidden) == reentrant
+    assert "planted.inner.layer.bias" in str(record)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_the_micro_batch_of_an_accumulation_is_named(level: str, delay: bool) -> None:
+    run = Run(level, "linear")
+    run.step()
+    for micro in range(4):
+        run.batch = batch(micro, "data" if micro == 1 else "")
+        run.backward(delay_unscale=delay and micro < 3)
+    run.optimizer.step()
+    (record,) = run.engine.overflow_report()
+    assert (record.cause, record.micro_batches) == ("data", (2, 2, 4))
+    assert "data.  Micro-batch 2 of 4: the loss is nan" in str(record)
+    run.optimizer.zero_grad()
+    run.model.planted.bad = "backward"
+    run.batch = batch(0)
+    for micro in range(3):
+        run.backward(delay_unscale=delay and micro < 2)
+        run.model.planted.bad = ""
+    run.optimizer.step()
+    record = run.engine.overflow_report()[1]
+    assert record.micro_batches == ((1, 3, 3) if delay else (1, 1, 3))
+    assert ("One of micro-batches 1 to 3: the last loss is 1." if delay else "Micro-batch 1 of 3: the loss") in str(
+        record
+    )
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mid, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.bad_at = ""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.mid(self.embed(tokens))
+        if self.bad_at == "mid":
+            x = BackwardOverflow.apply(x)
+        x = self.head(x)
+        return BackwardOverflow.apply(x) if self.bad_at == "head" else x
+
+
+@pytest.mark.parametrize("bad_at", ["mid", "head"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_tied_weight_has_the_names_of_both_owners_and_is_not_blamed_alone(level: str, bad_at: str) -> None:
+    with Engine() as engine:
+        model = Tied()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        model.bad_at = bad_at
+        with engine.scale_loss(model(torch.arange(5)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        (record,) = engine.overflow_report()
+        assert (record.parameter, record.instead) == ("embed.weight = head.weight", "mid.bias")
+        assert "The gradient of mid.bias is the first that is not finite, as the backward goes, or that of" in str(
+            record
+        )
+
+
+class Scores(nn.Module):
+    """Attention that goes wrong: its products overflow, or a mask leaves nothing of a row."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(3, 1)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.bmm(self.q(x), self.k(x).transpose(1, 2)) * 0.5
+        mask = torch.zeros(2, 3, 3, dtype=torch.bool)
+        mask[1, 2] = True
+        if self.kind == "mask":
+            scores = scores.masked_fill(mask, -math.inf)
+        if self.kind == "sum":
+            scores = scores + torch.zeros_like(scores).masked_fill(mask, -math.inf)
+        return self.out(scores.softmax(-1)).float().sum()
+
+
+@pytest.mark.parametrize("kind", ["products", "mask", "sum"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_softmax_is_not_blamed_for_what_it_was_given(level: str, kind: str) -> None:
+    torch.manual_seed(0)
+    with Engine() as engine:
+        model = Scores(kind)
+        if kind == "products":
+            with torch.no_grad():
+                model.q.bias.fill_(3e3)
+                model.k.bias.fill_(3e3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        with engine.scale_loss(model(torch.ones(2, 3, 4)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        (record,) = engine.overflow_report()
+        assert record.cause == "forward"
+        assert record.operation == ("bmm" if kind == "products" else "softmax")
+        sure, unsure = (
+            "which a mask fills with -inf throughout",
+            "as where all of a row is -inf, or one of it inf or nan",
+        )
+        said = {"products": None, "mask": sure, "sum": unsure}[kind]
+        assert record.why == (said and f"softmax: nan in 1 of 6 rows, {said}")
+        found = engine.find_overflow(lambda: model(torch.ones(2, 3, 4)))
+        assert (found.operation, found.masked_rows) == (("bmm", 0) if kind == "products" else ("_softmax", 1))
+
+
+class Sums(nn.Module):
+    """As in a UNet: the convolution overflows, and a linear layer is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.time, self.norm = nn.Conv1d(4, 4, 1), nn.Linear(4, 4), nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x) + self.time(x[..., 0])[..., None]).float().sum()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_operand_of_a_sum_that_overflows_is_named(level: str) -> None:
+    with Engine() as engine:
+        model = Sums()
+        with torch.no_grad():
+            model.conv.weight.fill_(6e4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.initialize(model, optimizer, opt_level=level, verbosity=0)
+        with engine.scale_loss(model(torch.ones(2, 4, 3)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        (record,) = engine.overflow_report()
+        assert (record.operation, record.near, record.is_exact) == ("convolution", "conv.bias", True)
+
+
+def test_the_report_and_the_history_number_backwards_alike() -> None:
+    run = Run("O1", "linear", num_losses=2)
+    for index in range(4):
+        x, y = batch(index, "data" if index == 2 else "")
+        with run.engine.scale_loss(nn.functional.mse_loss(run.model(x), y), run.optimizer, loss_id=index % 2) as scaled:
+            scaled.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert [record.backward for record in run.engine.overflow_report()] == [3]
+    assert [p.backward for p in run.engine._scaling.history.track(0).points] == [0, 3]
+    run.engine.close()
+    run.model = run.wrapped = Model("linear")
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    run.engine.initialize(run.model, run.optimizer, opt_level="O1", verbosity=0)
+    run.batch = batch(0, "data")
+    run.backward()
+    run.optimizer.step()
+    assert [record.backward for record in run.engine.overflow_report()] == [1], "from 1 again"
 
 
 @pytest.mark.parametrize(
@@ -342,6 +515,19 @@ def test_a_batch_that_overflows_no_more_at_the_present_scale_is_nothing_to_mend(
     assert run.engine.find_overflow(run.backward).finite_at is None
 
 
+WHY = {
+    "log of 0": lambda x: x.relu().log(),
+    "log of negative numbers": lambda x: (-x.abs() - 1.0).log(),
+    "div by 0": lambda x: torch.ones(8) / x.relu(),
+    "log1p of numbers below -1": lambda x: (x - x.detach() - 2.0).log1p(),
+    "rsqrt of 0": lambda x: x.relu().rsqrt(),
+    "reciprocal of 0, or of nearly 0,": lambda x: x.relu().reciprocal(),
+    "pow of 0": lambda x: x.relu().pow(-1.5),
+    "acos of numbers beyond 1": lambda x: (x.abs() + 2.0).acos(),
+    "exp of numbers that are too large": lambda x: (x.abs() + 100.0).exp(),
+}
+
+
 class Head(nn.Module):
     """A linear layer, and a loss that is not finite for what its inputs are."""
 
@@ -351,16 +537,10 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x).float()
-        if self.kind == "log of 0":
-            return x.relu().log().sum()
-        if self.kind == "log of negative numbers":
-            return (-x.abs() - 1.0).log().sum() * x.sum()
-        if self.kind == "div by 0":
-            return (torch.ones(8) / x.relu()).sum()
-        return (x - x.detach() - 2.0).log1p().sum() * x.sum()
+        return WHY[self.kind](x).sum() * x.sum()
 
 
-@pytest.mark.parametrize("kind", ["log of 0", "log of negative numbers", "div by 0", "log1p of numbers below -1"])
+@pytest.mark.parametrize("kind", WHY)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_operation_whose_inputs_tell_is_explained(level: str, kind: str) -> None:
     torch.manual_seed(0)
@@ -374,7 +554,7 @@ def test_an_operation_whose_inputs_tell_is_explained(level: str, kind: str) -> N
             scaled_loss.backward()
         optimizer.step()
         (record,) = engine.overflow_report()
-        bad = zeros if kind.endswith(" 0") else 40
+        bad = zeros if kind.rstrip(",").endswith(" 0") else 40
         assert bad > 0
         assert (record.cause, record.why) == ("forward", f"{kind} in {bad} of 40 elements")
         assert f"  {kind} in {bad} of 40 elements, at or after layer." in str(record)

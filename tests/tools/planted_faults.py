@@ -382,7 +382,7 @@ def an_input_beyond_float16(level: str) -> None:
 
 @fault(
     "O1 O2 O5",
-    [r"  data\.", "micro-batch 2 of 4", "nan"],
+    [r"  data\.", "[Mm]icro-batch 2 of 4", "nan"],
     [r"  (forward|backward|divergence|weights)\.", r"loss is \d"],
     kinds=["delay_unscale", "unscaled each time"],
 )
@@ -396,18 +396,18 @@ def a_nan_in_an_accumulated_batch(level: str, kind: str) -> None:
 
 @fault(
     "O1 O2",
-    [r"  forward\.", "micro-batch 1 of 3", r"blocks\.2|exp"],
+    [r"  forward\.", "[Mm]icro-batch 1 of 3", r"blocks\.2|exp"],
     [r"  (data|backward|divergence|weights)\.", r"loss is \d"],
 )
 def an_overflow_in_an_accumulated_batch(level: str) -> None:
     run = Run(level, Gpt()).steps(2)
     for micro in range(3):
-        run.model.blocks[2].planted = (lambda x: (x.float() * 1e4).exp()) if micro == 0 else same
+        run.model.blocks[2].planted = (lambda x: (x.float() * 1e4).exp().to(x.dtype)) if micro == 0 else same
         run.backward(delay_unscale=micro < 2)
     run.optimizer.step()
 
 
-@fault("O1 O2", ["backward", "micro-batch 2 of 3"], [r"  (data|forward|divergence|weights)\."])
+@fault("O1 O2", ["backward", "[Mm]icro-batch 2 of 3"], [r"  (data|forward|divergence|weights)\."])
 def a_backward_that_fails_in_an_accumulated_batch(level: str) -> None:
     run = Run(level, Gpt()).steps(2)
     for micro in range(3):
@@ -500,12 +500,13 @@ def a_convolution_before_a_batch_norm(level: str) -> None:
     run.step()
 
 
-@fault("O2 O3", [r"  forward\.|  weights", r"pow"], [r"  backward\."])
+@fault("O2", [r"pow of numbers", "float16"], ["use bfloat16"], judges_all=True)
 def a_norm_whose_squares_overflow(level: str) -> None:
     run = Run(level, Llama()).steps(2)
     with torch.no_grad():
         run.model.blocks[1].proj.bias.fill_(500.0)
-    run.step()
+    run.engine.scalers[0].scale.fill_(2.0**18)
+    run.steps(3)
 
 
 @fault(
@@ -531,13 +532,11 @@ FORWARD = {
     "0 log 0": lambda x: x.float().relu() * x.float().relu().log(),
     "acos of numbers beyond 1": lambda x: (x.float().abs() + 1.5).acos(),
     "constant / std": lambda x: (x.float() * 0.0) / (x.float() * 0.0).std(),
-    "normalize": lambda x: F.normalize((x.float() * 0.0).half() + x.half() * 0, eps=1e-12),
     "logit of 1": lambda x: ((x * 0.0).float() + 1.0).logit(),
     "atanh of 1": lambda x: ((x * 0.0).float() + 1.0).atanh(),
     "exp": lambda x: (x.float().abs() * 1e6 + 1e3).exp(),
-    "sum in half": lambda x: x + (x.half() * 0.0 + 6e4).sum() * 0.0,
 }
-SAYS = {"0 log 0": "log of 0", "constant / std": "div by 0", "normalize": "(div by 0|norm of 0)", "sum in half": "sum"}
+SAYS = {"0 log 0": "log of 0", "constant / std": "div by 0"}
 
 
 @fault(
@@ -549,6 +548,18 @@ SAYS = {"0 log 0": "log of 0", "constant / std": "div by 0", "normalize": "(div 
 def an_operation_at_a_bad_value(level: str, kind: str, says: str) -> None:
     run = Run(level, Mlp()).steps(2)
     run.model.between = lambda x: FORWARD[kind](x).to(x.dtype)
+    run.step()
+
+
+@fault(
+    "O2",
+    [r"  forward\.", "{1}"],
+    [r"  (data|backward|divergence|weights)\."],
+    kinds=[("normalize", "div by 0"), ("sum", "sum")],
+)
+def an_operation_in_half(level: str, kind: str, says: str) -> None:
+    run = Run(level, Mlp()).steps(2)
+    run.model.between = lambda x: F.normalize(x * 0.0) if kind == "normalize" else x + (x * 0.0 + 6e4).sum() * 0.0
     run.step()
 
 
@@ -576,13 +587,11 @@ STEEP = {
     "sqrt of 0": lambda x: (x.float() * 0.0).sqrt(),
     "acos of 1": lambda x: ((x.float() * 0.0) + 1.0).acos(),
     "pow of 0": lambda x: (x.float() * 0.0).abs().pow(0.5),
-    "std of a constant": lambda x: x.float() * 0.0 + (x.float() * 0.0).std(),
     "where around log": lambda x: torch.where(x.float() * 0 > 1, (x.float() * 0.0).log(), x.float()),
     "where around div": lambda x: torch.where(x.float() * 0 > 1, 1.0 / (x.float() * 0.0), x.float()),
     "norm at 0": lambda x: (x.float() * 0.0).square().sum(-1, keepdim=True).sqrt() + x.float(),
 }
 SAYS_STEEP = {
-    "std of a constant": "std",
     "where around log": "log of 0",
     "where around div": "div by 0",
     "norm at 0": "sqrt of 0",
@@ -632,7 +641,7 @@ def a_loss_that_is_too_large(level: str) -> None:
     run.step(lambda: run.model.loss(20) * 1e30)
 
 
-@fault("O1 O2", ["nearly found|nothing to do"], ["or use bfloat16"], judges_all=True, kinds=[2.0**40, 2.0**60])
+@fault("O1 O2", ["nearly found|[Nn]othing to do"], ["or use bfloat16"], judges_all=True, kinds=[2.0**40, 2.0**60])
 def a_scale_that_is_searched(level: str, scale: float) -> None:
     run = Run(level, Mlp())
     run.engine.scalers[0].scale.fill_(scale)
@@ -649,7 +658,7 @@ def a_static_scale_that_is_too_large(level: str) -> None:
 
 @fault(
     "O1 O2 O4 O5",
-    ["diverge", "learning rate"],
+    ["diverge"],
     [r"  (data|weights)\.", "use bfloat16"],
     judges_all=True,
     kinds=["mlp", "resnet", "tagger"],
@@ -662,11 +671,11 @@ def a_learning_rate_that_is_too_high(level: str, kind: str) -> None:
     run.steps(40)
 
 
-@fault("O1 O2", ["grown|times the median", "learning rate|diverge"], [r"  (data|weights)\.", "use bfloat16"])
+@fault("O1 O2", ["grown", "diverge"], [r"  (data|weights)\.", "use bfloat16"])
 def losses_that_jump_and_stay(level: str) -> None:
     run = Run(level, Mlp()).steps(20)
     for _ in range(9):
-        run.step(lambda: run.model.loss(0) * 1e3 / run.model.loss(0).detach() * 6e37)
+        run.step(lambda: run.model.loss(0) / run.model.loss(0).detach() * 6e4)
 
 
 @fault("O1 O2", ["divergence|grown", "learning rate"], [r"  (data|weights)\."])
@@ -675,6 +684,8 @@ def a_gan_whose_critic_diverges(level: str) -> None:
     optimizers = [torch.optim.SGD(generator.parameters(), lr=1e-3), torch.optim.SGD(critic.parameters(), lr=0.5)]
     engine = Engine()
     engine.initialize([generator, critic], optimizers, opt_level=level, num_losses=2)
+    for scaler in engine.scalers:
+        scaler.scale.fill_(256.0)
     real = torch.randn(8, WIDTH) + 1.0
     for _ in range(40):
         fake = generator(torch.randn(8, WIDTH)).detach()
@@ -737,7 +748,9 @@ def a_checkpointed_block_whose_backward_is_wrong(level: str, kind: str) -> None:
 
 
 @fault(
-    "O1 O2", [r"  forward\.", r"head\.weight"], [r"  (data|backward|divergence|weights)\.", r"after embed\.weight[ .,]"]
+    "O1 O2",
+    [r"  forward\.", r"head\.weight"],
+    [r"  (data|backward|divergence|weights)\.", r"after embed\.weight([.,]| [^=])"],
 )
 def a_tied_head_that_overflows(level: str) -> None:
     run = Run(level, Gpt(tied=True)).steps(2)
@@ -815,7 +828,7 @@ def find_overflow_of_scores(level: str) -> list[str]:
     return run.find()
 
 
-@fault("O1 O2", ["^Everything", "Unused: log"], ["^forward"])
+@fault("O1 O2", ["^The loss and each gradient are finite", "log"], ["^forward"])
 def find_overflow_of_a_position_table(level: str) -> list[str]:
     return Run(level, T5()).steps(2).find()
 
@@ -850,7 +863,7 @@ def find_overflow_of_a_mask_that_leaves_nothing(level: str) -> list[str]:
     return run.find()
 
 
-@fault("O2", ["^forward", "pow", r"norm"], ["^backward"])
+@fault("O2", ["pow", r"blocks\.2\.norm1"], ["^backward"])
 def find_overflow_of_a_norm(level: str) -> list[str]:
     run = Run(level, Llama()).steps(2)
     with torch.no_grad():
@@ -885,8 +898,6 @@ def said_on_rank(rank: int, kind: str) -> list[str]:
     with heard() as lines, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = Run(kind[:2], Mlp())
-        if "fsdp" in kind:
-            raise NotImplementedError
         wrapped = DistributedDataParallel(run.model)
         for index in range(3):
             x = torch.randn(4, WIDTH)

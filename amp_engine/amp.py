@@ -21,6 +21,7 @@ from amp_engine.casting import Registration, deferred
 from amp_engine.casting import original as original
 from amp_engine.engine import Engine
 from amp_engine.initialization.arguments import check_keywords
+from amp_engine.initialization.rewrap import rewrap as rewrap
 from amp_engine.levels.fsdp import fsdp_policy as fsdp_policy
 from amp_engine.levels.policy_file import RunPolicy as RunPolicy
 from amp_engine.levels.scale_rule import DynamicLossScale as DynamicLossScale
@@ -107,6 +108,10 @@ gradient_histogram = _of_current_engine(_histograms.gradient_histogram)
 scalars = _of_current_engine(_scalars.scalars)
 
 
+def _engine() -> Engine:
+    return _amp_state.engine
+
+
 class GradScaler(_grad_scaler.GradScaler):
     """The methods and the state of torch.amp.GradScaler, for loops and libraries that are written for it.
 
@@ -126,7 +131,7 @@ class GradScaler(_grad_scaler.GradScaler):
     """
 
     def __init__(self, *optimizers: Optimizer | LARC, loss_id: int = 0) -> None:
-        super().__init__(lambda: _amp_state.engine, optimizers, loss_id)
+        super().__init__(_engine, optimizers, loss_id)
 
 
 def watch_gradients(every: int = 100, dtype: torch.dtype | None = None) -> GradientWatch:
@@ -258,6 +263,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "rewrap",
     "save",
     "scalars",
     "scale",

@@ -167,6 +167,16 @@ def joins_uneven_inputs(wrapper: Any) -> bool:
     return bool(config.enable)
 
 
+def comm_hooks(wrapper: Any) -> list[tuple[Any, Any]]:
+    """Return (hook, state) of each communication hook of a DistributedDataParallel."""
+    return [*wrapper._comm_hooks]
+
+
+def delays_reductions(wrapper: Any) -> bool:
+    """True if a DistributedDataParallel has `delay_all_reduce_named_params`."""
+    return bool(wrapper._delay_all_reduce_params)
+
+
 def written_arguments(operation: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that an operation of the dispatcher writes to, by its schema: tensors, and lists of them."""
     places = enumerate(operation._schema.arguments)

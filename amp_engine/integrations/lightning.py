@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from amp_engine import amp
-from amp_engine.ground.distributed import without_wrapper
 from amp_engine.integrations.extras import needs
 
 with needs("lightning"):
@@ -34,7 +35,9 @@ class AmpPrecision(Precision):
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
         """Initialize what is trained; see Lightning."""
         if optimizers:
-            amp.initialize([*_called(without_wrapper(model))], optimizers, **self._options)
+            # Lightning wraps before it makes optimizers.
+            with amp.rewrap(model) if isinstance(model, DistributedDataParallel) else nullcontext(model) as module:
+                amp.initialize(_called(module), optimizers, **self._options)
         return model, optimizers, lr_schedulers
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:

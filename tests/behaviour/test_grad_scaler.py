@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -123,6 +124,12 @@ def test_each_loss_has_a_scaler() -> None:
     second.update()
     assert (first.get_scale(), second.get_scale()) == (2.0**16, 2.0**15)
     assert second.state_dict()["scale"] == 2.0**15
+
+
+def test_it_goes_through_a_pickle() -> None:
+    scaler = pickle.loads(pickle.dumps(amp.GradScaler(loss_id=1)))
+    models("O1", num_losses=2)
+    assert scaler.get_scale() == 2.0**16
 
 
 def test_its_numbers_are_those_of_initialize() -> None:

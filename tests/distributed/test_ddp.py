@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_engine import AmpStateError, amp
+from amp_engine import AmpStateError, AmpTypeError, amp
 from amp_engine.apex.parallel import DistributedDataParallel as ApexDistributedDataParallel
 from tests.models import MLP
 from tests.ranks import on_ranks
@@ -34,7 +36,36 @@ def stepped_after_wrapping(rank: int) -> dict[Any, Any]:
             results[level, passed] = returned is given, masters(optimizer)
             amp.close()
             del ddp, given, returned
+    for level in REFUSED:
+        for order in ("made again", "made after"):
+            results[level, order] = stepped_in_order(rank, level, order)
     return results
+
+
+def summed(calls, bucket):  # torch looks at annotations, and takes no text
+    """A communication hook that counts its buckets."""
+    calls.append(bucket.index())
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def stepped_in_order(rank: int, level: str, order: str) -> tuple[Any, ...]:
+    model, calls = MLP.model(), []
+    optimizer = momentum_sgd(model.parameters())
+    if order == "made after":
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, gradient_as_bucket_view=True, init_sync=False)
+    ddp.register_comm_hook(calls, summed)
+    wrapper = ddp
+    if order == "made again":
+        with amp.rewrap(ddp) as inner:
+            amp.initialize(inner, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
+    for step in range(2):
+        backward(MLP.loss(ddp, MLP.batch(2 * step + rank)), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    outcome = masters(optimizer), calls, ddp.bucket_bytes_cap, ddp.gradient_as_bucket_view, wrapper.module is model
+    amp.close()
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +81,23 @@ def test_what_is_wrapped_before_initialize_is_reduced_where_no_type_changes(
     (is_same, stepped), (_, other) = (results[level, passed] for results in ranks)
     assert is_same
     assert_bitwise(stepped, other)
+
+
+@pytest.mark.parametrize("level", REFUSED)
+def test_a_wrapper_that_is_made_again_reduces_as_one_that_is_made_after(
+    ranks: list[dict[Any, Any]], level: str
+) -> None:
+    (stepped, calls, *options), (other, *_) = (results[level, "made again"] for results in ranks)
+    assert_bitwise(stepped, other)
+    assert len(calls) > 2
+    wanted, *rest = ranks[0][level, "made after"]
+    assert_bitwise(stepped, wanted)
+    assert [calls, *options] == rest
+
+
+def test_what_cannot_be_made_again_says_what_to_write() -> None:
+    with pytest.raises(AmpTypeError, match=r"not a Mlp.  Call amp.initialize\(model, optimizer\)"):
+        amp.rewrap(MLP.model()).__enter__()  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("one_process_group")

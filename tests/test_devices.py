@@ -29,7 +29,7 @@ def number(monkeypatch: pytest.MonkeyPatch) -> HostNumbers:
     """2.0 on its way from a GPU."""
     with monkeypatch.context() as there:
         there.setattr(torch.Tensor, "is_cpu", False)
-        number = HostNumbers(torch.tensor(2.0))
+        number = HostNumbers(torch.tensor([2.0]))
     number._event = Event()
     return number
 
@@ -75,17 +75,15 @@ def test_the_stream_of_the_device_is_asked_whether_it_captures(monkeypatch, curr
 
 
 def test_a_number_of_the_host_is_known_at_once():
-    number = HostNumbers(torch.tensor(2.0))
+    number = HostNumbers(torch.tensor([2.0]))
     assert number.is_known()
     assert number.read() == 2.0
 
 
 def test_several_numbers_come_in_one_message():
-    numbers = HostNumbers(torch.tensor(0.0), torch.tensor(512.0))
-    assert [numbers.read(0), numbers.read(1)] == [0.0, 512.0]
-    joined = HostNumbers(torch.tensor([0.0, 512.0]))
-    assert [joined.count, joined.read(0), joined.read(1)] == [2, 0.0, 512.0]
-    elsewhere = HostNumbers(torch.tensor(0.0, device="meta"), torch.tensor(512.0, device="meta"))
+    numbers = HostNumbers(torch.tensor([0.0, 512.0]))
+    assert [numbers.count, numbers.read(0), numbers.read(1)] == [2, 0.0, 512.0]
+    elsewhere = HostNumbers(torch.tensor([0.0, 512.0], device="meta"))
     assert elsewhere._sent.shape == (2,)
 
 

@@ -56,7 +56,7 @@ class HostNumbers:
     While a CUDA graph is captured nothing travels: a replay would not tell the host. Such numbers are never known.
 
     Args:
-        values: tensors of shape []; or one of shape [n], which is sent as it is, and must not be written again.
+        values: shape [n]; sent as it is, and must not be written again.
 
     Attributes:
         count: how many numbers there are.
@@ -64,18 +64,17 @@ class HostNumbers:
         is_captured: True if they are in a CUDA graph.
     """
 
-    def __init__(self, *values: Tensor) -> None:
-        is_joined = values[0].dim() == 1
-        self.count = len(values[0]) if is_joined else len(values)
+    def __init__(self, values: Tensor) -> None:
+        self.count = values.shape[0]
         self.values: list[float] | None = None
         self.is_captured = False
         self._event: torch.cuda.Event | None = None
-        if values[0].is_cpu:
-            self.values = values[0].tolist() if is_joined else [value.item() for value in values]
+        if values.is_cpu:
+            self.values = values.tolist()
             return
-        self._device = device = values[0].device
+        self._device = device = values.device
         self.is_captured = is_capturing(device)
-        sent = (values[0] if is_joined else torch.stack(values)).detach()
+        sent = values.detach()
         self._sent: Tensor | None = sent  # until the values are there
         # Not `.is_cuda`, which drivers of tests on a CPU are known to fake.
         if self.is_captured or device.type != "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from amp_engine.ground.devices import HostNumbers, is_capturing
@@ -94,7 +95,7 @@ class Evidence:
         if sent is not None and not sent.is_known():
             return False
         self._scaling.heard_of_loss(is_finite=sent is None or math.isfinite(sent.read()))
-        self._losses[loss_id] = HostNumbers(loss.detach().float())
+        self._losses[loss_id] = HostNumbers(torch.stack([loss.detach().float()]))
         return self._may_read(loss)
 
     def keep(self, backward: Backward, loss: Tensor | None, overflowed: bool, is_in_trouble: bool) -> None:

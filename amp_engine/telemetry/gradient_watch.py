@@ -170,7 +170,7 @@ class GradientWatch(Paged):
                 numbers += _six(one, loss_scale, flush, normal, checked.get(id(one.param)))
             names = [place_of(one.param, places).parameter for one in gradients]
             elements = [one.values.numel() for one in gradients]
-            self._noted.append(_Noted(self._count, names, elements, HostNumbers(*numbers)))
+            self._noted.append(_Noted(self._count, names, elements, HostNumbers(torch.stack(numbers))))
 
     @staticmethod
     def _read(noted: _Noted) -> list[GradientRecord]:

@@ -176,14 +176,14 @@ def test_a_backward_without_a_number_comes_after_all_that_are_known() -> None:
 
 
 def test_numbers_on_the_cpu_have_arrived_at_once() -> None:
-    assert HostNumbers(torch.tensor(1.0), torch.tensor(0.5)).values == [1.0, 0.5]
+    assert HostNumbers(torch.tensor([1.0, 0.5])).values == [1.0, 0.5]
 
 
 def test_numbers_that_a_device_computes_have_arrived_when_somebody_has_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a device without events
-    numbers = HostNumbers(torch.tensor(1.0), torch.tensor(0.5))
+    numbers = HostNumbers(torch.tensor([1.0, 0.5]))
     assert numbers.values is None
     assert numbers.read(1) == 0.5
     assert numbers.values == [1.0, 0.5]

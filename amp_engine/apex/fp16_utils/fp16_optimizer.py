@@ -139,7 +139,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             nonfinite.append(checks.nonfinite.any())
         self._unscaled = [p.grad for p in chain.from_iterable(self.fp32_from_fp32_groups) if p.grad is not None]
         found = [moved(flag, nonfinite[0].device) for flag in nonfinite]
-        self._found_inf = HostNumbers(torch.stack(found).any().float() if found else torch.tensor(0.0))
+        self._found_inf = HostNumbers(torch.stack(found).any().float().view(1) if found else torch.zeros(1))
         self.overflow = self._can_skip and self._found_inf.read() != 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,6 +1,7 @@
 #include "held.h"
 
 #include <ATen/ops/_lazy_clone_native.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/COW.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -10,12 +11,21 @@
 #include <unordered_map>
 
 #include "checks.h"
+#include "ops.h"
 #include "storage.h"
 
 namespace amp_engine {
 namespace {
 
+bool is_on_default_stream(at::Device device) {
+  c10::impl::VirtualGuardImpl const guard(device.type());
+  return guard.getStream(device) == guard.getDefaultStream(device);
+}
+
 #if AMP_HAS_MATERIALIZER
+// Without it a copy is a plain cudaMemcpy, which other streams than the default one do not wait for.
+bool is_copied_in_order(at::Device device) { return device.is_cuda() && has_cuda(); }
+
 // Held memory as it was before a write. Writers come with and without the GIL: under this lock nothing calls Python, and
 // nothing is allocated on a GPU or freed.
 struct Copies {
@@ -30,14 +40,40 @@ struct Copies {
   }
 };
 
+// On a GPU in order of the writer's stream, which has to follow what wrote the memory.
+c10::DataPtr copied(c10::StorageImpl& storage) {
+  if (!is_copied_in_order(storage.device())) {
+    return storage.allocator()->clone(storage.data(), storage.nbytes());
+  }
+  c10::DeviceGuard const guard(storage.device());
+  c10::DataPtr copy = storage.allocator()->allocate(storage.nbytes());
+  copy_on_device(copy.mutable_get(), storage.data(), storage.nbytes(), storage.device());
+  return copy;
+}
+
 // Of two writers at once both copy, before either writes. The first that is done keeps its copy, and then writes.
-void keep_copy(c10::StorageImpl* storage) {
-  c10::Storage copy(c10::Storage::use_byte_size_t(), storage->nbytes(),
-                    storage->allocator()->clone(storage->data(), storage->nbytes()), storage->allocator(), false);
+void keep_copy_in_capture(c10::StorageImpl* storage) {
+  c10::Storage copy(c10::Storage::use_byte_size_t(), storage->nbytes(), copied(*storage), storage->allocator(), false);
   Copies& copies = Copies::all();
   std::lock_guard const lock(copies.mutex);
   copies.by_storage.try_emplace(storage, std::move(copy));
   copies.are_there = true;
+}
+
+// For what is held outside of a capture: in one, the copy would be made by replays alone.
+void keep_copy(c10::StorageImpl* storage) {
+  TORCH_CHECK(!is_copied_in_order(storage->device()) || !is_captured(storage->device()),
+              "A gradient that amp holds for the step is written in a capture of a CUDA graph.  Call optimizer.step(), or "
+              "optimizer.zero_grad(), before the capture.");
+  keep_copy_in_capture(storage);
+}
+
+// Once it is freed, memory of another stream is not used again before what the current one has been given till then is done.
+void read_here(c10::Storage const& storage) {
+  if (storage.device().is_cuda()) {
+    c10::impl::VirtualGuardImpl const guard(at::kCUDA);
+    guard.recordDataPtrOnStream(storage.data_ptr(), guard.getStream(storage.device()));
+  }
 }
 
 c10::Storage copy_of(c10::StorageImpl const& storage) {
@@ -56,9 +92,7 @@ bool is_unwritten(c10::StorageImpl const& storage) {
 }
 #endif
 
-// On a GPU only on the default stream: the copy before a write is a plain cudaMemcpy, which other streams do not wait
-// for and a capture, whose stream is never the default one, does not allow.
-bool may_be_copied_later(at::Tensor const& t) {
+bool has_own_memory(at::Tensor const& t) {
   c10::StorageImpl const& storage = storage_of(t);
   bool const is_own = c10::impl::cow::has_simple_data_ptr(storage) || c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
   if (!is_own || storage.allocator() == nullptr || storage.data() == nullptr) {
@@ -69,11 +103,19 @@ bool may_be_copied_later(at::Tensor const& t) {
     return false;
   }
 #endif
-  if (t.is_cpu()) {
-    return true;
-  }
-  c10::impl::VirtualGuardImpl const guard(t.device().type());
-  return guard.getStream(t.device()) == guard.getDefaultStream(t.device());
+  return true;
+}
+
+#if AMP_HAS_MATERIALIZER
+bool may_be_armed(at::Tensor const& t) {
+  return has_own_memory(t) && (t.is_cpu() || is_copied_in_order(t.device()) || is_on_default_stream(t.device()));
+}
+#endif
+
+// On a GPU only on the default stream: torch copies by a plain cudaMemcpy, which other streams do not wait for and a
+// capture, whose stream is never the default one, does not allow.
+bool may_be_cloned_lazily(at::Tensor const& t) {
+  return AMP_HAS_LAZY_CLONES && has_own_memory(t) && (t.is_cpu() || is_on_default_stream(t.device()));
 }
 
 }  // namespace
@@ -81,7 +123,7 @@ bool may_be_copied_later(at::Tensor const& t) {
 at::Tensor copy(at::Tensor const& t) {
   c10::NoGradGuard const no_grad;
   bool const is_cow = c10::impl::cow::is_cow_data_ptr(storage_of(t).data_ptr());
-  return is_cow || may_be_copied_later(t) ? at::native::_lazy_clone(t) : t.clone();
+  return (AMP_HAS_LAZY_CLONES && is_cow) || may_be_cloned_lazily(t) ? at::native::_lazy_clone(t) : t.clone();
 }
 
 Held::~Held() {
@@ -143,12 +185,17 @@ void Held::hold(size_t i, at::Tensor const& gradient, bool is_shared) {
   if (is_shared) {
     known = shared_[&storage_of(gradient)].lock();
   }
-  if (known || may_be_copied_later(gradient)) {
+  if (known || may_be_armed(gradient)) {
     row.storage = gradient.storage();
     row.offset = gradient.storage_offset();
     row.is_armed = true;
     if (!known) {
-      storage_of(row.storage).set_materializer(&keep_copy);
+      at::Device const device = gradient.device();
+      bool const is_elsewhere = !device.is_cpu() && !is_on_default_stream(device);
+      if (is_elsewhere) {
+        read_here(row.storage);
+      }
+      storage_of(row.storage).set_materializer(is_elsewhere && is_captured(device) ? &keep_copy_in_capture : &keep_copy);
     }
     if (is_shared) {
       row.shared = known ? known : std::make_shared<Armed>(row.storage);
@@ -156,7 +203,7 @@ void Held::hold(size_t i, at::Tensor const& gradient, bool is_shared) {
     }
   }
 #else
-  if (!is_shared && may_be_copied_later(gradient)) {
+  if (!is_shared && may_be_cloned_lazily(gradient)) {
     row.storage = at::native::_lazy_clone(gradient).storage();
   }
 #endif
@@ -179,6 +226,7 @@ c10::Storage Held::storage_of_values(size_t i) const {
   if (row.is_armed) {
     c10::StorageImpl const& storage = storage_of(row.storage);
     if (c10::Storage const copy = copy_of(storage)) {
+      read_here(copy);
       return copy;
     }
     if (!is_unwritten(storage) || storage.data() != row.address) {

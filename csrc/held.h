@@ -3,7 +3,8 @@
 // From torch 2.13 on a storage calls a function, its materializer, before it gives anybody a pointer to write: the one
 // that is set here copies the memory first, all of it, as several gradients may be views of it (a bucket of DDP). Before,
 // a held gradient is a copy-on-write clone. Memory that does not allow it is copied at once: of others (numpy, DLPack),
-// with a function of somebody else, and before torch 2.13 shared memory, which must not become copy-on-write as a whole.
+// with a function of somebody else, and before torch 2.13 shared memory, which must not become copy-on-write as a whole,
+// and a GPU's on another stream than the default one.
 #pragma once
 
 #include <ATen/ATen.h>

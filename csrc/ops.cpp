@@ -465,6 +465,8 @@ void run_on_device(CheckArgs&, CheckLists const&, Chunking const&, std::shared_p
 void step_on_device(StepArgs&, StepLists const&, std::vector<Group> const&, Chunking const&,
                     std::shared_ptr<DeviceTables>&, at::Device) {}
 void update_scale_on_device(ScaleUpdate const&, at::Device) {}
+void copy_on_device(void*, void const*, size_t, at::Device) {}
+bool is_captured(at::Device) { return false; }
 #endif
 
 }  // namespace amp_engine

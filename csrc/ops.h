@@ -49,6 +49,10 @@ void run_on_device(CheckArgs& args, CheckLists const& lists, Chunking const& chu
 void step_on_device(StepArgs& args, StepLists const& lists, std::vector<Group> const& groups, Chunking const& chunking,
                     std::shared_ptr<DeviceTables>& tables, at::Device device);
 void update_scale_on_device(ScaleUpdate const& update, at::Device device);
+// In order of the current stream, in a capture as well.
+void copy_on_device(void* to, void const* from, size_t bytes, at::Device device);
+// Whether the current stream is in a capture.
+bool is_captured(at::Device device);
 
 // See math/loss_scale.h. float32 [] but for the trackers, int32 [], and the outcome, float32 [4]; all on one device.
 struct ScaleTensors {

@@ -6,12 +6,16 @@
 #include <ATen/ATen.h>
 
 #include <c10/core/impl/COW.h>
+#include <torch/version.h>
 
 #if __has_include(<c10/core/StorageMaterializer.h>)
 #define AMP_HAS_MATERIALIZER 1
 #else
 #define AMP_HAS_MATERIALIZER 0
 #endif
+
+// Later a lazy clone is to know its stream, and to raise where it is written on another one or in a capture: none is made.
+#define AMP_HAS_LAZY_CLONES (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 14)
 
 namespace amp_engine {
 
@@ -53,8 +57,10 @@ inline bool watch(at::Tensor const& t) {
     storage.set_materializer(&handed_out);
   }
   return true;
-#else
+#elif AMP_HAS_LAZY_CLONES
   return is_watched(storage) || c10::impl::cow::lazy_clone_storage(storage);
+#else
+  return false;
 #endif
 }
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.fsdp  # imported by who shards, and not by torch
 from torch import nn
 
+from amp_engine.ground import torch_private
 from amp_engine.ground.torch_private import NAMES, SEEN_IN, PrivateName
 
 PACKAGE = Path(__file__).parent.parent / "amp_engine"
@@ -116,3 +117,11 @@ def test_every_name_that_is_bound_is_listed():
     is_part = {name for name in bound if any(other.startswith(f"{name}.") for other in bound | listed)}
     keys = {name for name in bound if name.startswith("torch._C._TorchDispatchModeKey.")}
     assert bound - is_part - keys <= listed
+
+
+def test_after_torch_2_14_there_are_no_lazy_clones_of_a_gpus_memory(monkeypatch):
+    assert torch_private.is_copy_on_write(torch_private.lazy_clone(torch.ones(2)))
+    monkeypatch.setattr(torch_private, "HAS_LAZY_CLONES", False)
+    assert torch_private.is_copy_on_write(torch_private.lazy_clone(torch.ones(2)))
+    elsewhere = torch.ones(2, device="meta")
+    assert not torch_private.is_copy_on_write(torch_private.lazy_clone(elsewhere))

@@ -114,12 +114,25 @@ data_address: Any = _C._data_address
 functorch_level: Any = _C._functorch.peek_interpreter_stack
 is_copy_on_write: Any = _C._is_cow_tensor
 is_wrapper_subclass = is_traceable_wrapper_subclass
-lazy_clone: Any = torch._lazy_clone
 leaves_of = tree_leaves
 register_jit_builtin: Any = torch.jit._builtins._register_builtin
 storage_users: Any = _C._storage_Use_Count
 unflatten_dense_tensors = _unflatten_dense_tensors
 dynamo_frames: Any = eval_frame
+
+
+HAS_LAZY_CLONES = tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 14)
+"""Later a lazy clone of a GPU's memory is to raise where it is written on another stream, or in a capture."""
+
+
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor by copy-on-write; on a GPU without `HAS_LAZY_CLONES` at once.
+
+    Raises RuntimeError for memory that copy-on-write cannot hold: of numpy, of DLPack, or of several processes.
+    """
+    clone: Any = torch._lazy_clone
+    copied: torch.Tensor = clone(tensor) if tensor.is_cpu or HAS_LAZY_CLONES else tensor.clone()
+    return copied
 
 
 def fake_mode() -> Any:

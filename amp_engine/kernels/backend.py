@@ -29,9 +29,9 @@ class Held(Protocol):
     """Gradients that are held for a step, one or none in each of n rows: their values stay, whoever writes them.
 
     From torch 2.13 on a gradient is held by a reference, and its storage copied before that is written: once for all
-    views of a bucket of DDP. Two kinds are copied at once: memory of numpy or DLPack; and a GPU's memory on another
-    stream than the default one, which would be copied out of order. Before, and without the compiled module, gradients
-    are copy-on-write clones, and views are copied at once.
+    views of a bucket of DDP, and on a GPU in order of the writer's stream, in a capture as well. Memory of numpy or
+    DLPack is copied at once. Before, and without the compiled module, gradients are copy-on-write clones; views, and a
+    GPU's memory on another stream than the default one, are copied at once.
     """
 
     def __len__(self) -> int: ...

@@ -2,8 +2,10 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
 
 #include "cuda/backend.h"
+#include "cuda/error.h"
 #include "cuda/tables.h"
 #include "ops.h"
 
@@ -79,6 +81,19 @@ void step_on_device(StepArgs& args, StepLists const& lists, std::vector<Group> c
 void update_scale_on_device(ScaleUpdate const& update, at::Device device) {
   c10::DeviceGuard const guard(device);
   cuda::update_scale(update, c10::cuda::getCurrentCUDAStream(device.index()));
+}
+
+void copy_on_device(void* to, void const* from, size_t bytes, at::Device device) {
+  c10::DeviceGuard const guard(device);
+  cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(device.index());
+  AMP_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+}
+
+bool is_captured(at::Device device) {
+  c10::DeviceGuard const guard(device);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  AMP_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
+  return status != cudaStreamCaptureStatusNone;
 }
 
 }  // namespace amp_engine

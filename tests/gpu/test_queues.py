@@ -128,6 +128,55 @@ def test_an_iteration_is_six_launches(count, monkeypatch):
     assert ops.names == [*scaling, *["run"] * CHECK_LAUNCHES, *["step"] * STEP_LAUNCHES]
 
 
+@pytest.mark.skipif(not kernels.has_native(GPU), reason="needs compiled kernels")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="needs storages that call before they are written")
+@pytest.mark.parametrize("where", ["default stream", "side stream", "capture"])
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_no_gradient_is_copied_on_any_stream_nor_in_a_bucket(where, in_bucket):
+    with Engine() as engine:
+        iteration = Iteration(engine, 3)
+        if in_bucket:
+            iteration.gradients = list(torch.cat(iteration.gradients).split(100))
+
+        def body():
+            iteration.finish(iteration.backward())
+
+        stream = cuda.default_stream() if where == "default stream" else cuda.Stream()
+        stream.wait_stream(cuda.current_stream())
+        with cuda.stream(stream):
+            body()
+            with Ops() as ops:
+                (captured(body) if where == "capture" else body)()
+        cuda.synchronize()
+    assert "aten.clone.default" not in ops.names
+
+
+def test_a_gradient_that_is_held_and_written_in_one_capture_is_copied_by_each_replay():
+    param, seen = torch.nn.Parameter(torch.zeros(100, device=GPU)), torch.zeros(100, device=GPU)
+    param.grad = torch.ones(100, device=GPU)
+
+    def body():
+        held = kernels.tensor_lists.gradients([param], b"\1").held
+        param.grad.mul_(2.0)
+        seen.copy_(held[0])
+
+    replay = captured(body)
+    for _ in range(3):
+        replay()
+    assert seen.eq(4.0).all().item()
+    assert param.grad.eq(8.0).all().item()
+
+
+@needs_queue
+def test_what_was_held_before_a_capture_must_not_be_written_in_it():
+    param = torch.nn.Parameter(torch.zeros(100, device=GPU))
+    param.grad = torch.ones(100, device=GPU)
+    held = kernels.tensor_lists.gradients([param], b"\1").held
+    with pytest.raises(RuntimeError, match=r"before the capture"):
+        captured(lambda: param.grad.mul_(2.0))
+    assert held[0].eq(1.0).all().item()
+
+
 @needs_queue
 @pytest.mark.parametrize("count", [3, 300, 10_000])
 def test_a_step_of_the_engine_takes_four_launches_and_no_memory(count):

@@ -366,7 +366,7 @@ def repeated(record: OverflowRecord, count: int) -> str:
 def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_scale: float) -> str:
     """The message after many skips in a row; `first` and `record` are the ends of the row, the scale is that of now."""
     is_lowered = record.loss_scale < first.loss_scale
-    scales = f"{first.loss_scale:g} to {record.loss_scale:g}" if is_lowered else f"{record.loss_scale:g}"
+    scales = f" from {first.loss_scale:g} to {record.loss_scale:g}" if is_lowered else ""
     if record.cause == "divergence":
         remedy = (
             "Losses have grown from step to step until they exploded, which no scale and no type mends: lower the "
@@ -403,7 +403,7 @@ def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_sc
         )
     elif record.kind == "nan" and first.kind == "nan":
         remedy = (
-            f"The loss is finite, so the backward pass makes the NaN, at each scale ({scales}): first, as it goes "
+            f"The loss is finite, so the backward pass makes the NaN, at each scale{scales}: first, as it goes "
             f"from the loss to the input, in the gradient of {record.parameter} ({record.kind}).  A derivative that "
             "is not defined (sqrt or norm of 0, 0 in a division) is NaN in every type: add an eps inside.  "
             "amp.find_overflow(step_fn) names the operation; if it only overflows, keep its module in FP32 "

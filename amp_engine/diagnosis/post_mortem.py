@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from amp_engine.levels.scale_rule import DynamicLossScale
 from amp_engine.page.page import Page, Paged, Sentence, Table
 from amp_engine.stepping.saved_values import advice
 
@@ -18,8 +19,6 @@ Cause = Literal["data", "forward", "backward", "divergence", "weights", "elsewhe
 # A loss explodes that is more than this above the median of the losses before it. Batches of one task differ by less,
 # and a learning rate that is too high passes it within a few steps. Chosen by us; there is no source.
 EXPLOSION = 10.0
-# Where a dynamic scale begins.
-FIRST_SCALE = 2**16
 RISES = 3
 """The loss has to double at least so many times in a row, with none much lower in between."""
 
@@ -396,10 +395,15 @@ def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_sc
             f"The loss is finite, and a derivative is not, at any scale and in any type: {record.why}.  "
             f"{_inside(record.why)}"
         )
-    elif record.parameter is not None and is_lowered and record.loss_scale > FIRST_SCALE and first.kind == "inf":
+    elif (
+        record.parameter is not None
+        and is_lowered
+        and record.loss_scale > DynamicLossScale.init_scale
+        and first.kind == "inf"
+    ):
         remedy = (
-            f"The loss is finite, and its scale of {record.loss_scale:g} is above {FIRST_SCALE}, which few models "
-            "bear: it is on its way down.  Nothing to do yet."
+            f"The loss is finite, and its scale of {record.loss_scale:g} is above {DynamicLossScale.init_scale:g}, "
+            "which few models bear: it is on its way down.  Nothing to do yet."
         )
     elif record.kind == "nan" and first.kind == "nan":
         remedy = (

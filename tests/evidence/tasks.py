@@ -124,7 +124,8 @@ TASKS = {
         ),
         Task(
             name="mnist1d",
-            about="MNIST-1D; an MLP, for which its authors give an accuracy of 68% after 6000 steps",
+            about="MNIST-1D; an MLP. Its authors give 68% for one; 6000 steps of 100 at a rate of 0.01 reached\n"
+            "66% here in FP32, and twice the test loss, so fewer steps and more weight decay are taken",
             data=series,
             model=SeriesMLP,
             batch_size=200,
@@ -140,7 +141,6 @@ TASKS = {
             batch_size=8,
             steps=200,
             learning_rate=6e-3,
-            controls=("pure bfloat16",),
         ),
         Task(
             name="fine-tuning",

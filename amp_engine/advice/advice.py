@@ -137,6 +137,27 @@ def _notes(advice: Advice) -> Iterator[str]:
         if comparison.obstacle is None and one.error is None and 2 * one.skips > one.steps:
             yield f"{one.level} is not recommended: {why_not(one)}."
     yield from _dropped(advice)
+    yield from _emulated(advice)
+    differing = [one.level for one in comparison.levels if one.difference is not None and not one.agrees]
+    if comparison.obstacle is None and differing:
+        yield (
+            f'Losses differ at {", ".join(differing)}: amp.find_fp32_modules(model, step_fn, "{differing[0]}") names '
+            "the modules to keep in FP32."
+        )
+
+
+def _emulated(advice: Advice) -> Iterator[str]:
+    """A sentence for each type that the CPU emulates, with the levels that are slower than O0."""
+    found: dict[tuple[str | None, str], list[Figures]] = {}
+    for trial, one in zip(advice.levels, advice.comparison.levels, strict=True):
+        if trial.lacks is not None and one.speed is not None and one.speed < 1:
+            found.setdefault((one.dtype, trial.lacks), []).append(one)
+    for (dtype, lacks), slower in found.items():
+        times = ", ".join(f"{1 / (one.speed or 1.0):.1f} times at {one.level}" for one in slower)
+        yield (
+            f"This CPU emulates {dtype}, as it has no {lacks}.  So a step takes longer than O0's: {times}.  A GPU may "
+            "reverse this; run it there."
+        )
 
 
 def _ended_early(trial: Trial, steps: int) -> str:

@@ -64,6 +64,7 @@ class Trial:
         gradients: magnitudes of the weights' gradients after the backwards of the last steps; None if not counted.
         dropped: arguments that were left out of the script's `initialize`.
         machine: the device that it ran on, in words.
+        lacks: the instructions for `dtype` that the device, a CPU, has not, so that it emulates them; None elsewhere.
         out_of_time: True if it was ended before its last step, since its time was over.
         error: the end of what the script printed, if it failed; None if it did not.
     """
@@ -81,6 +82,7 @@ class Trial:
     gradients: Magnitudes | None = None
     dropped: tuple[Dropped, ...] = ()
     machine: str = ""
+    lacks: str | None = None
     out_of_time: bool = False
     error: str | None = None
 

@@ -23,6 +23,7 @@ from amp_engine import amp
 from amp_engine.advice.fitting import fitted
 from amp_engine.advice.records import Task, Trial
 from amp_engine.engine import Engine
+from amp_engine.ground.dtypes import cpu_lacks
 from amp_engine.stepping.pending import Pending
 from amp_engine.telemetry import step_times
 from amp_engine.telemetry.magnitudes import MagnitudeCounter
@@ -185,7 +186,9 @@ class TrialEngine(Engine):
     def _look_at_device(self) -> None:
         device = next((p.device for model in self._initialized.models for p in model.parameters()), None)
         if device is not None:
-            self._note(machine=machine(device))
+            half = self.policy and self.policy.low_precision
+            lacks = cpu_lacks(half) if half and device.type == "cpu" else None
+            self._note(machine=machine(device), lacks=lacks)
 
     def _note(self, **found: Any) -> None:
         self._trial = dataclasses.replace(self._trial, **found)

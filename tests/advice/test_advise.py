@@ -52,6 +52,21 @@ def test_o0_runs_first_and_again_with_perturbed_weights_after_the_others():
     assert advice.level == "O0"
 
 
+def test_what_the_cpu_lacks_is_said_of_slower_levels_and_where_to_look_of_those_whose_losses_differ():
+    emulated = {"dtype": "float16", "lacks": "AVX-512 FP16 or AMX-FP16", "machine": "a CPU"}
+    far = {"losses": tuple((1.0 + 2.0 / step,) for step in range(1, 21))}
+    runs = Runs(O1=emulated | {"seconds": (4.0,) * 19}, O2=emulated | far | {"seconds": (2.5,) * 19}, O3=emulated)
+    text = " ".join(str(advise([SCRIPT], levels=["O1", "O2", "O3"], run=runs)).split())
+    assert (
+        "This CPU emulates float16, as it has no AVX-512 FP16 or AMX-FP16. So a step takes longer than O0's: 4.0 times "
+        "at O1, 2.5 times at O2. A GPU may reverse this; run it there."
+    ) in text
+    assert 'Losses differ at O2: amp.find_fp32_modules(model, step_fn, "O2") names' in text
+    text = str(advise([SCRIPT], levels=["O1"], run=Runs(O1={"seconds": (4.0,) * 19})))
+    assert "emulates" not in text
+    assert "find_fp32_modules" not in text
+
+
 def test_all_levels_are_tried_unless_some_are_named():
     runs = Runs()
     advise([SCRIPT], run=runs)

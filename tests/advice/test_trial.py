@@ -20,6 +20,7 @@ from amp_engine import amp
 from amp_engine.advice import trial as trials
 from amp_engine.advice.records import Task, Trial
 from amp_engine.errors import AmpStateError
+from amp_engine.ground.dtypes import cpu_lacks
 from amp_engine.optimizers import LARC
 from amp_engine.telemetry import step_times
 from amp_engine.telemetry.receipt import memory
@@ -121,6 +122,7 @@ def test_a_script_runs_at_the_level_of_the_trial_and_ends_after_its_steps(level,
     assert ("FP32 masters" in {m.kind for m in trial.memory}) == (level in ("O2", "O5"))
     assert (trial.dropped, trial.error, trial.out_of_time, trial.skips) == ((), None, False, 0)
     assert "thread" in trial.machine
+    assert trial.lacks == (cpu_lacks(HALF[level]) if level in HALF else None)
 
 
 def test_the_first_losses_of_all_levels_are_nearly_those_of_o0(bench):

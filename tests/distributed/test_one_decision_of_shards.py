@@ -25,7 +25,6 @@ from tests.support import scaler_numbers
 
 STEPS = int(os.environ.get("STEPS", "32"))  # 200 in make stress
 MAX_NORM = 0.25
-ONE_MESSAGE = [("c10d::allreduce_", 8)]
 
 
 class Net(nn.Module):
@@ -266,5 +265,6 @@ def test_shards_stay_together(count: int, name: str) -> None:
     for norm, expected in first["norms"]:
         assert norm == pytest.approx(expected, rel=1e-2 if name.endswith("O3") else 1e-5)
     assert len(first["norms"]) < 2 or any(norm > MAX_NORM for norm, _ in first["norms"])  # so clipping is active
+    one_message = [("c10d::allreduce_", 16 * count)]
     for results in on(count):
-        assert results[name].get("sent", ONE_MESSAGE) == ONE_MESSAGE
+        assert results[name].get("sent", one_message) == one_message

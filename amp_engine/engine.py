@@ -450,7 +450,7 @@ class Engine:
         clipping.clip_grad_value_(self._clipped(optimizer, "clip_grad_value_", "clip_value"), clip_value)
 
     def _clipped(self, given: Any, function: str, limit: str) -> clipping.Clipped:
-        """What `optimizer` of a clipping function stands for."""
+        """Return the gradients that a clipping function is to clip, of an optimizer or of parameters."""
         params = arguments.as_parameters(given)
         if params is None:
             arguments.check_has_groups(given, function, f", {limit}")

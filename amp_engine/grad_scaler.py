@@ -76,11 +76,11 @@ class GradScaler:
         return self._scaler().loss_scale() if self.is_enabled() else 1.0
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by after `get_growth_interval()` clean steps."""
+        """The scale is multiplied by this after `get_growth_interval()` clean steps."""
         return self._scaler().rule.growth_factor
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by at an overflow."""
+        """The scale is multiplied by this at an overflow."""
         return self._scaler().rule.backoff_factor
 
     def get_growth_interval(self) -> int:
@@ -93,9 +93,9 @@ class GradScaler:
         return policy is None or policy.enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch's class saves, and beside it an entry of `amp.state_dict()`; empty if not enabled.
+        """Return the keys of torch.amp.GradScaler, which loads them, and of an entry of `amp.state_dict()`.
 
-        torch.amp.GradScaler loads it. Waits for the device.
+        Empty if not enabled. Waits for the device.
         """
         if not self.is_enabled():
             return {}

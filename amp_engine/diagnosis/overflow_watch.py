@@ -154,7 +154,8 @@ class OverflowWatch:
         if together.bad and first_of <= together.bad <= last_of:
             first_of = last_of = together.bad
             loss, origin = together.loss, together.origin
-        nonfinite, in_order = backward.nonfinite(), backward.in_order()
+        nonfinite = backward.nonfinite()
+        in_order = backward.in_order(nonfinite)
         is_finite = loss is None or math.isfinite(loss)
         weights = [] if is_finite and not looks_at_weights else self._bad_weights()
         if not is_finite and origin is None:

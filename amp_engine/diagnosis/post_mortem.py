@@ -351,8 +351,8 @@ def _checkpointed(record: OverflowRecord) -> str:
 
 
 def _inside(why: str) -> str:
-    """What to do about a derivative that is not finite."""
-    return advice(why) if "float16" in why else "Add an eps inside.  A torch.where around it does not help."
+    """Advise on a derivative that is not finite."""
+    return advice(why) if ", beyond " in why else "Add an eps inside.  A torch.where around it does not help."
 
 
 def repeated(record: OverflowRecord, count: int) -> str:

@@ -71,7 +71,7 @@ class AmpOptimizer(AcceleratedOptimizer):
 
 
 class AmpAccelerator(Accelerator):
-    """What `use` returns: the state of another Accelerator, and the steps of amp."""
+    """An Accelerator with the state of another one, whose optimizers amp steps; `use` makes it."""
 
     def __init__(self, accelerator: Accelerator, options: dict[str, Any]) -> None:
         self.__dict__.update(accelerator.__dict__)

@@ -64,7 +64,7 @@ class AmpPrecision(Precision):
         clip(optimizer, clip_val)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """What `optimizer` steps."""
+        """The weights that `optimizer` steps: masters at O2 and O5."""
         return amp.master_params(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class AmpFabricPrecision(FabricPrecision):
         return self._scaler.step(optimizer, **kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """What `optimizer` steps."""
+        """The weights that `optimizer` steps: masters at O2 and O5."""
         return amp.master_params(optimizer)
 
     def state_dict(self) -> dict[str, Any]:

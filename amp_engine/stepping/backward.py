@@ -54,7 +54,7 @@ class Backward:
         order: the order of parameters in the forward, as `forward_order` gives it, maybe of an earlier forward.
         origin: the place where the forward stopped being finite; None if it was not looked for.
         undefined: the derivative that is not finite, after an overflow of the same loss; None if none was found.
-        elements: count of elements that are not finite in the gradient of `first_nonfinite`; None if not counted.
+        elements: count of elements that are not finite in the first gradient `in_order`; None if not counted.
         skips: True if an overflow skips the step; False if it is only reported.
         reduction: lets several ranks agree on the overflow; None if this rank decides alone.
         earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; set for "auto" alone.
@@ -163,21 +163,16 @@ class Backward:
         are_all = any(dist.get_world_size(group) == dist.get_world_size() for group in groups)
         return both[0], both[1] if are_all else None
 
-    def first_nonfinite(self) -> tuple[Tensor, bool] | None:
-        """Return the first of `in_order`, or None without any. Waits for the device."""
-        return next(iter(self.in_order()), None)
-
-    def in_order(self) -> list[tuple[Tensor, bool]]:
-        """Return what `nonfinite` gives in the order of the backward.
+    def in_order(self, nonfinite: Sequence[tuple[Tensor, bool]]) -> list[tuple[Tensor, bool]]:
+        """Return parameters, as `nonfinite` gives them, in the order of the backward.
 
         A backward runs against the forward, so the last such parameter of the forward comes first. Without an order
         from the graph the order of the optimizer counts. Parameters that the graph does not have are in checkpointed
-        parts if it has some. Waits for the device.
+        parts if it has some.
         """
-        found = self.nonfinite()
         hidden = self.order.get(CHECKPOINTED, (0, 0))
-        places = [(self.order.get(id(param), hidden), row) for row, (param, _) in enumerate(found)]
-        return [found[row] for _, row in sorted(places, reverse=True)]
+        places = [(self.order.get(id(param), hidden), row) for row, (param, _) in enumerate(nonfinite)]
+        return [nonfinite[row] for _, row in sorted(places, reverse=True)]
 
     def nonfinite(self) -> list[tuple[Tensor, bool]]:
         """Return the parameters whose gradients are not finite, each with True if it holds a NaN.

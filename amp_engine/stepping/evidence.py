@@ -114,8 +114,8 @@ class Evidence:
             order = self._orders[backward.loss_id] = forward_order(loss)
         if order is not None:
             backward.order = order
-        if overflowed and (first := backward.first_nonfinite()) is not None:
-            grad = first[0].grad
+        if overflowed and (found := backward.in_order(backward.nonfinite())):
+            grad = found[0][0].grad
             if grad is not None:
                 backward.elements = int((~arithmetic.values(local_of(grad)).isfinite()).sum())
 

@@ -1,4 +1,4 @@
-"""What an operation saved for the backward tells of its result: why it is not finite, or its derivative is not."""
+"""Explains by the tensors that an operation saved why its result, or its derivative, is not finite."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def remade(node: Node, operation: str, saved: Mapping[str, Tensor]) -> Tensor | 
 
 
 def advice(why: str) -> str:
-    """What to do about values that `why` and its like have named."""
+    """Advise on values that `why`, `why_result` or `why_softmax` named."""
     if why.startswith("softmax"):
         return "Let a mask leave one element of each row."
     if why.startswith(("exp", "sinh", "cosh")):
         return "Subtract the largest first, as logsumexp and softmax do."
-    if "float16" in why:
+    if ", beyond float16" in why:
         return "Compute it in FP32."
     return "Keep its argument away from there: an eps, or a clamp."
 

@@ -116,6 +116,16 @@ def test_a_scaler_loads_what_torch_saved() -> None:
     assert scaler.get_scale() == 256.0
 
 
+def test_update_ends_a_scaled_loss_whose_backward_raised() -> None:
+    body, head, _ = models("O2")
+    scaler = amp.GradScaler()
+    scaler.scale(head(body(batch(0))).square().mean())
+    with pytest.raises(AmpStateError, match="inside"):
+        amp.close()
+    scaler.update()
+    amp.close()
+
+
 def test_each_loss_has_a_scaler() -> None:
     body, head, optimizers = models("O1", num_losses=2)
     first, second = (amp.GradScaler(loss_id=i) for i in range(2))

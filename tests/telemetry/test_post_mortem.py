@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine import Engine
 from amp_engine.diagnosis.post_mortem import OverflowRecord, has_exploded
+from amp_engine.stepping import saved_values
 from amp_engine.stepping.forward_order import name_of
 from tests.ranks import on_ranks
 from tests.telemetry.plants import LAYERS, BackwardOverflow, Model, Planted, batch
@@ -608,3 +609,9 @@ def test_a_derivative_that_is_not_finite_is_named_from_the_second_overflow_on(
         assert said.count("its derivative is not finite there.  Add an eps inside.") == bool(kind), "once in a row"
         assert (f"in any type: {why}.  Add an eps inside." in said) == bool(kind)
         assert ("its derivative is not finite there" in str(records[1])) == bool(kind)
+
+
+@pytest.mark.parametrize(("dtype", "helps"), [("float16", True), ("bfloat16", False)])
+def test_fp32_is_advised_only_for_numbers_that_it_holds(dtype: str, helps: bool) -> None:
+    advised = saved_values.advice(f"pow of numbers up to 1e+30, beyond {dtype}, in 1 of 8 elements")
+    assert ("FP32" in advised) == helps

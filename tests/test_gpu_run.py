@@ -146,6 +146,16 @@ def test_the_stages_of_a_part_end_within_its_limit_and_ten_minutes(tmp_path):
         assert sum(stage.limit + ending for stage in part.stages) <= part.limit < 590
 
 
+def test_stages_share_the_time_that_there_is_as_they_share_their_limits(tmp_path):
+    done = gpu_run(tmp_path, "--only", "build,smoke", "--within", "1e-9")
+    assert done.returncode == 1
+    given = json.loads((tmp_path / "A.json").read_text())["stages"]
+    builds = [stage.limit for part in parts(tmp_path, simulated=True) for stage in part.stages if stage.name == "build"]
+    smoke = parts(tmp_path, simulated=True)[0].stages[1].limit
+    whole = sum(builds) + smoke
+    assert [stage["limit"] for stage in given] == pytest.approx([1e-9 * builds[0] / whole, 1e-9 * smoke / whole])
+
+
 def fitting() -> dict[str, str]:
     """The record of an extension for GPUs of compute capability 9.0."""
     return {"mode": "cuda", "torch": torch.__version__, "sources": build.sources_hash(), "gpu": "9.0"}

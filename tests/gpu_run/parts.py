@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.gpu_run.stages import Stage
 
 # Another machine has other versions: what pytest does not know there is no error, and neither is a warning.
 PYTEST = ("-m", "pytest", "-m", "cuda", "-v", "--durations=10", "-p", "no:cacheprovider", "-o", "addopts=", "-ra")
+PROCESSES = 6  # of pytest-xdist where it is installed, each with a context of its own on the GPU
 LENIENT = ("-W", "default", "--tb=short")
 TESTS = Path(__file__).parent.parent
 # What is held without compiled kernels: bits are the CPU's with kernels only.
@@ -32,6 +35,11 @@ class Part:
     limit: int
     stages: tuple[Stage, ...]
 
+    def scaled(self, factor: float) -> Part:
+        """The part with limits of another length."""
+        stages = tuple(replace(stage, limit=stage.limit * factor) for stage in self.stages)
+        return replace(self, limit=math.ceil(self.limit * factor), stages=stages)
+
 
 def marked_cuda() -> list[str]:
     """The files with tests that are marked so, wherever they are; without an import of the others."""
@@ -53,8 +61,10 @@ def parts(folder: Path, simulated: bool) -> list[Part]:
         code = ["-c", "print('nothing is compiled for a stand-in')"]
         return Stage("build", [sys.executable, *code] if simulated else module(part, "build"), 170)
 
+    side_by_side = ["-p", "xdist.plugin", "-n", str(PROCESSES)] if find_spec("xdist") and not simulated else []
+
     def tests(*which: str) -> list[str]:
-        return [sys.executable, *PYTEST, *lenient, *which]
+        return [sys.executable, *PYTEST, *side_by_side, *lenient, *which]
 
     variants = (
         [sys.executable, "-c", "print('no GPU to compare variants on')"] if simulated else module("B", "variants")

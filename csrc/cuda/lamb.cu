@@ -162,8 +162,8 @@ AMP_DEVICE void apply_chunk(StepArgs const& args) {
   update_chunk<Apply, kNarrow>(args, chunk, Entry{args.lamb_steps[chunk.tensor], Type::float32, 0});
 }
 
-__global__ void __launch_bounds__(kThreads, 5) apply(StepArgs const args) { apply_chunk<false>(args); }
-__global__ void __launch_bounds__(kThreads, 3) narrow_apply(StepArgs const args) { apply_chunk<true>(args); }
+__global__ void __launch_bounds__(kUpdateThreads, 2) apply(StepArgs const args) { apply_chunk<false>(args); }
+__global__ void __launch_bounds__(kUpdateThreads, 2) narrow_apply(StepArgs const args) { apply_chunk<true>(args); }
 
 }  // namespace
 
@@ -175,7 +175,7 @@ void lamb(StepArgs const& args, cudaStream_t stream) {
   launch(args.narrow ? narrow_moments : moments, args.n_chunks, kThreads, stream, args);
   launch(segments, 2 * ((args.n_chunks + kThreads - 1) / kThreads), kThreads, stream, args);
   launch(ratios, prepare_blocks(args), kPrepareThreads, stream, args);
-  launch(args.narrow ? narrow_apply : apply, args.n_chunks, kThreads, stream, args);
+  launch(args.narrow ? narrow_apply : apply, args.n_chunks, kUpdateThreads, stream, args);
 }
 
 }  // namespace amp_engine::cuda

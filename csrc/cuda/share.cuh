@@ -1,4 +1,4 @@
-// Eight elements out of each 2,048 of a chunk are one thread's share; which eight depends on how the lists are aligned.
+// Of each 2,048 elements of a chunk every thread has a share; which elements those are depends on how lists are aligned.
 #pragma once
 
 #include "cuda/memory.cuh"
@@ -6,35 +6,48 @@
 
 namespace amp_engine::cuda {
 
-constexpr int kThreads = 256;  // of a block that does a chunk
-constexpr int kShare = 8;
-constexpr int kStride = kThreads * kShare;  // elements from one share of a thread to its next
+constexpr int kStride = 2048;  // elements from one share of a thread to its next
 
-// Raw bits of a share; how they lie in the words is the map's.
-struct Raw {
-  uint32_t word[kShare];
+// Of blocks that sum: the lanes of math/reduction.h.
+constexpr int kThreads = 256;
+constexpr int kShare = kStride / kThreads;
+
+// Of blocks that update without a sum. On an H200 two of them a multiprocessor reach 93 % of a copy's bandwidth, three 92 %,
+// and four of 256 threads with shares of eight 90 %, as if memory liked fewer places at a time (docs/gpu.md).
+constexpr int kUpdateThreads = 512;
+constexpr int kUpdateShare = kStride / kUpdateThreads;
+
+// Raw bits of a share of n elements; how they lie in the words is the map's.
+template <int n>
+struct RawOf {
+  uint32_t word[n];
 };
 
-struct Floats {
-  float at[kShare];
+template <int n>
+struct FloatsOf {
+  float at[n];
 };
 
-// Two elements of a 16-bit type to a word, the first four words.
-AMP_DEVICE Raw rounded(Floats const& x, Type type) {
-  Raw raw;
+using Raw = RawOf<kShare>;
+using Floats = FloatsOf<kShare>;
+
+// Two elements of a 16-bit type to a word, in the first half of the words.
+template <int n>
+AMP_DEVICE RawOf<n> rounded(FloatsOf<n> const& x, Type type) {
+  RawOf<n> raw;
   if (type == Type::float32) {
 #pragma unroll
-    for (int k = 0; k < kShare; ++k) {
+    for (int k = 0; k < n; ++k) {
       raw.word[k] = bits_of(x.at[k]);
     }
   } else if (type == Type::float16) {
 #pragma unroll
-    for (int k = 0; k < kShare; k += 2) {
+    for (int k = 0; k < n; k += 2) {
       raw.word[k / 2] = packed_f16(x.at[k], x.at[k + 1]);
     }
   } else {
 #pragma unroll
-    for (int k = 0; k < kShare; k += 2) {
+    for (int k = 0; k < n; k += 2) {
       raw.word[k / 2] = packed_bf16(x.at[k], x.at[k + 1]);
     }
   }
@@ -57,23 +70,31 @@ struct List {
 // Both maps let every instruction of a warp touch neighbouring addresses, and so whole sectors of 32 bytes. The octet
 // 8 t ... 8 t + 7 would not: float32 needs two accesses for it, and each touches half of every sector.
 
-// Of lists that are aligned to four of their elements. Thread t takes 4 t ... 4 t + 3 and the same 1,024 further on.
-// 16-bit types: two elements to a word, the first four words. A share of this map is whole.
-struct Quads {
+// Of lists that are aligned to four of their elements. Thread t takes 4 t ... 4 t + 3 and, if its share is eight, the same
+// 1,024 further on. 16-bit types: two elements to a word, in the first half of the words. A share of this map is whole.
+template <int n>
+struct QuadsOf {
+  static constexpr int kShare = n;
   static constexpr bool kWhole = true;
+  using Raw = RawOf<n>;
+  using Floats = FloatsOf<n>;
 
-  static AMP_DEVICE constexpr int offset(int k) { return k / 4 * (kStride / 2) + k % 4; }
+  static AMP_DEVICE constexpr int offset(int k) { return k / 4 * (kStride / (n / 4)) + k % 4; }
   static AMP_DEVICE int position(int k) { return int(threadIdx.x) * 4 + offset(k); }
 
   static AMP_DEVICE Raw load(List const& list, Type type, int first, int) {
     Raw raw;
     char const* const at = list.at(first + position(0), type);
     if (type == Type::float32) {
-      load_16(raw.word, at);
-      load_16(raw.word + 4, at + offset(4) * 4);
+#pragma unroll
+      for (int k = 0; k < n; k += 4) {
+        load_16(raw.word + k, at + offset(k) * 4);
+      }
     } else {
-      load_8(raw.word, at);
-      load_8(raw.word + 2, at + offset(4) * 2);
+#pragma unroll
+      for (int k = 0; k < n; k += 4) {
+        load_8(raw.word + k / 2, at + offset(k) * 2);
+      }
     }
     return raw;
   }
@@ -81,19 +102,23 @@ struct Quads {
     char* const at = list.at(first + position(0), type);
     if (type == Type::float32) {
       Raw const raw = rounded(x, Type::float32);
-      store_16(at, raw.word);
-      store_16(at + offset(4) * 4, raw.word + 4);
+#pragma unroll
+      for (int k = 0; k < n; k += 4) {
+        store_16(at + offset(k) * 4, raw.word + k);
+      }
     } else {
-      Raw const raw = rounded(x, type);
-      store_8(at, raw.word);
-      store_8(at + offset(4) * 2, raw.word + 2);
+      store_words(at, rounded(x, type));
     }
   }
   // Bits of a 16-bit type. By itself, since `store` by way of it spills.
   static AMP_DEVICE void store_halves(List const& list, int first, int, Raw const& raw) {
-    char* const at = list.at(first + position(0), Type::bfloat16);
-    store_8(at, raw.word);
-    store_8(at + offset(4) * 2, raw.word + 2);
+    store_words(list.at(first + position(0), Type::bfloat16), raw);
+  }
+  static AMP_DEVICE void store_words(char* at, Raw const& raw) {
+#pragma unroll
+    for (int k = 0; k < n; k += 4) {
+      store_8(at + offset(k) * 2, raw.word + k / 2);
+    }
   }
   static AMP_DEVICE uint16_t half(Raw const& raw, int k) { return uint16_t(raw.word[k / 2] >> k % 2 * 16); }
   static AMP_DEVICE Floats widened(Raw const& raw, Type type) {
@@ -121,14 +146,19 @@ struct Quads {
 };
 
 // Of any lists, for instance views of a flat buffer, and of what is left where no share is whole. Thread t takes t,
-// t + 256, ...; a word to an element. It is as fast: no arithmetic waits until all of a share is under way, as many
-// bytes as in Quads, and memory is busy long before the four times as many instructions keep a multiprocessor busy.
+// t + the number of threads, ...; a word to an element. As many bytes are under way as in Quads, in four times as many
+// instructions: on an H200 the update reaches 82 % of a copy's bandwidth where the 16-bit lists are not aligned, and 52 %
+// where those of float32 are not.
 // Peeling elements off up to the first aligned one serves only lists that are all misaligned alike, and would hand
 // elements to other threads than the sums' order does.
-struct Singles {
+template <int share>
+struct SinglesOf {
+  static constexpr int kShare = share;
   static constexpr bool kWhole = false;
+  using Raw = RawOf<share>;
+  using Floats = FloatsOf<share>;
 
-  static AMP_DEVICE constexpr int offset(int k) { return k * kThreads; }
+  static AMP_DEVICE constexpr int offset(int k) { return k * (kStride / share); }
   static AMP_DEVICE int position(int k) { return int(threadIdx.x) + offset(k); }
 
   // Elements from `n` on are missing and given as 0.
@@ -195,6 +225,9 @@ struct Singles {
     return x;
   }
 };
+
+using Quads = QuadsOf<kShare>;
+using Singles = SinglesOf<kShare>;
 
 // The lanes of math/reduction.h: 8 t ... 8 t + 7. Of accumulators only.
 struct Octets {

@@ -30,19 +30,19 @@ AMP_DEVICE void update_if_taken(StepArgs const& args) {
 }
 
 template <class Update>
-__global__ void __launch_bounds__(kThreads, 4) update(StepArgs const args) {
+__global__ void __launch_bounds__(kUpdateThreads, 2) update(StepArgs const args) {
   update_if_taken<Update, false>(args);
 }
 
 template <class Update>
-__global__ void __launch_bounds__(kThreads, 3) narrow(StepArgs const args) {
+__global__ void __launch_bounds__(kUpdateThreads, 2) narrow(StepArgs const args) {
   update_if_taken<Update, true>(args);
 }
 
 template <class Update>
 void run(StepArgs const& args, cudaStream_t stream) {
   launch(prepare<Update>, prepare_blocks(args), kPrepareThreads, stream, args);
-  launch(args.narrow ? narrow<Update> : update<Update>, args.n_chunks, kThreads, stream, args);
+  launch(args.narrow ? narrow<Update> : update<Update>, args.n_chunks, kUpdateThreads, stream, args);
 }
 
 }  // namespace

@@ -63,20 +63,20 @@ struct Lists {
 
 // Of two 16-bit lists in the words of `Map`: bfloat16 weights and their remainders.
 template <class Map>
-AMP_DEVICE Floats joined_share(Raw const& rounded, Raw const& remainder) {
-  Floats x;
+AMP_DEVICE auto joined_share(typename Map::Raw const& rounded, typename Map::Raw const& remainder) {
+  typename Map::Floats x;
 #pragma unroll
-  for (int k = 0; k < kShare; ++k) {
+  for (int k = 0; k < Map::kShare; ++k) {
     x.at[k] = joined({Map::half(rounded, k), Map::half(remainder, k)});
   }
   return x;
 }
 
 template <class Map>
-AMP_DEVICE void store_split(List const& rounded, List const& remainder, int first, int n, Floats const& x) {
-  Raw high = {}, low = {};
+AMP_DEVICE void store_split(List const& rounded, List const& remainder, int first, int n, typename Map::Floats const& x) {
+  typename Map::Raw high = {}, low = {};
 #pragma unroll
-  for (int k = 0; k < kShare; ++k) {
+  for (int k = 0; k < Map::kShare; ++k) {
     Halves const halves = split(x.at[k]);
     high.word[k / 2] |= uint32_t(halves.rounded) << k % 2 * 16;
     low.word[k / 2] |= uint32_t(halves.remainder) << k % 2 * 16;
@@ -87,11 +87,11 @@ AMP_DEVICE void store_split(List const& rounded, List const& remainder, int firs
 
 // Both moments, of the element at `first` of the chunk that begins at element `begin` of its tensor.
 template <class Map>
-AMP_DEVICE void store_by_chance(Lists const& lists, int64_t begin, int first, int n, Floats const& s1, Floats const& s2,
-                                uint32_t of_step) {
-  Raw of_1 = {}, of_2 = {};
+AMP_DEVICE void store_by_chance(Lists const& lists, int64_t begin, int first, int n, typename Map::Floats const& s1,
+                                typename Map::Floats const& s2, uint32_t of_step) {
+  typename Map::Raw of_1 = {}, of_2 = {};
 #pragma unroll
-  for (int k = 0; k < kShare; ++k) {
+  for (int k = 0; k < Map::kShare; ++k) {
     uint32_t const noise = noise_at(begin + first + Map::position(k), of_step);
     of_1.word[k / 2] |= uint32_t(bf16_by_chance(s1.at[k], noise & 0xffffu)) << k % 2 * 16;
     of_2.word[k / 2] |= uint32_t(bf16_by_chance(s2.at[k], noise >> 16)) << k % 2 * 16;
@@ -106,9 +106,9 @@ AMP_DEVICE void update_narrow_share(Lists const& lists, int64_t begin, int first
                                     typename Update::Coefficients const& c, uint32_t of_step) {
   bool const has_state1 = Update::kState1 && lists.has_state1;
   bool const is_split = lists.copy.type == Type::remainder;
-  Raw const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
-  Raw const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
-  Raw raw_rest = {}, raw1 = {}, raw2 = {};
+  auto const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
+  auto const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
+  typename Map::Raw raw_rest = {}, raw1 = {}, raw2 = {};
   if (is_split) {
     raw_rest = Map::load(lists.copy, Type::remainder, first, n);
   }
@@ -118,12 +118,12 @@ AMP_DEVICE void update_narrow_share(Lists const& lists, int64_t begin, int first
   if constexpr (Update::kState2) {
     raw2 = Map::load(lists.state2, lists.state2.type, first, n);
   }
-  Floats const g = Map::widened(raw_gradient, lists.gradient.type);
-  Floats w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
-  Floats s1 = Map::widened(raw1, lists.state1.type);
-  Floats s2 = Map::widened(raw2, lists.state2.type);
+  auto const g = Map::widened(raw_gradient, lists.gradient.type);
+  auto w = is_split ? joined_share<Map>(raw_weight, raw_rest) : Map::widened(raw_weight, lists.weight.type);
+  auto s1 = Map::widened(raw1, lists.state1.type);
+  auto s2 = Map::widened(raw2, lists.state2.type);
 #pragma unroll
-  for (int k = 0; k < kShare; ++k) {
+  for (int k = 0; k < Map::kShare; ++k) {
     Update::update(g.at[k], w.at[k], s1.at[k], s2.at[k], c);
   }
   bool is_stored = false;
@@ -154,22 +154,21 @@ AMP_DEVICE void update_narrow_share(Lists const& lists, int64_t begin, int first
 template <class Map, class Update>
 AMP_DEVICE void update_share(Lists const& lists, int first, int n, typename Update::Coefficients const& c) {
   bool const has_state1 = Update::kState1 && lists.has_state1;
-  Raw const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
-  Raw const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
-  Raw raw1 = {};
-  Raw raw2 = {};
+  auto const raw_gradient = Map::load(lists.gradient, lists.gradient.type, first, n);
+  auto const raw_weight = Map::load(lists.weight, lists.weight.type, first, n);
+  typename Map::Raw raw1 = {}, raw2 = {};
   if (has_state1) {
     raw1 = Map::load(lists.state1, Type::float32, first, n);
   }
   if constexpr (Update::kState2) {
     raw2 = Map::load(lists.state2, Type::float32, first, n);
   }
-  Floats const g = Map::widened(raw_gradient, lists.gradient.type);
-  Floats w = Map::widened(raw_weight, lists.weight.type);
-  Floats s1 = Map::widened(raw1, Type::float32);
-  Floats s2 = Map::widened(raw2, Type::float32);
+  auto const g = Map::widened(raw_gradient, lists.gradient.type);
+  auto w = Map::widened(raw_weight, lists.weight.type);
+  auto s1 = Map::widened(raw1, Type::float32);
+  auto s2 = Map::widened(raw2, Type::float32);
 #pragma unroll
-  for (int k = 0; k < kShare; ++k) {
+  for (int k = 0; k < Map::kShare; ++k) {
     Update::update(g.at[k], w.at[k], s1.at[k], s2.at[k], c);
   }
   if (has_state1) {
@@ -206,12 +205,12 @@ AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gra
   if (quads) {
 #pragma unroll 1
     for (; first + kStride <= n; first += kStride) {
-      share(Quads{}, first);
+      share(QuadsOf<kUpdateShare>{}, first);
     }
   }
 #pragma unroll 1
   for (; first < n; first += kStride) {
-    share(Singles{}, first);
+    share(SinglesOf<kUpdateShare>{}, first);
   }
 }
 

@@ -27,18 +27,21 @@ ARCHITECTURES = ("sm_80", "sm_90")
 FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-I", str(FOLDER.parent)]
 
 # Of the kernels that come by every element: threads in a block, and resident blocks that each was designed for.
-THREADS = 256
+THREADS = dict.fromkeys(("apply", "update", "narrow", "narrow_apply"), 512)
+OTHER_THREADS = 256  # of blocks that sum
 BLOCKS = {
-    **{"map<Check>": 5, "map": 4, "apply": 5, "update": 4, "moments": 3},
-    **{"narrow": 3, "narrow_apply": 3, "narrow_moments": 2},
+    **{"map<Check>": 5, "map": 4, "apply": 2, "update": 2, "moments": 3},
+    **{"narrow": 2, "narrow_apply": 2, "narrow_moments": 2},
 }
 REGISTERS = 65536  # of a multiprocessor
-MOST_BLOCKS = 2048 // THREADS
+MOST_THREADS = 2048
 
 # What memory delivers to a multiprocessor of an H200 while one load takes: 4.2 TB/s over 132, and 800 ns under load, an
 # estimate. An A100 delivers 19 bytes/ns to each.
 DEMAND = 31.8 * 800
-LEAST_IN_FLIGHT = 2.0  # of that, for a block also computes and stores
+LEAST_IN_FLIGHT = (
+    1.5  # of that, for a block also computes and stores; the update was slower on an H200 with twice as much
+)
 MOST_SECTORS = 16  # of 32 bytes, to 512 bytes
 
 HEAD = """\
@@ -83,13 +86,18 @@ class Kernel:
         return BLOCKS.get(self.name) or BLOCKS.get(self.name.partition("<")[0])
 
     @property
+    def threads(self) -> int:
+        """Of a block."""
+        return THREADS.get(self.name.partition("<")[0], OTHER_THREADS)
+
+    @property
     def blocks(self) -> int:
         """How many fit. Registers are given out by eights."""
-        return min(MOST_BLOCKS, REGISTERS // (-(-self.registers // 8) * 8 * THREADS))
+        return min(MOST_THREADS // self.threads, REGISTERS // (-(-self.registers // 8) * 8 * self.threads))
 
     def in_flight(self, loop: Loop) -> float:
         """A loop's bytes in flight on a multiprocessor, of which 1 fills the memory's demand."""
-        return loop.bytes * THREADS * self.blocks / DEMAND
+        return loop.bytes * self.threads * self.blocks / DEMAND
 
     @property
     def faults(self) -> list[str]:
@@ -113,7 +121,7 @@ class Kernel:
         if not self.designed_blocks:
             return [f"{start} - |{' - |' * 5}"]
         rows = [
-            f"{start} {self.blocks} | {loop.width} | {loop.loads} | {loop.bytes * THREADS * self.blocks / 1000:.0f} "
+            f"{start} {self.blocks} | {loop.width} | {loop.loads} | {loop.bytes * self.threads * self.blocks / 1000:.0f} "
             f"| {self.in_flight(loop):.1f} | {loop.sectors} |"
             for loop in sorted(set(self.loops), key=lambda loop: (-loop.width, -loop.bytes))
         ]

@@ -508,7 +508,7 @@ void expect_whole_sectors(std::vector<std::vector<simulator::LaneAccess>> const&
 void test_warps_touch_whole_sectors() {
   std::vector<std::vector<simulator::LaneAccess>> accesses;
   auto const recorded = [&](auto const& run) {
-    accesses.assign(256, {});
+    accesses.assign(cuda::kUpdateThreads, {});
     simulator::accesses = &accesses;
     run();
     simulator::accesses = nullptr;

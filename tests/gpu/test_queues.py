@@ -168,6 +168,9 @@ def test_a_gradient_that_is_held_and_written_in_one_capture_is_copied_by_each_re
 
 
 @needs_queue
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="before torch 2.13 a copy on write is held, which a write leaves"
+)
 def test_what_was_held_before_a_capture_must_not_be_written_in_it():
     param = torch.nn.Parameter(torch.zeros(100, device=GPU))
     param.grad = torch.ones(100, device=GPU)

@@ -64,8 +64,9 @@ class Shape:
         return [self.empty(dtype, offset).normal_() for _ in range(self.count)]
 
     def empty(self, dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """One tensor, `offset` elements behind an aligned address."""
-        return torch.empty(self.numel + offset, dtype=dtype, device=self.device)[offset:]
+        """One tensor, `offset` elements behind an aligned address; no view without one, as the backward's gradients."""
+        whole = torch.empty(self.numel + offset, dtype=dtype, device=self.device)
+        return whole[offset:] if offset else whole
 
 
 class Tensors(nn.Module):

@@ -120,8 +120,9 @@ class Kernel:
         start = f"| {self.name} | {self.architecture} | {self.registers} | {self.spills} |"
         if not self.designed_blocks:
             return [f"{start} - |{' - |' * 5}"]
+        threads = self.threads * self.blocks
         rows = [
-            f"{start} {self.blocks} | {loop.width} | {loop.loads} | {loop.bytes * self.threads * self.blocks / 1000:.0f} "
+            f"{start} {self.blocks} | {loop.width} | {loop.loads} | {loop.bytes * threads / 1000:.0f} "
             f"| {self.in_flight(loop):.1f} | {loop.sectors} |"
             for loop in sorted(set(self.loops), key=lambda loop: (-loop.width, -loop.bytes))
         ]

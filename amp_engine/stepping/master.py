@@ -119,12 +119,8 @@ class Master(Exact):
 
     def materialize_held(self) -> None:
         """Make the float32 gradient from the held one, if there is one, and add it to what autograd wrote meanwhile."""
-        if self.row is None or not self._ledger.slots.holds(self.row):
-            return
-        # The first reader may be in inference mode; the gradient must serve later readers, too.
-        with torch.no_grad(), torch.inference_mode(False):
-            unscaled, written = self._ledger.slots.take(self.row), self.gradient()
-            GRAD.__set__(self.weight, unscaled if written is None or unscaled is None else unscaled.add_(written))
+        if self.row is not None and self._ledger.slots.holds(self.row):
+            materialize_held(self._ledger.slots, [self])
 
     def wants_gradient(self) -> bool:
         """The `requires_grad` that counts: the last one written, to the master or to its parameter."""
@@ -228,6 +224,19 @@ class Master(Exact):
         """Return the master if other code wrote it; else the parameter, with master elements where they round to it."""
         weight = self.weight.detach()
         return weight.clone() if self.was_written() else followed(weight, self.param.detach())
+
+
+def materialize_held(slots: Slots, masters: Sequence[Master]) -> None:
+    """Make float32 gradients from the held ones of `masters`, and add each to what autograd wrote meanwhile.
+
+    Raises AmpStateError if one is lost.
+    """
+    # The first reader may be in inference mode; the gradients must serve later readers, too.
+    with torch.no_grad(), torch.inference_mode(False):
+        by_row = {master.row: master for master in masters if master.row is not None}
+        for row, unscaled in slots.take(by_row).items():
+            written = by_row[row].gradient()
+            GRAD.__set__(by_row[row].weight, unscaled if written is None else unscaled.add_(written))
 
 
 @torch.no_grad()

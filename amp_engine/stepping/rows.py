@@ -32,6 +32,7 @@ from amp_engine.stepping.master import (
     Master,
     laid_out_as,
     masters_of,
+    materialize_held,
     take_state,
     write_back_all,
 )
@@ -303,8 +304,7 @@ class Rows:
     def materialize(self, zeros: bool = False) -> None:
         """Make every held gradient a float32 gradient, 4 bytes an element; with `zeros` also make gradients of 0."""
         if self.ledger.slots.count > 0:
-            for master in self.masters:
-                master.materialize_held()
+            materialize_held(self.ledger.slots, self.masters)
         self.ledger.hold(NO_SLOTS)
         for row in self.ledger.spent.zero_rows() if zeros else ():
             if (zeroed := self.columns.masters[row]) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -141,20 +141,28 @@ class Slots:
         """True if a gradient is held for a row."""
         return self.count > 0 and self.states[row] == Slot.HELD
 
-    def take(self, row: int) -> Tensor | None:
-        """Empty a slot, and return its gradient in float32, unscaled and clipped; None if none is held.
+    def take(self, rows: Iterable[int]) -> dict[int, Tensor]:
+        """Empty slots, and return the gradients that were held in them, by row: float32, unscaled and clipped.
 
-        Raises AmpStateError if it is lost; the slot is empty then.
+        Raises AmpStateError if one is lost; its slot is empty then, and the others are as they were.
         """
-        try:
-            grad = self.held[row] if self.held is not None and self.holds(row) else None
-        except AmpStateError:
+        grads, by_device = dict[int, Tensor](), dict[torch.device, list[int]]()
+        for row in rows:
+            try:
+                grad = self.held[row] if self.held is not None and self.holds(row) else None
+            except AmpStateError:
+                self.empty(row)
+                raise
+            if grad is not None:
+                grads[row] = grad
+                by_device.setdefault(grad.device, []).append(row)
+        unscaled = {row: torch.empty_like(grad, dtype=torch.float32) for row, grad in grads.items()}
+        for device, held in by_device.items():
+            outputs = [unscaled[row] for row in held]
+            kernels.cast_copy_(outputs, [grads[row] for row in held])
+            torch._foreach_mul_(outputs, moved(self._factor(), device))
+        for row in grads:
             self.empty(row)
-            raise
-        if grad is None:
-            return None
-        unscaled = grad.to(torch.float32, copy=True).mul_(moved(self._factor(), grad.device))
-        self.empty(row)
         return unscaled
 
     def empty(self, row: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import and_, or_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,24 @@ class Zeroed(Enum):
     GONE = "gone"
 
 
+class _Tiny(Tensor):
+    """A tiny gradient that notes when it is zeroed, for no one to read it, which on a GPU waits."""
+
+    zeroed_at = -1  # its version then
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func in _ZEROING:
+            for zeroed in args[0] if isinstance(args[0], list | tuple) else args[:1]:
+                if isinstance(zeroed, _Tiny):
+                    zeroed.zeroed_at = zeroed._version
+        return result
+
+
+_ZEROING = (Tensor.zero_, torch._foreach_zero_)
+
+
 class Sentinel:
     """The gradient that a parameter has, or a tiny one that it shows, which tells of a `zero_grad()`.
 
@@ -30,7 +49,7 @@ class Sentinel:
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
-        self._tiny: Tensor | None = None
+        self._tiny: _Tiny | None = None
         self._fresh = 0  # the version of `_tiny` as it was made
         self._look()
 
@@ -47,19 +66,20 @@ class Sentinel:
         if is_shown:
             if self._tiny is None or self._tiny._version != self._fresh:
                 with torch.inference_mode(False):
-                    self._tiny = torch.full_like(self.param, _tiny(self.param), requires_grad=False)
+                    filled = torch.full_like(self.param, _tiny(self.param), requires_grad=False)
+                    self._tiny = filled.as_subclass(_Tiny)
                 self._fresh = self._tiny._version
             GRAD.__set__(self.param, self._tiny)
         self._look()
         return is_shown
 
     def hear(self) -> Zeroed:
-        """Take the tiny gradient away, and tell if a `zero_grad()` came since `show`. May wait if it was written."""
+        """Take the tiny gradient away, and tell if a `zero_grad()` came since `show`. Waits for other writes."""
         now = GRAD.__get__(self.param)
         if now is None:
             return Zeroed.GONE
         is_untouched = now is self._grad and now._version == self._version
-        is_zeroed = not is_untouched and not bool(arithmetic.values(now).any())
+        is_zeroed = not is_untouched and (_notes_zero(now) or not bool(arithmetic.values(now).any()))
         if self._grad is self._tiny and (is_untouched or is_zeroed or _is_tiny(now, self.param)):
             self.hide()  # else an unscaled backward added to it
         return Zeroed.IN_PLACE if is_zeroed else Zeroed.NO
@@ -67,6 +87,10 @@ class Sentinel:
     def hide(self) -> None:
         """Take the gradient away."""
         GRAD.__set__(self.param, None)
+
+
+def _notes_zero(grad: Tensor) -> bool:
+    return isinstance(grad, _Tiny) and grad.zeroed_at == grad._version
 
 
 def _tiny(param: Tensor) -> float:

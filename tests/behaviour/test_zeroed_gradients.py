@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_engine import amp
 from amp_engine.optimizers import FusedAdam, FusedSGD
@@ -100,6 +101,30 @@ def assert_close(actual: list[Tensor], truth: list[Tensor], level: str) -> None:
     tolerance = {"O4": 0.02, "O5": 0.02}.get(level, 2e-3)
     for a, t in zip(actual, truth, strict=True):
         assert (a - t).norm() <= tolerance * t.norm()
+
+
+class Reads(TorchDispatchMode):
+    """Counts the questions whether a tensor holds anything, each of which waits for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in (torch.ops.aten.any.default, torch.ops.aten.all.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+@pytest.mark.parametrize("name", ["FusedSGD", "AdamW"])
+def test_no_gradient_is_read_to_hear_of_a_zero_grad(way: str, name: str) -> None:
+    model = Parts()
+    model, optimizer = amp.initialize(model, OPTIMIZERS[name](model.parameters()), opt_level="O2", verbosity=0)
+    for index in range(3):
+        loss = model.loss("ab", index)
+        with Reads() as reads, amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert reads.count == 0
+        optimizer.step()
+        IN_PLACE[way](model, optimizer)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])

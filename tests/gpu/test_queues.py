@@ -87,7 +87,15 @@ def test_a_step_of_the_engine_waits_for_nothing(count):
 class Ops(TorchDispatchMode):
     """Notes the names of torch's operations that may launch kernels: neither memory, nor numbers for the host."""
 
-    FREE = ("aten.empty", "aten._local_scalar_dense", "aten.select.int", "aten.detach", "aten._lazy_clone", "profiler.")
+    FREE = (
+        "aten.empty",
+        "aten.set_",
+        "aten._local_scalar_dense",
+        "aten.select.int",
+        "aten.detach",
+        "aten._lazy_clone",
+        "profiler.",
+    )
 
     def __init__(self):
         super().__init__()
@@ -126,6 +134,23 @@ def test_an_iteration_is_six_launches(count, monkeypatch):
             iteration.finish(iteration.backward())
     scaling = ["aten.mul.Tensor"] * 2  # the loss, and its gradient
     assert ops.names == [*scaling, *["run"] * CHECK_LAUNCHES, *["step"] * STEP_LAUNCHES]
+
+
+def test_an_optimizers_own_step_is_as_many_operations_for_any_number_of_tensors():
+    counts = []
+    for count in (3, 30):
+        model = Tensors(count, 8).to(GPU)
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, foreach=True)
+        with Engine() as engine:
+            engine.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=8.0)
+            for _ in range(2):
+                with engine.scale_loss(torch.zeros((), device=GPU), optimizer):
+                    for p in model.parameters():
+                        p.grad = torch.ones_like(p)
+                with Ops() as ops:
+                    optimizer.step()
+        counts.append(len(ops.names))
+    assert counts[0] == counts[1] < 25
 
 
 @pytest.mark.skipif(not kernels.has_native(GPU), reason="needs compiled kernels")

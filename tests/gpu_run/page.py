@@ -1,7 +1,7 @@
 """Makes docs/gpu.md of the reports under docs/gpu: `python -m tests.gpu_run.page`.
 
 `make gpu` makes such a page of its own reports. One that is to stay is put under docs/gpu, in a folder of any name: the
-files A.json and A.jsonl of part A, and so on.
+files A.json and A.jsonl of part A, and so on. docs/gpu/about.md says in words what they show.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def page(folder: Path) -> str:
     every = reports(folder)
     if not every:
         return HEAD + NOTHING
-    return "\n".join([HEAD, table([summary(report) for report in every]), *map(section, every)])
+    about = folder / "about.md"
+    words = [about.read_text()] if about.exists() else []
+    return "\n".join([HEAD, *words, table([summary(report) for report in every]), *map(section, every)])
 
 
 def summary(report: dict[str, Any]) -> Row:

@@ -1,7 +1,6 @@
 // How best to walk memory in the update: Adam on FP32 masters from float16 gradients, half weights written back, 28 bytes
-// a parameter. Octets: a thread takes eight neighbours, FP32 as two 16-byte accesses 32 bytes apart from its neighbour's.
-// Quads: four neighbours 1,024 elements behind the other four, so that a warp's accesses have no gaps.
-// Loads are kept out of L1 or not; 3 or 4 blocks a multiprocessor; chunks of 16, 32, 64 K.
+// a parameter. Threads of a block, how many elements each takes at once (by fours, so that a warp's accesses have no
+// gaps), blocks that share a multiprocessor; accesses are kept out of L1 or not. A block does a chunk of 32 K elements.
 //
 // Prints one line of JSON for each. variants [parameters] [rounds]
 #include <cstdint>
@@ -22,7 +21,7 @@
     }                                                                                            \
   } while (false)
 
-constexpr int kThreads = 256;
+constexpr int kChunk = 32 * 1024;
 
 struct Lists {
   __half const* gradient;
@@ -31,7 +30,6 @@ struct Lists {
   float* exp_avg_sq;
   __half* copy;
   int64_t n;
-  int chunk;
 };
 
 template <bool kAllocate>
@@ -108,44 +106,41 @@ __device__ __forceinline__ uint2 step(uint2 g, uint4& w, uint4& m, uint4& v) {
   return make_uint2(packed(w.x, w.y), packed(w.z, w.w));
 }
 
-template <bool kQuads, bool kAllocate, int kBlocks>
+template <int kThreads, int kShare, int kBlocks, bool kAllocate>
 __global__ void __launch_bounds__(kThreads, kBlocks) update(Lists const a) {
-  int64_t const begin = int64_t(blockIdx.x) * a.chunk;
+  constexpr int kFours = kShare / 4;
+  constexpr int kNext = kThreads * 4;  // from four elements of a thread to its next four
+  int64_t const begin = int64_t(blockIdx.x) * kChunk;
   int64_t const left = a.n - begin;
-  int const n = int(left < a.chunk ? left : a.chunk);  // a multiple of 2,048
-  int const share = kQuads ? 4 : 8;
-  int const second = kQuads ? kThreads * 4 : 4;  // from the first four elements of a thread to the other four
-  for (int i = int(threadIdx.x) * share; i + second + 4 <= n; i += kThreads * 8) {
+  int const n = int(left < kChunk ? left : kChunk);  // a multiple of what a block takes at once
+#pragma unroll 1
+  for (int i = int(threadIdx.x) * 4; i < n; i += kThreads * kShare) {
     int64_t const p = begin + i;
-    int64_t const q = p + second;
-    uint2 g0, g1;
-    if constexpr (kQuads) {
-      g0 = load_8<kAllocate>(a.gradient + p);
-      g1 = load_8<kAllocate>(a.gradient + q);
-    } else {
-      uint4 const g = load_16<kAllocate>(a.gradient + p);
-      g0 = make_uint2(g.x, g.y);
-      g1 = make_uint2(g.z, g.w);
+    uint2 g[kFours];
+    uint4 w[kFours], m[kFours], v[kFours];
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      g[k] = load_8<kAllocate>(a.gradient + p + k * kNext);
     }
-    uint4 w0 = load_16<kAllocate>(a.weight + p);
-    uint4 w1 = load_16<kAllocate>(a.weight + q);
-    uint4 m0 = load_16<kAllocate>(a.exp_avg + p);
-    uint4 m1 = load_16<kAllocate>(a.exp_avg + q);
-    uint4 v0 = load_16<kAllocate>(a.exp_avg_sq + p);
-    uint4 v1 = load_16<kAllocate>(a.exp_avg_sq + q);
-    uint2 const c0 = step(g0, w0, m0, v0);
-    uint2 const c1 = step(g1, w1, m1, v1);
-    store_16<kAllocate>(a.exp_avg + p, m0);
-    store_16<kAllocate>(a.exp_avg + q, m1);
-    store_16<kAllocate>(a.exp_avg_sq + p, v0);
-    store_16<kAllocate>(a.exp_avg_sq + q, v1);
-    store_16<kAllocate>(a.weight + p, w0);
-    store_16<kAllocate>(a.weight + q, w1);
-    if constexpr (kQuads) {
-      *reinterpret_cast<uint2*>(a.copy + p) = c0;
-      *reinterpret_cast<uint2*>(a.copy + q) = c1;
-    } else {
-      store_16<kAllocate>(a.copy + p, make_uint4(c0.x, c0.y, c1.x, c1.y));
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      w[k] = load_16<kAllocate>(a.weight + p + k * kNext);
+    }
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      m[k] = load_16<kAllocate>(a.exp_avg + p + k * kNext);
+    }
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      v[k] = load_16<kAllocate>(a.exp_avg_sq + p + k * kNext);
+    }
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      uint2 const copy = step(g[k], w[k], m[k], v[k]);
+      store_16<kAllocate>(a.exp_avg + p + k * kNext, m[k]);
+      store_16<kAllocate>(a.exp_avg_sq + p + k * kNext, v[k]);
+      store_16<kAllocate>(a.weight + p + k * kNext, w[k]);
+      *reinterpret_cast<uint2*>(a.copy + p + k * kNext) = copy;
     }
   }
 }
@@ -164,17 +159,16 @@ __global__ void fill(__half* gradient, float* weight, float* exp_avg, float* exp
 
 struct Variant {
   void (*kernel)(Lists);
-  bool quads, allocate;
-  int blocks, chunk;
+  int threads, share, blocks;
+  bool allocate;
   std::vector<float> ms{};
   cudaEvent_t start{}, end{};
 };
 
-template <bool kQuads, bool kAllocate, int kBlocks>
+template <int kThreads, int kShare, int kBlocks>
 void add(std::vector<Variant>& variants) {
-  for (int const kilo : {16, 32, 64}) {
-    variants.push_back({update<kQuads, kAllocate, kBlocks>, kQuads, kAllocate, kBlocks, kilo * 1024});
-  }
+  variants.push_back({update<kThreads, kShare, kBlocks, false>, kThreads, kShare, kBlocks, false});
+  variants.push_back({update<kThreads, kShare, kBlocks, true>, kThreads, kShare, kBlocks, true});
 }
 
 float median(std::vector<float> x) {
@@ -202,10 +196,10 @@ int main(int argc, char** argv) {
   CHECK(cudaDeviceSynchronize());
 
   std::vector<Variant> variants;
-  variants.push_back({nullptr, false, false, 0, 0});  // the copy
-  add<false, false, 3>(variants), add<false, false, 4>(variants), add<false, true, 3>(variants);
-  add<false, true, 4>(variants), add<true, false, 3>(variants), add<true, false, 4>(variants);
-  add<true, true, 3>(variants), add<true, true, 4>(variants);
+  variants.push_back({nullptr, 0, 0, 0, false});  // the copy
+  add<256, 8, 4>(variants), add<256, 8, 3>(variants), add<256, 4, 8>(variants), add<256, 4, 4>(variants);
+  add<512, 8, 2>(variants), add<512, 4, 4>(variants), add<512, 4, 3>(variants), add<512, 4, 2>(variants);
+  add<1024, 4, 2>(variants), add<1024, 4, 1>(variants);
 
   for (Variant& v : variants) {
     CHECK(cudaEventCreate(&v.start));
@@ -215,8 +209,7 @@ int main(int argc, char** argv) {
     for (Variant& v : variants) {  // queued behind one another: no time of the host is in between
       CHECK(cudaEventRecord(v.start));
       if (v.kernel) {
-        a.chunk = v.chunk;
-        v.kernel<<<unsigned((n + v.chunk - 1) / v.chunk), kThreads>>>(a);
+        v.kernel<<<unsigned((n + kChunk - 1) / kChunk), v.threads>>>(a);
         CHECK(cudaGetLastError());
       } else {
         CHECK(cudaMemcpyAsync(to, from, n * 4, cudaMemcpyDeviceToDevice));
@@ -237,9 +230,9 @@ int main(int argc, char** argv) {
   for (Variant const& v : variants) {
     if (v.kernel) {
       double const rate = 28.0 * double(n) / median(v.ms) / 1e6;
-      std::printf("{\"what\": \"%s, %s, %d blocks, chunks of %d K\", \"ms\": %.4f, \"gb_per_s\": %.1f, \"of_copy\": %.4f}\n",
-                  v.quads ? "quads" : "octets", v.allocate ? "default" : "no_allocate", v.blocks, v.chunk / 1024,
-                  median(v.ms), rate, rate / copy);
+      std::printf("{\"what\": \"%d threads, %d elements each, %d blocks, %s\", \"ms\": %.4f, \"gb_per_s\": %.1f, "
+                  "\"of_copy\": %.4f}\n",
+                  v.threads, v.share, v.blocks, v.allocate ? "default" : "no_allocate", median(v.ms), rate, rate / copy);
     }
   }
   return 0;

@@ -36,12 +36,8 @@ inline void handed_out(c10::StorageImpl*) {}  // that torch calls it is all ther
 // Nobody else has the memory, who may have kept a pointer into it.
 inline bool is_sole(at::Tensor const& t) {
   size_t const users = t.unsafeGetTensorImpl()->unsafe_storage().use_count();
-#if AMP_HAS_MATERIALIZER
   // Once there was a Python object of the storage, as torch.save makes it, both keep each other.
   return users == 1 || (users == 2 && storage_of(t).pyobj_slot()->has_unique_reference());
-#else
-  return users == 1;
-#endif
 }
 
 // From now on, if nobody else has the memory: not numpy's, of a file, or of other processes. Whether it is watched.

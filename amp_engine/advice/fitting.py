@@ -7,7 +7,7 @@ from typing import Any
 
 from amp_engine.advice.records import BASE, Dropped
 from amp_engine.errors import AmpError
-from amp_engine.levels.levels import LEVELS
+from amp_engine.levels.levels import LEVELS, beneath
 from amp_engine.levels.policy_file import RunPolicy, completed
 
 _OF_ANOTHER_LEVEL = ("cast_model_type", "patch_torch_functions", "master_weights")
@@ -24,23 +24,24 @@ def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], li
 
     Args:
         arguments: those that were passed, by name.
-        level: of the trial.
+        level: of the trial, or a recipe, which runs at O0.
 
     Returns:
         Arguments for `Engine.initialize`; what was left out; and the level that the script asks for, by its policy or
         `opt_level`. Raises as `policy_file.completed` and `RunPolicy.load` for a policy that `initialize` would refuse.
     """
     asked, said, names = completed(arguments)
-    kept = {**said, "enabled": True, "opt_level": level}
+    run_at = beneath(level)
+    kept = {**said, "enabled": True, "opt_level": run_at}
     if names and level != BASE:
-        kept["policy"] = RunPolicy(level, names)
+        kept["policy"] = RunPolicy(run_at, names)
     dropped = []
     if not arguments.get("enabled", True):
         dropped.append(Dropped("enabled=False", "each level is tried"))
     if level == asked and level != BASE:
         return kept, dropped, asked
     for name in _PROPERTIES:
-        why = _why_not(name, kept.get(name), level)
+        why = _why_not(name, kept.get(name), run_at)
         if why is not None:
             dropped.append(Dropped(f"{name}={kept.pop(name)!r}", why))
     return kept, dropped, asked

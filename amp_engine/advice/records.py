@@ -16,12 +16,13 @@ class Task:
     """The task of a trial.
 
     Attributes:
-        level: "O0" to "O5", in place of the script's own.
+        level: "O0" to "O5", in place of the script's own; or a recipe, emulated in the first backward at O0.
         steps: the script is ended after so many steps of its first optimizer.
         deadline: by `time.monotonic()`; the first step that ends later is the last one.
         seed: of random, numpy and torch, before the script; and of the perturbation.
         perturb: multiply the weights by 1 + 2^-11 * uniform(-1, 1) after the first step, and count gradients.
         path: of the file that the trial is written to.
+        gradient_path: of the file of O0's first gradient, which recipes are compared with; empty without recipes.
     """
 
     level: str
@@ -30,6 +31,7 @@ class Task:
     seed: int = 0
     perturb: bool = False
     path: str = ""
+    gradient_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Trial:
         memory: by class, at the end of the last backward that was looked at.
         peak_bytes: the peak of torch's allocator on all GPUs; None without a GPU.
         gradients: magnitudes of the weights' gradients after the backwards of the last steps; None if not counted.
+        gradient_error: at a recipe ||a - b|| / ||b|| of the first backward's gradient, b at O0; None at levels.
         dropped: arguments that were left out of the script's `initialize`.
         machine: the device that it ran on, in words.
         lacks: the instructions for `dtype` that the device, a CPU, has not, so that it emulates them; None elsewhere.
@@ -80,6 +83,7 @@ class Trial:
     memory: tuple[Memory, ...] = ()
     peak_bytes: int | None = None
     gradients: Magnitudes | None = None
+    gradient_error: float | None = None
     dropped: tuple[Dropped, ...] = ()
     machine: str = ""
     lacks: str | None = None

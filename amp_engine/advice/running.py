@@ -20,6 +20,7 @@ from amp_engine.advice.records import BASE, Task, Trial
 from amp_engine.apex import finder
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.levels.levels import LEVELS
+from amp_engine.levels.recipes import RECIPES, meant
 
 VARIABLE = "AMP_ENGINE_TRIAL"
 GRACE = 20.0
@@ -61,7 +62,8 @@ def advise(
         argv: a script with its arguments, or "-m", a module and its arguments.
         steps: number of steps of the first optimizer that was passed to `initialize`.
         warmup: times leave out so many of the first steps.
-        levels: the levels to try.
+        levels: the levels to try. Of a recipe, "float8", "mxfp8" or "nvfp4", the first gradient alone is compared with
+            O0's: it is advice, and no training level.
         seconds: a level is ended early so long after the start of its process.
         seed: of random, numpy, torch and the order of sets, before the script; 0 to 2^32 - 1.
         say: called before each run with a line about it.
@@ -78,24 +80,32 @@ def advise(
     run = run or run_in_process
     others = [level for level in dict.fromkeys(levels) if level != BASE]
     count = len(others) + 2
+    with tempfile.TemporaryDirectory(prefix="amp_advise_") as folder:
+        gradient_path = str(Path(folder, "gradient")) if any(level in RECIPES for level in others) else ""
 
-    def tried(number: int, level: str, steps: int, perturb: bool = False) -> Trial:
-        if say is not None:
-            say(f"{level}, run {number} of {count}")
-        return run(argv, Task(level, steps, time.monotonic() + seconds, seed, perturb))
+        def tried(number: int, level: str, steps: int, perturb: bool = False) -> Trial:
+            if say is not None:
+                say(f"{level}, run {number} of {count}")
+            task = Task(level, steps, time.monotonic() + seconds, seed, perturb)
+            if level in RECIPES:
+                task = dataclasses.replace(task, steps=1)
+            if level in RECIPES or number == 1:
+                task = dataclasses.replace(task, gradient_path=gradient_path)
+            return run(argv, task)
 
-    base = tried(1, BASE, steps)
-    if base.error is not None:
-        raise AmpStateError(
-            f"{BASE} failed, with which the other levels are compared.  The script printed:\n{base.error}"
-        )
-    if base.asked is None or not any(base.losses):
-        what = "amp.initialize" if base.asked is None else "amp.scale_loss and a step of its first optimizer"
-        raise AmpStateError(_NO_AMP.format(what=what))
-    enough = base.steps  # of a script that ends earlier: which its last steps are is known now
-    found = [tried(i, level, enough) for i, level in enumerate(others, 2)]
-    again = tried(count, BASE, enough, perturb=True)
-    return Advice(tuple(argv), steps, warmup, base, tuple(found), again)
+        base = tried(1, BASE, steps)
+        if base.error is not None:
+            raise AmpStateError(
+                f"{BASE} failed, with which the other levels are compared.  The script printed:\n{base.error}"
+            )
+        if base.asked is None or not any(base.losses):
+            what = "amp.initialize" if base.asked is None else "amp.scale_loss and a step of its first optimizer"
+            raise AmpStateError(_NO_AMP.format(what=what))
+        enough = base.steps  # of a script that ends earlier: which its last steps are is known now
+        found = [tried(i, level, enough) for i, level in enumerate(others, 2)]
+        again = tried(count, BASE, enough, perturb=True)
+    of_levels, of_recipes = (tuple(t for t in found if (t.level in RECIPES) is narrow) for narrow in (False, True))
+    return Advice(tuple(argv), steps, warmup, base, of_levels, again, of_recipes)
 
 
 def run_in_process(argv: Sequence[str], task: Task) -> Trial:
@@ -200,10 +210,12 @@ def check_script(argv: Sequence[str]) -> None:
 
 
 def _check(steps: int, warmup: int, levels: Sequence[str], seconds: float, seed: int) -> None:
-    unknown = [level for level in levels if level not in LEVELS]
+    unknown = [level for level in levels if level not in (*LEVELS, *RECIPES)]
     if unknown or not levels:
+        said = f", {', '.join(map(repr, unknown))} unknown" if unknown else ""
         raise AmpValueError(
-            f"levels={','.join(levels)!r}: a level is one of {', '.join(LEVELS)}.  Use for example O0,O2."
+            f"levels={','.join(levels)!r}{said}: a level is one of {', '.join(LEVELS)}, a recipe one of "
+            f"{', '.join(RECIPES)}.  Use for example O0,O2,{(unknown and meant(unknown[0])) or 'float8'}."
         )
     if warmup < 0 or steps < warmup + 2 or not seconds > 0:
         raise AmpValueError(

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine import amp
+from amp_engine.advice.first_gradient import FirstGradient
 from amp_engine.advice.fitting import fitted
 from amp_engine.advice.records import Task, Trial
 from amp_engine.engine import Engine
@@ -68,6 +69,8 @@ class TrialEngine(Engine):
         self._skips_before = 0  # the last `close`
         self._pendings: list[Pending] = []
         self._gradients = MagnitudeCounter()
+        # None without recipes, and once it was looked at.
+        self._first_gradient = FirstGradient(task.level, task.gradient_path) if task.gradient_path else None
 
     def initialize(self, *args: Any, **keywords: Any) -> Any:
         """Initialize at the level of the trial, without the arguments that do not fit it."""
@@ -83,6 +86,8 @@ class TrialEngine(Engine):
         self._note(asked=asked, dtype=dtype_name(half) if half else None, dropped=(*self._trial.dropped, *new))
         self._pendings = [one.pending for one in self._initialized.backwards.all]
         self._look_at_device()
+        if self._first_gradient is not None:
+            self._first_gradient.begin(self._initialized.models)
         if self._initialized.backwards.optimizers and self._first() is None:
             first = self._initialized.backwards.optimizers[0]
             self._first = weakref.ref(first)
@@ -94,7 +99,8 @@ class TrialEngine(Engine):
         self._leave_if_over()
         backward = super().scale_loss(loss, *args, **keywords)
         self._losses[-1].append(loss.detach().float().mean())
-        return self._looking_after(backward) if self._counts_next or self._measures_next else backward
+        looks = self._counts_next or self._measures_next or self._first_gradient is not None
+        return self._looking_after(backward) if looks else backward
 
     def close(self) -> None:
         """Record scales and skips, and close."""
@@ -159,6 +165,9 @@ class TrialEngine(Engine):
         with backward as scaled_loss:
             yield scaled_loss
         with self._doing_own():
+            if self._first_gradient is not None:
+                self._note(gradient_error=self._first_gradient.end(self._initialized.models))
+                self._first_gradient = None
             if self._measures_next:
                 self._note(memory=memory.described(self))
                 self._look_at_device()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,7 +116,7 @@ class Trials:
             dtype = decided.cast_model_type or decided.patch_torch_functions_type or torch.float32
             element = None if recipe is None else recipe.operands.element
             name, unit = (dtype_name(dtype), roundoff(dtype)) if element is None else (element.name, element.roundoff)
-            emulation = None if recipe is None else Emulation(model, recipe)
+            emulation = None if recipe is None else Emulation([model], recipe)
             follower = self._follower(model, unit, scale, emulation)
             try:
                 with nullcontext() if emulation is None else emulation.following():
@@ -152,15 +152,7 @@ class Trials:
         return gradients
 
     def _compared(self, policy: RunPolicy, run: _Run, reference: _Run) -> LevelComparison:
-        parameters, whole = [], Distance(0.0, 0.0)
-        for name in dict.fromkeys((*reference.gradients, *run.gradients)):
-            given, expected = run.gradients.get(name), reference.gradients.get(name)
-            one = given if given is not None else expected
-            assert one is not None
-            zero = torch.zeros((), device=one.device).expand(one.shape)
-            found = distance(zero if given is None else given, zero if expected is None else expected)
-            parameters.append(ComparedParameter(name, found.relative, found.norm))
-            whole += found
+        parameters, whole = compared_gradients(run.gradients, reference.gradients)
         overflows = not run.has_finite_gradients
         loss, reference_loss = run.loss.float(), reference.loss.float()
         assert isinstance(run.follower, Comparing)
@@ -178,7 +170,7 @@ class Trials:
             overflowed=overflows and bool(run.loss.isfinite()),
             operations=by_growth(run.follower.operations),
             modules=run.follower.by_module(),
-            parameters=tuple(sorted(parameters, key=lambda p: -p.error)),
+            parameters=parameters,
             unmatched=len(run.follower.unmatched),
         )
 
@@ -283,6 +275,25 @@ def as_policy(level: str | RunPolicy) -> RunPolicy:
         return level
     levels.level(levels.beneath(level))
     return RunPolicy(level)
+
+
+def compared_gradients(
+    gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> tuple[tuple[ComparedParameter, ...], Distance]:
+    """Compare gradients by names, the largest error first, and all of them as one vector; one that is missing is 0.
+
+    Waits for the device.
+    """
+    parameters, whole = [], Distance(0.0, 0.0)
+    for name in dict.fromkeys((*reference, *gradients)):
+        given, expected = gradients.get(name), reference.get(name)
+        one = given if given is not None else expected
+        assert one is not None
+        zero = torch.zeros((), device=one.device).expand(one.shape)
+        found = distance(zero if given is None else given, zero if expected is None else expected)
+        parameters.append(ComparedParameter(name, found.relative, found.norm))
+        whole += found
+    return tuple(sorted(parameters, key=lambda p: -p.error)), whole
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

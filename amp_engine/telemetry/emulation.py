@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,14 +29,14 @@ class Emulation(Recorder):
     Each of the three products of a layer rounds both operands anew, along the dimension that it adds along.
 
     Args:
-        model: whose kept modules are left alone.
+        models: whose kept modules are left alone.
         recipe: the formats.
     """
 
     sees_operations = True
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        super().__init__([model])
+    def __init__(self, models: Sequence[nn.Module], recipe: Recipe) -> None:
+        super().__init__(models)
         self._recipe = recipe
         self._places = _MATRICES | (_CONVOLUTIONS if recipe.has_convolutions else {})
         self._kept = {name for module, name in self.modules.items() if is_kept(module)}

@@ -23,12 +23,13 @@ class ScaleUpdate(NamedTuple):
 
     Attributes:
         given: the arguments of `kernels.update_scale_`, by place.
-        outcome, inv_scale: written by it.
+        outcome, inv_scale: written by it; `flag` is the first number of the outcome.
         closed: the snapshot that learns its inverse; None if there is none, or the scale has moved since.
     """
 
     given: tuple[Any, ...]
     outcome: Tensor
+    flag: Tensor
     inv_scale: Tensor
     closed: ScaleSnapshot | None
 
@@ -194,7 +195,7 @@ class LossScaler:
             loss,
         )
         is_still = closed is not None and closed.is_still(self.scale)
-        return ScaleUpdate(given, outcome, inv_scale, closed if is_still else None)
+        return ScaleUpdate(given, outcome, outcome[0], inv_scale, closed if is_still else None)
 
     def end_update(self, update: ScaleUpdate, largest: Tensor | None = None, bad_loss: Tensor | None = None) -> Tensor:
         """Take over what an update that was done has found. No host sync.
@@ -207,7 +208,7 @@ class LossScaler:
             The numbers of an `Outcome`.
         """
         outcome = update.outcome
-        found_inf, next_scale = outcome[0], outcome[1]
+        found_inf, next_scale = update.flag, outcome[1]
         if update.closed is not None:
             update.closed.learn_inverse(update.inv_scale)
         if self.auto is not None:

@@ -99,7 +99,7 @@ class Backward:
     @property
     def flag(self) -> Tensor:
         """!= 0 if a gradient is not finite, as far as this rank knows: float32, shape []."""
-        return self.update.outcome[0] if self.update is not None and self.is_updated else self.scaler.found_inf
+        return self.update.flag if self.update is not None and self.is_updated else self.scaler.found_inf
 
     def conclude(self, outcome: Tensor) -> None:
         """Set the outcome, after all checks: updating the scaler gave these numbers. No host sync."""

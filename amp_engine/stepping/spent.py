@@ -50,12 +50,17 @@ class Sentinel:
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
         self._tiny: _Tiny | None = None
+        self._filled: Tensor | None = None  # its memory and version, without a class that each question goes by
         self._fresh = 0  # the version of `_tiny` as it was made
         self._look()
 
     def _look(self) -> None:
         self._grad = GRAD.__get__(self.param)
-        self._version = 0 if self._grad is None else self._grad._version
+        self._version = self._version_of(self._grad)
+
+    def _version_of(self, grad: Tensor | None) -> int:
+        plain = self._filled if grad is self._tiny else grad
+        return 0 if plain is None else plain._version
 
     def show(self) -> bool:
         """Have the parameter show a tiny gradient, unless it has one; True if it does.
@@ -64,11 +69,11 @@ class Sentinel:
         """
         is_shown = GRAD.__get__(self.param) is None
         if is_shown:
-            if self._tiny is None or self._tiny._version != self._fresh:
+            if self._filled is None or self._filled._version != self._fresh:
                 with torch.inference_mode(False):
-                    filled = torch.full_like(self.param, _tiny(self.param), requires_grad=False)
-                    self._tiny = filled.as_subclass(_Tiny)
-                self._fresh = self._tiny._version
+                    self._filled = torch.full_like(self.param, _tiny(self.param), requires_grad=False)
+                    self._tiny = self._filled.as_subclass(_Tiny)
+                self._fresh = self._filled._version
             GRAD.__set__(self.param, self._tiny)
         self._look()
         return is_shown
@@ -78,7 +83,7 @@ class Sentinel:
         now = GRAD.__get__(self.param)
         if now is None:
             return Zeroed.GONE
-        is_untouched = now is self._grad and now._version == self._version
+        is_untouched = now is self._grad and self._version_of(now) == self._version
         is_zeroed = not is_untouched and (_notes_zero(now) or not bool(arithmetic.values(now).any()))
         if self._grad is self._tiny and (is_untouched or is_zeroed or _is_tiny(now, self.param)):
             self.hide()  # else an unscaled backward added to it

@@ -153,6 +153,12 @@ def _notes(advice: Advice) -> Iterator[str]:
         yield "lost: of O0's nonzero weight gradients those that float16 rounds to 0 at the loss scale beside it."
     if base.asked is not None:
         yield f"The script asks for {base.asked}."
+    else:
+        yield (
+            "The script has no amp.  It was tried with amp.initialize(model, optimizer, opt_level=...) after its first "
+            "step, which is not counted, with amp.scale_loss(loss, optimizer) around loss.backward(), and with "
+            "amp.clip_grad_norm_: to train at a level, write these, the first before the first step."
+        )
     if base.steps < advice.steps:
         yield _ended_early(base, advice.steps)
     for trial in advice.levels:

@@ -74,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         f"       {NAME} [options] -m package.module [arguments of the module]",
         description="Run a few steps of an unmodified training script at each level; compare losses, speed and memory, "
         "and say which level to take. The script runs once for each level and twice at O0, and is ended after its "
-        "steps. Files that it writes until then are written each time.",
+        "steps. Files that it writes until then are written each time. A script without amp is tried where it has one "
+        "model and one optimizer.",
         allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=20, help="of the first optimizer, at each level (default 20)")

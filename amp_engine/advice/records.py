@@ -70,6 +70,7 @@ class Trial:
         lacks: the instructions for `dtype` that the device, a CPU, has not, so that it emulates them; None elsewhere.
         out_of_time: True if it was ended before its last step, since its time was over.
         error: the end of what the script printed, if it failed; None if it did not.
+        obstacle: the reason why a script without `initialize` cannot be tried, in words; None if it can.
     """
 
     level: str
@@ -89,6 +90,7 @@ class Trial:
     lacks: str | None = None
     out_of_time: bool = False
     error: str | None = None
+    obstacle: str | None = None
 
     @property
     def steps(self) -> int:

@@ -30,12 +30,17 @@ SHOWN_LINES = 12
 """Of what a script printed, at its end, where it failed."""
 
 _CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child")
-_NO_AMP = (
-    "The script ended without {what}, so there is nothing to try at other levels.  It has to call model, optimizer = "
-    "amp.initialize(model, optimizer, ...) of `from apex import amp` or `from amp_engine import amp`, and "
-    "amp.scale_loss, in the process that was started: trainings in processes of their own (torchrun, mp.spawn) are not "
-    "followed; run the script on one GPU."
+_TO_WRITE = (
+    "It has to call model, optimizer = amp.initialize(model, optimizer, ...) of `from apex import amp` or `from "
+    "amp_engine import amp`, and amp.scale_loss"
 )
+_NO_AMP = (
+    f"The script ended without {{what}}, so there is nothing to try at other levels.  {_TO_WRITE}, in the process that "
+    "was started: trainings in processes of their own (torchrun, mp.spawn) are not followed; run the script on one GPU."
+)
+_NO_CALLS = "amp.initialize, and without a loss.backward() of one number and a second step of its optimizer"
+_NO_LOSS = "amp.scale_loss and a step of its first optimizer"
+_NOT_PLAIN = f"The script does not call amp.initialize, and cannot be tried as it is: {{obstacle}}.  {_TO_WRITE}."
 
 
 def advise(
@@ -55,12 +60,14 @@ def advise(
         print(advise(["-m", "package.train"], steps=50, levels=["O0", "O2", "O5"]))
 
     Each level runs in a process of its own, with the same arguments, environment, directory and random numbers; the
-    script is ended by SystemExit after its last step. `from apex import amp` is answered by amp_engine there, also in
-    place of an apex that is installed. O0 is run twice, first and last, whether it is listed or not.
+    script is ended by SystemExit after its last step. A script without amp has its one model and its one optimizer
+    initialized after their first step, which is not counted, and its losses scaled. `from apex import amp` is answered
+    by amp_engine there, also in place of an apex that is installed. O0 is run twice, first and last, whether it is
+    listed or not.
 
     Args:
         argv: a script with its arguments, or "-m", a module and its arguments.
-        steps: number of steps of the first optimizer that was passed to `initialize`.
+        steps: number of steps of the first optimizer that was initialized.
         warmup: times leave out so many of the first steps.
         levels: the levels to try. Of a recipe, "float8", "mxfp8" or "nvfp4", the first gradient alone is compared with
             O0's: it is advice, and no training level.
@@ -73,7 +80,7 @@ def advise(
         A frozen record: `str()` is a table with the recommendation as its last line, `to_json()` has all of it.
 
     Raises AmpValueError for arguments that are not allowed, AmpStateError if the script fails at O0, if it never calls
-    `initialize` and `scale_loss`, and where several processes are to train together.
+    `initialize` and `scale_loss` and cannot be tried without these, and where several processes are to train together.
     """
     check_script(argv)
     _check(steps, warmup, levels, seconds, seed)
@@ -86,21 +93,19 @@ def advise(
         def tried(number: int, level: str, steps: int, perturb: bool = False) -> Trial:
             if say is not None:
                 say(f"{level}, run {number} of {count}")
-            task = Task(level, steps, time.monotonic() + seconds, seed, perturb)
-            if level in RECIPES:
-                task = dataclasses.replace(task, steps=1)
-            if level in RECIPES or number == 1:
-                task = dataclasses.replace(task, gradient_path=gradient_path)
-            return run(argv, task)
+            path = gradient_path if level in RECIPES or number == 1 else ""
+            steps = 1 if level in RECIPES else steps
+            return run(argv, Task(level, steps, time.monotonic() + seconds, seed, perturb, gradient_path=path))
 
         base = tried(1, BASE, steps)
         if base.error is not None:
             raise AmpStateError(
                 f"{BASE} failed, with which the other levels are compared.  The script printed:\n{base.error}"
             )
-        if base.asked is None or not any(base.losses):
-            what = "amp.initialize" if base.asked is None else "amp.scale_loss and a step of its first optimizer"
-            raise AmpStateError(_NO_AMP.format(what=what))
+        if base.obstacle is not None:
+            raise AmpStateError(_NOT_PLAIN.format(obstacle=base.obstacle))
+        if not any(base.losses):
+            raise AmpStateError(_NO_AMP.format(what=_NO_CALLS if base.asked is None else _NO_LOSS))
         enough = base.steps  # of a script that ends earlier: which its last steps are is known now
         found = [tried(i, level, enough) for i, level in enumerate(others, 2)]
         again = tried(count, BASE, enough, perturb=True)

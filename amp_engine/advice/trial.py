@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import inspect
 import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_engine import amp
 from amp_engine.advice.first_gradient import FirstGradient
 from amp_engine.advice.fitting import fitted
 from amp_engine.advice.records import Task, Trial
@@ -39,13 +37,6 @@ PERTURBATION = 2.0**-11
 
 _MEASURED_STEP = 2  # memory is looked at in it, when optimizers have their state, and again in the last
 _SIGNATURE = inspect.signature(Engine.initialize)
-
-
-def begin(task: Mapping[str, Any]) -> None:
-    """Have the current engine of this process do a task, given as the fields of a Task."""
-    engine = TrialEngine(Task(**task))
-    amp.replace_engine(engine)
-    atexit.register(engine.write)
 
 
 class TrialEngine(Engine):
@@ -93,6 +84,23 @@ class TrialEngine(Engine):
             self._first = weakref.ref(first)
             self._hook = first.register_step_post_hook(self._after_step)
         return result
+
+    @property
+    def asked(self) -> str | None:
+        """The level that the script asked for; None if it has not called `initialize`."""
+        return self._trial.asked
+
+    def initialize_plain(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Initialize for a script that does not do so."""
+        self.initialize(model, optimizer, verbosity=0)
+        self._note(asked=None)
+
+    def give_up(self, obstacle: str) -> NoReturn:
+        """End the script, whose training no level can be tried with."""
+        self._leave_if_over()
+        self._note(obstacle=obstacle)
+        self.write()
+        raise SystemExit(0)
 
     def scale_loss(self, loss: Tensor, *args: Any, **keywords: Any) -> AbstractContextManager[Tensor]:
         """Record the loss, and scale it."""

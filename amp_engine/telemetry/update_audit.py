@@ -111,11 +111,6 @@ class UpdateAudit(Paged):
         for one in self._followed:
             one.end()
 
-    @property
-    def is_stepping(self) -> bool:
-        """True if an optimizer that is audited is in its step."""
-        return any(one.is_stepping for one in self._followed)
-
     def follow(self, optimizer: Optimizer, models: Sequence[nn.Module] = ()) -> None:
         """Audit one more optimizer, which takes hooks, until the end of the `with`; models give names."""
         self._models += [model for model in models if all(model is not one for one in self._models)]
@@ -242,10 +237,6 @@ class _Followed:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
-
-    @property
-    def is_stepping(self) -> bool:
-        return self._depth > 0
 
     def end(self) -> None:
         """Remove the hooks, and free a step that raised."""

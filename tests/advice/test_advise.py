@@ -137,7 +137,8 @@ def test_a_script_that_fails_at_o0_is_not_tried_further():
 @pytest.mark.parametrize(
     ("seen", "what"),
     [
-        ({"asked": None, "losses": ()}, "without amp.initialize"),
+        ({"asked": None, "losses": ()}, "without amp.initialize, and without a loss.backward"),
+        ({"asked": None, "losses": ((), ())}, "without amp.initialize, and without a loss.backward"),
         ({"losses": ()}, "without amp.scale_loss and a step"),
         ({"losses": ((), ())}, "without amp.scale_loss and a step"),
     ],
@@ -147,6 +148,20 @@ def test_a_script_without_amp_is_told_what_is_missing(seen, what):
     with pytest.raises(AmpStateError, match=what) as error:
         advise([SCRIPT], run=runs)
     assert "torchrun, mp.spawn" in str(error.value)
+    assert len(runs.tasks) == 1
+
+
+def test_a_script_without_amp_is_tried_and_told_what_to_write():
+    text = " ".join(str(advise([SCRIPT], levels=["O2"], run=Runs(O0={"asked": None}))).split())
+    assert "The script has no amp. It was tried with amp.initialize(model, optimizer, opt_level=...) after" in text
+    runs = Runs(O0={"asked": None, "losses": (), "obstacle": "it steps several optimizers, Adam and SGD"})
+    with pytest.raises(AmpStateError) as error:
+        advise([SCRIPT], run=runs)
+    assert str(error.value) == (
+        "The script does not call amp.initialize, and cannot be tried as it is: it steps several optimizers, Adam and "
+        "SGD.  It has to call model, optimizer = amp.initialize(model, optimizer, ...) of `from apex import amp` or "
+        "`from amp_engine import amp`, and amp.scale_loss."
+    )
     assert len(runs.tasks) == 1
 
 

@@ -141,13 +141,6 @@ def test_a_module_and_its_exit_status(tmp_path: Path) -> None:
 @pytest.fixture
 def audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Begins an audit, whose hooks and its writing at the end are taken away afterwards."""
-    handles = []
-
-    def kept(register: Any) -> Any:
-        return lambda hook: handles.append(register(hook))
-
-    for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
-        monkeypatch.setattr(script_audit, name, kept(getattr(script_audit, name)))
     monkeypatch.setattr(script_audit, "atexit", SimpleNamespace(register=lambda function: None))
     begun = []
 
@@ -156,9 +149,8 @@ def audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return begun[-1]
 
     yield begin
-    for handle in handles:
-        handle.remove()
     for one in begun:
+        one._hooks.end()
         one._audit.__exit__()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from textwrap import dedent
 
@@ -17,16 +18,16 @@ MODULES = {
     "numpy/random.py": "seeds = []\nseed = seeds.append",
     "amp_engine/__init__.py": "",
     "amp_engine/advice/__init__.py": "",
-    "amp_engine/advice/trial.py": "tasks = []\nbegin = tasks.append",
+    "amp_engine/advice/script_trial.py": "tasks = []\nbegin = tasks.append",
 }
 TOLD = """
 import sys, importlib, importlib.util
 
 def check(after=""):
-    import torch, numpy.random, amp_engine.advice.trial
+    import torch, numpy.random, amp_engine.advice.script_trial
     assert torch.seeds == [7], (after, torch.seeds)
     assert numpy.random.seeds == [7], (after, numpy.random.seeds)
-    assert [task["level"] for task in amp_engine.advice.trial.tasks] == ["O2"], after
+    assert [task["level"] for task in amp_engine.advice.script_trial.tasks] == ["O2"], after
     for name in ("torch", "numpy", "amp_engine"):
         module = sys.modules[name]
         assert module.__loader__ is module.__spec__.loader
@@ -41,6 +42,9 @@ def ran(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
+    child = tmp_path / "amp_engine" / "advice" / "child"  # from where it finds the stand-ins
+    shutil.copytree(running._CHILD, child)
+    monkeypatch.setattr(running, "_CHILD", str(child))
     monkeypatch.setattr(running.finder, "add_children", lambda environment, replace: None)  # finds the real amp_engine
 
     def run(text: str) -> None:
@@ -56,6 +60,14 @@ def test_each_is_told_once_after_its_import(ran):
         check()
         importlib.reload(sys.modules["torch"])
         assert sys.modules["torch"].seeds == []
+    """)
+
+
+def test_a_script_that_imports_torch_alone_has_a_trial(ran):
+    ran("""
+        import torch
+        assert sys.modules["amp_engine.advice.script_trial"].tasks[0]["level"] == "O2"
+        check()
     """)
 
 

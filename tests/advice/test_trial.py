@@ -373,23 +373,6 @@ def test_a_model_without_amp_is_tried_with_it(bench):
     assert one.trial.dtype == "float16"
 
 
-def test_begin_puts_it_behind_the_functions_of_amp(monkeypatch, tmp_path):
-    before = amp._amp_state.engine
-    monkeypatch.setattr(trials.atexit, "register", lambda function: function)
-    try:
-        trials.begin({"level": "O5", "steps": 2, "deadline": math.inf, "path": str(tmp_path / "trial")})
-        engine = amp._amp_state.engine
-        assert isinstance(engine, trials.TrialEngine)
-        model, optimizer = amp.initialize(*parts(), opt_level="O1", verbosity=0)
-        assert next(model.parameters()).dtype is torch.bfloat16
-        with pytest.raises(SystemExit):
-            train(amp, model, optimizer)
-        amp.close()
-    finally:
-        amp.replace_engine(before)
-    assert os.listdir(tmp_path) == ["trial"]
-
-
 def test_a_script_with_a_policy_is_tried_at_each_level(bench, tmp_path):
     path = tmp_path / "policy.json"
     amp.RunPolicy("O2", ("2",), loss_scale=128.0).save(path)

@@ -2,8 +2,9 @@
 
 Found through PYTHONPATH when Python starts, so the script runs as it always does: its `__main__`, its arguments, its
 tracebacks, and what it sets before it imports torch. Neither torch nor amp_engine is imported here. numpy and torch are
-seeded right after their import, and the trial begins right after that of amp_engine. Processes that the script starts
-have no trial. An audit begins right after the import of torch, and seeds nothing.
+seeded right after their import. The trial begins right after that of amp_engine, which is imported after torch if the
+script has not done so. Processes that the script starts have no trial. An audit begins right after the import of torch,
+and seeds nothing.
 """
 
 import importlib
@@ -89,13 +90,15 @@ def _start() -> None:
             random.seed(seed)
             functions = {
                 "numpy": lambda: importlib.import_module("numpy.random").seed(seed),
-                "torch": lambda: sys.modules["torch"].manual_seed(seed),
-                "amp_engine": lambda: importlib.import_module("amp_engine.advice.trial").begin(task),
+                "torch": lambda: _after_torch(seed),
+                "amp_engine": lambda: importlib.import_module("amp_engine.advice.script_trial").begin(task),
             }
             sys.meta_path.insert(0, _AfterImport(functions))
         if AUDIT_VARIABLE in os.environ:
             told = json.loads(os.environ.pop(AUDIT_VARIABLE))
-            sys.meta_path.insert(0, _AfterImport({"torch": lambda: _audit(told)}))
+            sys.meta_path.insert(
+                0, _AfterImport({"torch": lambda: _imported("amp_engine.advice.script_audit").begin(told)})
+            )
     finally:
         hidden = PathFinder.find_spec("sitecustomize")
         if hidden is not None and hidden.loader is not None:
@@ -104,14 +107,19 @@ def _start() -> None:
             hidden.loader.exec_module(module)
 
 
-def _audit(told: Any) -> None:
+def _imported(name: str) -> Any:
     root = str(Path(__file__).parents[3])
     sys.path.insert(0, root)  # the command may have found it in its directory, and the script is elsewhere
     try:
-        audit = importlib.import_module("amp_engine.advice.script_audit")
+        return importlib.import_module(name)
     finally:
         sys.path.remove(root)
-    audit.begin(told)
+
+
+def _after_torch(seed: int) -> None:
+    sys.modules["torch"].manual_seed(seed)
+    if "amp_engine" not in sys.modules:  # else it is importing torch, and the trial begins once it is there
+        _imported("amp_engine")
 
 
 _start()

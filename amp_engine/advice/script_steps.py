@@ -1,0 +1,61 @@
+"""The steps of a script's optimizers, by torch's hooks for all optimizers, and the models that they step."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from amp_engine.optimizers.wrapped import takes_hooks
+
+
+class ScriptSteps:
+    """Calls functions around each step of an optimizer that takes hooks, but not inside of another step.
+
+    Args:
+        before: called with the optimizer before its step.
+        after: called with it afterwards.
+    """
+
+    def __init__(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> None:
+        self._functions = before, after
+        self._process = os.getpid()
+        self._depth = 0  # wrappers step an optimizer in their own step, and subclasses call super().step()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or os.getpid() != self._process:
+            return
+        self._depth += 1
+        if self._depth == 1 and takes_hooks(optimizer):
+            self._functions[0](optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or os.getpid() != self._process:
+            return
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and takes_hooks(optimizer):
+            self._functions[1](optimizer)
+
+
+def models_of(optimizer: Optimizer) -> list[nn.Module]:
+    """The outermost modules of this process that have a parameter in the optimizer's groups."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    outer = [module for module in modules if id(module) not in inner]
+    return [module for module in outer if any(id(p) in stepped for p in module.parameters())]

@@ -56,6 +56,7 @@ NAMES = (
     PrivateName("torch._C._autograd._get_sequence_nr", "which node of the graph a forward belongs to"),
     PrivateName("torch.autograd.variable.Variable._execution_engine", "to be called when a backward has ended"),
     PrivateName("torch._C._functorch.peek_interpreter_stack", "whether a cast is made inside of vmap, grad or jvp"),
+    PrivateName("torch._C.DisableTorchFunctionSubclass", "to call a function from a tensor's __torch_function__"),
     PrivateName("torch._C.TensorBase", "the slots behind Tensor.data and the operators, past any subclass"),
     PrivateName("torch._C._dynamo.eval_frame", "to have Dynamo trace hooks as parts of a graph, and not alone"),
     PrivateName("torch._compile._disable_dynamo", "torch.compiler.disable, without importing Dynamo: a second"),
@@ -118,6 +119,7 @@ leaves_of = tree_leaves
 register_jit_builtin: Any = torch.jit._builtins._register_builtin
 storage_users: Any = _C._storage_Use_Count
 unflatten_dense_tensors = _unflatten_dense_tensors
+without_subclasses: Any = _C.DisableTorchFunctionSubclass
 dynamo_frames: Any = eval_frame
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_engine.ground.torch_private import disable_dynamo, without_subclasses
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.master_parameter import GRAD, HOLDING
 
@@ -23,18 +24,27 @@ class Zeroed(Enum):
 
 
 class _Tiny(Tensor):
-    """A tiny gradient that notes when it is zeroed, for no one to read it, which on a GPU waits."""
+    """A tiny gradient that notes when it is zeroed: to read it would wait for a GPU. What is made of it is plain."""
 
     zeroed_at = -1  # its version then
 
     @classmethod
+    @disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        with without_subclasses():
+            result = func(*args, **(kwargs or {}))
         if func in _ZEROING:
             for zeroed in args[0] if isinstance(args[0], list | tuple) else args[:1]:
                 if isinstance(zeroed, _Tiny):
                     zeroed.zeroed_at = zeroed._version
         return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = twin = self.clone()  # a plain tensor
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
 
 
 _ZEROING = (Tensor.zero_, torch._foreach_zero_)
@@ -49,7 +59,7 @@ class Sentinel:
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
-        self._tiny: _Tiny | None = None
+        self._tiny: Tensor | None = None  # of class _Tiny, if the parameter's is none that computes in its own way
         self._filled: Tensor | None = None  # its memory and version, without a class that each question goes by
         self._fresh = 0  # the version of `_tiny` as it was made
         self._look()
@@ -72,7 +82,7 @@ class Sentinel:
             if self._filled is None or self._filled._version != self._fresh:
                 with torch.inference_mode(False):
                     self._filled = torch.full_like(self.param, _tiny(self.param), requires_grad=False)
-                    self._tiny = self._filled.as_subclass(_Tiny)
+                    self._tiny = self._filled.as_subclass(_Tiny) if type(self._filled) is Tensor else self._filled
                 self._fresh = self._filled._version
             GRAD.__set__(self.param, self._tiny)
         self._look()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +113,20 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += function in (torch.ops.aten.any.default, torch.ops.aten.all.default)
         return function(*args, **(kwargs or {}))
+
+
+def test_copies_of_a_shown_gradient_are_plain_tensors() -> None:
+    model = Parts()
+    model, optimizer = amp.initialize(model, OPTIMIZERS["AdamW"](model.parameters()), opt_level="O2", verbosity=0)
+    with amp.scale_loss(model.loss("ab", 0), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    (shown,) = (p.grad for p in model.parameters() if p.grad is not None)
+    file = io.BytesIO()
+    torch.save(shown, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(shown), torch.load(file), shown + 1, shown.norm()):
+        assert type(copied) is Tensor
 
 
 @pytest.mark.parametrize("way", IN_PLACE)

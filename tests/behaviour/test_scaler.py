@@ -366,3 +366,12 @@ def test_get_scale_is_what_the_next_loss_is_multiplied_by() -> None:
     amp.close()
     amp.initialize(model, optimizer, enabled=False)
     assert amp.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", "auto", 8.0])
+def test_all_of_a_scaler_moves_to_the_device_of_the_losses(loss_scale: Any) -> None:
+    scaler = LossScaler(loss_scale)
+    before = {name: value for name, value in vars(scaler).items() if isinstance(value, torch.Tensor)}
+    scaler.to(torch.device("meta"))
+    assert len(before) >= 4
+    assert {name: getattr(scaler, name).device.type for name in before} == dict.fromkeys(before, "meta")

@@ -53,6 +53,14 @@ def test_a_resume_that_starts_again_is_refused():
     assert judge_resumed(Run(TIMM, "", "O1"), {"losses": FALLING, "restored": SAVED}, whole) != ""
 
 
+@pytest.mark.parametrize(("level", "accepted"), [("O1", False), ("O2", False), ("O4", True), ("O5", True)])
+def test_a_static_scale_need_not_count_steps(level, accepted):
+    saved = {"loss_scale": 1.0, "unskipped": 0}
+    whole = {"losses": FALLING, "saved": saved}
+    complaint = judge_resumed(Run(TIMM, "", level), {"losses": FALLING[24:], "restored": saved}, whole)
+    assert (complaint == "") == accepted
+
+
 @pytest.mark.parametrize("saved", [None, SAVED, {**SAVED, "unskipped": 0}])
 @pytest.mark.parametrize("restored", [None, {"loss_scale": 65536.0, "unskipped": 24}, {**SAVED, "unskipped": 0}])
 def test_a_scaler_that_is_not_restored_is_refused(saved, restored):

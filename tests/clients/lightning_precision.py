@@ -90,9 +90,12 @@ def batches() -> DataLoader:
 
 
 def check_skips(level: str) -> None:
-    """A loss scale that is too large: neither weights nor scheduler move, and the model comes back in FP32."""
+    """A loss scale that is too large: neither weights nor scheduler move, and the model comes back in FP32.
+
+    At O3, which has no masters, it comes back as it was rounded.
+    """
     model = NextCharacter(factor=1e3)
-    before = [p.clone() for p in model.parameters()]
+    before = [p.half().float() if level == "O3" else p.clone() for p in model.parameters()]
     trainer = trainer_of(level, 1, loss_scale=2.0**125, skip_on_overflow=True)
     trainer.fit(model, batches())
     schedulers = trainer.lr_scheduler_configs

@@ -81,6 +81,7 @@ class PlainScript:
             self._engine.give_up(f"it steps several optimizers, {names}")
 
     def _obstacle(self, models: list[nn.Module]) -> str | None:
+        gc.collect()  # of a scaler that is gone nothing is told
         scalers = [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler)]
         if self._has_autocast or any(scaler.is_enabled() for scaler in scalers):
             return "it uses torch.amp, which is to be left out"

@@ -4,7 +4,20 @@ import accelerate
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from common import CHARACTERS, EPS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state, text_windows
+from common import (
+    CHARACTERS,
+    EPS,
+    RANK,
+    SAVED_AT,
+    STEPS,
+    WORLD_SIZE,
+    arguments,
+    check_ranks_agree,
+    lower_scale,
+    report,
+    scaler_state,
+    text_windows,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -33,8 +46,8 @@ class Loop:
             nn.Linear(64, CHARACTERS),
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=EPS)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * STEPS))
-        batches = DataLoader(text_windows(STEPS * ACCUMULATE * BATCH, CONTEXT + 1), BATCH)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * STEPS * WORLD_SIZE))
+        batches = DataLoader(text_windows(STEPS * ACCUMULATE * BATCH * WORLD_SIZE, CONTEXT + 1), BATCH)
         self.model, self.optimizer, self.scheduler, self.batches = self.accelerator.prepare(
             model, optimizer, scheduler, batches
         )
@@ -55,11 +68,11 @@ class Loop:
 
 
 def check_skips(level: str) -> None:
-    """A loss scale that is too large: neither weights nor scheduler move."""
+    """A loss scale that is too large, for the last rank: at none do weights or scheduler move."""
     loop = Loop(level, loss_scale=2.0**125, skip_on_overflow=True)
     before = [p.clone() for p in loop.model.parameters()]
     for batch, _ in zip(loop.batches, range(ACCUMULATE), strict=False):
-        loop.iterate(batch, factor=1e3)
+        loop.iterate(batch, factor=1e3 if RANK == WORLD_SIZE - 1 else 1e-3)
     assert loop.accelerator.optimizer_step_was_skipped
     assert loop.scheduler.scheduler.last_epoch == 0
     assert all(map(torch.equal, before, loop.model.parameters()))
@@ -83,7 +96,8 @@ def main() -> None:
         if index + 1 == SAVED_AT * ACCUMULATE:
             loop.accelerator.save_state(str(options.out / "state"))
             saved = scaler_state()
-    assert loop.scheduler.scheduler.last_epoch == STEPS
+    assert loop.scheduler.scheduler.last_epoch == STEPS * WORLD_SIZE  # a step of Accelerate's is one for each rank
+    check_ranks_agree([*loop.model.parameters(), *amp.master_params(loop.optimizer)])
     report(version=accelerate.__version__, losses=losses, saved=saved, restored=restored)
 
 

@@ -4,8 +4,22 @@ import json
 
 import torch
 import transformers
-from common import CHARACTERS, EPS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state, text_windows
+from common import (
+    CHARACTERS,
+    EPS,
+    RANK,
+    SAVED_AT,
+    STEPS,
+    WORLD_SIZE,
+    arguments,
+    check_ranks_agree,
+    lower_scale,
+    report,
+    scaler_state,
+    text_windows,
+)
 from safetensors import safe_open
+from torch._dynamo import OptimizedModule
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -21,6 +35,7 @@ from amp_engine.integrations.transformers import AmpTrainer, AmpTrainerMixin
 ACCUMULATE = 2
 BATCH = 8
 LENGTH = 32
+OF_VARIANT = {"compile": {"torch_compile": True}, "checkpointing": {"gradient_checkpointing": True}}
 
 
 class Scales(TrainerCallback):
@@ -71,16 +86,16 @@ def new_model() -> GPT2LMHeadModel:
 
 
 def data():
-    windows = text_windows((STEPS * ACCUMULATE + 1) * BATCH, LENGTH)
+    windows = text_windows((STEPS * ACCUMULATE * WORLD_SIZE + 1) * BATCH, LENGTH)
     return [{"input_ids": window, "labels": window} for window in windows]
 
 
 def enlarge(module, inputs, output) -> None:
-    output.loss = output.loss * 1e3
+    output.loss = output.loss * (1e3 if RANK == WORLD_SIZE - 1 else 1e-3)
 
 
 def check_skips(level: str, folder) -> None:
-    """A loss scale that is too large: neither weights nor scheduler move."""
+    """A loss scale that is too large, for the last rank: at none do weights or scheduler move."""
     model = new_model()
     model.register_forward_hook(enlarge)
     before = [p.clone() for p in model.parameters()]
@@ -124,26 +139,34 @@ def main() -> None:
     model = new_model()
     losses: list[float] = []
 
+    @torch.compiler.disable  # the list grows with each step, and so would what is compiled
     def record(module, inputs, output):
         if module.training:
             losses.append(output.loss.item())
 
     model.register_forward_hook(record)
     scales = Scales()
-    kinds = {"": (AmpTrainer, TrainingArguments), "seq2seq": (AmpSeq2SeqTrainer, Seq2SeqTrainingArguments)}
-    kind, kind_of_arguments = kinds[options.variant]
+    kind, kind_of_arguments = AmpTrainer, TrainingArguments
+    if options.variant == "seq2seq":
+        kind, kind_of_arguments = AmpSeq2SeqTrainer, Seq2SeqTrainingArguments
     examples = data()
     trainer = kind(
         model=model,
-        args=training(options.out, kind_of_arguments, load_best_model_at_end=True),
+        args=training(
+            options.out, kind_of_arguments, load_best_model_at_end=True, **OF_VARIANT.get(options.variant, {})
+        ),
         train_dataset=examples[BATCH:],
         eval_dataset=examples[:BATCH],
         callbacks=[scales],
         opt_level=options.level,
     )
     trainer.train(resume_from_checkpoint=options.resume and str(options.resume / f"checkpoint-{SAVED_AT}"))
+    assert isinstance(trainer.model_wrapped, OptimizedModule) == (options.variant == "compile")
+    assert model.is_activation_checkpointing == (options.variant == "checkpointing")
     trainer.save_model(str(options.out / "trained"))
-    check_saved(options.out / "trained", model, options.level)
+    if RANK == 0:
+        check_saved(options.out / "trained", model, options.level)
+    check_ranks_agree([*model.parameters(), *amp.master_params(trainer.optimizer)])
     assert trainer.lr_scheduler.last_epoch == STEPS
     report(version=transformers.__version__, losses=losses, saved=scales.saved, restored=scales.restored)
 

@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+import torch.distributed as dist
 from apex import amp
 from torch import Tensor
 
@@ -13,6 +16,10 @@ STEPS = 32
 SAVED_AT = 16
 CHARACTERS = 128
 EPS = 1e-4  # of AdamW: the default, 1e-8, is 0 in float16, and O3 divides by it
+
+# Of the variant "ranks", which torchrun starts.
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -46,6 +53,19 @@ def scaler_state() -> dict[str, float]:
     return dict(amp.state_dict(format="apex")["loss_scaler0"])
 
 
+def check_ranks_agree(tensors: Iterable[Tensor]) -> None:
+    """Raise AssertionError where a tensor is not that of rank 0, bit for bit."""
+    if WORLD_SIZE == 1:
+        return
+    for tensor in tensors:
+        first = tensor.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor), f"rank {RANK} has other weights than rank 0"
+
+
 def report(**record: object) -> None:
-    """Print the record as the last line."""
-    print(json.dumps(record), flush=True)
+    """Print the record as the last line, at rank 0. Ranks end here."""
+    if RANK == 0:
+        print(json.dumps(record), flush=True)
+    if WORLD_SIZE > 1:
+        os._exit(0)  # with torch 2.13 a thread of Gloo and the interpreter's end may wait for each other forever

@@ -3,7 +3,8 @@
 Some know apex, and are unmodified; the others train through `amp_engine.integrations`.
 
 Each has an environment of its own in build/clients with pinned packages and the amp_engine of this tree, and trains a
-small model on the CPU at every level, by `python -m amp_engine.apex program.py`. A row is one such run:
+small model on the CPU at every level, by `python -m amp_engine.apex program.py`; the variant `ranks` on two ranks, by
+torchrun. A row is one such run:
 
 * O0 has to learn;
 * O1 and O2 have to follow its losses within 0.01, O4 and O5, in bfloat16, within 0.05; O3 has to stay finite;
@@ -37,7 +38,6 @@ PIP = "pip==24.0"  # later ones refuse the metadata of pytorch-lightning 1.9.5
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 LIMITS = {"O1": 0.01, "O2": 0.01, "O4": 0.05, "O5": 0.05}  # of the difference to O0, at every step
-VARIANT_LEVELS = ("O0", "O1", "O2")
 DYNAMIC_LEVELS = ("O1", "O2")  # whose loss scale depends on the count of clean steps
 INTEGRATED_LEVELS = ("O1", "O2", "O4", "O5")
 LEARNT = 0.9  # the mean of the last LAST losses is below this times the mean of the first
@@ -66,14 +66,14 @@ class Client:
         program: beside this file.
         saves_scaler: whether its checkpoints hold amp's state.
         variants: other ways through it, for the program's `--variant`.
-        resumed_levels: at which it is resumed.
+        levels: at which it is resumed and, with O0, at which the variants train.
     """
 
     name: str
     program: str
     saves_scaler: bool
     variants: tuple[str, ...] = ()
-    resumed_levels: tuple[str, ...] = ("O1", "O2")
+    levels: tuple[str, ...] = ("O1", "O2")
 
     @property
     def folder(self) -> Path:
@@ -90,9 +90,9 @@ CLIENTS = (
     Client("lightning", "lightning_trainer.py", saves_scaler=True, variants=("manual",)),
     Client("mmengine", "mmengine_runner.py", saves_scaler=True),
     # Through amp_engine.integrations.
-    Client("accelerate", "accelerate_loop.py", True, ("value",), INTEGRATED_LEVELS),
+    Client("accelerate", "accelerate_loop.py", True, ("value", "ranks"), INTEGRATED_LEVELS),
     Client("lightning2", "lightning_precision.py", True, ("manual", "fabric"), INTEGRATED_LEVELS),
-    Client("trainer", "amp_trainer.py", True, ("seq2seq",), INTEGRATED_LEVELS),
+    Client("trainer", "amp_trainer.py", True, ("seq2seq", "ranks", "compile", "checkpointing"), INTEGRATED_LEVELS),
 )
 
 
@@ -168,9 +168,9 @@ def all_runs(clients: Sequence[Client]) -> Iterator[Run]:
     """Every run, each after those that it is compared with or resumed from."""
     for client in clients:
         for variant in ("", *client.variants):
-            for level in VARIANT_LEVELS if variant else LEVELS:
+            for level in ("O0", *client.levels) if variant else LEVELS:
                 yield Run(client, variant, level)
-        for level in client.resumed_levels:
+        for level in client.levels:
             yield Run(client, "", level, resumed=True)
 
 
@@ -212,14 +212,17 @@ def train(run: Run, installed: Future[None]) -> dict[str, Any]:
     installed.result()
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
-    program = [str(HERE / run.client.program), "--level", run.level, "--out", str(run.folder)]
+    command = [str(run.client.python), "-m"]
+    if run.variant == "ranks":
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command += ["amp_engine.apex", str(HERE / run.client.program), "--level", run.level, "--out", str(run.folder)]
     if run.variant:
-        program += ["--variant", run.variant]
+        command += ["--variant", run.variant]
     if run.resumed:
-        program += ["--resume", str(Run(run.client, run.variant, run.level).folder)]
+        command += ["--resume", str(Run(run.client, run.variant, run.level).folder)]
     log = run.folder / "log.txt"
     started = time.perf_counter()
-    call([str(run.client.python), "-m", "amp_engine.apex", *program], log, cwd=run.folder)
+    call(command, log, cwd=run.folder)
     seconds = time.perf_counter() - started
     try:
         return {**json.loads(log.read_text().splitlines()[-1]), "seconds": seconds}

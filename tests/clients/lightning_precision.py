@@ -3,7 +3,20 @@
 import lightning
 import torch
 import torch.nn.functional as F
-from common import CHARACTERS, EPS, SAVED_AT, STEPS, arguments, lower_scale, report, scaler_state, text_windows
+from common import (
+    CHARACTERS,
+    EPS,
+    RANK,
+    SAVED_AT,
+    STEPS,
+    WORLD_SIZE,
+    arguments,
+    check_ranks_agree,
+    lower_scale,
+    report,
+    scaler_state,
+    text_windows,
+)
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -64,6 +77,9 @@ class NextCharacter(LightningModule):
         else:
             self.restored = scaler_state()
 
+    def on_train_end(self):
+        check_ranks_agree([*self.parameters(), *amp.master_params(self.optimizers().optimizer)])
+
     def on_save_checkpoint(self, checkpoint):
         if self.trainer.global_step == SAVED_AT:
             self.saved = scaler_state()
@@ -72,7 +88,8 @@ class NextCharacter(LightningModule):
 def trainer_of(level: str, steps: int, manual: bool = False, callbacks=(), **options) -> Trainer:
     return Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=WORLD_SIZE,
+        strategy="ddp" if WORLD_SIZE > 1 else "auto",
         plugins=AmpPrecision(level, **options),
         max_steps=steps,
         accumulate_grad_batches=1 if manual else ACCUMULATE,
@@ -86,15 +103,15 @@ def trainer_of(level: str, steps: int, manual: bool = False, callbacks=(), **opt
 
 
 def batches() -> DataLoader:
-    return DataLoader(text_windows(SAVED_AT * ACCUMULATE * BATCH, CONTEXT + 1), BATCH)
+    return DataLoader(text_windows(SAVED_AT * ACCUMULATE * BATCH * WORLD_SIZE, CONTEXT + 1), BATCH)
 
 
 def check_skips(level: str) -> None:
-    """A loss scale that is too large: neither weights nor scheduler move, and the model comes back in FP32.
+    """A loss scale that is too large, for the last rank: at none do weights or scheduler move; the model is FP32 again.
 
     At O3, which has no masters, it comes back as it was rounded.
     """
-    model = NextCharacter(factor=1e3)
+    model = NextCharacter(factor=1e3 if RANK == WORLD_SIZE - 1 else 1e-3)
     before = [p.half().float() if level == "O3" else p.clone() for p in model.parameters()]
     trainer = trainer_of(level, 1, loss_scale=2.0**125, skip_on_overflow=True)
     trainer.fit(model, batches())

@@ -91,7 +91,7 @@ CLIENTS = (
     Client("mmengine", "mmengine_runner.py", saves_scaler=True),
     # Through amp_engine.integrations.
     Client("accelerate", "accelerate_loop.py", True, ("value", "ranks"), INTEGRATED_LEVELS),
-    Client("lightning2", "lightning_precision.py", True, ("manual", "fabric"), INTEGRATED_LEVELS),
+    Client("lightning2", "lightning_precision.py", True, ("manual", "fabric", "ranks"), INTEGRATED_LEVELS),
     Client("trainer", "amp_trainer.py", True, ("seq2seq", "ranks", "compile", "checkpointing"), INTEGRATED_LEVELS),
 )
 

@@ -103,12 +103,15 @@ class OverflowWatch:
                 )
 
     def stepped_on(self, backward: Backward) -> None:
-        """Say that a step was taken at a static scale that overflowed, or at a scale too low for its gradients."""
+        """Say that a step was taken at a static scale that overflowed or is too low, or by a loss that is not finite."""
         if backward.outcome.has_flushed():
             loss_id, scale = backward.loss_id, backward.outcome.scale()
             text = flushed_message(loss_id, scale, backward.outcome.next_scale())
             if self._reporter.says(backward.is_first):
                 self._reporter.say(text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale)
+            return
+        if not backward.outcome.overflowed():
+            self._note(self._record(backward, skipped=False), self._reporter.says(backward.is_first))
             return
         if backward.loss_id not in self._scaling.reported:
             self._scaling.reported.add(backward.loss_id)

@@ -237,6 +237,8 @@ def _what_happened(record: OverflowRecord) -> str:
             f"  Losses have grown {record.growth:.3g}-fold at once: this batch is unlike those before, or training "
             "begins to diverge."
         )
+    if not record.skipped and record.checked > 0 and not record.nonfinite:
+        numbers += "  All gradients are finite, so the step was taken."
     numbers += _ranks(record)
     near = f", at or after {record.near}," if record.near else ""
     if record.cause == "data":
@@ -268,6 +270,8 @@ def _what_happened(record: OverflowRecord) -> str:
         return f"{numbers}{since}  {gradient}".rstrip()
     if record.cause == "weights":
         why = f"  {_outgrown(record)}" if record.outgrown else ""
+        if record.checked == 0:
+            why += "  Gradients are not checked here: amp.initialize(..., skip_on_overflow=True) skips such steps."
         return f"{numbers}  Parameters are not finite: {some(record.weights)}.{why}"
     if record.cause == "elsewhere" and record.parameter is not None:
         return numbers

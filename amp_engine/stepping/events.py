@@ -48,7 +48,8 @@ class Events:
         unchecked: gives number of the backward, loss_id, value and origin of a loss that is not finite and whose
             gradients are not checked; only of the first of several in a row.
         skipped: gives the number of steps skipped in a row, and the backwards that made the last one skip.
-        reported: gives a backward whose overflow did not skip, or that left gradients of 0 at a scale too low.
+        reported: gives a backward whose overflow did not skip, or that left gradients of 0 at a scale too low, or whose
+            loss was not finite though its gradients were; of the last only the first of several in a row.
         masters_written: tells that masters of an optimizer were written outside of its steps.
     """
 

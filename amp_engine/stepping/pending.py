@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -49,6 +50,7 @@ class Pending:
         # Backwards of steps that the device decided and the host does not know yet, oldest first.
         self._undecided: deque[list[Backward]] = deque()
         self._skipped = False
+        self._told: set[int] = set()  # losses whose last backward had finite gradients of a loss that is not
         self._events = events
 
     @property
@@ -161,6 +163,7 @@ class Pending:
             if not backward.outcome.overflowed():
                 if backward.outcome.has_flushed():
                     self._report(backward)
+                self._heed_loss(backward)
                 continue
             if backward.skips:
                 skipping.append(backward)
@@ -172,6 +175,15 @@ class Pending:
             self.skips += 1
             for tell in self._events.skipped.observers:
                 tell(self.skips_in_a_row, skipping)
+
+    def _heed_loss(self, backward: Backward) -> None:
+        """Report a loss that is not finite though all gradients are, once for a row of them."""
+        loss = backward.outcome.number()
+        if loss is None or math.isfinite(loss):
+            self._told.discard(backward.loss_id)
+        elif backward.loss_id not in self._told:
+            self._told.add(backward.loss_id)
+            self._report(backward)
 
     def _report(self, backward: Backward) -> None:
         for tell in self._events.reported.observers:

@@ -101,7 +101,10 @@ def advice(why: str) -> str:
     if why.startswith("softmax"):
         return "Let a mask leave one element of each row."
     if why.startswith(("exp", "sinh", "cosh")):
-        return "Subtract the largest first, as logsumexp and softmax do."
+        return (
+            "Clamp its argument, or compute it in FP32 or bfloat16; where its results are added up, subtract the "
+            "largest argument first, as logsumexp does."
+        )
     if ", beyond float16" in why:
         return "Compute it in FP32."
     return "Keep its argument away from there: an eps, or a clamp."

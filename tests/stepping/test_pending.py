@@ -27,6 +27,9 @@ class Late:
         self._is_known = True
         return bool(self.flag)
 
+    def number(self) -> float:
+        return 1.0
+
     def has_flushed(self) -> bool:
         return False
 

@@ -615,3 +615,26 @@ def test_a_derivative_that_is_not_finite_is_named_from_the_second_overflow_on(
 def test_fp32_is_advised_only_for_numbers_that_it_holds(dtype: str, helps: bool) -> None:
     advised = saved_values.advice(f"pow of numbers up to 1e+30, beyond {dtype}, in 1 of 8 elements")
     assert ("FP32" in advised) == helps
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loss_that_is_not_finite_is_told_once_in_a_row_though_its_gradients_are(
+    level: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(level, "linear", verbosity=1)
+    report = []
+    for is_bad in (False, True, True, False, True):
+        run.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(run.wrapped(run.batch[0]).float(), run.batch[1])
+        nothing = torch.zeros(0 if is_bad else 1)
+        with run.engine.scale_loss(loss + nothing.mean(), run.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        run.optimizer.step()
+        report.append(len(run.engine.overflow_report()))
+    assert report == [0, 1, 1, 1, 2]
+    record = run.engine.overflow_report()[0]
+    assert (record.cause, record.skipped, record.nonfinite, record.backward) == ("forward", False, (), 2)
+    said = "The loss is nan, scaled by 65536.  All gradients are finite, so the step was taken."
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count(said) == 2
+    run.engine.close()

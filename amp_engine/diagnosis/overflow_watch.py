@@ -103,7 +103,7 @@ class OverflowWatch:
                 )
 
     def stepped_on(self, backward: Backward) -> None:
-        """Say that a step was taken at a static scale that overflowed or is too low, or of a loss that is not finite."""
+        """Say that a step was taken at a scale that overflowed or was too low, or of a loss that is not finite."""
         if backward.outcome.has_flushed():
             loss_id, scale = backward.loss_id, backward.outcome.scale()
             text = flushed_message(loss_id, scale, backward.outcome.next_scale())

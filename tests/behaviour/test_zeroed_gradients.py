@@ -135,10 +135,12 @@ def test_no_gradient_is_read_to_hear_of_a_zero_grad(way: str, name: str) -> None
     model = Parts()
     model, optimizer = amp.initialize(model, OPTIMIZERS[name](model.parameters()), opt_level="O2", verbosity=0)
     for index in range(3):
-        loss = model.loss("ab", index)
-        with Reads() as reads, amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        context = amp.scale_loss(model.loss("ab", index), optimizer)
+        with Reads() as reads:
+            scaled_loss = context.__enter__()
         assert reads.count == 0
+        scaled_loss.backward()
+        context.__exit__(None, None, None)
         optimizer.step()
         IN_PLACE[way](model, optimizer)
 

@@ -84,6 +84,7 @@ class Backward:
         self.reduction: Reduction | None = None
         self.update: ScaleUpdate | None = None
         self.is_updated = False
+        self.is_reported = False  # True once its loss was reported, which is not finite though its gradients are
         self.of_replicas = False
         self.accumulation = Accumulation()
         self.micro_batches = 0, 0

@@ -163,7 +163,8 @@ class Pending:
             if not backward.outcome.overflowed():
                 if backward.outcome.has_flushed():
                     self._report(backward)
-                self._heed_loss(backward)
+                else:
+                    self._heed_loss(backward)
                 continue
             if backward.skips:
                 skipping.append(backward)
@@ -183,7 +184,9 @@ class Pending:
             self._told.discard(backward.loss_id)
         elif backward.loss_id not in self._told:
             self._told.add(backward.loss_id)
-            self._report(backward)
+            if not backward.is_reported:  # by another optimizer of this loss
+                backward.is_reported = True
+                self._report(backward)
 
     def _report(self, backward: Backward) -> None:
         for tell in self._events.reported.observers:

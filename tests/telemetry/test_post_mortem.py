@@ -638,3 +638,16 @@ def test_a_loss_that_is_not_finite_is_told_once_in_a_row_though_its_gradients_ar
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count(said) == 2
     run.engine.close()
+
+
+def test_a_loss_of_two_optimizers_that_is_not_finite_is_told_once() -> None:
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    with Engine() as engine:
+        engine.initialize(model, optimizers, opt_level="O2", verbosity=0)
+        loss = sum(part(torch.ones(1, 4)).float().mean() for part in model) + torch.zeros(0).mean()
+        with engine.scale_loss(loss, optimizers) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert len(engine.overflow_report()) == 1

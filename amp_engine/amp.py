@@ -26,6 +26,7 @@ from amp_engine.levels.fsdp import fsdp_policy as fsdp_policy
 from amp_engine.levels.policy_file import RunPolicy as RunPolicy
 from amp_engine.levels.scale_rule import DynamicLossScale as DynamicLossScale
 from amp_engine.optimizers import LARC
+from amp_engine.saving.averages import averaged_weights as averaged_weights
 from amp_engine.saving.by_name import export_state_dict as export_state_dict
 from amp_engine.saving.by_name import load_optimizer_state_dict as load_optimizer_state_dict
 from amp_engine.saving.by_name import named_masters as named_masters
@@ -229,6 +230,7 @@ __all__ = [
     "RunPolicy",
     "audit_updates",
     "averaged_model",
+    "averaged_weights",
     "casts",
     "clip_grad_norm_",
     "clip_grad_value_",

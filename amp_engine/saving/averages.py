@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
-from amp_engine.errors import AmpTypeError
+from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.initialization.cast_model import CastInputs, without_casts
 from amp_engine.stepping.exact import exact_value
@@ -54,6 +55,70 @@ class AveragedModel(swa_utils.AveragedModel):
             parameters=lambda: _exact(model.parameters()), buffers=lambda: _exact(model.buffers())
         )
         super().update_parameters(exact)
+
+
+@contextmanager
+def averaged_weights(model: nn.Module, averaged: nn.Module) -> Iterator[None]:
+    """A context in which `model` computes with the weights and buffers of `averaged`, rounded to its own types.
+
+        with amp.averaged_weights(model, averaged):
+            evaluate(model.eval())
+
+    At its end weights and buffers are what they were, bit for bit, and training goes on from the masters. What is saved
+    in it has the average, as after any write through `.data`.
+
+    Args:
+        model: also at O0, before `initialize`, and in DistributedDataParallel or torch.compile.
+        averaged: `amp.averaged_model`, torch's AveragedModel, or a copy of the model, on any device.
+
+    Uses memory for another copy of the weights and buffers. No host sync on one device.
+
+    Raises AmpTypeError or AmpValueError, before anything is changed, unless `averaged` has weights and buffers of the
+    same shapes, and AmpStateError at the end if weights were written in the body, by a step for example: these stay as
+    they were written.
+    """
+    weights, buffers, values = _paired(model, averaged)
+    tensors = [*weights, *buffers]
+    before = [tensor.detach().clone() for tensor in tensors]
+    versions = [weight._version for weight in weights]
+    try:
+        _write(tensors, values)
+        yield
+    finally:
+        written = {id(weight) for weight, version in zip(weights, versions, strict=True) if weight._version != version}
+        kept = [tensor for tensor in tensors if id(tensor) not in written]
+        _write(kept, [value for tensor, value in zip(tensors, before, strict=True) if id(tensor) not in written])
+    if written:
+        raise AmpStateError(
+            f"{len(written)} weights were written in the body of averaged_weights(), where the average stands in for "
+            "them.  Load and step after the body."
+        )
+
+
+def _write(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.data.copy_(value)  # moves no version, so that masters stay as they are
+
+
+def _paired(model: nn.Module, averaged: nn.Module) -> tuple[list[nn.Parameter], list[Tensor], list[Tensor]]:
+    """Weights and buffers of `model`, and what is to stand in for both."""
+    for one in (model, averaged):
+        if not isinstance(one, nn.Module):
+            raise AmpTypeError(
+                f"averaged_weights() takes a torch.nn.Module and its average, not a {type(one).__name__}.  Call "
+                "amp.averaged_weights(model, averaged) with averaged = amp.averaged_model(model, optimizer)."
+            )
+    inside = averaged.module if isinstance(averaged, swa_utils.AveragedModel) else averaged
+    weights, buffers = [*model.parameters()], [*model.buffers()]
+    values = [tensor.detach() for tensor in (*inside.parameters(), *inside.buffers())]
+    shapes, wanted = [value.shape for value in values], [tensor.shape for tensor in (*weights, *buffers)]
+    if shapes != wanted:
+        raise AmpValueError(
+            f"averaged_weights() was given a {type(model).__name__} of {len(wanted)} weights and buffers, and an "
+            f"average of {len(shapes)}, or of other shapes.  Pass the average of this model: averaged = "
+            "amp.averaged_model(model, optimizer)."
+        )
+    return weights, buffers, values
 
 
 def _exact(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -13,9 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
-from amp_engine import AmpTypeError, Engine, amp
+from amp_engine import AmpStateError, AmpTypeError, AmpValueError, Engine, amp
 from tests.models import CNN, LSTM, MLP, NORMED_MLP
-from tests.support import LEVELS, MASTER_LEVELS, assert_bitwise, frozen, masters, started, train
+from tests.support import (
+    FUNCTION_LEVELS,
+    LEVELS,
+    MASTER_LEVELS,
+    assert_bitwise,
+    frozen,
+    left_alone,
+    masters,
+    optimizer_values,
+    started,
+    train,
+)
 
 DECAY = 0.9999
 LOW_LEVELS = ("O2", "O3", "O5")
@@ -174,6 +185,101 @@ def test_without_initialize_or_not_enabled_it_is_torchs() -> None:
     assert_bitwise(state(amp.averaged_model(model)), state(AveragedModel(model)))
     amp.initialize(model, optimizer, enabled=False)
     assert_bitwise(state(amp.averaged_model(model, optimizer)), state(AveragedModel(model)))
+
+
+# --- amp.averaged_weights -------------------------------------------------------------------------
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
+
+
+def trained_with_average(level: str, **keywords: Any) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module]:
+    model, optimizer = started(level, adamw, **keywords)
+    averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for index in range(3):
+        train(NORMED_MLP, model, optimizer, "c", first=index)
+        averaged.update_parameters(model)
+    return model, optimizer, averaged
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O5, split"])
+def test_a_model_evaluates_with_the_average_and_trains_on_as_if_it_had_not(level: str) -> None:
+    def run(evaluates: bool) -> Any:
+        keywords = {"master_weights": "split"} if level == "O5, split" else {}
+        model, optimizer, averaged = trained_with_average(level[:2], **keywords)
+        inputs = NORMED_MLP.batch(9)[0]
+        model.eval()
+        outputs = model(inputs).detach()
+        if evaluates:
+            with amp.averaged_weights(model, averaged):
+                named = {**dict(averaged.module.named_parameters()), **dict(averaged.module.named_buffers())}
+                for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                    assert_bitwise(tensor.detach(), named[name].detach().to(tensor.dtype))
+                found = model(inputs).detach()
+                assert not torch.equal(found, outputs)
+                if level in FUNCTION_LEVELS:
+                    assert_bitwise(found, averaged.eval()(inputs).detach())  # no copy of a weight is stale
+                model.train()(inputs)  # moves the running statistics
+        assert_bitwise(model.eval()(inputs).detach(), outputs)
+        train(NORMED_MLP, model.train(), optimizer, "cc", first=3)
+        return frozen([dict(model.state_dict()), optimizer_values(optimizer), masters(optimizer)])
+
+    expected = run(evaluates=False)
+    amp.close()
+    assert_bitwise(run(evaluates=True), expected)
+
+
+def test_an_average_of_torchs_and_a_copy_stand_in_too() -> None:
+    model = MLP.model()
+    other = MLP.model(5)
+    for averaged in (AveragedModel(other), other):
+        with left_alone(model), amp.averaged_weights(model, averaged):
+            assert_bitwise(state(model), state(other))
+            amp_saved = amp.export_state_dict(model)
+        assert_bitwise(dict(amp_saved), state(other))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_error_in_the_body_leaves_the_model_as_it_was(level: str) -> None:
+    model, _, averaged = trained_with_average(level)
+    before = state(model)
+    with pytest.raises(KeyError, match="of the body"), amp.averaged_weights(model, averaged):
+        raise KeyError("of the body")
+    assert_bitwise(state(model), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_in_the_body_is_told(level: str) -> None:
+    model, optimizer, averaged = trained_with_average(level)
+    with (
+        pytest.raises(AmpStateError, match="5 weights were written in the body"),
+        amp.averaged_weights(model, averaged),
+    ):
+        train(NORMED_MLP, model, optimizer, "c", first=3)
+
+
+def test_what_is_no_average_of_the_model_is_refused() -> None:
+    model, _, averaged = trained_with_average("O2")
+    for other, error, message in (
+        (MLP.model(), AmpValueError, "of 8 weights and buffers, and an average of 4"),
+        (list(averaged.parameters()), AmpTypeError, r"averaged_weights\(\) takes .*, not a list"),
+    ):
+        with left_alone(model), pytest.raises(error, match=message), amp.averaged_weights(model, other):
+            pytest.fail("the body ran")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_skipped_step_that_is_asked_about_does_not_move_the_average(level: str) -> None:
+    model, optimizer, averaged = trained_with_average(level)
+    for index, outcome in enumerate("oco", start=3):
+        before = state(averaged)
+        train(NORMED_MLP, model, optimizer, outcome, first=index)
+        if not amp.last_step(optimizer).skipped:
+            averaged.update_parameters(model)
+        assert (int(averaged.n_averaged) != int(before["n_averaged"])) == (outcome == "c")
+        if outcome == "o":
+            assert_bitwise(state(averaged), before)
 
 
 # --- other libraries' averages --------------------------------------------------------------------

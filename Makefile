@@ -8,6 +8,7 @@
 #   make gpu PYTHON=python3             no .venv: that Python's packages as they are, without a network
 #   make gpu PART=A COMMIT=$(git rev-parse HEAD) ARGS="--only build,host"   where there is no .git; some of the stages
 #   AMP_ENGINE_BUILD=none make test     what to compile: none, cpu or cuda (docs/installing.md)
+#   make dist PYTHON=python3.12         the wheel is for that Python; once for each
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -27,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test test-all fuzz stress bench evidence clients lint format sanitize cuda-build gpu gpu-carry clean
+.PHONY: help demo test test-all fuzz stress bench evidence clients dist lint format sanitize cuda-build gpu gpu-carry clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -48,7 +49,7 @@ fuzz: $(INSTALLED)  ## hold random sequences of user actions against plain PyTor
 STRESS := tests/stress/threads.py tests/stress/forks.py tests/stress/checkpoints.py
 stress: $(INSTALLED)  ## run what only luck finds, in threads and forks, ROUNDS=2000 times, in runs that are killed, KILLS=200, and in 200 steps of ranks
 	$(BIN)/python -m pytest -o faulthandler_timeout=0 $(STRESS) $(ARGS)
-	STEPS=200 $(BIN)/python -m pytest -o faulthandler_timeout=0 $(addprefix tests/distributed/test_one_decision,.py _of_shards.py) $(ARGS)
+	STEPS=200 $(BIN)/python -m pytest -o faulthandler_timeout=0 $(addprefix tests/wheelsributed/test_one_decision,.py _of_shards.py) $(ARGS)
 
 bench: $(INSTALLED)  ## time step, host, diagnosis, casts and training: step.json and others like it in build/bench
 	$(BIN)/python -m tests.benchmarks.step $(ARGS)
@@ -63,6 +64,12 @@ evidence: $(INSTALLED)  ## train 4 small models from 10 seeds at each level, com
 
 clients: $(INSTALLED)  ## train through transformers, timm, lightning and mmengine, unmodified, and amp_engine.integrations, in build/clients
 	$(BIN)/python -m tests.clients.run --torch "$(TORCH)" $(ARGS)
+
+# One for each minor version, oldest first: the wheel fits all releases of each.
+DIST_TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1
+dist: export AMP_ENGINE_BUILD := $(or $(AMP_ENGINE_BUILD),cpu)
+dist:  ## for a release, half an hour: the sdist and a wheel for all of DIST_TORCHES, tried on the first and the last, in dist; AMP_ENGINE_BUILD=cuda where nvcc is
+	$(PYTHON) -m tests.wheels $(DIST_TORCHES) $(ARGS)
 
 lint: $(INSTALLED)  ## check format, rules and types
 	$(BIN)/python -m ruff format --check .

@@ -193,7 +193,7 @@ def build(monkeypatch, tmp_path):
 
 
 def record_in(package):
-    return _native.read_record(package / _native.RECORD.name)
+    return _native.read_record(_native.find(package, torch.__version__))
 
 
 def test_a_failed_build_falls_back_and_leaves_the_reason(build):
@@ -257,7 +257,10 @@ def test_the_cpu_build_has_no_cuda_source(monkeypatch):
 
 def test_switched_off_at_run_time(monkeypatch):
     monkeypatch.setenv("AMP_ENGINE_BUILD", "none")
-    assert _native.load(_native.record) == (None, "AMP_ENGINE_BUILD=none turns the compiled kernels off; unset it")
+    assert _native.load(_native.EXTENSION, _native.record) == (
+        None,
+        "AMP_ENGINE_BUILD=none turns the compiled kernels off; unset it",
+    )
 
 
 @pytest.fixture
@@ -268,7 +271,7 @@ def switched_on(monkeypatch):
 @pytest.mark.usefixtures("switched_on")
 def test_built_against_another_torch_is_named_as_such():
     with pytest.warns(RuntimeWarning, match="does not use its compiled kernels.* run: pip install") as told:
-        module, reason = _native.load({"mode": "cpu", "torch": "1.2.3", "reason": None})
+        module, reason = _native.load(_native.EXTENSION, {"mode": "cpu", "torch": "1.2.3", "reason": None})
     assert len(told) == 1
     assert module is None
     assert f"against torch 1.2.3, and torch {torch.__version__} is installed" in reason
@@ -277,7 +280,9 @@ def test_built_against_another_torch_is_named_as_such():
 
 @pytest.mark.usefixtures("switched_on")
 def test_nothing_built_says_why():
-    module, reason = _native.load({"mode": "none", "torch": None, "reason": "no C++ compiler was found: install g++"})
+    module, reason = _native.load(
+        _native.EXTENSION, {"mode": "none", "torch": None, "reason": "no C++ compiler was found: install g++"}
+    )
     assert module is None
     assert reason == f"nothing was compiled: no C++ compiler was found: install g++; then run: {_native.INSTALL}"
 
@@ -292,44 +297,51 @@ def test_nothing_built_says_why():
         ),
         (OSError("libcudart.so.13: cannot open"), "libcudart.so.13: cannot open"),
         (RuntimeError("already registered"), "already registered"),
-        (ModuleNotFoundError("No module named 'amp_engine._C'"), "nothing was compiled for this Python"),
     ],
 )
 def test_an_extension_that_does_not_load_never_raises(monkeypatch, error, told):
-    def fail(name):
+    def fail(path):
         raise error
 
-    monkeypatch.setattr(_native.importlib, "import_module", fail)
+    monkeypatch.setattr(_native, "import_from", fail)
     with pytest.warns(RuntimeWarning) if "another version" in told else nullcontext():
-        module, reason = _native.load({"mode": "cpu", "torch": torch.__version__, "reason": None})
+        module, reason = _native.load(Path(__file__), {"mode": "cpu", "torch": torch.__version__, "reason": None})
     assert module is None
     assert told in reason
     assert reason.endswith(f"run: {_native.INSTALL}")
 
 
 @pytest.mark.usefixtures("switched_on")
+def test_what_is_no_extension_is_refused(tmp_path):
+    file = tmp_path / "_C.so"
+    assert _native.load(file, {}) == (None, f"nothing was compiled for this Python; run: {_native.INSTALL}")
+    file.write_text("no library")
+    module, reason = _native.load(file, {})
+    assert module is None
+    assert "_C.so: " in reason
+
+
+@pytest.mark.usefixtures("switched_on")
 @pytest.mark.parametrize("record", [{}, {"mode": "cpu", "torch": torch.__version__, "reason": None}])
 def test_an_extension_that_loads_on_a_torch_that_is_not_its_own_is_refused(monkeypatch, record):
     extension = SimpleNamespace(build_info=lambda: {"torch": "1.2.3"})
-    monkeypatch.setattr(_native.importlib, "import_module", lambda name: extension)
+    monkeypatch.setattr(_native, "import_from", lambda path: extension)
     with pytest.warns(RuntimeWarning, match="only speed is lost"):
-        module, reason = _native.load(record)
+        module, reason = _native.load(Path(__file__), record)
     assert module is None
     assert f"against torch 1.2.3, and torch {torch.__version__} is installed" in reason
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
 def test_a_broken_record_is_no_record(tmp_path, text):
-    path = tmp_path / "record.json"
-    path.write_text(text)
-    assert _native.read_record(path) == {}
+    (tmp_path / "_C.json").write_text(text)
+    assert _native.read_record(tmp_path / "_C.so") == {}
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
     record = {"mode": "cpu", "torch": "2.99.0", "reason": None}
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps(record))
-    assert _native.read_record(path) == record
+    (tmp_path / "_C.json").write_text(json.dumps(record))
+    assert _native.read_record(tmp_path / "_C.so") == record
 
 
 @pytest.mark.skipif(os.environ.get("AMP_ENGINE_BUILD") not in ("cpu", "cuda"), reason="nothing is forced")

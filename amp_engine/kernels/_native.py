@@ -1,9 +1,11 @@
 """The compiled kernels, or the reason why there are none. The only file that imports `amp_engine._C`."""
 
-import importlib
 import importlib.machinery
+import importlib.util
 import json
 import os
+import re
+import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -14,20 +16,45 @@ import torch
 from amp_engine.errors import AmpRuntimeWarning
 
 PACKAGE = Path(__file__).parents[1]
-# setup.py leaves its record beside the extension, one per Python.
-RECORD = (PACKAGE / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").with_suffix(".json")
+
+
+def find(package: Path, version: str) -> Path:
+    """Return where the extension lies for this version of torch; setup.py's record lies beside it.
+
+    A wheel of `make dist` has one for each minor version of torch, a build from the sources has one.
+    """
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    of_minor = package / f"_C_{'_'.join(version.split('.')[:2])}{suffix}"
+    return of_minor if of_minor.exists() else package / f"_C{suffix}"
+
+
+EXTENSION = find(PACKAGE, torch.__version__)
 if (PACKAGE.parent / "setup.py").exists():
     INSTALL = f"pip install --no-deps --editable {PACKAGE.parent}"
 else:
     INSTALL = "pip install --no-deps --force-reinstall . (in the clone of amp_engine)"
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """Read setup.py's record: the mode that it built, its torch, why it built no better one; {} without a record."""
+def read_record(extension: Path) -> dict[str, Any]:
+    """Read the record of an extension: the mode that was built, for which torch, why no better one; {} without it."""
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(json.loads(extension.with_suffix(".json").read_text()))
     except (OSError, TypeError, ValueError):
         return {}
+
+
+def fits(built: str | None) -> bool:
+    """Return if an extension for this torch can be loaded: "2.13" fits 2.13.1 and 2.13.0+cu130, no pre-release."""
+    return torch.__version__ == built or bool(re.fullmatch(rf"{re.escape(str(built))}\.\d+(\+.*)?", torch.__version__))
+
+
+def import_from(path: Path) -> ModuleType:
+    """Import a file as `amp_engine._C`, whatever its own name is."""
+    loader = importlib.machinery.ExtensionFileLoader("amp_engine._C", str(path))
+    loaded = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(loader.name, loader, origin=str(path)))
+    loader.exec_module(loaded)
+    sys.modules[loader.name] = loaded
+    return loaded
 
 
 def refuse_other_torch(built: str | None) -> str:
@@ -40,7 +67,7 @@ def refuse_other_torch(built: str | None) -> str:
     return reason
 
 
-def load(record: dict[str, Any]) -> tuple[ModuleType | None, str | None]:
+def load(extension: Path, record: dict[str, Any]) -> tuple[ModuleType | None, str | None]:
     """Return the extension, or the reason why there is none and the remedy. Raises nothing.
 
     Warns:
@@ -50,21 +77,21 @@ def load(record: dict[str, Any]) -> tuple[ModuleType | None, str | None]:
         return None, "AMP_ENGINE_BUILD=none turns the compiled kernels off; unset it"
     if record.get("mode") == "none":
         return None, f"nothing was compiled: {record.get('reason')}; then run: {INSTALL}"
-    if record and record.get("torch") != torch.__version__:
+    if record and not fits(record.get("torch")):
         return None, refuse_other_torch(record.get("torch"))
-    try:
-        extension = importlib.import_module("amp_engine._C")
-        built = extension.build_info()["torch"]
-    except ModuleNotFoundError:
+    if not extension.exists():
         return None, f"nothing was compiled for this Python; run: {INSTALL}"
+    try:
+        loaded = import_from(extension)
+        built = loaded.build_info()["torch"]
     except Exception as error:
         if "undefined symbol" in str(error):
             return None, refuse_other_torch(f"another version, {error}")
         return None, f"{error}; run: {INSTALL}"
-    if not torch.__version__.startswith(built):
+    if not (torch.__version__.startswith(built) or built.startswith(f"{record.get('torch')}.")):
         return None, refuse_other_torch(built)
-    return extension, None
+    return loaded, None
 
 
-record = read_record(RECORD)
-module, reason = load(record)
+record = read_record(EXTENSION)
+module, reason = load(EXTENSION, record)

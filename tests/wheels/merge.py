@@ -1,0 +1,70 @@
+"""One wheel from several, each of which was compiled for another torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+LACKS_CUDA = "this wheel is for the CPU: install nvcc, and a torch that is built with CUDA"
+
+
+def kind_of(wheel: Path) -> str:
+    """The kernels in a wheel that pip made, by its name: "cpu", "cu13" for a major version of CUDA, or "none"."""
+    found = re.search(r"-1(cpu|cu\d\d)\d?\.torch", wheel.name)
+    return found[1] if found else "none"
+
+
+def write_record(extension: Path, kind: str, torch: str) -> None:
+    """Write setup.py's record beside an extension, for a minor version of torch instead of one version."""
+    mode, reason = ("cpu", LACKS_CUDA) if kind == "cpu" else ("cuda", None)
+    extension.with_suffix(".json").write_text(json.dumps({"mode": mode, "torch": torch, "reason": reason}) + "\n")
+
+
+def collect(packages: list[Path], kind: str) -> None:
+    """Move the extension of each package into the last one, named for its minor version of torch.
+
+    The record `_C.*.json` stays, for a torch that has none: it names those that have one.
+    """
+    minors = []
+    for package in packages:
+        (record,) = package.glob("_C.*.json")
+        minors.append(re.match(r"\d+\.\d+", json.loads(record.read_text())["torch"])[0])
+        extension = packages[-1] / record.with_suffix(".so").name.replace(
+            "_C.", f"_C_{minors[-1].replace('.', '_')}.", 1
+        )
+        shutil.move(record.with_suffix(".so"), extension)
+        write_record(extension, kind, minors[-1])
+    write_record(record, kind, ", ".join(minors))
+
+
+def merge(wheels: list[Path], work: Path, python: Path) -> Path:
+    """Pack the extensions of all wheels into one wheel, stripped.
+
+    Args:
+        wheels: made by `pip wheel`, for one torch each, the newest last.
+        work: a folder, for what is made.
+        python: one with the package `wheel`.
+
+    Raises:
+        ValueError: if a wheel has other kernels than the first, or none has any.
+    """
+    kinds = {wheel.name: kind_of(wheel) for wheel in wheels}
+    (kind,) = set(kinds.values()) if len(set(kinds.values())) == 1 else ("none",)
+    if kind == "none":
+        raise ValueError(f"The wheels have {kinds}; set AMP_ENGINE_BUILD to cpu, or to cuda with torches of one CUDA.")
+    folders = []
+    for wheel in wheels:
+        subprocess.run([python, "-m", "wheel", "unpack", "--dest", work / "unpacked" / wheel.stem, wheel], check=True)
+        (folder,) = (work / "unpacked" / wheel.stem).iterdir()
+        folders.append(folder)
+    collect([folder / "amp_engine" for folder in folders], kind)
+    for extension in folders[-1].glob("amp_engine/_C_*.so"):
+        subprocess.run(["strip", "--strip-unneeded", extension], check=True)
+    (work / "merged").mkdir()
+    pack = ["pack", "--build-number", f"1{kind}", "--dest-dir", work / "merged", folders[-1]]
+    subprocess.run([python, "-m", "wheel", *pack], check=True)
+    (merged,) = (work / "merged").iterdir()
+    return merged

@@ -119,7 +119,7 @@ gpu-carry:  ## where nvcc is: compile, in place, for make gpu on another machine
 	build/carry/bin/python -m tests.gpu_run.build --carry $(CARRY_GPU)
 
 clean:  ## remove what the commands made
-	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*
+	rm -rf .venv .venv-cuda build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache amp_engine/_C.*
 
 # A venv that was moved or half made has no working python: it is made again. Pip hides why something was not compiled.
 $(INSTALLED): pyproject.toml $(NATIVE)

@@ -225,6 +225,7 @@ EXTRAS = {
     "amp_engine.telemetry.histogram_picture": {"matplotlib"},
     "amp_engine.integrations.accelerate": {"accelerate"},
     "amp_engine.integrations.lightning": {"lightning"},
+    "amp_engine.integrations.timm": {"timm"},
     "amp_engine.integrations.transformers": {"transformers"},
 }
 

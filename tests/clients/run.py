@@ -86,9 +86,10 @@ class Client:
 
 CLIENTS = (
     Client("transformers", "transformers_trainer.py", saves_scaler=False, variants=("adamw_apex_fused",)),
-    Client("timm", "timm_apex_scaler.py", saves_scaler=True, variants=("agc",)),
     Client("lightning", "lightning_trainer.py", saves_scaler=True, variants=("manual",)),
     Client("mmengine", "mmengine_runner.py", saves_scaler=True),
+    # Through timm's ApexScaler, and the variants that begin with scaler through amp_engine.integrations.
+    Client("timm", "timm_scaler.py", True, ("agc", "scaler_norm", "scaler_value", "scaler_agc"), INTEGRATED_LEVELS),
     # Through amp_engine.integrations.
     Client("accelerate", "accelerate_loop.py", True, ("value", "ranks"), INTEGRATED_LEVELS),
     Client("lightning2", "lightning_precision.py", True, ("manual", "fabric", "ranks"), INTEGRATED_LEVELS),

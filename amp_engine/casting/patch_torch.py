@@ -129,8 +129,6 @@ def _take_out(casts: Casts) -> None:
         STACK.remove(casts)
         if is_newest:
             _applying.apply_newest()
-        else:
-            _applying.finish()
         casts.cache.clear()
 
 

@@ -4,7 +4,7 @@
     python -m amp_engine.apex [--replace] [--no-children] -m package.module [arguments]
     python -m amp_engine.apex [--replace] [--no-children] -c code [arguments]
     torchrun --nproc_per_node=2 -m amp_engine.apex [--replace] [--no-children] script.py [arguments]
-    python -m amp_engine.apex --check path [path ...]
+    python -m amp_engine.apex --check|--fix|--undo path [path ...]
 
 What follows is as `python` would take it: a script, a directory or a zip file with a __main__.py, `-m` or `-c`, then
 the program's own arguments.
@@ -12,6 +12,8 @@ the program's own arguments.
   --replace      also in place of an NVIDIA apex that is installed and has amp, which is otherwise left alone
   --no-children  not in the processes that the program starts
   --check        run nothing; say what in these files and directories amp_engine.apex does not serve, and what to write
+  --fix          run nothing; add `import amp_engine.apex.install` to each file there that imports apex, show the diff
+  --undo         take these lines out again
   -h, --help     this text
 """
 
@@ -32,12 +34,13 @@ def main(arguments: list[str]) -> int:
         if option in ("-h", "--help"):
             print(__doc__)
             return 0
-        if option == "--check":
+        if option in ("--check", "--fix", "--undo"):
             if len(arguments) == 1:
-                return _fail("--check needs files or directories: --check path [path ...]")
-            from amp_engine.apex.check_sources import check  # here, so that a script that is run does not wait for it
+                return _fail(f"{option} needs files or directories: {option} path [path ...]")
+            from amp_engine.apex.check_sources import check, fix  # here: a script that is run does not wait for them
 
-            return check.main(arguments[1:])
+            paths = arguments[1:]
+            return check.main(paths) if option == "--check" else fix.main(paths, undo=option == "--undo")
         if option not in ("--replace", "--no-children"):
             break
         replace |= option == "--replace"
@@ -58,8 +61,8 @@ def _complaint(target: list[str]) -> str | None:
         return None if len(target) > 1 else f"{first} needs {'a module' if first == '-m' else 'code'} after it"
     if first.startswith("-") and first != "-":
         return (
-            f"no option {first}: there are --replace, --no-children, --check, -m and -c. Options of python stand "
-            f"before `-m {_NAME}`, those of the script behind the script"
+            f"no option {first}: there are --replace, --no-children, --check, --fix, --undo, -m and -c. "
+            f"Options of python stand before `-m {_NAME}`, those of the script behind the script"
         )
     if first != "-" and not os.path.exists(first):
         module = first.removesuffix(".py").replace("/", ".")

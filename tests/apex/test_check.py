@@ -289,6 +289,20 @@ def test_probes_are_told_to_be_answered(script, probe):
     assert (line, text) == (2, "finds apex once amp_engine.apex.install is imported")
 
 
+@pytest.mark.parametrize(
+    "probe",
+    [
+        "x = 'apex' in sys.modules",
+        "x = 'apex.amp' not in sys.modules",
+        "sys.modules['apex']",
+        "sys.modules.get('apex')",
+    ],
+)
+def test_looks_at_what_was_imported_are_told_of(script, probe):
+    ((line, _, text),) = notes(script(f"import sys\n{probe}\nsys.modules['torch']\n'apex' in probes"))
+    assert (line, text[:32]) == (2, "is there after `import apex` und")
+
+
 def test_a_probe_of_files_on_disk_is_told_to_find_none(script):
     ((_, name, text),) = notes(script("import pkg_resources\npkg_resources.get_distribution('apex')"))
     assert name == 'pkg_resources.get_distribution("apex")'

@@ -151,7 +151,10 @@ def test_an_unrelated_apex_is_hidden_and_named_once(tree, work):
 
 
 COMPLAINTS = {
-    ("--replase", "train.py"): "no option --replase: there are --replace, --no-children, --check, -m and -c",
+    (
+        "--replase",
+        "train.py",
+    ): "no option --replase: there are --replace, --no-children, --check, --fix, --undo, -m and -c",
     ("trian.py",): "no file 'trian.py' in ",
     ("pkg/modul.py",): "a module is run by `-m pkg.modul`",
     ("-m",): "-m needs a module after it",

@@ -39,9 +39,11 @@ _PROBES = {
     "importlib_metadata.distribution",
     "importlib_metadata.version",
 }
+_IMPORTED = "sys.modules"
 _PROBES_OF_FILES = {"pkg_resources.get_distribution", "pkg_resources.require"}
 _PROBED = "finds apex once amp_engine.apex.install is imported"
 _PROBED_FILES = 'looks for files on disk and finds none: write importlib.metadata.version("apex")'
+_PROBED_IMPORTS = "is there after `import apex` under amp_engine.apex.install, not after `from amp_engine import amp`"
 _REQUIRED = "`apex` of PyPI is another project: take the line out, amp_engine answers to apex"
 _REQUIREMENT = re.compile(r"apex\s*(\[[^]]*\])?\s*([<>=!~][^@]*)?")
 # Uses of apex in files that are not Python: a requirement of that bare name, and the launcher.
@@ -86,14 +88,8 @@ def main(paths: list[str]) -> int:
     Returns:
         0 if every use is served, 1 if one is not or a file that mentions apex cannot be read, 2 if a path is missing.
     """
-    wrong = [path for path in paths if not (Path(path).is_file() or Path(path).is_dir())]
-    if wrong or not paths:
-        print(
-            "".join(f"{path}: no such file or folder.  " for path in wrong)
-            + "Run python -m amp_engine.apex --check PATH..., where PATH is a Python file, a notebook, or the folder "
-            "of a project.",
-            file=sys.stderr,
-        )
+    if why := complaint(paths, "--check"):
+        print(why, file=sys.stderr)
         return 2
     read = list(files(paths))
     found = [finding for path in read for finding in check_file(path)]
@@ -101,7 +97,24 @@ def main(paths: list[str]) -> int:
     return int(any(finding.verdict in ("missing", "unknown", "not read") for finding in found))
 
 
+def complaint(paths: list[str], option: str) -> str:
+    """Return a sentence on missing `paths` and on what to type; empty if all are there."""
+    wrong = [path for path in paths if not (Path(path).is_file() or Path(path).is_dir())]
+    if not wrong and paths:
+        return ""
+    missing = "".join(f"{path}: no such file or folder.  " for path in wrong)
+    return (
+        f"{missing}Run python -m amp_engine.apex {option} PATH..., where PATH is a Python file, a notebook, or the "
+        "folder of a project."
+    )
+
+
 # --- files ----------------------------------------------------------------------------------------
+
+
+def mentions(source: bytes) -> bool:
+    """True if a file may use apex."""
+    return _MENTIONS.search(source) is not None or b"\0" in source  # in UTF-16 a zero byte stands beside every letter
 
 
 def files(paths: Iterable[str]) -> Iterator[Path]:
@@ -148,8 +161,7 @@ def check_file(path: Path) -> Iterator[Finding]:
     """Yield a file's uses of apex by line, or one finding that says why a file with a use cannot be read."""
     try:
         source = path.read_bytes()
-        # In UTF-16 and the like there is a zero byte in or beside every letter.
-        if not _MENTIONS.search(source) and b"\0" not in source:
+        if not mentions(source):
             return
         if path.suffix == ".ipynb":
             cells = _cells(source)
@@ -315,6 +327,16 @@ class Uses(ast.NodeVisitor):
         if not isinstance(inner, ast.Name):
             self.visit(inner)
 
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """Report `sys.modules["apex"]`."""
+        self._report_imported(node, node.slice, node.value)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        """Report `"apex" in sys.modules`."""
+        self._report_imported(node, node.left, node.comparators[0])
+        self.generic_visit(node)
+
     def visit_Call(self, node: ast.Call) -> None:
         """Report names in strings, probes for apex, and keywords."""
         called = self._names.of(node.func, self._scope)
@@ -329,11 +351,20 @@ class Uses(ast.NodeVisitor):
                 for probes, text in ((_PROBES, _PROBED), (_PROBES_OF_FILES, _PROBED_FILES)):
                     if called & probes:
                         self._add(node, f'{ast.unparse(node.func)}("{name}")', "note", text)
+                if called == {f"{_IMPORTED}.get"}:
+                    self._add(node, ast.unparse(node), "note", _PROBED_IMPORTS)
             case [owner, ast.Constant(value=str(name)), *_] if called & {"getattr", "hasattr", "setattr", "delattr"}:
                 self._report(node, {f"{each}.{name}" for each in self._names.of(owner, self._scope)})
         if called == {"setuptools.setup"} or called == {"distutils.core.setup"}:
             self._report_requirements(node)
         self.generic_visit(node)
+
+    def _report_imported(self, node: ast.AST, key: ast.expr, owner: ast.expr) -> None:
+        if isinstance(key, ast.Constant) and _is_apex(str(key.value)) and self._named(owner) == {_IMPORTED}:
+            self._add(node, ast.unparse(node), "note", _PROBED_IMPORTS)
+
+    def _named(self, node: ast.expr) -> set[str]:
+        return self._names.of(node, self._scope) if isinstance(node, (ast.Name, ast.Attribute)) else set()
 
     def _report(self, node: ast.AST, names: set[str]) -> bool:
         """Note down an expression that may stand for `names`; True if one of them is apex's."""

@@ -1,0 +1,137 @@
+"""`python -m amp_engine.apex --fix PATH...` adds one line to each file that imports apex; `--undo` takes them out.
+
+The line stands at the top level, before the first statement with an import of apex or a test for it. Files are parsed,
+never run; all other bytes stay as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from amp_engine.apex.check_sources import check, inventory
+
+LINE = b"import amp_engine.apex.install  # for the imports of apex below; `python -m amp_engine.apex --undo` removes it"
+BY_HAND = "put `import amp_engine.apex.install` before its first import of apex by hand"
+
+
+_BY_STRING = {"import_module", "__import__", "find_spec", "distribution", "version", "resolve_name"}
+
+
+class _NotFixedError(Exception):
+    """A file that imports apex and is left as it is; says why."""
+
+
+def main(paths: list[str], *, undo: bool) -> int:
+    """Rewrite the files at `paths` that import apex, or undo that, and print the changes as a diff.
+
+    Returns:
+        0 if each file that needs the line has it, or none has it after `undo`; 1 if a file was left as it is; 2 if a
+        path is missing, where no file is changed.
+    """
+    if complaint := check.complaint(paths, "--undo" if undo else "--fix"):
+        print(complaint, file=sys.stderr)
+        return 2
+    change: Callable[[Path], bytes] = without_line if undo else with_line
+    changed, left = 0, []
+    for path in check.files(paths):
+        try:
+            before = path.read_bytes()
+            after = change(path)
+            if after != before:
+                path.write_bytes(after)
+                print(_diff(path, before, after), end="")
+                changed += 1
+        except _NotFixedError as reason:
+            left.append(f"{path}: {reason}")
+        except OSError as error:
+            left.append(f"{path}: {error}")
+    print("".join(f"{line}\n" for line in left), end="", file=sys.stderr)
+    done = f"{changed} file{'s' * (changed != 1)} changed"
+    print(f"{done}." if undo or not changed else f"{done}.  The same command with --undo takes it back.")
+    return int(bool(left))
+
+
+def with_line(path: Path) -> bytes:
+    """Return the file at `path` with the line; as it is if it imports no apex, or has the line, or one like it."""
+    source = path.read_bytes()
+    if path.suffix not in (".py", ".ipynb") or not check.mentions(source):
+        return source
+    if path.suffix == ".ipynb":
+        raise _NotFixedError(f"a notebook is left as it is: {BY_HAND}, in a cell")
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _NotFixedError(f"cannot be read: {error}") from None
+    first = next((i for i, statement in enumerate(tree.body) if _asks_for_apex(statement)), None)
+    if first is None or any(_installs(node) for node in ast.walk(tree)):
+        return source
+    while first and _first_line(tree.body[first]) <= (tree.body[first - 1].end_lineno or 0):  # `import os; import apex`
+        first -= 1
+    lines = source.splitlines(keepends=True)
+    end = b"\r\n" if source.count(b"\r\n") else b"\n"
+    at = _first_line(tree.body[first]) - 1
+    fixed = b"".join([*lines[:at], LINE, end, *lines[at:]])
+    _check_one_added(tree, fixed)
+    return fixed
+
+
+def without_line(path: Path) -> bytes:
+    """Return the file at `path` without the line that `with_line` adds."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return b"".join(line for line in lines if line.rstrip(b"\r\n") != LINE)
+
+
+def _asks_for_apex(statement: ast.stmt) -> bool:
+    """True if a statement imports apex, or one of its modules, or asks by a string if it is there."""
+    for node in ast.walk(statement):
+        match node:
+            case ast.Import(names=names) if any(_is_root(alias.name) for alias in names):
+                return True
+            case ast.ImportFrom(module=str(name), level=0) if _is_root(name):
+                return True
+            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if _is_root(name):
+                if ast.unparse(node.func).rpartition(".")[2] in _BY_STRING:
+                    return True
+    return False
+
+
+def _is_root(name: str) -> bool:
+    return name.split(".")[0] in inventory.ROOTS and name.replace(".", "").isidentifier()
+
+
+def _installs(node: ast.AST) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return any(alias.name == "amp_engine.apex.install" for alias in names)
+        case ast.ImportFrom(module="amp_engine.apex" | "amp_engine.apex.finder", names=names):
+            return any(alias.name == "install" for alias in names)
+    return False
+
+
+def _first_line(statement: ast.stmt) -> int:
+    """Return the number of the line that a statement begins on, its decorators included."""
+    return min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", ()))])
+
+
+def _check_one_added(before: ast.Module, fixed: bytes) -> None:
+    """Refuse what is not the same program behind one more import: `from __future__` must come first, and docstrings."""
+    try:
+        compile(fixed, "<fixed>", "exec", dont_inherit=True)
+        after = ast.parse(fixed)
+    except SyntaxError:
+        after = ast.Module([], [])
+    own = [statement for statement in after.body if not _installs(statement)]
+    same = ast.dump(ast.Module(own, [])) == ast.dump(before)
+    if not same or ast.get_docstring(after) != ast.get_docstring(before):
+        raise _NotFixedError(f"is left as it is: {BY_HAND}")
+
+
+def _diff(path: Path, before: bytes, after: bytes) -> str:
+    def lines(text: bytes) -> Sequence[str]:
+        return text.decode("utf-8", "replace").splitlines(keepends=True)
+
+    return "".join(difflib.unified_diff(lines(before), lines(after), str(path), str(path), n=1))

@@ -49,12 +49,15 @@ def merge(wheels: list[Path], work: Path, python: Path) -> Path:
         python: one with the package `wheel`.
 
     Raises:
-        ValueError: if a wheel has other kernels than the first, or none has any.
+        ValueError: if the wheels have kernels of several kinds, or none.
     """
-    kinds = {wheel.name: kind_of(wheel) for wheel in wheels}
-    (kind,) = set(kinds.values()) if len(set(kinds.values())) == 1 else ("none",)
-    if kind == "none":
-        raise ValueError(f"The wheels have {kinds}; set AMP_ENGINE_BUILD to cpu, or to cuda with torches of one CUDA.")
+    kinds = {kind_of(wheel) for wheel in wheels}
+    if len(kinds) > 1 or "none" in kinds:
+        raise ValueError(
+            f"The kernels of the wheels are {', '.join(sorted(kinds))}, and must be of one kind. "
+            "Set AMP_ENGINE_BUILD to cpu, or to cuda with versions of torch for one CUDA."
+        )
+    (kind,) = kinds
     folders = []
     for wheel in wheels:
         subprocess.run([python, "-m", "wheel", "unpack", "--dest", work / "unpacked" / wheel.stem, wheel], check=True)

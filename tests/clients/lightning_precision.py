@@ -20,7 +20,10 @@ from common import (
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from amp_engine import amp
@@ -29,6 +32,32 @@ from amp_engine.integrations.lightning import AmpFabricPrecision, AmpPrecision
 ACCUMULATE = 2
 BATCH = 32
 CONTEXT = 8
+
+
+def counted(calls, bucket):  # torch looks at annotations, and takes no text
+    """A communication hook that lists its buckets."""
+    calls.append(bucket.index())
+    return allreduce_hook(torch.distributed.group.WORLD, bucket)
+
+
+class SmallBuckets(DDPStrategy):
+    """Lightning's strategy with options of its wrapper; of itself it registers hooks on GPUs only."""
+
+    def __init__(self) -> None:
+        super().__init__(bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+        self.calls: list[int] = []
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.register_comm_hook(self.calls, counted)
+
+    def check(self) -> None:
+        """The wrapper that trained has the options, and the hook was called for several buckets."""
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self.model.bucket_bytes_cap == int(0.01 * 1024 * 1024)
+        assert self.model.gradient_as_bucket_view
+        assert len(self.calls) >= STEPS
+        assert max(self.calls) > 0
 
 
 class NextCharacter(LightningModule):
@@ -78,6 +107,8 @@ class NextCharacter(LightningModule):
             self.restored = scaler_state()
 
     def on_train_end(self):
+        if WORLD_SIZE > 1 and self.trainer.global_step == STEPS:
+            self.trainer.strategy.check()
         check_ranks_agree([*self.parameters(), *amp.master_params(self.optimizers().optimizer)])
 
     def on_save_checkpoint(self, checkpoint):
@@ -89,7 +120,7 @@ def trainer_of(level: str, steps: int, manual: bool = False, callbacks=(), **opt
     return Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE,
-        strategy="ddp" if WORLD_SIZE > 1 else "auto",
+        strategy=SmallBuckets() if WORLD_SIZE > 1 else "auto",
         plugins=AmpPrecision(level, **options),
         max_steps=steps,
         accumulate_grad_batches=1 if manual else ACCUMULATE,

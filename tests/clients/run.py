@@ -92,6 +92,7 @@ CLIENTS = (
     Client("timm", "timm_scaler.py", True, ("agc", "scaler_norm", "scaler_value", "scaler_agc"), INTEGRATED_LEVELS),
     # Through amp_engine.integrations.
     Client("accelerate", "accelerate_loop.py", True, ("value", "ranks"), INTEGRATED_LEVELS),
+    Client("diffusers", "diffusers_unet.py", True, (), INTEGRATED_LEVELS),
     Client("lightning2", "lightning_precision.py", True, ("manual", "fabric", "ranks"), INTEGRATED_LEVELS),
     Client("trainer", "amp_trainer.py", True, ("seq2seq", "ranks", "compile", "checkpointing"), INTEGRATED_LEVELS),
 )

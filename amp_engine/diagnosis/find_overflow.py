@@ -19,10 +19,12 @@ from amp_engine.diagnosis.relative_error import stored
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import local_of
 from amp_engine.scaling.scaler import LossScaler
-from amp_engine.stepping.forward_order import name_of, parameters_of
+from amp_engine.stepping.forward_order import leaf_of, name_of, parameters_of, saved_by
 from amp_engine.stepping.scale_loss import ScaledBackwards
 
 Phase = Literal["weights", "buffers", "data", "forward", "backward"]
+Kind = Literal["inf", "nan"]
+_KINDS: tuple[Kind, Kind] = ("inf", "nan")
 
 # What they give is not written yet.
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
@@ -62,7 +64,7 @@ class OverflowSource:
     module_type: str | None = None
     operation: str | None = None
     parameter: str | None = None
-    kind: Literal["inf", "nan"] | None = None
+    kind: Kind | None = None
     elements: int = 0
     numel: int = 0
     dtype: torch.dtype | None = None
@@ -113,12 +115,10 @@ class _Made(NamedTuple):
 
     Attributes:
         is_sure: False for -inf of a cast, which may be a mask.
-        has_gradient: True if the backward runs through it.
     """
 
     source: OverflowSource
     is_sure: bool
-    has_gradient: bool
 
 
 class _Search(Recorder):
@@ -136,6 +136,8 @@ class _Search(Recorder):
         self.has_gradient = False
         self._places = places
         self._owner: dict[Node, Module | None] = {}  # the module that made each node
+        # What the inf, and the NaN, came from that a node will be given.
+        self._reaching: dict[tuple[Node, Kind], OverflowSource] = {}
         self._found: OverflowSource | None = None
         self._made: list[_Made] = []  # in the order of the forward
         # The memory of values that are not finite, alive, so that no other is taken for it; each with its place.
@@ -157,7 +159,8 @@ class _Search(Recorder):
     def look_at_weights(self, params: Iterable[nn.Parameter]) -> None:
         """Note the first parameter that is not finite."""
         for param in params:
-            if (bad := self._first_bad([param])) is not None:
+            bad = next((one for one in _floats([param]) if not _is_finite(one)), None)
+            if bad is not None and self._found is None:
                 place = self._places[id(param)]
                 module = Module(place.module, place.module_type)
                 self._found = self._source("weights", bad, module, parameter=place.parameter)
@@ -189,11 +192,11 @@ class _Search(Recorder):
                 self._unwritten[storage._cdata] = storage
             return result
         gave = [one for one in self._written(tensors_in(result)) if not _is_finite(one)]
-        has_gradient = any(one.requires_grad for one in inputs)
         places = [place for one in odd if (place := self._place_of(one)) is not None]
         if came_bad and not places:  # no operation of this batch made it
-            source = self._source("data", came_bad[0], self.innermost, name)
-            places = [self._note(source, came_bad, has_gradient=has_gradient)]
+            if name in _FILLS:
+                return result  # as of a constant: the operation that takes it is named
+            places = [self._note(self._source("data", came_bad[0], self.innermost, name), came_bad)]
         places = [place for place in places if came_bad or self._made[place].is_sure]
         if places:
             self._follow(gave, min(places))
@@ -205,7 +208,7 @@ class _Search(Recorder):
             source = self._source("forward", one, self.innermost, name, largest=largest)
             if name in ("_softmax", "_log_softmax"):
                 source = dataclasses.replace(source, masked_rows=int((given[0] == -math.inf).all(args[1]).sum()))
-            self._note(source, gave, is_sure=not (only_minus and name in _FILLS), has_gradient=has_gradient)
+            self._note(source, gave, is_sure=not (only_minus and name in _FILLS))
             break
         return result
 
@@ -219,11 +222,9 @@ class _Search(Recorder):
             storage = one.untyped_storage()
             self._memory[storage._cdata] = storage, place
 
-    def _note(
-        self, source: OverflowSource, tensors: Iterable[Tensor], is_sure: bool = True, has_gradient: bool = False
-    ) -> int:
+    def _note(self, source: OverflowSource, tensors: Iterable[Tensor], is_sure: bool = True) -> int:
         """Note a place, and the values that come from it; return its index in `_made`."""
-        self._made.append(_Made(source, is_sure, has_gradient))
+        self._made.append(_Made(source, is_sure))
         self._follow(tensors, len(self._made) - 1)
         return len(self._made) - 1
 
@@ -267,6 +268,7 @@ class _Search(Recorder):
         """Let go of the graph."""
         super().end()
         self._owner.clear()
+        self._reaching.clear()
 
     def _claim(self, tensors: Sequence[Tensor]) -> None:
         """Note that the module that is being run made these tensors, as far as nodes behind them are new."""
@@ -285,25 +287,57 @@ class _Search(Recorder):
             self.handles.append(node.register_hook(lambda gave, took, node=node: self._gives(node, gave, took)))
 
     def _arrives(self, node: Node, grads: Sequence[Tensor | None]) -> None:
-        self.was_backward = self.has_gradient = True
-        if (bad := self._first_bad(grads)) is not None:
-            self._note_backward(node, bad, f"a sum of gradients, or a hook, before {name_of(node)}", None)
+        self.has_gradient = True
+        leaf = leaf_of(node)
+        # autograd.grad with create_graph=True, as a penalty of gradients has it, is a part of the forward.
+        self.was_backward |= leaf is not None or not torch.is_grad_enabled()
+        if self._found is not None:
+            return
+        with self.paused():
+            sources = [self._source_of(node, kind, grads, None) for kind in _KINDS]
+        if leaf is not None:  # until here a mask may have set it to 0
+            self._found = next(filter(None, reversed(sources)), None)
 
     def _gives(self, node: Node, gave: Sequence[Tensor | None], took: Sequence[Tensor | None]) -> None:
-        if (bad := self._first_bad(gave)) is not None:
-            self._note_backward(node, bad, name_of(node), _largest(_floats(took)))
+        if self._found is not None:
+            return
+        with self.paused():
+            for (following, _), grad in zip(node.next_functions, gave, strict=False):
+                for kind in _KINDS:
+                    if following is not None and (source := self._source_of(node, kind, [grad], took)) is not None:
+                        self._reaching.setdefault((following, kind), source)
 
-    def _first_bad(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
-        """The first that is not finite; None once something was found."""
-        looked_at = _floats(tensors) if self._found is None else ()
-        return next((one for one in looked_at if not bool(one.isfinite().all())), None)
+    def _source_of(
+        self, node: Node, kind: Kind, grads: Sequence[Tensor | None], took: Sequence[Tensor | None] | None
+    ) -> OverflowSource | None:
+        """The place that values of this kind in gradients came from, before `node` or of it; None without any.
 
-    def _note_backward(self, node: Node, tensor: Tensor, operation: str, largest: float | None) -> None:
+        Args:
+            took: what `node` made them of; None if it is about to be given them.
+        """
+        is_it = torch.isnan if kind == "nan" else torch.isinf
+        bad = next((one for one in _floats(grads) if bool(is_it(one).any())), None)
+        if bad is None:
+            return None
+        before = self._reaching.get((node, kind)) or self._reaching.get((node, "inf"))
+        if before is not None and (kind == "nan" or (node, "inf") in self._reaching):
+            return before  # NaN is made of inf, and inf of no NaN
+        bad = torch.where(is_it(bad), bad, torch.zeros_like(bad))
+        if took is None:
+            source = self._source_backward(node, bad, f"a sum of gradients, or a hook, before {name_of(node)}", None)
+            self._reaching[node, kind] = source
+            return source
+        return self._source_backward(node, bad, name_of(node), _largest(_floats(took)))
+
+    def _source_backward(self, node: Node, tensor: Tensor, operation: str, largest: float | None) -> OverflowSource:
+        # A derivative at a value that is not finite, though the loss does not show it.
+        for saved in saved_by(node):
+            place = self._place_of(saved)
+            if place is not None and self._made[place].is_sure and saved.is_floating_point() and not _is_finite(saved):
+                return self._made[place].source
         own = [self._places[i].parameter for i in parameters_of(node) if i in self._places]
         module = self._owner.get(node) or self.innermost
-        # A derivative at a value that is not finite, though the loss does not show it.
-        made = next((one.source for one in self._made if one.is_sure and one.has_gradient), None)
-        self._found = made or self._source("backward", tensor, module, operation, own[-1] if own else None, largest)
+        return self._source("backward", tensor, module, operation, own[-1] if own else None, largest)
 
     def _source(
         self,

@@ -6,10 +6,11 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from amp_engine.diagnosis.post_mortem import (
     OverflowRecord,
@@ -22,6 +23,7 @@ from amp_engine.diagnosis.post_mortem import (
     repeated,
     where_it_began,
 )
+from amp_engine.diagnosis.recorder import buffers_in, places_in
 from amp_engine.ground.distributed import local_of
 from amp_engine.levels.report import Reporter, flushed_message, overflow_message, static_overflow_message
 from amp_engine.scaling.losses import Scaling
@@ -35,11 +37,17 @@ KEPT_RECORDS = 1000
 
 @dataclass
 class _Row:
-    """The skips in a row of one loss: the first, the cause of the last, and the count of those of this cause."""
+    """The skips in a row of one loss.
 
-    first: OverflowRecord
+    Attributes:
+        cause: of the last.
+        count: how many in a row have this cause.
+        records: of all of them, up to the diagnosis.
+    """
+
     cause: tuple[object, ...] = ()
     count: int = 0
+    records: list[OverflowRecord] = field(default_factory=list)
 
 
 class OverflowWatch:
@@ -47,7 +55,7 @@ class OverflowWatch:
 
     Args:
         reporter: says them.
-        places: asked, when there is something to say, where each parameter is, by id.
+        models: asked, when there is something to say, for the models that were initialized.
         params: asked for the parameters that are trained.
         scaling: where it is noted which static scales were reported, and what earlier losses were.
     """
@@ -55,12 +63,12 @@ class OverflowWatch:
     def __init__(
         self,
         reporter: Reporter,
-        places: Callable[[], dict[int, Place]],
+        models: Callable[[], Sequence[nn.Module]],
         params: Callable[[], Sequence[nn.Parameter]],
         scaling: Scaling,
     ) -> None:
         self._reporter = reporter
-        self._places = places
+        self._models = models
         self._params = params
         self._scaling = scaling
         self._records: deque[OverflowRecord] = deque(maxlen=KEPT_RECORDS)
@@ -94,10 +102,12 @@ class OverflowWatch:
             is_diagnosed = skips_in_a_row == SKIPS_BEFORE_DIAGNOSIS and b is backwards[-1]
             record = self._record(b, skipped=True, looks_at_weights=is_diagnosed)
             is_said = is_told_here or _is_of_this_rank(record, b)
-            row = self._rows.setdefault(loss_id, _Row(record))
+            row = self._rows.setdefault(loss_id, _Row())
+            if skips_in_a_row <= SKIPS_BEFORE_DIAGNOSIS:
+                row.records.append(record)
             self._note(record, is_said, self._repeats(row, record))
             if is_diagnosed and is_said:
-                text = diagnosis(record, row.first, skips_in_a_row, b.scaler.loss_scale())
+                text = diagnosis(row.records, skips_in_a_row, b.scaler.loss_scale())
                 self._reporter.say(
                     text, level=logging.WARNING, amp_loss_id=loss_id, amp_loss_scale=scale, amp_cause=record.cause
                 )
@@ -122,7 +132,7 @@ class OverflowWatch:
 
     def unchecked_loss(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
         """Note a loss that is not finite, where gradients are not checked."""
-        places = self._places()
+        places = places_in(self._models())
         weights = self._bad_weights()
         self._note(self._explained(backward, loss_id, loss, origin, weights, places, loss_scale=1.0, skipped=False))
 
@@ -150,7 +160,7 @@ class OverflowWatch:
 
     def _record(self, backward: Backward, skipped: bool, looks_at_weights: bool = False) -> OverflowRecord:
         """The record of `backward`. Waits for the device."""
-        places = self._places()
+        places = places_in(self._models())
         together = backward.accumulation
         first_of, last_of = backward.micro_batches
         loss, origin = backward.outcome.loss(), backward.origin
@@ -160,7 +170,7 @@ class OverflowWatch:
         nonfinite = backward.nonfinite()
         in_order = backward.in_order(nonfinite)
         is_finite = loss is None or math.isfinite(loss)
-        weights = [] if is_finite and not looks_at_weights else self._bad_weights()
+        weights = [] if is_finite and origin is None and not looks_at_weights else self._bad_weights()
         if not is_finite and origin is None:
             self._scaling.heard_of_loss(is_finite=False)
         of_first: dict[str, Any] = {}
@@ -213,6 +223,7 @@ class OverflowWatch:
             has_gradient=details.get("parameter") is not None,
             has_bad_weights=bool(weights),
             came_from_outside=origin is not None and origin.operation is None and not origin.is_parameter,
+            came_from_forward=origin is not None,
             rank_losses=details.get("rank_losses", ()),
         )
         if origin is not None and origin.region is not None:
@@ -221,6 +232,9 @@ class OverflowWatch:
             details |= {"region": tuple(names), "part": tuple(part)}
         near = None if origin is None or origin.parameter is None else places.get(origin.parameter)
         trained = set(map(id, self._params())) if cause == "data" else set(places)
+        memory = 0 if origin is None else origin.memory
+        buffers = buffers_in(self._models()) if memory else {}
+        was_taken = any(not one.skipped and one.nonfinite for one in self._records)
         return OverflowRecord(
             backward,
             loss_id,
@@ -238,12 +252,20 @@ class OverflowWatch:
             is_exact=origin is None or origin.is_exact,
             why=undefined if origin is None else origin.why,
             untrained=tuple(place.parameter for key, place in places.items() if key not in trained),
+            buffer=next((name for name, buffer in buffers.items() if _address(buffer) == memory), None),
+            only_checked=cause == "weights" and bool(details.get("checked")) and not was_taken,
             **details,
         )
 
     def _bad_weights(self) -> list[nn.Parameter]:
         """The parameters that are not finite. Waits for the device, and reads all of them."""
         return [param for param in self._params() if not local_of(param.detach()).isfinite().all()]
+
+
+def _address(buffer: Tensor) -> int:
+    """The address of its memory, as in `Origin.memory`; 0 if it has none."""
+    values = local_of(buffer)
+    return values.untyped_storage().data_ptr() if values.layout is torch.strided else 0
 
 
 def _finite_master(param: nn.Parameter) -> float | None:

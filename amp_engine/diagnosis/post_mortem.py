@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -12,15 +13,24 @@ from torch import Tensor
 
 from amp_engine.levels.scale_rule import DynamicLossScale
 from amp_engine.page.page import Page, Paged, Sentence, Table
-from amp_engine.stepping.saved_values import advice
+from amp_engine.stepping.saved_values import advice, is_of_range
 
 Cause = Literal["data", "forward", "backward", "divergence", "weights", "elsewhere"]
 
 # A loss explodes that is more than this above the median of the losses before it. Batches of one task differ by less,
 # and a learning rate that is too high passes it within a few steps. Chosen by us; there is no source.
 EXPLOSION = 10.0
+# A step as those before, which left the loss where it was, does not raise it by more: another batch does.
+JUMP = 1e6
 RISES = 3
 """The loss has to double at least so many times in a row, with none much lower in between."""
+
+
+_EPS = "Add an eps inside.  A torch.where around it does not help."
+_UNKNOWN = (
+    "Why is not known: an overflow at this scale, or nan at any scale, as of a derivative that is not defined (sqrt of "
+    "0) or of a value that the loss hides.  amp.find_overflow(step_fn) tells."
+)
 
 
 class Place(NamedTuple):
@@ -49,7 +59,8 @@ class OverflowRecord:
         loss_scale: that the loss was multiplied by.
         loss: before scaling; the sum if there are several; None if the engine does not know it.
         cause: "data": a value that is not finite came into the graph from outside; "forward": an operation of the
-            forward made it, or the graph does not tell; "backward": the loss was finite and a gradient was not;
+            forward made it, or the graph does not tell; "backward": the forward is not known to have such a value, the
+            loss has none, and a gradient has;
             "divergence": losses have risen from step to step until they exploded; "weights": a parameter is not finite;
             "elsewhere": on another rank, or in an earlier backward of the step.
         parameter: name of the first parameter whose gradient was not finite, as the backward goes from the loss to the
@@ -83,6 +94,9 @@ class OverflowRecord:
         hidden: names of the parameters, in checkpointed parts, of which one has the first gradient that is not finite.
         untrained: for the cause "data", names of the models' parameters that no optimizer steps, since a part of the
             model that has only such ones leaves no graph; else empty.
+        buffer: for the cause "data", name of the models' buffer that holds the value; None if it is in none.
+        only_checked: for the cause "weights", True if no step was taken on a gradient that was not finite when it was
+            checked, as far as the host knows.
     """
 
     backward: int
@@ -114,6 +128,8 @@ class OverflowRecord:
     region: tuple[str | None, str | None] | None = None
     part: tuple[int, int] = (0, 0)
     hidden: tuple[str, ...] = ()
+    buffer: str | None = None
+    only_checked: bool = False
 
     @property
     def loss_is_finite(self) -> bool:
@@ -179,10 +195,17 @@ def likely_cause(
     has_gradient: bool,
     has_bad_weights: bool,
     came_from_outside: bool,
+    came_from_forward: bool = False,
     rank_losses: Sequence[float | None] = (),
 ) -> Cause:
-    """The likely reason why gradients are not finite; earlier losses are those of clean backwards, oldest first."""
-    is_finite = loss is None or math.isfinite(loss)
+    """The likely reason why gradients are not finite.
+
+    Args:
+        earlier: losses of clean backwards, oldest first.
+        came_from_outside, came_from_forward: a value is known to have been so in the forward, though a loss may not
+            show it.
+    """
+    is_finite = (loss is None or math.isfinite(loss)) and not came_from_outside and not came_from_forward
     if not is_finite and came_from_outside and not has_bad_weights:
         return "data"
     if has_exploded(loss, earlier):
@@ -224,6 +247,8 @@ def has_exploded(loss: float | None, earlier: Sequence[float]) -> bool:
     rises = 0
     for one in reversed(last):
         if one >= 2 * level:
+            if rises == 0 and one > JUMP * level and len(losses) - len(last) > 2:
+                return False
             level, rises = one, rises + 1
     return rises >= RISES
 
@@ -239,13 +264,18 @@ def _what_happened(record: OverflowRecord) -> str:
         )
     if not record.skipped and record.checked > 0 and not record.nonfinite:
         numbers += "  All gradients are finite, so the step was taken."
+    if record.loss_is_finite and record.cause in ("data", "forward"):
+        numbers += "  The loss does not show what is not finite in the forward, and gradients do."
     numbers += _ranks(record)
     near = f", at or after {record.near}," if record.near else ""
     if record.cause == "data":
+        given = f"{numbers}  {record.operation}{near} was given a value that is not finite from outside of the graph"
+        if record.buffer is not None:
+            return f"{given}: the buffer {record.buffer} holds it."
         frozen = f", at parameters that are not trained ({some(record.untrained)})" if record.untrained else ""
         return (
-            f"{numbers}  {record.operation}{near} was given a value that is not finite from outside of the graph: look "
-            f"at the batch{frozen}, and at models that run without gradients."
+            f"{given}: look at the batch, at buffers, at what is computed of them without parameters{frozen}, and at "
+            "models that run without gradients.  amp.find_overflow(step_fn) tells which."
         )
     if record.cause == "forward" and record.region is not None:
         return (
@@ -272,6 +302,8 @@ def _what_happened(record: OverflowRecord) -> str:
         why = f"  {_outgrown(record)}" if record.outgrown else ""
         if record.checked == 0:
             why += "  Gradients are not checked here: amp.initialize(..., skip_on_overflow=True) skips such steps."
+        elif record.only_checked and not record.outgrown:
+            why = f"  {_since_the_check()}"
         return f"{numbers}  Parameters are not finite: {some(record.weights)}.{why}"
     if record.cause == "elsewhere" and record.parameter is not None:
         return numbers
@@ -280,7 +312,10 @@ def _what_happened(record: OverflowRecord) -> str:
             f"{numbers}  Each gradient of this process is finite: look at the other ranks, at earlier backwards of the "
             "step, and whether zero_grad() is called after steps that were skipped."
         )
-    why = "" if record.why is None else f"  {record.why}: its derivative is not finite there.  {_inside(record.why)}"
+    why = "" if record.why is None else f"  {_of_derivative(record.why)}"
+    has_grown = record.growth is not None and record.growth > EXPLOSION
+    if record.kind == "nan" and record.why is None and not has_grown and not _ranks(record):
+        why = f"  {_UNKNOWN}"
     return f"{gradient}  {numbers}{why}"
 
 
@@ -291,6 +326,13 @@ def _outgrown(record: OverflowRecord) -> str:
         f"Their FP32 masters are finite, and beyond float16's 65504: {named}.  Train on in bfloat16 (opt_level='O5'), "
         "keep the module in FP32 (amp.keep_float), or go back to a checkpoint, with weight decay or a lower learning "
         "rate."
+    )
+
+
+def _since_the_check() -> str:
+    return (
+        "No step was taken on a gradient that was not finite when it was checked: look at what changes gradients after "
+        "scale_loss (a norm of 0 in a clipping of your own), at the learning rate, and at what else writes weights."
     )
 
 
@@ -354,9 +396,11 @@ def _checkpointed(record: OverflowRecord) -> str:
     return f"{said}, after {before}" if before else f"{said}, before {after}" if after else said
 
 
-def _inside(why: str) -> str:
-    """Advise on a derivative that is not finite."""
-    return advice(why) if ", beyond " in why else "Add an eps inside.  A torch.where around it does not help."
+def _of_derivative(why: str) -> str:
+    """Sentences on what a finite loss hides: a derivative that is not finite, or numbers beyond their type."""
+    if is_of_range(why):
+        return f"On the way {why}.  {advice(why)}"
+    return f"{why}: its derivative is not finite there.  {_EPS}"
 
 
 def repeated(record: OverflowRecord, count: int) -> str:
@@ -366,8 +410,22 @@ def repeated(record: OverflowRecord, count: int) -> str:
     return f"Amp post-mortem:  {record.cause}{at}, as in each of the last {count} skipped steps."
 
 
-def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_scale: float) -> str:
-    """The message after many skips in a row; `first` and `record` are the ends of the row, the scale is that of now."""
+def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> str:
+    """The message after many skips in a row.
+
+    Args:
+        row: the skips of this loss among them.
+        skips: how many these are, of all losses.
+        loss_scale: the one of now.
+    """
+    causes = Counter(record.cause for record in row)
+    cause = row[-1].cause if row[-1].weights else causes.most_common(1)[0][0]
+    mixed = ""
+    if len(causes) > 1:
+        counts = ", ".join(f"{count} {one}" for one, count in causes.items())
+        mixed = f"  Causes differ: {counts}; the last {cause}:"
+    of_cause = [record for record in row if record.cause == cause]
+    first, record = of_cause[0], of_cause[-1]
     is_lowered = record.loss_scale < first.loss_scale
     scales = f" from {first.loss_scale:g} to {record.loss_scale:g}" if is_lowered else ""
     if record.cause == "divergence":
@@ -376,28 +434,40 @@ def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_sc
             "learning rate, and go back to a checkpoint if the loss does not come down by itself."
         )
     elif record.weights:
-        cure = _outgrown(record) if record.outgrown else "Go back to a checkpoint with a lower learning rate."
+        cure = _outgrown(record) if record.outgrown else "Go back to a checkpoint."
+        if record.only_checked and not record.outgrown:
+            cure += f"  {_since_the_check()}"
         remedy = f"Weights are not finite, so no scale can help: {some(record.weights)}.  {cure}"
-    elif not record.loss_is_finite:
+    elif record.cause in ("data", "forward"):
         where = f"  {record.why}." if record.why else ""
         if record.region is not None:
             where = f"  First in {_checkpointed(record)}."
         elif record.operation is not None and not where:
-            where = f"  First in {record.operation}, at or after {record.near}."
+            near = f"{record.operation}, at or after {record.near}"
+            where = f"  First in {near}." if record.cause == "forward" else f"  {near}, was given it from outside."
+        if record.buffer is not None:
+            where = f"  The buffer {record.buffer} holds it."
+        loss = "The loss hides a value that is not finite" if record.loss_is_finite else "The loss itself is not finite"
         remedy = (
-            f"The loss itself is not finite, so no scale can help.{where}  Look at the forward pass: the learning "
+            f"{loss}, so no scale can help.{where}  Look at the forward pass: the learning "
             "rate, the input, a logarithm or a division, or an overflow of float16 (bfloat16 has none: 'O4', 'O5')."
         )
-    elif record.parameter is not None and is_lowered and len(record.nonfinite) < len(first.nonfinite):
+    elif record.why is not None:
+        why = f".  {_of_derivative(record.why)}"
+        if not is_of_range(record.why):
+            why = f", and a derivative is not, at any scale and in any type: {record.why}.  {_EPS}"
+        remedy = f"The loss is finite{why}"
+    elif record.parameter is not None and record.growth is not None and record.growth > EXPLOSION:
+        remedy = (
+            f"The loss is finite, and {record.growth:.3g} times the median of those before, so that its gradients "
+            "overflow at scales that fitted.  These batches are unlike those before, or training diverges: lower the "
+            "learning rate, and go back to a checkpoint if the loss does not come down by itself."
+        )
+    elif record.kind == "inf" and is_lowered and len(record.nonfinite) < len(first.nonfinite):
         remedy = (
             f"The loss is finite, and fewer gradients overflow the lower the scale is: {len(first.nonfinite)} at "
             f"{first.loss_scale:g}, {len(record.nonfinite)} at {record.loss_scale:g}.  The scale is nearly found: "
             "nothing to do."
-        )
-    elif record.why is not None and record.loss_is_finite:
-        remedy = (
-            f"The loss is finite, and a derivative is not, at any scale and in any type: {record.why}.  "
-            f"{_inside(record.why)}"
         )
     elif (
         record.parameter is not None
@@ -409,13 +479,13 @@ def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_sc
             f"The loss is finite, and its scale of {record.loss_scale:g} is above {DynamicLossScale.init_scale:g}, "
             "which few models bear: it is on its way down.  Nothing to do yet."
         )
-    elif record.kind == "nan" and first.kind == "nan":
+    elif record.kind == "nan":
         remedy = (
-            f"The loss is finite, so the backward pass makes the NaN, at each scale{scales}: first, as it goes "
-            f"from the loss to the input, in the gradient of {record.parameter} ({record.kind}).  A derivative that "
-            "is not defined (sqrt or norm of 0, 0 in a division) is NaN in every type: add an eps inside.  "
-            "amp.find_overflow(step_fn) names the operation; if it only overflows, keep its module in FP32 "
-            "(amp.keep_float), or use bfloat16 (opt_level='O4' or 'O5')."
+            f"The loss is finite, and gradients are nan{scales}: first, as the backward goes from the loss to the "
+            f"input, that of {record.parameter}.  Why is not known.  If it overflows, a lower scale, FP32 "
+            "(amp.keep_float) or bfloat16 helps; a derivative that is not defined (sqrt or norm of 0, 0 in a division) "
+            "is nan at any scale and in every type, and wants an eps inside.  amp.find_overflow(step_fn) names the "
+            "operation."
         )
     elif record.parameter is not None:
         remedy = (
@@ -429,8 +499,8 @@ def diagnosis(record: OverflowRecord, first: OverflowRecord, skips: int, loss_sc
             "zero_grad() after a step that was skipped, too."
         )
     return (
-        f"Amp diagnosis:  {skips} steps in a row were skipped; loss scaler {record.loss_id} is at {loss_scale}.  Loss "
-        f"finite: {'yes' if record.loss_is_finite else 'no'} ({_number(record.loss)}).  Non-finite gradients: "
+        f"Amp diagnosis:  {skips} steps in a row were skipped; loss scaler {record.loss_id} is at {loss_scale}.{mixed}"
+        f"  Loss finite: {'yes' if record.loss_is_finite else 'no'} ({_number(record.loss)}).  Non-finite gradients: "
         f"{len(record.nonfinite)} of {record.checked} ({some(record.nonfinite) or 'none'}).  {remedy}"
     )
 

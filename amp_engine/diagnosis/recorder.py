@@ -115,7 +115,8 @@ class Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **kwargs) if self.is_paused or is_in_backward() else self.run(func, args, kwargs)
+        is_backward = is_in_backward() and not torch.is_grad_enabled()  # else a graph of it is made
+        return func(*args, **kwargs) if self.is_paused or is_backward else self.run(func, args, kwargs)
 
     def _enter(self, module: Module, inputs: Any) -> None:
         self.given(module, tensors_in(inputs))
@@ -148,6 +149,15 @@ def places_in(models: Sequence[nn.Module]) -> dict[int, Place]:
                 Place(full, path, kind) if first is None else first._replace(parameter=f"{first.parameter} = {full}")
             )
     return places
+
+
+def buffers_in(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the buffers by their names, as those of `names_of`."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for module, (path, _) in names_of(models).items()
+        for name, buffer in module.named_buffers(recurse=False)
+    }
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -71,7 +71,7 @@ class Initialized:
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaling, self._casts = scaling, casts
         self.backwards = ScaledBackwards(scaling, casts, lambda: self.models)
-        self.overflows = OverflowWatch(reporter, self.parameter_places, self._stepped_params, scaling)
+        self.overflows = OverflowWatch(reporter, lambda: self.models, self._stepped_params, scaling)
         events = self.backwards.events
         events.skipped.subscribe(self.overflows.skipped)
         events.reported.subscribe(self.overflows.stepped_on)

@@ -70,7 +70,7 @@ class Evidence:
                 if not together.bad:
                     together.bad, together.loss, together.origin = together.count, value, backward.origin
             elif backward.loss_id in self._overflowed:
-                backward.undefined = undefined_derivative(loss)
+                backward.undefined, backward.origin = undefined_derivative(loss)
         self._scaling.heard_of_loss(is_finite=True)
 
     def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:

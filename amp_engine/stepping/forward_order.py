@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from amp_engine.stepping.saved_values import EXPLAINED, NO_RESULT, STEEP, remade, why, why_result, why_softmax
+from amp_engine.stepping.saved_values import (
+    EXPLAINED,
+    NO_RESULT,
+    STEEP,
+    is_of_range,
+    remade,
+    why,
+    why_mask,
+    why_result,
+    why_softmax,
+)
 
 # These operations only reshape or copy, so a value that is not finite never starts in them.
 _PASSING = {"view", "unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "clone", "alias"}
@@ -20,6 +30,13 @@ _COMPILED = "CompiledFunction"
 _CHECKPOINT = "CheckpointFunctionBackward"
 # How many operations are looked at, in search of the one behind those of which nothing was kept.
 _SEARCHED = 64
+# -inf that these give is a mask, and these take one.
+_FILL_MASKS = {"masked_fill", "where"}
+_TAKE_MASKS = {"logsumexp", "logaddexp", "log_sigmoid", "softplus"}
+# The backward of these gives each gradient that is NaN on: of 0 as of anything.
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution"}
+# The key, in what a node carries, of the names of tensors that `_has_hooks` gave hooks.
+_READ = "amp_engine.read"
 
 Order = Mapping[int, tuple[int, int]]
 CHECKPOINTED = 0
@@ -53,6 +70,7 @@ class Origin(NamedTuple):
         is_exact: True if all inputs of `operation` are known to be finite. An addition, say, saves no inputs.
         why: "log of 0 in 36 of 40 elements", where what `operation` saved tells; None elsewhere.
         region: the checkpointed operations that it may lie in; None where it lies in none.
+        memory: address of the value from outside, or 0.
     """
 
     operation: str | None
@@ -62,6 +80,7 @@ class Origin(NamedTuple):
     is_exact: bool = True
     why: str | None = None
     region: Region | None = None
+    memory: int = 0
 
 
 def forward_order(loss: Tensor) -> dict[int, tuple[int, int]]:
@@ -97,70 +116,76 @@ def origin_of_nonfinite(loss: Tensor) -> Origin | None:
 
 
 class _Search:
-    """Reads what the operations behind a loss saved, once: a second time torch refuses."""
+    """Reads what the operations behind a loss saved."""
 
     def __init__(self, loss: Tensor) -> None:
         self._loss = loss
         self._nodes = sorted(_nodes(loss), key=lambda node: node._sequence_nr())
         read = {node: _saved(node) for node in self._nodes}
         self._saved = {node: saved for node, (saved, _) in read.items()}
-        self._hidden = {node for node, (_, has_hooks) in read.items() if has_hooks}
+        # Operations in checkpointed parts, and reentrant parts themselves.
+        self._hidden = {node for node, (_, has_hooks) in read.items() if has_hooks or node.name() == _CHECKPOINT}
         self._finite: set[Node] = set()  # operations whose saved results are finite
         self._has_data: set[Node] = set()  # operations that saved a finite input from outside of the graph
+        self._told: dict[Node, str] = {}  # operations whose finite inputs tell that their results are not finite
+        self._odd: list[tuple[Node, str, Tensor]] = []  # what is not finite, in the order in which it was made
+        for node in self._nodes:
+            for name, saved in self._saved[node]:
+                if saved.is_floating_point():
+                    self._read(node, name, saved)
+        self._odd.sort(key=lambda one: _when(one[0], one[2]))
+
+    def _read(self, node: Node, name: str, saved: Tensor) -> None:
+        if not saved.isfinite().all():
+            if saved.grad_fn is not None or saved.requires_grad or not _is_result(name):
+                self._odd.append((node, name, saved))  # else it is a statistic, which follows from the inputs
+            return
+        if (reason := why(NO_RESULT, node, name_of(node), name, saved.detach())) is not None:
+            self._told.setdefault(node, reason)
+        if saved.grad_fn is None:
+            self._has_data.add(node)
+        elif not _only_of_a_parameter(maker := _maker(saved.grad_fn)):
+            self._finite.add(maker)
 
     def origin(self) -> Origin | None:
         compiled = min((node._sequence_nr() for node in self._nodes if name_of(node) == _COMPILED), default=math.inf)
-        found: dict[bool, tuple[float, Node, Tensor]] = {}  # the earliest, keyed by True for -inf alone
-        told: list[tuple[Node, str]] = []  # operations whose finite inputs tell, in order
-        for node in self._nodes:
-            for name, saved in self._saved[node]:
-                if not saved.is_floating_point() or saved.isfinite().all():
-                    if (reason := why(NO_RESULT, node, name_of(node), name, saved.detach())) is not None:
-                        told.append((node, reason))
-                    if saved.grad_fn is None:
-                        self._has_data.add(node)
-                    else:
-                        self._finite.add(_maker(saved.grad_fn))
-                    continue
-                source = None if saved.grad_fn is None else _maker(saved.grad_fn)
-                if source is None and not saved.requires_grad and _is_result(name):
-                    continue  # a statistic, which follows from the inputs
-                when = node._sequence_nr() - 0.5 if source is None else source._sequence_nr()
-                only_masks = not bool((saved.isnan() | saved.isposinf()).any())
-                if only_masks not in found or when < found[only_masks][0]:
-                    found[only_masks] = when, node, saved
-        origin: Origin | None = None
-        before = compiled  # a value that is not finite comes from before it
+        # -inf alone may be a mask.
+        found = [one for one in self._odd if (one[2].isnan() | one[2].isposinf()).any()] or self._odd
         if found:
-            when, node, saved = found[min(found)]
-            if when < compiled:
-                before = when
-                origin = self._origin(node, saved)
-        if told and told[0][0]._sequence_nr() <= before and not (origin is not None and origin.is_exact):
-            node, reason = told[0]
-            return Origin(name_of(node), None, _parameter_near(self._loss, node), False, why=reason)
+            node, _, saved = found[0]
+            if _when(node, saved) < compiled:
+                return self.origin_of(node, saved)
+        if self._loss.grad_fn is None:
+            return None
+        maker = _maker(self._loss.grad_fn)
+        behind = self._behind(maker)
+        origin = self._made_in([one for one in behind if one._sequence_nr() <= compiled])
+        if origin is None and not math.isfinite(compiled) and not self._hidden.isdisjoint(behind):
+            return self._hidden_in(maker)
         return origin
 
-    def _origin(self, node: Node, saved: Tensor) -> Origin:
+    def origin_of(self, node: Node, saved: Tensor) -> Origin:
         """Return the origin of a value that is not finite, which `node` saved."""
         if saved.grad_fn is None:
             if saved.requires_grad:
                 return Origin(None, name_of(node), id(saved), True)
-            return Origin(None, name_of(node), _parameter_near(self._loss, node), False)
+            memory = saved.untyped_storage().data_ptr()
+            return Origin(None, name_of(node), _parameter_near(self._loss, node), False, memory=memory)
         maker = _maker(saved.grad_fn)
-        if maker.name() == _CHECKPOINT:
-            return self._hidden_in(maker, [one for one in self._nodes if one.name() == _CHECKPOINT])
         behind = self._behind(maker)
-        made = [one for one in behind if self._overflows(one)]
-        if made:
-            maker = min(made, key=lambda one: one._sequence_nr())
-            return Origin(name_of(maker), None, _parameter_near(self._loss, maker), False)
+        if (given := self._given_minus_inf(behind)) is not None:
+            return self.origin_of(*given)
+        if (made := self._made_in(behind)) is not None:
+            return made
         if not self._hidden.isdisjoint(behind):
             return self._hidden_in(maker)
         near, reason = _parameter_near(self._loss, maker), why_result(name_of(maker), saved.detach())
+        masks = [tensor for one in behind for name, tensor in self._saved[one] if name == "_saved_mask"]
+        mask = masks[0] if len(masks) == 1 else None
         if name_of(maker).endswith("softmax"):
-            masks = [tensor for one in behind for name, tensor in self._saved[one] if name == "_saved_mask"]
-            reason = why_softmax(maker, saved.detach(), masks[0] if len(masks) == 1 else None)
+            reason = why_softmax(maker, saved.detach(), mask)
+        if reason is None and mask is not None:
+            reason = why_mask(name_of(maker), saved.detach(), mask)
         is_exact = (
             reason is None
             and behind == [maker]
@@ -168,61 +193,136 @@ class _Search:
         )
         return Origin(name_of(maker), None, near, False, is_exact, reason)
 
-    def _behind(self, maker: Node) -> list[Node]:
+    def _behind(self, maker: Node, through_hidden: bool = False) -> list[Node]:
         """Return `maker`, and the operations before it of whose results nothing is known."""
-        found = [maker]
+        found, seen = [maker], {maker}
         for node in found:  # which grows
-            if node in self._hidden or name_of(node) in ("convolution",) or len(found) > _SEARCHED:
+            is_end = node in self._hidden or name_of(node) == "convolution" or len(found) > _SEARCHED
+            if is_end and not through_hidden:
                 continue
             for following, _ in node.next_functions:
                 one = None if following is None else _maker(following)
                 if one is None or one in self._finite or leaf_of(one) is not None or _only_of_a_parameter(one):
                     continue
-                if one not in found:
+                if one not in seen:
+                    seen.add(one)
                     found.append(one)
         return found
+
+    def _given_minus_inf(self, behind: list[Node]) -> tuple[Node, Tensor] | None:
+        """Return the first of these operations that was given -inf which is no mask, with that input."""
+        for node, name, saved in self._odd:
+            takes_it = node in behind and not _is_result(name) and name_of(node) not in _TAKE_MASKS
+            if takes_it and (saved.grad_fn is None or not _has_fill(self._behind(_maker(saved.grad_fn)))):
+                return node, saved
+        return None
+
+    def _made_in(self, behind: list[Node]) -> Origin | None:
+        """Return the first of these operations that is known to have made a value that is not finite."""
+        made = [one for one in behind if one in self._told or self._overflows(one)]
+        if not made:
+            return None
+        maker = min(made, key=lambda one: one._sequence_nr())
+        near = _parameter_near(self._loss, maker)
+        return Origin(name_of(maker), None, near, False, why=self._told.get(maker))
 
     def _overflows(self, node: Node) -> bool:
         """True if the operation gives something that is not finite, made once more of what it saved."""
         result = remade(node, name_of(node), {name: saved.detach() for name, saved in self._saved[node]})
         return result is not None and not bool(result.isfinite().all())
 
-    def _hidden_in(self, maker: Node, checkpoints: list[Node] | None = None) -> Origin:
-        """Return the origin of a value that `maker` gave, in or right behind a checkpointed part."""
-        last = maker._sequence_nr()
-        since = max((one._sequence_nr() for one in self._finite if one._sequence_nr() < last), default=-1)
-        hidden = [one._sequence_nr() for one in checkpoints or self._hidden]
-        inside = [one for one in hidden if since < one <= last] or [last]
+    def _hidden_in(self, maker: Node) -> Origin:
+        """Return the origin of a value that `maker` gave, in or right behind checkpointed parts."""
+        inside = [one for one in self._behind(maker, through_hidden=True) if one in self._hidden]
+        numbers = [one._sequence_nr() for one in inside]
         used: list[int] = []
         after = None
         for node in self._nodes:
             # Casts and views of parameters, which save nothing, may belong to the hidden ones.
             own = [one for one in parameters_of(node) if one not in used] if self._saved[node] else []
-            if node._sequence_nr() < min(inside):
+            if node._sequence_nr() < min(numbers):
                 used += own
-            elif node._sequence_nr() > max(inside) and own:
+            elif node._sequence_nr() > max(numbers) and own:
                 after = own[0]
                 break
         before = used[-1] if used else None
-        part = checkpoints.index(maker) + 1 if checkpoints else 0
-        region = Region(before, after, part, len(checkpoints or ()))
+        parts = [one for one in self._nodes if one.name() == _CHECKPOINT]
+        part = parts.index(inside[0]) + 1 if len(inside) == 1 and inside[0] in parts else 0
+        region = Region(before, after, part, len(parts) if part else 0)
         return Origin(name_of(maker), None, before, False, False, region=region)
 
+    def undefined(self) -> tuple[str | None, Origin | None]:
+        """Find what makes NaN of any gradient, and of 0, as the backward goes from the loss to the input."""
+        own = [node for node in reversed(self._nodes) if node not in self._hidden and _is_of_torch(node)]
+        reasons = {node: reason for node in own if (reason := self._told.get(node) or self._steep(node)) is not None}
+        for node, name, saved in self._odd:
+            if node in own and not (node in reasons and _is_result(name)) and _spoils(node):
+                return None, self.origin_of(node, saved)
+        # Nobody means squares beyond the type, even where the loss hides them.
+        sure = [reason for node, reason in reasons.items() if _spoils(node)]
+        return next(iter([*sure, *filter(is_of_range, reasons.values())]), None), None
 
-def undefined_derivative(loss: Tensor) -> str | None:
-    """Explain which derivative behind `loss` is inf or NaN, if a saved tensor tells: "sqrt of 0 in 3 of 4 elements".
+    def _steep(self, node: Node) -> str | None:
+        """Name the values at which the derivative of this operation is not defined; None without any."""
+        if (operation := name_of(node)) not in EXPLAINED:
+            return None
+        for name, saved in self._saved[node]:
+            if (reason := why(STEEP, node, operation, name, saved.detach())) is not None:
+                return reason
+            if _is_result(name) and (reason := why_result(operation, saved.detach())) is not None:
+                return reason
+        return None
 
-    Call it before the backward. Waits for the device, and reads the saved tensors of a few operations.
+
+def undefined_derivative(loss: Tensor) -> tuple[str | None, Origin | None]:
+    """Find what makes NaN of any gradient of a finite loss, at any scale.
+
+    Call it before the backward. Waits for the device, and reads all saved tensors but those of checkpointed parts.
+
+    Returns:
+        "sqrt of 0 in 3 of 4 elements", where a derivative is not defined; or the origin of a value of the forward that
+        is not finite, and that the loss does not show.
     """
-    for node in _nodes(loss):
-        if (operation := name_of(node)) in EXPLAINED:
-            for name, saved in _saved(node)[0]:
-                for values in (STEEP, NO_RESULT):
-                    if (reason := why(values, node, operation, name, saved.detach())) is not None:
-                        return reason
-                if _is_result(name) and (reason := why_result(operation, saved.detach())) is not None:
-                    return reason
-    return None
+    return _Search(loss).undefined()
+
+
+def _is_of_torch(node: Node) -> bool:
+    """True if torch has written the backward of this operation, and no user."""
+    return not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+@torch.no_grad()
+def _spoils(node: Node) -> bool:
+    """True if the backward of `node` makes NaN of a gradient of 0, and no operation before it sets that to 0 again."""
+    zeros = [torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in node._input_metadata]
+    left: list[tuple[Node, Sequence[Tensor]]] = [(node, zeros)]
+    for _ in range(_SEARCHED):
+        if not left:
+            return False
+        node, grads = left.pop()
+        try:
+            gave = cast(Any, node)(*grads)
+        except (RuntimeError, TypeError):  # of an operation that takes no such gradient
+            return False
+        for grad, (following, _) in zip(
+            gave if isinstance(gave, tuple) else (gave,), node.next_functions, strict=False
+        ):
+            if following is None or grad is None or bool(grad.isfinite().all()):
+                continue
+            is_end = leaf_of(following) is not None or name_of(following) in _PRODUCTS or not _is_of_torch(following)
+            if is_end or len(following._input_metadata) != 1 or _saved(following)[1]:
+                return True
+            left.append((following, [grad]))
+    return True
+
+
+def _when(node: Node, saved: Tensor) -> float:
+    """The number of the operation that made a tensor that `node` saved, or right before `node` itself."""
+    return node._sequence_nr() - 0.5 if saved.grad_fn is None else _maker(saved.grad_fn)._sequence_nr()
+
+
+def _has_fill(behind: list[Node]) -> bool:
+    return any(name_of(node) in _FILL_MASKS for node in behind)
 
 
 def _only_of_a_parameter(node: Node) -> bool:
@@ -292,15 +392,21 @@ def _saved(node: Node) -> tuple[list[tuple[str, Tensor]], bool]:
     """Return names and tensors that `node` saved for the backward, and True if it saved others through hooks."""
     found: list[tuple[str, Tensor]] = []
     has_hooks = False
+    read = cast(Any, node).metadata.setdefault(
+        _READ, set()
+    )  # which stays with the graph, as another loss may have part of it
     for raw_name in dir(node):
         if not raw_name.startswith("_raw_saved_"):
             continue
         name = "saved_tensors" if node.name() == _CHECKPOINT else raw_name.removeprefix("_raw")
         try:
             raw = getattr(node, raw_name)
-            if any(_has_hooks(one) for one in (raw if isinstance(raw, (tuple, list)) else [raw])):
+            if raw_name not in read and any(
+                _has_hooks(one) for one in (raw if isinstance(raw, (tuple, list)) else [raw])
+            ):
                 has_hooks = True
                 continue
+            read.add(raw_name)
             saved = getattr(node, name, None)
         except RuntimeError:  # freed by an earlier backward
             continue
@@ -308,6 +414,11 @@ def _saved(node: Node) -> tuple[list[tuple[str, Tensor]], bool]:
             if isinstance(one, Tensor) and type(one) in (Tensor, torch.nn.Parameter):
                 found.append((name, one))
     return found, has_hooks
+
+
+def saved_by(node: Node) -> list[Tensor]:
+    """Return the tensors that `node` saved for the backward, but those that it saved through hooks."""
+    return [saved for _, saved in _saved(node)[0]]
 
 
 def _has_hooks(raw: object) -> bool:

@@ -78,6 +78,14 @@ def why_softmax(node: Node, result: Tensor, mask: Tensor | None) -> str | None:
     return f"{said}, as where all of a row is -inf, or one of it inf or nan"
 
 
+def why_mask(operation: str, result: Tensor, mask: Tensor) -> str | None:
+    """Explain a result that is -inf where a mask is, and nowhere else; None if it is not so. Waits."""
+    filled = result.isneginf()
+    if not bool((filled == ~result.isfinite()).all()) or bool((filled & ~mask.expand_as(result)).any()):
+        return None
+    return f"-inf of a mask in {int(filled.sum())} of {filled.numel()} elements of {operation}"
+
+
 def remade(node: Node, operation: str, saved: Mapping[str, Tensor]) -> Tensor | None:
     """Make the result of a product or convolution once more, without its bias; None if not all of it was saved.
 
@@ -97,7 +105,7 @@ def remade(node: Node, operation: str, saved: Mapping[str, Tensor]) -> Tensor | 
 
 
 def advice(why: str) -> str:
-    """Advise on values that `why`, `why_result` or `why_softmax` named."""
+    """Advise on values that `why`, `why_result`, `why_softmax` or `why_mask` named."""
     if why.startswith("softmax"):
         return "Let a mask leave one element of each row."
     if why.startswith(("exp", "sinh", "cosh")):
@@ -105,9 +113,16 @@ def advice(why: str) -> str:
             "Clamp its argument, or compute it in FP32 or bfloat16; where its results are added up, subtract the "
             "largest argument first, as logsumexp does."
         )
-    if ", beyond float16" in why:
+    if why.startswith("-inf"):
+        return "What follows makes nan of it, as 0 * inf does: fill in a finite number there, before that."
+    if "beyond float16" in why:
         return "Compute it in FP32."
     return "Keep its argument away from there: an eps, or a clamp."
+
+
+def is_of_range(why: str) -> bool:
+    """True if numbers are too large for their type, and no value is undefined."""
+    return ", beyond " in why
 
 
 def _why_pow(x: Tensor, exponent: float, is_steep: bool) -> str | None:

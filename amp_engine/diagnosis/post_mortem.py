@@ -427,7 +427,6 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
     of_cause = [record for record in row if record.cause == cause]
     first, record = of_cause[0], of_cause[-1]
     is_lowered = record.loss_scale < first.loss_scale
-    scales = f" from {first.loss_scale:g} to {record.loss_scale:g}" if is_lowered else ""
     if record.cause == "divergence":
         remedy = (
             "Losses have grown from step to step until they exploded, which no scale and no type mends: lower the "
@@ -480,12 +479,15 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
             "which few models bear: it is on its way down.  Nothing to do yet."
         )
     elif record.kind == "nan":
+        scales = f", at each scale from {first.loss_scale:g} to {record.loss_scale:g}"
+        if not is_lowered or any(one.kind != "nan" for one in of_cause):
+            scales = ""
         remedy = (
-            f"The loss is finite, and gradients are nan{scales}: first, as the backward goes from the loss to the "
-            f"input, that of {record.parameter}.  Why is not known.  If it overflows, a lower scale, FP32 "
-            "(amp.keep_float) or bfloat16 helps; a derivative that is not defined (sqrt or norm of 0, 0 in a division) "
-            "is nan at any scale and in every type, and wants an eps inside.  amp.find_overflow(step_fn) names the "
-            "operation."
+            f"The loss is finite, so the backward pass makes the NaN{scales}: first, as it goes from the loss to the "
+            f"input, in the gradient of {record.parameter} ({record.kind}).  Why is not known.  If it overflows, a lower "
+            "scale helps, FP32 (amp.keep_float), or bfloat16.  A derivative that is not defined (sqrt or norm of 0, 0 "
+            "in a division) is NaN at any scale and in every type: add an eps inside.  amp.find_overflow(step_fn) "
+            "names the operation."
         )
     elif record.parameter is not None:
         remedy = (

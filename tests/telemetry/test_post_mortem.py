@@ -440,6 +440,8 @@ def test_the_report_and_the_history_number_backwards_alike() -> None:
         (None, [1.0, 2.0], False),
         (-1e6, [-1.0, -2.0], False),
         (-1e6, [-1.0, -2.0, -30.0, -900.0], True),
+        (float("inf"), [1.0, 0.9, 1.1, 1.0, 1e21, 1e32], False),  # other batches: no step raises it so much at once
+        (float("inf"), [1.0, 1e8, 1e21, 1e32], True),
     ],
 )
 def test_what_counts_as_an_explosion(loss: float | None, earlier: list[float], is_exploding: bool) -> None:

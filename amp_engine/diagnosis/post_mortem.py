@@ -484,10 +484,10 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
             scales = ""
         remedy = (
             f"The loss is finite, so the backward pass makes the NaN{scales}: first, as it goes from the loss to the "
-            f"input, in the gradient of {record.parameter} ({record.kind}).  Why is not known.  If it overflows, a lower "
-            "scale helps, FP32 (amp.keep_float), or bfloat16.  A derivative that is not defined (sqrt or norm of 0, 0 "
-            "in a division) is NaN at any scale and in every type: add an eps inside.  amp.find_overflow(step_fn) "
-            "names the operation."
+            f"input, in the gradient of {record.parameter} ({record.kind}).  Why is not known.  If it overflows, a "
+            "lower scale helps, FP32 (amp.keep_float), or bfloat16.  A derivative that is not defined (sqrt or norm of "
+            "0, 0 in a division) is NaN at any scale and in every type: add an eps inside.  "
+            "amp.find_overflow(step_fn) names the operation."
         )
     elif record.parameter is not None:
         remedy = (

@@ -78,9 +78,7 @@ NAMES = (
     PrivateName("_is_zerotensor", "whether a gradient has no memory", torch.Tensor),
     PrivateName("_use_count", "whether only casts keep a weight alive", torch.Tensor),
     PrivateName("_sequence_nr", "the order of operations in a forward", torch.autograd.graph.Node),
-    PrivateName(
-        "_input_metadata", "shapes and types of the gradients that an operation is given", torch.autograd.graph.Node
-    ),
+    PrivateName("_input_metadata", "the shapes of what a backward is given", torch.autograd.graph.Node),
     PrivateName("_cdata", "which memory a weight has", torch.UntypedStorage),
     PrivateName("_apply", "to cast a model as Module.to does, with a type for each tensor", nn.Module),
     PrivateName("_parameters", "the parameters of one module, shared ones under each name", nn.Module),

@@ -420,6 +420,9 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
     """
     causes = Counter(record.cause for record in row)
     cause = row[-1].cause if row[-1].weights else causes.most_common(1)[0][0]
+    if cause == "backward" and all(record.why is None for record in row if record.cause == cause):
+        # A lower scale may mend those, and no other.
+        cause = max(causes, key=lambda one: (one not in ("backward", "elsewhere"), causes[one]))
     mixed = ""
     if len(causes) > 1:
         counts = ", ".join(f"{count} {one}" for one, count in causes.items())

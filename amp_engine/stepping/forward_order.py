@@ -19,6 +19,7 @@ from amp_engine.stepping.saved_values import (
     remade,
     why,
     why_mask,
+    why_nothing,
     why_result,
     why_softmax,
 )
@@ -130,13 +131,15 @@ class _Search:
         self._told: dict[Node, str] = {}  # operations whose finite inputs tell that their results are not finite
         self._odd: list[tuple[Node, str, Tensor]] = []  # what is not finite, in the order in which it was made
         for node in self._nodes:
+            nothing = why_nothing(node, name_of(node), dict(self._saved[node]))
+            if nothing is not None:
+                self._told[node] = nothing
             for name, saved in self._saved[node]:
-                if saved.is_floating_point():
-                    self._read(node, name, saved)
+                self._read(node, name, saved)
         self._odd.sort(key=lambda one: _when(one[0], one[2]))
 
     def _read(self, node: Node, name: str, saved: Tensor) -> None:
-        if not saved.isfinite().all():
+        if saved.is_floating_point() and not saved.isfinite().all():
             if saved.grad_fn is not None or saved.requires_grad or not _is_result(name):
                 self._odd.append((node, name, saved))  # else it is a statistic, which follows from the inputs
             return

@@ -23,6 +23,7 @@ NO_RESULT: Values = {  # whose results are not finite there
     **dict.fromkeys(["atanh", "erfinv"], ("self", [*_ARC, *_AT_ONE])),
     "acosh": ("self", [(lambda x: x < 1, "of numbers below 1")]),
     "logit": ("self", [(lambda x: (x == 0) | (x == 1), "of 1 or 0")]),
+    "native_batch_norm": ("running_var", [(lambda x: x < 0, "by a running_var below 0")]),
 }
 STEEP: Values = {  # whose results are finite there, and whose derivatives are not
     "sqrt": ("result", [(lambda x: x == 0, "of 0")]),
@@ -51,8 +52,19 @@ def why(values: Values, node: Node, operation: str, name: str, saved: Tensor) ->
     """Name the values in a saved tensor that are among `values` of the operation; None without any. Waits."""
     if operation == "pow" and name == "_saved_self":
         return _why_pow(saved, float(getattr(node, "_saved_exponent", 1.0)), values is STEEP)
+    if getattr(node, "_saved_training", False):  # which divides by no running statistic
+        return None
     which, kinds = values.get(operation, ("", []))
     return _first_of(kinds, operation, saved) if name == f"_saved_{which}" else None
+
+
+def why_nothing(node: Node, operation: str, saved: Mapping[str, Tensor]) -> str | None:
+    """Say that the operation is a mean of nothing; None if it is not. Waits."""
+    if operation == "mean" and not hasattr(node, "_saved_dim") and getattr(node, "_saved_self_sym_numel", 1) == 0:
+        return "mean of nothing"
+    weight = saved.get("_saved_total_weight")
+    is_mean = getattr(node, "_saved_reduction", 0) == 1
+    return f"{operation} of targets that are all ignored" if is_mean and weight is not None and weight == 0 else None
 
 
 def why_result(operation: str, result: Tensor) -> str | None:
@@ -115,7 +127,11 @@ def advice(why: str) -> str:
         )
     if why.startswith("-inf"):
         return "What follows makes nan of it, as 0 * inf does: fill in a finite number there, before that."
-    if "beyond float16" in why:
+    if why.endswith(("of nothing", "all ignored")):
+        return "Leave out what has nothing left."
+    if why.startswith("native_batch_norm"):
+        return "A variance is not negative: load or measure it anew."
+    if ", beyond float16" in why:
         return "Compute it in FP32."
     return "Keep its argument away from there: an eps, or a clamp."
 

@@ -148,6 +148,33 @@ def test_the_buffer_that_holds_the_value_is_named_and_none_that_it_made_so(engin
     assert (record.cause, record.buffer) == ("data", None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("mean", "mean of nothing"),
+        ("targets", "nll_loss of targets that are all ignored"),
+        ("count", "div by 0 in 1 of 3 elements"),
+        ("variance", "native_batch_norm by a running_var below 0 in 2 of 6 elements"),
+    ],
+)
+def test_a_division_by_a_count_or_a_variance_is_explained(engine: Engine, kind: str, why: str) -> None:
+    model = net()
+
+    def loss(step: int) -> Tensor:
+        y = model(torch.ones(3, 4)).float()
+        if kind == "mean":
+            return y.sum() + y[:0].mean()
+        if kind == "targets":
+            return F.cross_entropy(y, torch.full((3,), -100))
+        if kind == "count":
+            return (y * torch.tensor([[1], [1], [0]]) / torch.tensor([[1], [1], [0]])).sum()
+        variance = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0])
+        return F.batch_norm(y, torch.zeros(6), variance, torch.ones(6, requires_grad=True)).sum()
+
+    record = trained(engine, model, loss, 1, verbosity=0)[0]
+    assert (record.cause, record.why) == ("forward", why)
+
+
 # ---- a finite loss
 
 
@@ -216,16 +243,19 @@ def test_the_diagnosis_sees_that_the_loss_has_grown(engine: Engine, capsys: pyte
     assert "bfloat16" not in said
 
 
-def test_the_most_frequent_of_several_causes_is_diagnosed(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("forward", [2, 6])
+def test_of_several_causes_one_that_no_scale_mends_is_diagnosed(
+    engine: Engine, forward: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = net()
 
     def loss(step: int) -> Tensor:
         y = model(torch.ones(3, 4)).float()
-        return y.mean() * 1e9 if step % 7 == 0 else (y * 0.0).log().mean()
+        return y.mean() * 1e9 if step % 7 == 0 or step > forward else (y * 0.0).log().mean()
 
     trained(engine, model, loss, 8)
     said = diagnosed(capsys)
-    assert "Causes differ: 2 backward, 6 forward; the last forward:  Loss finite: no (-inf)." in said
+    assert f"Causes differ: {8 - forward} backward, {forward} forward; the last forward:  Loss finite: no" in said
     assert "log of 0 in 18 of 18 elements" in said
 
 

@@ -37,7 +37,7 @@ def collect(packages: list[Path], kind: str) -> None:
         )
         shutil.move(record.with_suffix(".so"), extension)
         write_record(extension, kind, minors[-1])
-    write_record(record, kind, ", ".join(minors))
+    write_record(record, kind, re.sub(r", (\S+)$", r" and \1", ", ".join(minors)))
 
 
 def merge(wheels: list[Path], work: Path, python: Path) -> Path:

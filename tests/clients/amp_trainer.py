@@ -131,6 +131,23 @@ def check_saved(folder, model: GPT2LMHeadModel, level: str) -> None:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
 
 
+def check_saved_without_trainer(folder, model: GPT2LMHeadModel, level: str) -> None:
+    """In FP32 it is what was trained, else rounded to what the model computes in; after `close` in its own type."""
+    own, exact = amp.export_state_dict(model), amp.export_state_dict(model, None if level == "O3" else torch.float32)
+    model.save_pretrained(folder)
+    check_equal(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32), exact)
+    check_equal(GPT2LMHeadModel.from_pretrained(folder), own)
+    amp.close()
+    model.save_pretrained(folder)
+    check_equal(GPT2LMHeadModel.from_pretrained(folder), exact)
+    assert model.dtype == torch.float32
+
+
+def check_equal(model: GPT2LMHeadModel, wanted) -> None:
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, wanted[name].to(value.dtype)), name
+
+
 def main() -> None:
     options = arguments(__doc__)
     if not options.resume:
@@ -168,6 +185,8 @@ def main() -> None:
         check_saved(options.out / "trained", model, options.level)
     check_ranks_agree([*model.parameters(), *amp.master_params(trainer.optimizer)])
     assert trainer.lr_scheduler.last_epoch == STEPS
+    if RANK == 0:
+        check_saved_without_trainer(options.out / "plain", model, options.level)
     report(version=transformers.__version__, losses=losses, saved=scales.saved, restored=scales.restored)
 
 

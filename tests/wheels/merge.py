@@ -31,12 +31,11 @@ def collect(packages: list[Path], kind: str) -> None:
     minors = []
     for package in packages:
         (record,) = package.glob("_C.*.json")
-        minors.append(re.match(r"\d+\.\d+", json.loads(record.read_text())["torch"])[0])
-        extension = packages[-1] / record.with_suffix(".so").name.replace(
-            "_C.", f"_C_{minors[-1].replace('.', '_')}.", 1
-        )
-        shutil.move(record.with_suffix(".so"), extension)
-        write_record(extension, kind, minors[-1])
+        minor = re.match(r"\d+\.\d+", json.loads(record.read_text())["torch"])[0]
+        name = record.name.replace("_C.", f"_C_{minor.replace('.', '_')}.", 1)
+        extension = shutil.move(record.with_suffix(".so"), (packages[-1] / name).with_suffix(".so"))
+        write_record(extension, kind, minor)
+        minors.append(minor)
     write_record(record, kind, re.sub(r", (\S+)$", r" and \1", ", ".join(minors)))
 
 

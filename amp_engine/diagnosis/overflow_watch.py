@@ -217,13 +217,13 @@ class OverflowWatch:
     ) -> OverflowRecord:
         """The record with these details, and what the loss, those before it, and its graph tell."""
         earlier = self._scaling.history.losses_before(loss_id, backward)
+        came_from_outside = origin is not None and origin.operation is None and not origin.is_parameter
         cause = likely_cause(
             loss,
             earlier,
             has_gradient=details.get("parameter") is not None,
             has_bad_weights=bool(weights),
-            came_from_outside=origin is not None and origin.operation is None and not origin.is_parameter,
-            came_from_forward=origin is not None,
+            traced_to=None if origin is None else "data" if came_from_outside else "forward",
             rank_losses=details.get("rank_losses", ()),
         )
         if origin is not None and origin.region is not None:

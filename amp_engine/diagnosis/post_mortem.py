@@ -194,19 +194,18 @@ def likely_cause(
     *,
     has_gradient: bool,
     has_bad_weights: bool,
-    came_from_outside: bool,
-    came_from_forward: bool = False,
+    traced_to: Literal["data", "forward"] | None,
     rank_losses: Sequence[float | None] = (),
 ) -> Cause:
     """The likely reason why gradients are not finite.
 
     Args:
         earlier: losses of clean backwards, oldest first.
-        came_from_outside, came_from_forward: a value is known to have been so in the forward, though a loss may not
-            show it.
+        traced_to: where a value of the forward is known to have come from, which a finite loss may hide; None without
+            any.
     """
-    is_finite = (loss is None or math.isfinite(loss)) and not came_from_outside and not came_from_forward
-    if not is_finite and came_from_outside and not has_bad_weights:
+    is_finite = (loss is None or math.isfinite(loss)) and traced_to is None
+    if traced_to == "data" and not has_bad_weights:
         return "data"
     if has_exploded(loss, earlier):
         return "divergence"

@@ -290,8 +290,8 @@ def undefined_derivative(loss: Tensor) -> tuple[str | None, Origin | None]:
 
 
 def _is_of_torch(node: Node) -> bool:
-    """True if torch has written the backward of this operation, and no user."""
-    return not isinstance(node, torch.autograd.function.BackwardCFunction)
+    """True if the backward of this operation is one of torch's own formulas: no user's, and no collective."""
+    return re.fullmatch(r"\w+Backward\d+", node.name()) is not None
 
 
 @torch.no_grad()

@@ -190,6 +190,25 @@ def test_a_derivative_that_the_backward_masks_is_no_cause(engine: Engine) -> Non
     assert [(one.cause, one.why) for one in records] == [("backward", None)] * 3
 
 
+def test_a_backward_of_the_users_own_is_not_run_once_more(engine: Engine) -> None:
+    class Counted(torch.autograd.Function):
+        calls = 0
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 0.0
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            Counted.calls += 1
+            return grad
+
+    model = net()
+    records = trained(engine, model, lambda _: Counted.apply(model(torch.ones(3, 4)).float()).sqrt().mean(), 3)
+    assert [one.why for one in records] == [None] + ["sqrt of 0 in 18 of 18 elements"] * 2
+    assert Counted.calls == 3
+
+
 @pytest.mark.parametrize("kind", ["data", "forward"])
 def test_a_value_that_the_loss_hides_is_found_from_the_second_overflow_on(engine: Engine, kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Sigmoid(), nn.Linear(6, 6))

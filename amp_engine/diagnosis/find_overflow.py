@@ -139,6 +139,7 @@ class _Search(Recorder):
         # What the inf, and the NaN, came from that a node will be given.
         self._reaching: dict[tuple[Node, Kind], OverflowSource] = {}
         self._found: OverflowSource | None = None
+        self._spoiled: list[OverflowSource] = []  # what gradients of parameters came from, in the order of the backward
         self._made: list[_Made] = []  # in the order of the forward
         # The memory of values that are not finite, alive, so that no other is taken for it; each with its place.
         self._memory: dict[int, tuple[torch.UntypedStorage, int]] = {}
@@ -150,7 +151,9 @@ class _Search(Recorder):
     def found(self) -> OverflowSource:
         """The place that the loss, or a gradient, came from; and the loss."""
         sure = [made.source for made in self._made if made.is_sure]
-        found = self._found or next((one for one in sure if one.phase == "buffers"), None)
+        # What the forward had before, and the loss hides, no scale mends; what the backward makes, one may.
+        spoiled = sorted(self._spoiled, key=lambda one: one.phase == "backward")
+        found = self._found or next(iter([*spoiled, *(one for one in sure if one.phase == "buffers")]), None)
         if self.loss is None:  # so that it is not known what it depends on
             return found or next(iter([*sure, *(made.source for made in self._made)]), OverflowSource(None))
         found = found or OverflowSource(None, unused=next(iter(sure), None))
@@ -296,7 +299,7 @@ class _Search(Recorder):
         with self.paused():
             sources = [self._source_of(node, kind, grads, None) for kind in _KINDS]
         if leaf is not None:  # until here a mask may have set it to 0
-            self._found = next(filter(None, reversed(sources)), None)
+            self._spoiled += filter(None, reversed(sources))
 
     def _gives(self, node: Node, gave: Sequence[Tensor | None], took: Sequence[Tensor | None]) -> None:
         if self._found is not None:

@@ -350,3 +350,8 @@ def test_a_value_of_a_constant_is_data_of_the_operation_that_takes_it(engine: En
 
     result = found(engine, model, loss)
     assert (result.phase, result.operation, result.module, result.kind) == ("data", None, "", "inf")
+    layer = nn.Linear(6, 6)
+    engine.close()
+    both = nn.ModuleList([model, layer])
+    result = found(engine, both, lambda: loss() + layer(torch.ones(3, 6)).float().sum(), 2.0**15)
+    assert (result.phase, result.module_type) == ("data", "Sequential"), "though the scale is too high as well"

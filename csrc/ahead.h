@@ -2,7 +2,7 @@
 // that a backward or a step has put out of the caches, and in a loop each is waited for by itself.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstring>
 #include <optional>

@@ -1,5 +1,9 @@
 // The Python face of ops.h: amp_engine._C. amp_engine/kernels is its only user and documents each operation.
-#include <torch/extension.h>
+#include <ATen/ops/zeros.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cstring>

@@ -2,7 +2,7 @@
 // They raise ValueError, before anything is written.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <optional>

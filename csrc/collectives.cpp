@@ -1,5 +1,6 @@
 #include "collectives.h"
 
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <algorithm>

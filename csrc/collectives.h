@@ -2,7 +2,8 @@
 // has the same for collectives in Python, where turning process groups into Python objects and back takes 100 us a call.
 #pragma once
 
-#include <torch/extension.h>
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 
 #include <string>
 #include <vector>

@@ -1,6 +1,7 @@
 #include "held.h"
 
 #include <ATen/ops/_lazy_clone_native.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/COW.h>

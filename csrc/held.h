@@ -7,7 +7,7 @@
 // and a GPU's on another stream than the default one.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>

@@ -1,5 +1,7 @@
 #include "ops.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 
 namespace amp_engine {

@@ -2,7 +2,7 @@
 // tensors' device. All raise ValueError for wrong arguments before anything is written. None waits for a device.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <limits>
 #include <memory>

@@ -3,7 +3,7 @@
 // extension, data_ptr(). Before torch 2.13 copy-on-write memory with one owner does as well.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <c10/core/impl/COW.h>
 #include <torch/version.h>

@@ -1,5 +1,6 @@
 // ops.cpp's way to a GPU: uploads the tables that changed and queues the kernels on PyTorch's current stream.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>

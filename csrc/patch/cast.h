@@ -1,7 +1,7 @@
 // The casts of O1, as C++ functions. amp_engine/casting/wrappers.py has the same in Python, as the reference.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 namespace amp_engine::patch {
 

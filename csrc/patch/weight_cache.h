@@ -3,7 +3,7 @@
 
 #include <Python.h>
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/flat_hash_map.h>
 #include <pybind11/pybind11.h>
 

@@ -1,7 +1,7 @@
 """`make dist`: the sdist, and a wheel for several versions of torch, each tried in an environment of its own.
 
-Each torch gets an environment, in which pip compiles the sdist; the wheel takes the extension of each. Both are tried
-on the first and on the last torch, without a compiler.
+Each torch gets an environment, in which pip compiles the sdist; the wheel takes the extension of each. What pip made
+of the sdist and the wheel are tried on the first and on the last torch, without a compiler.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@
 #endif
 
 // Later a lazy clone is to know its stream, and to raise where it is written on another one or in a capture: none is made.
-#define AMP_HAS_LAZY_CLONES (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 14)
+#define AMP_HAS_LAZY_CLONES (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 15)
 
 namespace amp_engine {
 

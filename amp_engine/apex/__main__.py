@@ -37,10 +37,14 @@ def main(arguments: list[str]) -> int:
         if option in ("--check", "--fix", "--undo"):
             if len(arguments) == 1:
                 return _fail(f"{option} needs files or directories: {option} path [path ...]")
-            from amp_engine.apex.check_sources import check, fix  # here: a script that is run does not wait for them
+            # Imported here, so that a script that is run does not wait for them.
+            if option == "--check":
+                from amp_engine.apex.check_sources import check
 
-            paths = arguments[1:]
-            return check.main(paths) if option == "--check" else fix.main(paths, undo=option == "--undo")
+                return check.main(arguments[1:])
+            from amp_engine.apex.check_sources import fix
+
+            return fix.main(arguments[1:], undo=option == "--undo")
         if option not in ("--replace", "--no-children"):
             break
         replace |= option == "--replace"

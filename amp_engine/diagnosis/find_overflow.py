@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import cmath
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,8 @@ class _Search(Recorder):
             if name in _FILLS:
                 return result  # as of a constant: the operation that takes it is named
             places = [self._note(self._source("data", came_bad[0], self.innermost, name), came_bad)]
+        if name == "fill_" and not (isinstance(args[1], Tensor) or cmath.isfinite(args[1])):
+            return result  # `x[1] = inf`, which before torch 2.15 is a copy_ of a constant
         places = [place for place in places if came_bad or self._made[place].is_sure]
         if places:
             self._follow(gave, min(places))

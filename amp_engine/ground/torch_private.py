@@ -124,7 +124,7 @@ without_subclasses: Any = _C.DisableTorchFunctionSubclass
 dynamo_frames: Any = eval_frame
 
 
-HAS_LAZY_CLONES = tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 14)
+HAS_LAZY_CLONES = tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 15)
 """Later a lazy clone of a GPU's memory is to raise where it is written on another stream, or in a capture."""
 
 

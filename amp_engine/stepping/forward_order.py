@@ -414,9 +414,14 @@ def _saved(node: Node) -> tuple[list[tuple[str, Tensor]], bool]:
         except RuntimeError:  # freed by an earlier backward
             continue
         for one in saved if isinstance(saved, (tuple, list)) else [saved]:
-            if isinstance(one, Tensor) and type(one) in (Tensor, torch.nn.Parameter):
+            if isinstance(one, Tensor) and type(one) in (Tensor, torch.nn.Parameter) and _has_memory(one):
                 found.append((name, one))
     return found, has_hooks
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """True unless the memory was released, as FSDP releases that of gathered weights between forward and backward."""
+    return tensor.layout is not torch.strided or not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
 def saved_by(node: Node) -> list[Tensor]:

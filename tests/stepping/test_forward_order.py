@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from amp_engine.stepping.forward_order import forward_order
+from amp_engine.stepping.forward_order import forward_order, saved_by, undefined_derivative
 
 
 def test_parameters_stand_in_the_order_of_their_use() -> None:
@@ -35,3 +35,14 @@ def test_a_graph_that_meets_itself_again_is_seen_once() -> None:
 def test_a_parameter_that_is_the_loss_itself() -> None:
     weight = nn.Parameter(torch.ones(()))
     assert forward_order(weight) == {}
+
+
+def test_weights_whose_memory_was_released_before_the_backward_are_not_read() -> None:
+    """As FSDP releases it. Reading them would end the process."""
+    layer = nn.Linear(4, 4)
+    loss = layer(torch.ones(2, 4, requires_grad=True)).square().sum()
+    saved = [tensor.shape for tensor in saved_by(loss.grad_fn.next_functions[0][0].next_functions[0][0])]
+    layer.weight.untyped_storage().resize_(0)
+    left = [tensor.shape for tensor in saved_by(loss.grad_fn.next_functions[0][0].next_functions[0][0])]
+    assert (len(saved), len(left)) == (2, 1)
+    assert undefined_derivative(loss) == (None, None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import cmath
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

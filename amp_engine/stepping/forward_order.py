@@ -303,6 +303,8 @@ def _spoils(node: Node) -> bool:
         if not left:
             return False
         node, grads = left.pop()
+        if not all(_has_memory(saved) for _, saved in _tensors_of(node)[0]):
+            return True  # its formula would read memory that is not there
         try:
             gave = cast(Any, node)(*grads)
         except (RuntimeError, TypeError):  # of an operation that takes no such gradient
@@ -392,12 +394,17 @@ def _around(node: Node) -> Iterator[Node]:
 
 
 def _saved(node: Node) -> tuple[list[tuple[str, Tensor]], bool]:
+    """Return names and tensors that `node` saved and that can be read, and True if it saved others through hooks."""
+    found, has_hooks = _tensors_of(node)
+    return [(name, saved) for name, saved in found if _has_memory(saved)], has_hooks
+
+
+def _tensors_of(node: Node) -> tuple[list[tuple[str, Tensor]], bool]:
     """Return names and tensors that `node` saved for the backward, and True if it saved others through hooks."""
     found: list[tuple[str, Tensor]] = []
     has_hooks = False
-    read = cast(Any, node).metadata.setdefault(
-        _READ, set()
-    )  # which stays with the graph, as another loss may have part of it
+    # It stays with the graph, as another loss may have part of it.
+    read = cast(Any, node).metadata.setdefault(_READ, set())
     for raw_name in dir(node):
         if not raw_name.startswith("_raw_saved_"):
             continue
@@ -414,7 +421,7 @@ def _saved(node: Node) -> tuple[list[tuple[str, Tensor]], bool]:
         except RuntimeError:  # freed by an earlier backward
             continue
         for one in saved if isinstance(saved, (tuple, list)) else [saved]:
-            if isinstance(one, Tensor) and type(one) in (Tensor, torch.nn.Parameter) and _has_memory(one):
+            if isinstance(one, Tensor) and type(one) in (Tensor, torch.nn.Parameter):
                 found.append((name, one))
     return found, has_hooks
 

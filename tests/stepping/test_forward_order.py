@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
-from amp_engine.stepping.forward_order import forward_order, saved_by, undefined_derivative
+from amp_engine.stepping.forward_order import _nodes as nodes_of
+from amp_engine.stepping.forward_order import forward_order, origin_of_nonfinite, saved_by, undefined_derivative
 
 
 def test_parameters_stand_in_the_order_of_their_use() -> None:
@@ -37,12 +41,20 @@ def test_a_parameter_that_is_the_loss_itself() -> None:
     assert forward_order(weight) == {}
 
 
-def test_weights_whose_memory_was_released_before_the_backward_are_not_read() -> None:
-    """As FSDP releases it. Reading them would end the process."""
-    layer = nn.Linear(4, 4)
-    loss = layer(torch.ones(2, 4, requires_grad=True)).square().sum()
-    saved = [tensor.shape for tensor in saved_by(loss.grad_fn.next_functions[0][0].next_functions[0][0])]
-    layer.weight.untyped_storage().resize_(0)
-    left = [tensor.shape for tensor in saved_by(loss.grad_fn.next_functions[0][0].next_functions[0][0])]
-    assert (len(saved), len(left)) == (2, 1)
-    assert undefined_derivative(loss) == (None, None)
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_weights_whose_memory_was_released_before_the_backward_are_not_read(value: float) -> None:
+    """As FSDP releases it. Reading them, or running the formulas that do, would end the process."""
+    layer, norm = nn.Linear(4, 4), nn.RMSNorm(4)
+    x = torch.ones(2, 4, requires_grad=True)
+    result = norm(layer(x * value))
+    loss = (result * result).sum()
+    shapes = [tensor.shape for node in nodes_of(loss) for tensor in saved_by(node)]
+    for parameter in (layer.weight, norm.weight):
+        parameter.untyped_storage().resize_(0)
+    left = [tensor.shape for node in nodes_of(loss) for tensor in saved_by(node)]
+    assert len(left) < len(shapes)
+    reason, origin = undefined_derivative(loss)
+    assert reason is None
+    assert (origin is None) == (value == 1.0)
+    found = origin_of_nonfinite(loss)
+    assert (found is None) == (value == 1.0)

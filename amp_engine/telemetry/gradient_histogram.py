@@ -15,6 +15,7 @@ from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import local_of
 from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.levels.recipes import meant
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows
@@ -134,6 +135,12 @@ def gradient_histogram(
     called; AmpValueError for a type that is not floating.
     """
     policy = checked_policy("gradient_histogram", engine.policy, engine._initialized.models, step_fn)
+    if (recipe := meant(dtype)) is not None and not isinstance(dtype, torch.dtype):
+        raise AmpTypeError(
+            f"dtype={dtype!r}: {recipe} has a scale for each tensor or block, so that a histogram of all has no limit to "
+            f'mark.  amp.compare_levels(model, step_fn, "{recipe}") says what it loses; torch.float8_e5m2 marks the '
+            "limits of a type."
+        )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise AmpTypeError(f"dtype is a torch.dtype, not a {type(dtype).__name__}.  Use for example torch.float16.")
     if dtype is not None and not dtype.is_floating_point:

@@ -137,8 +137,8 @@ def gradient_histogram(
     policy = checked_policy("gradient_histogram", engine.policy, engine._initialized.models, step_fn)
     if (recipe := meant(dtype)) is not None and not isinstance(dtype, torch.dtype):
         raise AmpTypeError(
-            f"dtype={dtype!r}: {recipe} has a scale for each tensor or block, so that a histogram of all has no limit to "
-            f'mark.  amp.compare_levels(model, step_fn, "{recipe}") says what it loses; torch.float8_e5m2 marks the '
+            f"dtype={dtype!r}: {recipe} has a scale for each tensor or block, so that a histogram of all has no limit "
+            f'to mark.  amp.compare_levels(model, step_fn, "{recipe}") says what it loses; torch.float8_e5m2 marks the '
             "limits of a type."
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -28,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-.PHONY: help demo test test-all fuzz stress bench evidence clients dist lint format sanitize cuda-build gpu gpu-carry clean
+.PHONY: help demo test test-all fuzz stress bench evidence clients site dist lint format sanitize cuda-build gpu gpu-carry clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -49,7 +49,7 @@ fuzz: $(INSTALLED)  ## hold random sequences of user actions against plain PyTor
 STRESS := tests/stress/threads.py tests/stress/forks.py tests/stress/checkpoints.py
 stress: $(INSTALLED)  ## run what only luck finds, in threads and forks, ROUNDS=2000 times, in runs that are killed, KILLS=200, and in 200 steps of ranks
 	$(BIN)/python -m pytest -o faulthandler_timeout=0 $(STRESS) $(ARGS)
-	STEPS=200 $(BIN)/python -m pytest -o faulthandler_timeout=0 $(addprefix tests/wheelsributed/test_one_decision,.py _of_shards.py) $(ARGS)
+	STEPS=200 $(BIN)/python -m pytest -o faulthandler_timeout=0 $(addprefix tests/distributed/test_one_decision,.py _of_shards.py) $(ARGS)
 
 bench: $(INSTALLED)  ## time step, host, diagnosis, casts and training: step.json and others like it in build/bench
 	$(BIN)/python -m tests.benchmarks.step $(ARGS)
@@ -64,6 +64,11 @@ evidence: $(INSTALLED)  ## train 4 small models from 10 seeds at each level, com
 
 clients: $(INSTALLED)  ## train through transformers, timm, lightning and mmengine, unmodified, and amp_engine.integrations, in build/clients
 	$(BIN)/python -m tests.clients.run --torch "$(TORCH)" $(ARGS)
+
+# mkdocs-material prints that a mkdocs 2 may come: nothing to act on.
+site: $(INSTALLED)  ## the docs as a website, in build/site/index.html; a link that leads nowhere is an error
+	$(BIN)/python -c "import mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --config-file .ci/site/mkdocs.yml
 
 # One for each minor version, oldest first: the wheel fits all releases of each.
 DIST_TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1

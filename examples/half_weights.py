@@ -1,6 +1,7 @@
 """What half weights lose, and FP32 masters keep: one small GPT, trained three times from the same bfloat16 weights.
 
     python -m examples.half_weights
+    python -m examples.half_weights --plot half_weights.png    # the losses as curves; needs matplotlib
 
 In FP32 (O0), in bfloat16 with FP32 masters (O5), and in bfloat16 as it is. A step of Adam is about as long as the
 learning rate; the numbers of bfloat16 near 1, where the weights of norms are, lie 0.004 apart, and what is shorter than
@@ -9,6 +10,7 @@ half of that is lost. The text is that of help('topics'), in Python's own instal
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ parser.add_argument("--lr", type=float, default=1e-4, help="of AdamW, default: %
 parser.add_argument("--width", type=int, default=64, help="of the model, which has two layers; default: %(default)s")
 parser.add_argument("--batch-size", type=int, default=8, help="default: %(default)s")
 parser.add_argument("--length", type=int, default=32, help="context, in characters; default: %(default)s")
+parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses into a picture")
 options = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,8 +34,8 @@ topics = load_topics()
 RUNS = {"FP32": "O0", "bfloat16, FP32 masters": "O5", "pure bfloat16": None}
 
 
-def train(level: str | None) -> tuple[float, float, float]:
-    """Mean loss of the last 20 steps; share of all weights, and of norm weights, that are what they were before."""
+def train(level: str | None) -> tuple[list[float], float, float]:
+    """The losses; the share of all weights, and of norm weights, that are what they were before."""
     torch.manual_seed(0)
     model = GPT(len(topics.vocabulary), options.length, layers=2, width=options.width, heads=4)
     model.to(device, torch.bfloat16)  # as a checkpoint in bfloat16 arrives
@@ -53,7 +56,21 @@ def train(level: str | None) -> tuple[float, float, float]:
     norms = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
     amp.close()
     everything, of_norms = [torch.cat([still[name].flatten() for name in names]) for names in (still, norms)]
-    return torch.stack(losses[-20:]).mean().item(), everything.float().mean().item(), of_norms.float().mean().item()
+    return torch.stack(losses).tolist(), everything.float().mean().item(), of_norms.float().mean().item()
+
+
+def plot(curves: dict[str, list[float]], path: Path) -> None:
+    """Draw means of 20 losses in a row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss, mean of 20 steps")
+    for (name, losses), style, width in zip(curves.items(), ("-", "--", "-"), (5, 2, 2), strict=True):
+        means = torch.tensor(losses).unfold(0, 20, 1).mean(1).tolist()
+        axes.plot(range(20, len(losses) + 1), means, style, linewidth=width, label=name)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
 
 
 where = torch.cuda.get_device_name() if device == "cuda" else f"CPU with {torch.backends.cpu.get_cpu_capability()}"
@@ -62,7 +79,11 @@ print(
     f"{options.batch_size} x {options.length} characters; {where}, torch {torch.__version__}"
 )
 print(f"{'weights':24}{'loss':>8}{'never moved':>14}{'of norms':>11}{'seconds':>10}")
+curves = {}
 for name, level in RUNS.items():
     start = time.perf_counter()
-    loss, everything, of_norms = train(level)
+    curves[name], everything, of_norms = train(level)
+    loss = sum(curves[name][-20:]) / len(curves[name][-20:])
     print(f"{name:24}{loss:8.3f}{everything:14.1%}{of_norms:11.1%}{time.perf_counter() - start:10.0f}", flush=True)
+if options.plot is not None:
+    plot(curves, options.plot)

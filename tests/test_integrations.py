@@ -30,7 +30,7 @@ def test_a_missing_framework_is_named_with_its_extra(monkeypatch, framework):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_framework_has_an_extra_and_a_section(framework):
     assert re.search(rf'^{framework} = \[.*"{framework}>=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert f"amp_engine.integrations.{framework} import" in (ROOT / "docs/frameworks.md").read_text()
+    assert f"amp_engine.integrations.{framework} import" in (ROOT / f"docs/frameworks/{framework}.md").read_text()
 
 
 @pytest.fixture

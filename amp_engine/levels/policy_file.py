@@ -47,12 +47,11 @@ class RunPolicy:
         keep_float: names of modules, as `model.named_modules()` gives them, "" for the model itself; of several models
             `models[0].encoder.norm`. `initialize` passes them to `amp.keep_float` before it casts the model. At O0 it
             changes nothing.
-        cast_model_type, keep_batchnorm_fp32, master_weights, loss_scale, cast_model_outputs, min_loss_scale,
-            max_loss_scale, moment_dtype, casts: as the arguments of `initialize`, types by name ("float16") and a
-            DynamicLossScale as `str` writes it ("dynamic(growth_interval=500)"). None: not said.
 
-    Types and rules are kept by name, as the file has them. Raises AmpValueError for an unknown level, for values that
-    the level does not allow and for values of other types.
+    The others are the arguments of `initialize` of these names; None is not said. Types and rules are kept by name, as
+    the file has them: "float16", and a DynamicLossScale as `str` writes it, "dynamic(growth_interval=500)".
+
+    Raises AmpValueError for an unknown level, for values that the level does not allow and for values of other types.
     """
 
     opt_level: str

@@ -300,7 +300,8 @@ class LossScaler:
         """`master = model / scale + stashed`; remembers whether one of `model_grads` was not finite. No host sync.
 
         Args:
-            model_grads, master_grads: as in `unscale`.
+            model_grads: as in `unscale`.
+            master_grads: as in `unscale`.
             stashed_master_grads: what was accumulated before; as `master_grads`.
             scale_override: the scales that model and stashed gradients have, and the scale that their sum is to
                 have. Default: (this scale, 1, 1).

@@ -181,7 +181,9 @@ def find_fp32_modules(
         model, optimizer = amp.initialize(model, optimizer, policy="policy.json")
 
     Args:
-        model, step_fn, reference: as `amp.compare_levels` takes them.
+        model: as `amp.compare_levels` takes it.
+        step_fn: as `amp.compare_levels` takes it.
+        reference: as `amp.compare_levels` takes it.
         level: "O1" to "O5", a recipe, or an `amp.RunPolicy`, whose modules are kept in any case.
         tolerance: of the relative error of the loss and of that of the whole gradient; everything has to be finite too.
             Default 64 times the unit roundoff of the level's type, 3 % in float16 and 25 % in bfloat16: thousands of

@@ -119,7 +119,6 @@ def gradient_histogram(
     3), with the limits of the type at scale 1 and at the present loss scale, and the share that is lost at each.
 
     Args:
-        engine: whose models; `amp.gradient_histogram` takes none.
         step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`, or returns the
             loss. `optimizer.step()` does nothing inside. At a float16 level it is run two or more times: at the present
             scale, and at the largest that overflows nowhere, where the least is lost.

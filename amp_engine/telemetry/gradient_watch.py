@@ -78,7 +78,6 @@ class GradientWatch(Paged):
     is read. A backward that a CUDA graph captures is left out.
 
     Args:
-        engine: whose `scale_loss`.
         every: look at every how-manieth backward, the first one included.
         dtype: whose limits `flushed` and `subnormal` are of. Default: the type that the level computes in; at O0
             float16.

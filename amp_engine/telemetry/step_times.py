@@ -48,10 +48,8 @@ class StepTimes(Paged):
     Seconds on the host, and on the GPU of the current device: in the bodies of `scale_loss`, its entries and exits, and
     `optimizer.step()`. `str(times)` is a table, `amp.receipt(times=times)` has it. Outside of the `with` nothing is
     measured: hooks are on the optimizers, and a clock is around each `scale_loss`, only inside. That costs some
-    microseconds an iteration. Waits for the device at the end, and nowhere else.
-
-    Args:
-        engine: whose `scale_loss` and optimizers; those that are initialized inside of it are not seen.
+    microseconds an iteration. Optimizers that are initialized inside are not seen. Waits for the device at the end, and
+    nowhere else.
 
     Raises AmpStateError where one is measuring already.
     """

@@ -70,7 +70,6 @@ class UpdateAudit(Paged):
     step(closure), DTensors, complex or 8-bit weights, a CUDA graph's capture, classes that raise on wider copies.
 
     Args:
-        engine: that may look after the optimizers; `amp.audit_updates` takes none.
         optimizers: one, or several in a list or tuple. Wrappers without hooks of their own stand for what they wrap.
         every: look at each how-manieth step, the first one included.
         models: one, or several in a list or tuple, whose parameter names are used. Default: those that were

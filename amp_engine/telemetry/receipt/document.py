@@ -123,7 +123,6 @@ def receipt(
         amp.receipt(explanation).save("run.html")  # or .txt, .json
 
     Args:
-        engine: runs the models and optimizers; `amp.receipt` takes none.
         explanation: of some iterations, for the table of functions and types. It is not collected otherwise.
         times: of some iterations, for the shares of time: what `with amp.step_times() as times:` gives.
         gradients: of a batch, for the picture of what underflows: what `amp.gradient_histogram(step_fn)` gives.

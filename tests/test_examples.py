@@ -91,6 +91,31 @@ def test_fsdp2_trains_and_resumes_bitwise(tmp_path):
     assert "parameters of this rank: 16833 of 33601" in first
 
 
+def assert_float16_closes_most_of_the_gap_and_all_learn(lines: list[str]) -> None:
+    printed = r"{} .* gap ([\d.e-]+), at most ([\d.e-]+)  reward ([\d.]+), at the end ([\d.]+)  0 skips"
+    matches = [re.match(printed.format(level), line) for level, line in zip(("O0", "O5", "O2"), lines, strict=True)]
+    mean, most, before, after = zip(*(map(float, match.groups()) for match in matches), strict=True)
+    float32, bfloat16, float16 = mean
+    assert bfloat16 > 4 * float16 > 400 * float32  # float16 has 3 bits more, FP32 13 more than those
+    assert most[1] > most[2] > most[0]
+    assert min(after) > 2 * max(before)
+
+
+def test_float16_for_rl(run_example):
+    assert_float16_closes_most_of_the_gap_and_all_learn(run_example("float16_for_rl", "--steps", 8))
+
+
+@pytest.mark.slow
+def test_float16_for_rl_in_shards(tmp_path):
+    logs = tmp_path / "logs"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=1", "--log-dir", logs]
+    command = [sys.executable, *launcher, "examples/float16_for_rl.py", "--steps", "8"]
+    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
+    first, second = (log.read_text().splitlines() for log in sorted(logs.rglob("stdout.log")))
+    assert second == []
+    assert_float16_closes_most_of_the_gap_and_all_learn(first)
+
+
 def test_gan_trains_three_losses_with_a_scaler_each(run_example):
     lines = run_example("gan", "--opt-level", "O1", "--steps", 3, "--batch-size", 16)
     losses = numbers(lines, r"(?:real|fake|generator) ([\d.]+)")

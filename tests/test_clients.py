@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.clients.run import CLIENTS, HERE, ClientError, Run, all_runs, call, judge_losses, judge_resumed
+from tests.clients.run import CLIENTS, HERE, ClientError, Run, all_runs, call, judge_losses, judge_resumed, one_turn
 
 FALLING = [2.0 - step / 100 for step in range(48)]
 SAVED = {"loss_scale": 8192.0, "unskipped": 24}
@@ -89,3 +89,11 @@ def test_every_client_has_its_program_and_exact_pins(client):
     pins = [line for line in lines if not line.startswith("#")]
     assert "torch==2.13.0" in pins
     assert all("==" in pin.partition(";")[0] for pin in pins)
+
+
+def test_turns_go_through_all_runs():
+    runs = list(all_runs(CLIENTS))
+    turns = [one_turn(runs, turn) for turn in range(len(runs))]
+    assert {run for turn in turns for run in turn} == set(runs)
+    assert all(turn[0].level == "O0" and len({(run.client, run.variant) for run in turn}) == 1 for turn in turns)
+    assert max(map(len, turns)) == 3

@@ -1,4 +1,4 @@
-"""Train through third-party programs: `make clients`, `make clients ARGS="timm lightning"`.
+"""Train through third-party programs: `make clients`, `make clients ARGS="timm lightning"`, or `ARGS="--turn 7"`.
 
 Some know apex, and are unmodified; the others train through `amp_engine.integrations`.
 
@@ -67,6 +67,7 @@ class Client:
         saves_scaler: whether its checkpoints hold amp's state.
         variants: other ways through it, for the program's `--variant`.
         levels: at which it is resumed and, with O0, at which the variants train.
+        drawn: variants whose losses depend on tokens that the model draws: at each level they have to learn.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Client:
     saves_scaler: bool
     variants: tuple[str, ...] = ()
     levels: tuple[str, ...] = ("O1", "O2")
+    drawn: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -95,6 +97,7 @@ CLIENTS = (
     Client("diffusers", "diffusers_unet.py", True, (), INTEGRATED_LEVELS),
     Client("lightning2", "lightning_precision.py", True, ("manual", "fabric", "ranks"), INTEGRATED_LEVELS),
     Client("trainer", "amp_trainer.py", True, ("seq2seq", "ranks", "compile", "checkpointing"), INTEGRATED_LEVELS),
+    Client("trl", "trl_trainers.py", True, ("dpo", "grpo"), INTEGRATED_LEVELS, drawn=("grpo",)),
 )
 
 
@@ -142,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("clients", nargs="*", metavar="client", help=f"default: {' '.join(names)}")
     parser.add_argument("--torch", default="torch==2.13.0", help="arguments for pip; default: %(default)s")
+    parser.add_argument("--turn", type=int, metavar="N", help="of the clients, variants and levels the N-th, after O0")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time; default: %(default)s")
     options = parser.parse_args(arguments)
     if unknown := set(options.clients) - set(names):
@@ -149,12 +153,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     started = time.perf_counter()
     clients = [client for client in CLIENTS if client.name in (options.clients or names)]
+    wanted = list(all_runs(clients))
+    if options.turn is not None:
+        wanted = one_turn(wanted, options.turn)
+        clients = [wanted[0].client]
     BUILD.mkdir(parents=True, exist_ok=True)
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
         wheel = build_wheel()
         installs = {client.name: pool.submit(install, client, wheel, options.torch) for client in clients}
-        runs = {run: pool.submit(train, run, installs[run.client.name]) for run in all_runs(clients)}
+        runs = {run: pool.submit(train, run, installs[run.client.name]) for run in wanted}
         print(HEADER, flush=True)
         for run in runs:
             rows.append(judge(run, runs))
@@ -174,6 +182,14 @@ def all_runs(clients: Sequence[Client]) -> Iterator[Run]:
                 yield Run(client, variant, level)
         for level in client.levels:
             yield Run(client, "", level, resumed=True)
+
+
+def one_turn(runs: Sequence[Run], turn: int) -> list[Run]:
+    """A run at another level than O0, after the one at O0, and its resume; the next turn has the next."""
+    turns = [run for run in runs if run.level != "O0" and not run.resumed]
+    chosen = turns[turn % len(turns)]
+    resumed = Run(chosen.client, chosen.variant, chosen.level, resumed=True)
+    return [Run(chosen.client, chosen.variant, "O0"), chosen, *[run for run in runs if run == resumed]]
 
 
 def build_wheel() -> Path:
@@ -263,7 +279,8 @@ def judge(run: Run, runs: dict[Run, Future[dict[str, Any]]]) -> Row:
         if run.resumed:
             row.complaint = judge_resumed(run, record, runs[Run(run.client, run.variant, run.level)].result())
         else:
-            row.complaint = judge_losses(run.level, losses, row.difference)
+            level = "O0" if run.variant in run.client.drawn else run.level
+            row.complaint = judge_losses(level, losses, row.difference)
     except ClientError as error:
         row.complaint = str(error)
     except ValueError:

@@ -255,6 +255,7 @@ class Engine:
             self.reporter.verbosity = verbosity
             self.reporter.say_banner(report.initialization(request.defaults, decided))
 
+            beyond = arguments.beyond_float16(request.models, decided)
             self._initialized.add(request, adopt_data_writes)
             if self.policy is None:
                 self.overflows.begin()
@@ -268,6 +269,8 @@ class Engine:
             )
             if emulated := arguments.emulated_on_cpu(request.models, decided):
                 self.reporter.say_once(report.emulated_on_cpu(str(decided.opt_level), emulated))
+            if beyond:
+                self.reporter.say(report.beyond_float16(str(decided.opt_level), beyond), rank0=True)
             if found := arguments.zero_eps(request.optimizers, decided):
                 self.reporter.say_once(report.EPS_IS_ZERO.format(optimizer=found[0], eps=found[1]))
             self.reporter.end_banner()

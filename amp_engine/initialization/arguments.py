@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -16,8 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
-from amp_engine.ground.distributed import is_in_zero, is_zero, steps_shards, wrappers_around
+from amp_engine.ground.distributed import is_in_zero, is_sharded, is_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks
+from amp_engine.initialization.cast_model import cast_targets
 from amp_engine.levels.fsdp import check_shards
 from amp_engine.levels.policy import Policy
 from amp_engine.levels.policy_file import RunPolicy
@@ -274,6 +276,7 @@ def refuse_around_split(wrapper: Any) -> None:
         )
 
 
+_INFINITE = 65520.0  # in float16: the middle of its largest number and the one that would follow
 _ZERO_IN_FLOAT16 = 2.0**-25  # half of the smallest number, and rounded to even
 _HOW = {
     True: "would come after the decision to skip a step that overflowed",
@@ -369,6 +372,24 @@ def emulated_on_cpu(models: Sequence[nn.Module], policy: Policy) -> torch.dtype 
         return None
     weights = (parameter for model in models for parameter in model.parameters() if parameter.dim() > 1)
     return dtype if any(weight.device.type == "cpu" and weight.is_floating_point() for weight in weights) else None
+
+
+def beyond_float16(models: Sequence[nn.Module], policy: Policy) -> list[str]:
+    """Names of finite parameters that become infinite where `policy` casts them to float16. Waits for the device."""
+    if policy.cast_model_type is not torch.float16:
+        return []
+    found = []
+    for model in models:
+        targets = cast_targets(model, torch.float16, bool(policy.keep_batchnorm_fp32))
+        cast = {id(tensor) for tensor, dtype in targets if dtype is torch.float16}
+        params = {
+            name: p.detach()
+            for name, p in model.named_parameters()
+            if id(p) in cast and p.dtype is not torch.float16 and p.numel() and not (is_sharded(p) or p.is_meta)
+        }
+        largest = torch._foreach_norm(list(params.values()), float("inf")) if params else []
+        found += [name for name, most in zip(params, largest, strict=True) if _INFINITE <= float(most) < math.inf]
+    return found
 
 
 def zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> tuple[str, float] | None:

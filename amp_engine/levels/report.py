@@ -39,6 +39,16 @@ def emulated_on_cpu(level: str, dtype: torch.dtype) -> str:
     )
 
 
+def beyond_float16(level: str, names: list[str]) -> str:
+    """Message: finite parameters become infinite in the model."""
+    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"Warning:  at {level} values beyond 65504, the largest float16, become infinite, of {', '.join(names[:3])}"
+        f"{others}.  Take opt_level='O5', whose bfloat16 has the range, or call amp.keep_float(module) on what has "
+        "them before amp.initialize."
+    )
+
+
 def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
     """Message: function casts are process-wide, so they reach a model that was initialized without them."""
     until = f" while a model that was initialized at {origin}, or a module of it, is there" if origin in BRIEFS else ""

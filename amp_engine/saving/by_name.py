@@ -64,6 +64,8 @@ def export_state_dict(model: nn.Module, dtype: torch.dtype | str | None = None) 
     Args:
         model: also before `initialize` and after `close`. Of DistributedDataParallel, DataParallel, torch.compile and
             AveragedModel what is inside, by its own names.
+            Under FSDP2 and tensor parallelism its entries are this rank's shards, in FP32 where `dtype` is None:
+            `value.full_tensor()`, called on all ranks, has all of it.
         dtype: torch.float16, torch.bfloat16 or torch.float32, of all floating entries, rounded from the exact FP32
             values, of which those beyond float16 become infinite. None: each has the type of its parameter or buffer,
             half at O2, O3 and O5 but for modules that stay FP32.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,8 @@ class Slot(IntEnum):
 _FOREIGN = int(Slot.FOREIGN)  # an int is found in a third of the time
 
 
-class StepInput(NamedTuple):
+@dataclass(slots=True)
+class StepInput:
     """The tensors that one step reads and writes, one row for each entry of the optimizer's groups, in order.
 
     Attributes:
@@ -136,7 +138,7 @@ class FusedStep:
         self.is_required, self._form.dtype = True, moment_dtype
 
     def plan(self, step: StepInput) -> StepInput | None:
-        """Return `step` if the kernels can do it, else None. Changes nothing. No host sync."""
+        """Return `step`, with `is_current` set, if the kernels can do it, else None. No host sync."""
         optimizer = self._live_optimizer()
         device = step.weights[0].device if step.weights else torch.device("cpu")
         if not (self._form.is_ours or self.is_required or kernels.has_native(device)):
@@ -146,9 +148,8 @@ class FusedStep:
         if not step.are_plain and not all(g is None or _is_plain(g) for g in step.gradients):
             return None
         is_current = self._is_current(step.weights, step.gradients)
-        if is_current and (step.copies is None or tensor_lists.same_objects(step.copies, self.copies)):
-            return step._replace(is_current=True)
-        return step if self.obstacle(step) is None else None
+        step.is_current = is_current and (step.copies is None or tensor_lists.same_objects(step.copies, self.copies))
+        return step if step.is_current or self.obstacle(step) is None else None
 
     def step(
         self,

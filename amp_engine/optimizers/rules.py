@@ -54,14 +54,15 @@ _MAY_BE_ABSENT = {"maximize", "lr_decay", "decoupled_weight_decay"}
 
 
 def hyperparameters(
-    formula: type[Formula], *, without: Sequence[str] = (), **entries: str
+    formula: type[Formula], *, without: Sequence[str] = (), always: Mapping[str, bool] | None = None, **entries: str
 ) -> Callable[[Group], Formula]:
     """Return a function from a parameter group to its `formula`: each field is the entry of its name, or of `entries`.
 
-    `betas` are beta1 and beta2. Fields in `without` are none of the class's: an entry of that name says nothing.
+    `betas` are beta1 and beta2. Fields in `without` are none of the class's: an entry of that name says nothing; fields
+    in `always` have the same value in all groups.
     """
-    betas = ("beta1", "beta2")
-    named = [field for field in fields(formula) if field.name not in (*without, *betas)]
+    betas, fixed = ("beta1", "beta2"), dict(always or {})
+    named = [field for field in fields(formula) if field.name not in (*without, *betas, *fixed)]
     known = [(field.name, entries.get(field.name, field.name), isinstance(field.default, bool)) for field in named]
     has_betas = any(field.name == "beta1" for field in fields(formula))
 
@@ -73,12 +74,9 @@ def hyperparameters(
         }
         if has_betas:
             found.update(zip(betas, group["betas"], strict=True))
-        return formula(**found)
+        return formula(**found, **fixed)
 
     return of_group
-
-
-_torch_adam = hyperparameters(AdamFormula, without=["bias_correction"], decoupled="decoupled_weight_decay")
 
 
 def _supports_torch_adam(group: Group) -> bool:
@@ -86,14 +84,22 @@ def _supports_torch_adam(group: Group) -> bool:
     return not (group["amsgrad"] or group["differentiable"] or tensors)
 
 
-def _torch_adamw(group: Group) -> Formula:
-    return _torch_adam({**group, "decoupled_weight_decay": True})
-
-
 # Exact types: a subclass may compute anything.
 TORCH_RULES: dict[type[Optimizer], Rule] = {
-    Adam: Rule("adam", "exp_avg", "exp_avg_sq", _torch_adam, supports=_supports_torch_adam),
-    AdamW: Rule("adam", "exp_avg", "exp_avg_sq", _torch_adamw, supports=_supports_torch_adam),
+    Adam: Rule(
+        "adam",
+        "exp_avg",
+        "exp_avg_sq",
+        hyperparameters(AdamFormula, without=["bias_correction"], decoupled="decoupled_weight_decay"),
+        supports=_supports_torch_adam,
+    ),
+    AdamW: Rule(
+        "adam",
+        "exp_avg",
+        "exp_avg_sq",
+        hyperparameters(AdamFormula, without=["bias_correction"], always={"decoupled": True}),
+        supports=_supports_torch_adam,
+    ),
     SGD: Rule(
         "sgd",
         "momentum_buffer",

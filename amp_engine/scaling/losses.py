@@ -39,9 +39,9 @@ class Scaling:
                 return True
         return self.skips is Skips.ALWAYS
 
-    def skips_step(self, scaler: LossScaler, is_read: bool) -> bool:
-        """True if an overflow skips the step; `is_read` is True if its gradients are read whatever follows."""
-        return scaler.dynamic or self.skips is Skips.ALWAYS or (is_read and self.skips is Skips.WHERE_READ)
+    def skips_static(self, is_read: bool) -> bool:
+        """True if an overflow at a static scale skips the step; `is_read`: its gradients are read in any case."""
+        return self.skips is Skips.ALWAYS or (is_read and self.skips is Skips.WHERE_READ)
 
     def heard_of_loss(self, is_finite: bool) -> None:
         """After a loss that is not finite the host waits for the next one, to see where that comes from."""

@@ -8,10 +8,10 @@ from torch import Tensor
 from amp_engine.ground.devices import HostNumbers
 
 
-class Outcome:
+class Outcome(HostNumbers):
     """The flag, the scales and the loss of one backward, on their way to the host in one message.
 
-    Making one does not wait. Methods that wait say so: they wait until the numbers have arrived.
+    Methods that wait say so: they wait until the numbers have arrived.
 
     Args:
         numbers: float32, shape [4]: != 0 if there was an overflow, the scale after it, the scale that the loss had,
@@ -32,43 +32,39 @@ class Outcome:
         skips: bool = True,
         is_agreed: bool = False,
     ) -> None:
-        self.flag = numbers[0]
+        super().__init__(numbers)
+        self.numbers = numbers
         self.skips = skips
         self.is_agreed = is_agreed
         self._value = value
         self._loss = loss if value is None else None
         self._has_loss = self._loss is not None and travels(self._loss, numbers.device)
-        self._numbers = HostNumbers(numbers)
 
     @property
-    def is_captured(self) -> bool:
-        """True in a CUDA graph: replays tell the host nothing."""
-        return self._numbers.is_captured
+    def flag(self) -> Tensor:
+        """!= 0 if the gradients are not finite: float32, shape [], on the device."""
+        return self.numbers[0]
 
     @property
     def has_arrived(self) -> bool:
         """True if the host has found that the numbers are there. Asks no device."""
-        return self._numbers.values is not None
-
-    def is_known(self) -> bool:
-        """True if the numbers are there."""
-        return self._numbers.is_known()
+        return self.values is not None
 
     def overflowed(self) -> bool:
         """True if the gradients are not finite. Waits."""
-        return self._numbers.read() != 0
+        return self.read() != 0
 
     def next_scale(self) -> float:
         """The scale after this backward. Waits."""
-        return self._numbers.read(1)
+        return self.read(1)
 
     def scale(self) -> float:
         """The scale that the loss had. Waits."""
-        return self._numbers.read(2)
+        return self.read(2)
 
     def number(self) -> float | None:
         """The loss before scaling, if it is one number that is known or was sent. Waits if it was sent."""
-        return self._numbers.read(3) if self._has_loss else self._value
+        return self.read(3) if self._has_loss else self._value
 
     def loss(self) -> float | None:
         """The loss before scaling, or the sum of several; None if it is not known. Waits if it is not a number."""
@@ -77,7 +73,7 @@ class Outcome:
 
     def has_flushed(self) -> bool:
         """True if all gradients were 0 at an "auto" scale that was too low. Waits."""
-        return self._numbers.count > 4 and self._numbers.read(4) != 0
+        return self.count > 4 and self.read(4) != 0
 
 
 def travels(loss: Tensor, device: torch.device) -> bool:

@@ -173,9 +173,8 @@ class LossScaler:
                 moved since: by another backward, a checkpoint, or a write.
             loss: the loss before scaling, to send to the host; float32, shape [], on the device of the scale.
         """
-        self.settle()
         inv_scale = torch.empty_like(self.scale)
-        outcome = torch.empty(4, dtype=torch.float32, device=self.scale.device)
+        outcome = self.scale.new_empty(4)
         # By place: pybind looks each name up, and that takes twice as long as the update.
         given = (
             self.scale,
@@ -235,6 +234,7 @@ class LossScaler:
         Returns:
             The numbers of an `Outcome`. No host sync.
         """
+        self.settle()
         update = self.begin_update(closed, loss)
         kernels.update_scale_(*update.given)
         return self.end_update(update, largest, bad_loss)

@@ -58,8 +58,8 @@ class Backward:
         skips: True if an overflow skips the step; False if it is only reported.
         reduction: lets several ranks agree on the overflow; None if this rank decides alone.
         earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; set for "auto" alone.
-        update: the update of the scale that the check of all gradients is to do; None if something else comes between.
-        is_updated: True if the check did it.
+        may_update: True if the check of all gradients may also update the scale: nothing else comes between.
+        update: the update of the scale that the check did; None if it did not.
         accumulation: the backwards of its loss for the same step.
         micro_batches: the numbers of the first and the last of these whose gradients are checked together.
         of_replicas: True if all ranks have the same gradients once they are reduced.
@@ -82,8 +82,8 @@ class Backward:
         self.elements: int | None = None
         self.skips = True
         self.reduction: Reduction | None = None
+        self.may_update = False
         self.update: ScaleUpdate | None = None
-        self.is_updated = False
         self.is_reported = False  # True once its loss was reported, which is not finite though its gradients are
         self.of_replicas = False
         self.accumulation = Accumulation()
@@ -100,7 +100,7 @@ class Backward:
     @property
     def flag(self) -> Tensor:
         """!= 0 if a gradient is not finite, as far as this rank knows: float32, shape []."""
-        return self.update.flag if self.update is not None and self.is_updated else self.scaler.found_inf
+        return self.scaler.found_inf if self.update is None else self.update.flag
 
     def conclude(self, outcome: Tensor) -> None:
         """Set the outcome, after all checks: updating the scaler gave these numbers. No host sync."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +16,24 @@ from amp_engine.stepping.reduction import norm_over
 from amp_engine.stepping.stepper import Stepper
 
 
-@dataclass(frozen=True)
-class Clipped:
+class Clipped(NamedTuple):
     """The gradients that a call clips.
 
     Attributes:
-        weights: have them in their `.grad`.
+        weights: have them in their `.grad`; to be read once.
         involved: the Steppers of these weights.
         is_whole: True if `involved` is one Stepper, and no weight of it is missing, nor are there others.
     """
 
-    weights: list[Tensor]
+    weights: Iterable[Tensor]
     involved: list[Stepper]
     is_whole: bool
 
 
 def of_optimizer(groups: Sequence[dict[str, Any]], stepped: Stepper | None) -> Clipped:
     """Return the gradients that an optimizer steps; `stepped` is None if it was not initialized."""
-    return Clipped([p for group in groups for p in group["params"]], [] if stepped is None else [stepped], True)
+    weights = (p for group in groups for p in group["params"])  # listed only if their gradients are to be read
+    return Clipped(weights, [] if stepped is None else [stepped], True)
 
 
 def of_parameters(params: Sequence[Tensor], everyone: Sequence[Stepper]) -> Clipped:
@@ -94,12 +93,13 @@ def clip_grad_value_(clipped: Clipped, clip_value: float) -> None:
     torch.nn.utils.clip_grad_value_(_with_readable_gradients(clipped.weights), clip_value)
 
 
-def _with_readable_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
+def _with_readable_gradients(weights: Iterable[Tensor]) -> list[Tensor]:
     """Return `weights`; lazy gradients, which torch cannot write in a list, become clones."""
-    for weight in weights:
+    listed = [*weights]
+    for weight in listed:
         if (grad := weight.grad) is not None and is_lazy(grad):
             weight.grad = grad.clone()
-    return [*weights]
+    return listed
 
 
 def _total_norm(params: Sequence[Tensor], norm_type: float) -> Tensor:

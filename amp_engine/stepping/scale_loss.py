@@ -133,13 +133,11 @@ class ScaledBackwards:
 
     def look_at_gathered(self, stepped: Stepper, is_stepping: bool = False) -> None:
         """Check gradients of `stepped` that no check saw, by an empty backward."""
-        scaler = self._scaling.default()
         stepped.rows.scan()
-        if (
-            stepped.window.is_closed
-            and stepped.has_gathered(is_stepping)
-            and not self._passes_through(scaler, [stepped])
-        ):
+        if not stepped.window.is_closed or not stepped.has_gathered(is_stepping):
+            return
+        scaler = self._scaling.default()
+        if not self._passes_through(scaler, [stepped]):
             backward = self.begin([stepped], scaler, 0)
             stepped.enter_backward(backward, scale=self.unlisted.scale)
             self.close_windows([stepped], backward)
@@ -160,7 +158,7 @@ class ScaledBackwards:
         """
         scaler = backward.scaler
         scaler.settle()
-        backward.skips = self._scaling.skips_step(scaler, any(one.rows.makes_masters for one in stepped))
+        backward.skips = scaler.dynamic or self._scaling.skips_static(any(one.rows.makes_masters for one in stepped))
         check = backward.skips or backward.loss_id not in self._scaling.reported
         unscaled: set[int] | None = set() if len(stepped) > 1 else None
         # No agreement where an overflow is only reported: a rank that has reported one checks no more, and others would
@@ -168,9 +166,10 @@ class ScaledBackwards:
         agrees = backward.skips and has_ranks()
         groups = list(dict.fromkeys(group for one in stepped for group in one.ranks.groups())) if agrees else []
         # A backward with `delay_unscale` closes once for each optimizer.
-        backward.update, backward.is_updated = None, False
-        if check and len(stepped) == 1 and not groups and scaler.auto is None and not delay_overflow_check:
-            backward.update = scaler.begin_update(backward.snapshot, backward.loss_to_send())
+        backward.update = None
+        backward.may_update = (
+            check and len(stepped) == 1 and not groups and scaler.auto is None and not delay_overflow_check
+        )
         own: list[list[Tensor]] = []  # for each optimizer the sums of squares from its checks
         try:
             for one in stepped:
@@ -208,10 +207,10 @@ class ScaledBackwards:
         def conclude() -> None:
             if reduction is not None:
                 scaler.found_inf.copy_(reduction.wait())
-            if backward.update is not None and backward.is_updated:
-                outcome = scaler.end_update(backward.update)
-            else:
+            if backward.update is None:
                 outcome = scaler.update_(backward.snapshot, largest, bad_loss, backward.loss_to_send())
+            else:
+                outcome = scaler.end_update(backward.update)
             if concludes:
                 backward.conclude(outcome)
             if is_noted:
@@ -264,7 +263,6 @@ class ScaledBackwards:
         Raises AmpStateError, before anything is changed, for gradients of another loss_id, and for parameters that an
         optimizer shares with one whose `scale_loss` has not been left.
         """
-        scaler.settle()
         opened = [one for one in stepped if not one.window.is_closed]
         others = self._windows_into(stepped)
         if not opened and not others:  # nearly always

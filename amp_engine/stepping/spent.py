@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from operator import and_, or_
 from typing import Any
 
 import torch
@@ -77,16 +76,17 @@ class Sentinel:
 
         Raises RuntimeError if the memory of the parameter was replaced by one of other shape, type or device.
         """
-        is_shown = GRAD.__get__(self.param) is None
-        if is_shown:
-            if self._filled is None or self._filled._version != self._fresh:
-                with torch.inference_mode(False):
-                    self._filled = torch.full_like(self.param, _tiny(self.param), requires_grad=False)
-                    self._tiny = self._filled.as_subclass(_Tiny) if type(self._filled) is Tensor else self._filled
-                self._fresh = self._filled._version
-            GRAD.__set__(self.param, self._tiny)
-        self._look()
-        return is_shown
+        if GRAD.__get__(self.param) is not None:
+            self._look()
+            return False
+        if self._filled is None or self._filled._version != self._fresh:
+            with torch.inference_mode(False):
+                self._filled = torch.full_like(self.param, _tiny(self.param), requires_grad=False)
+                self._tiny = self._filled.as_subclass(_Tiny) if type(self._filled) is Tensor else self._filled
+            self._fresh = self._filled._version
+        GRAD.__set__(self.param, self._tiny)
+        self._grad, self._version = self._tiny, self._fresh
+        return True
 
     def hear(self) -> Zeroed:
         """Take the tiny gradient away, and tell if a `zero_grad()` came since `show`. Waits for other writes."""
@@ -192,11 +192,8 @@ class Spent:
             had: n; not 0 in rows that had a gradient.
             masters: n; 1 in the rows of masters, else 0.
         """
-        spent, earlier = had.translate(_AS_SPENT), self.states.translate(_AS_SPENT)
-        if spent != earlier:
-            spent = _bitwise(or_, _bitwise(and_, spent, masters), earlier)
-        self.states = bytearray(spent)
-        self._look()
+        spent = _bits(had.translate(_AS_SPENT)) & _bits(masters) | _bits(self.states.translate(_AS_SPENT))
+        self.restore(spent.to_bytes(len(had), "little"))
 
     def rearranged(self, rows: Sequence[int | None]) -> Spent:
         """Return the states in new rows; `rows` gives the present row of each, or None."""
@@ -243,6 +240,5 @@ class Spent:
         return bool(sentinels)
 
 
-def _bitwise(operator: Callable[[int, int], int], a: bytes | bytearray, b: bytes | bytearray) -> bytes:
-    """Return `operator` of two byte strings of one length, bit by bit."""
-    return operator(int.from_bytes(a, "little"), int.from_bytes(b, "little")).to_bytes(len(a), "little")
+def _bits(states: bytes | bytearray) -> int:
+    return int.from_bytes(states, "little")

@@ -155,7 +155,9 @@ class SplitRows(Rows):
 
     def step_input(self) -> StepInput:
         """Return the input of the next step: parameters, with remainders beside them."""
-        return super().step_input()._replace(copies=[None if one is None else one.bits for one in self._by_row])
+        step = super().step_input()
+        step.copies = [None if one is None else one.bits for one in self._by_row]
+        return step
 
     def release(self) -> None:
         """Give the parameters their masters' float32 values."""

@@ -154,10 +154,12 @@ class Stepper:
             )
         self.ranks.enter(not self.backward_seen, self.window.is_left_open)
         self._begin()
-        self._check_gathered(backward.snapshot)
-        self.join_open_window(scale)
         if self.rows.joined:
-            self._take_gathered(backward.scaler, scale)
+            self._check_gathered(backward.snapshot)
+            if self.window.is_left_open:
+                self.join_open_window(scale)
+            else:
+                self._take_gathered(backward.scaler, scale)
         if self._is_captured:
             self._is_captured = self._has_gradients()
         self.window.open(backward, waits, not self.backward_seen or bool(self._unchecked))
@@ -222,7 +224,10 @@ class Stepper:
         """
         if is_stepping and self._has_left and tensor_lists.any_gradient(self.rows.columns.plain_handle):
             return True
-        return any(p.grad is not None for p in self._unchecked) or bool(self.rows.joined)
+        for p in self._unchecked:  # no generator: asked before each step
+            if p.grad is not None:
+                return True
+        return bool(self.rows.joined)
 
     def _take_gathered(self, scaler: LossScaler, scale: ScaleSnapshot | None) -> None:
         """Give new masters the gradients that their parameters gathered, and count an overflow. No host sync."""
@@ -331,9 +336,9 @@ class Stepper:
         alone. Gradients of rows without masters are watched from the second call on, where torch tells of writes; else
         they are read once more, since collectives, NumPy and writes through `.data` move no version.
 
-        None if gradients hold more or other than that backward, or for a norm other than 2 and infinity.
+        None if gradients hold more or other than that backward, or for a norm other than 2 and infinity. Call after a
+        scan.
         """
-        self.rows.scan()  # parameters may have joined or left the groups since
         check = self.rows.whole_check()
         if check is None or self.rows.ledger.slots.norm is not None or norm_type not in (2.0, math.inf):
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -60,6 +60,14 @@ class _Others:
         self.rows.scan()
 
 
+class _Body(NamedTuple):
+    """The body of a `scale_loss`: parameters that it does not list, the backward, and a window of earlier gradients."""
+
+    others: _Others
+    backward: Backward
+    window: Window | None
+
+
 class Unlisted:
     """The unlisted parameters of one engine.
 
@@ -82,10 +90,7 @@ class Unlisted:
         self._late: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._found: dict[tuple[Any, ...], _Others] = {}
         self._alive: list[weakref.ref[Any]] = []
-        # Of the running body.
-        self._others: _Others | None = None
-        self._window: Window | None = None
-        self._backward: Backward | None = None
+        self._body: _Body | None = None  # while one runs
         _OF_ENGINES[self] = None
 
     def begin(self) -> None:
@@ -120,13 +125,13 @@ class Unlisted:
         others = self._of(everyone)
         if others is None:
             return
-        self._others, self._backward = others, Backward(backward.scaler, backward.loss_id, backward.snapshot)
         if others.low:
             self._rescale(others, backward.snapshot)
-        self._window = None
-        if tensor_lists.any_gradient(others.plain_handle):
-            self._window = Window(others.rows)
-            self._window.open(self._backward, waits=True)
+        window = Window(others.rows) if tensor_lists.any_gradient(others.plain_handle) else None
+        own = Backward(backward.scaler, backward.loss_id, backward.snapshot)
+        self._body = _Body(others, own, window)
+        if window is not None:
+            window.open(own, waits=True)
 
     def check_gathered(self, optimizer: Optimizer, joined: Iterable[nn.Parameter], everyone: list[Stepper]) -> None:
         """Raise AmpStateError for a parameter that joined with a gradient which no exit can have unscaled.
@@ -150,13 +155,13 @@ class Unlisted:
     @property
     def windows(self) -> list[Window]:
         """The window of the running body in a list; an empty list without one."""
-        return [] if self._window is None else [self._window]
+        return [] if self._body is None or self._body.window is None else [self._body.window]
 
     def exit(self) -> None:
         """At the exit of a body: unscale gradients that arrived, and have other optimizers check them."""
-        others, window, backward = self._leave()
-        if others is None or backward is None:
+        if self._body is None:
             return
+        others, backward, window = self._leave(self._body)
         if window is None:
             if not tensor_lists.any_gradient(others.plain_handle):
                 return
@@ -174,21 +179,23 @@ class Unlisted:
 
     def discard(self) -> None:
         """Put earlier gradients back after the body raised."""
-        others, window, _ = self._leave()
-        if window is not None:
-            window.discard_backward()
-        elif others is not None:
+        if self._body is None:
+            return
+        others, _, window = self._leave(self._body)
+        if window is None:
             tensor_lists.discard_gradients(others.plain_handle)
+        else:
+            window.discard_backward()
 
-    def _leave(self) -> tuple[_Others | None, Window | None, Backward | None]:
-        """End the running body, and return what it had: not what another engine has taken in since the entry."""
-        others, window, backward = self._others, self._window, self._backward
-        self._others = self._window = self._backward = None
-        if others is not None and window is None and others.changes != self.changes:
-            theirs = self._ids_of_other_engines()
-            plain = [p for p in others.plain if id(p) not in theirs]
-            others = _Others(others.low, plain, others.stepped, self.changes)
-        return others, window, backward
+    def _leave(self, body: _Body) -> _Body:
+        """End the running body, and return it without what another engine has taken in since the entry."""
+        self._body = None
+        others = body.others
+        if body.window is not None or others.changes == self.changes:
+            return body
+        theirs = self._ids_of_other_engines()
+        plain = [p for p in others.plain if id(p) not in theirs]
+        return body._replace(others=_Others(others.low, plain, others.stepped, self.changes))
 
     def _rescale(self, others: _Others, snapshot: ScaleSnapshot) -> None:
         """Rescale gathered low-precision gradients to the scale of gradients that will be added to them."""

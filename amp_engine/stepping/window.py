@@ -17,7 +17,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ground.devices import current_streams, moved
 from amp_engine.ground.distributed import is_sharded, local_gradient
 from amp_engine.kernels import tensor_lists
-from amp_engine.scaling.scaler import LossScaler, ScaleUpdate
+from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.columns import Columns
@@ -370,8 +370,8 @@ class Window:
 
         is_checked_later = check and self._looks_at_earlier and bool(self._earlier)
         is_only = len(devices) == 1
-        update = backward.update if is_only and not others and not is_checked_later else None
-        looks = [self._look(columns, grads, accesses, device, backward, check, is_only, update) for device in devices]
+        updates = backward.may_update and is_only and not others and not is_checked_later
+        looks = [self._look(columns, grads, accesses, device, backward, check, is_only, updates) for device in devices]
         backward.checked += [look for look, _ in looks]
         if others:
             both = [(columns.params[row], columns.masters[row]) for row in others]
@@ -401,12 +401,12 @@ class Window:
         backward: Backward,
         check: bool,
         is_only: bool,
-        update: ScaleUpdate | None,
+        updates: bool,
     ) -> tuple[Checked, Tensor]:
         """Check the gradients on one device, and unscale in place those of rows without a master.
 
         Args:
-            update: the update of the scale if nothing comes between it and this check.
+            updates: True to update the scale as well, if it is on this device.
         """
         if not is_only:
             elsewhere = [row for row, g in enumerate(grads) if g is not None and g.device != device]
@@ -417,11 +417,11 @@ class Window:
         found_inf = scaler.found_inf
         if not check or found_inf.device != device:
             found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        norm = torch.empty((), dtype=torch.float32, device=device)
-        backward.is_updated = update is not None and found_inf is scaler.found_inf
-        arguments = update.given if update is not None and backward.is_updated else None
-        scale = moved(backward.snapshot.scale, device)
-        checks = self._list_check.run(grads, outputs, scale, found_inf, norm, arguments)
+        if updates and found_inf is scaler.found_inf:
+            backward.update = scaler.begin_update(backward.snapshot, backward.loss_to_send())
+        given = None if backward.update is None else backward.update.given
+        norm, scale = torch.empty_like(found_inf), moved(backward.snapshot.scale, device)
+        checks = self._list_check.run(grads, outputs, scale, found_inf, norm, given)
         if check and found_inf is not scaler.found_inf:
             scaler.record_(found_inf != 0)
         return Checked(columns.params, accesses, checks), norm

@@ -168,6 +168,9 @@ class Initialized:
 
     def stepped_by(self, optimizer: Any) -> Stepper:
         """The Stepper of `optimizer`, or of the optimizer inside. Raises AmpTypeError if it was not passed."""
+        stepped = self.backwards.get(optimizer) if isinstance(optimizer, Optimizer) else None
+        if stepped is not None:
+            return stepped
         stepping = inner_of(optimizer)
         stepped = self.backwards.get(stepping) if isinstance(stepping, Optimizer) else None
         if stepped is None:
@@ -175,8 +178,7 @@ class Initialized:
                 f"This {type(optimizer).__name__} was not passed to amp.initialize.  Call model, optimizer = "
                 "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
             )
-        if optimizer is not stepping:  # also a wrapper that was made after `initialize`
-            self.look_after_wrapper(optimizer, stepping)
+        self.look_after_wrapper(optimizer, stepping)  # it may have been made after `initialize`
         return stepped
 
     def look_after(

@@ -23,13 +23,12 @@ class ScaleUpdate(NamedTuple):
 
     Attributes:
         given: the arguments of `kernels.update_scale_`, by place.
-        outcome, inv_scale: written by it; `flag` is the first number of the outcome.
+        outcome, inv_scale: written by it.
         closed: the snapshot that learns its inverse; None if there is none, or the scale has moved since.
     """
 
     given: tuple[Any, ...]
     outcome: Tensor
-    flag: Tensor
     inv_scale: Tensor
     closed: ScaleSnapshot | None
 
@@ -88,7 +87,8 @@ class LossScaler:
         self.unskipped = torch.tensor(0, dtype=torch.int32, device="cpu")
         self._overflows_left = torch.tensor(self._hysteresis, dtype=torch.int32, device="cpu")  # the last lowers it
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-        self._last_found_inf: Tensor | None = None  # of the last update
+        # The outcome of the last update, whose first number is the flag; older scalers have pickled the flag alone.
+        self._last_found_inf: Tensor | None = None
         self._owed: Callable[[], None] | None = None  # an update that waits for other ranks
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ class LossScaler:
             loss,
         )
         is_still = closed is not None and closed.is_still(self.scale)
-        return ScaleUpdate(given, outcome, outcome[0], inv_scale, closed if is_still else None)
+        return ScaleUpdate(given, outcome, inv_scale, closed if is_still else None)
 
     def end_update(self, update: ScaleUpdate, largest: Tensor | None = None, bad_loss: Tensor | None = None) -> Tensor:
         """Take over what an update that was done has found. No host sync.
@@ -206,17 +206,16 @@ class LossScaler:
         Returns:
             The numbers of an `Outcome`.
         """
-        outcome = update.outcome
-        found_inf, next_scale = update.flag, outcome[1]
+        outcome = self._last_found_inf = update.outcome
+        next_scale = outcome[1]
         if update.closed is not None:
             update.closed.learn_inverse(update.inv_scale)
         if self.auto is not None:
-            low, high = self._min_loss_scale, self._max_loss_scale
+            found_inf, low, high = outcome[0], self._min_loss_scale, self._max_loss_scale
             self.auto.update_(self.scale, outcome[2], found_inf, largest, bad_loss, low, high)
             self.unskipped.mul_(found_inf == 0)
             next_scale.copy_(self.scale)
             outcome = torch.cat([outcome, self.auto.flushed.view(1)])
-        self._last_found_inf = found_inf
         self._was_captured |= devices.is_capturing(self.scale.device)
         is_kept = not self._was_captured and not next_scale.is_inference()
         self._next = ScaleSnapshot(self.scale, self._static_scale, next_scale) if is_kept else None
@@ -388,7 +387,7 @@ class LossScaler:
     def _has_overflow(self) -> bool:
         self.settle()
         found = self._last_found_inf
-        return bool(self._overflow_buf != 0) or (found is not None and bool(found != 0))
+        return bool(self._overflow_buf != 0) or (found is not None and bool(found.view(-1)[0] != 0))
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:

@@ -97,10 +97,12 @@ class Backward:
             return None
         return loss.float().view(()).resolve_neg()
 
-    @property
-    def flag(self) -> Tensor:
-        """!= 0 if a gradient is not finite, as far as this rank knows: float32, shape []."""
-        return self.scaler.found_inf if self.update is None else self.update.flag
+    def has_overflowed(self) -> bool | None:
+        """True if this rank has found a gradient that is not finite; None if only its GPU knows. No host sync."""
+        flag = self.scaler.found_inf
+        if not flag.is_cpu:
+            return None
+        return flag.item() != 0 if self.update is None else self.update.outcome.tolist()[0] != 0
 
     def conclude(self, outcome: Tensor) -> None:
         """Set the outcome, after all checks: updating the scaler gave these numbers. No host sync."""

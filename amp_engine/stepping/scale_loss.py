@@ -183,13 +183,10 @@ class ScaledBackwards:
                 one.window.discard_backward()
             raise
         if check:
-            flag = backward.flag
-            if flag.is_cpu:
-                overflowed, is_in_trouble = flag.item() != 0, False
-            else:
-                overflowed, is_in_trouble = False, any(one.pending.skips_in_a_row > 0 for one in stepped)
+            overflowed = backward.has_overflowed()
+            is_in_trouble = overflowed is None and any(one.pending.skips_in_a_row > 0 for one in stepped)
             if overflowed or is_in_trouble or not backward.order:
-                self.evidence.keep(backward, loss, overflowed, is_in_trouble)
+                self.evidence.keep(backward, loss, bool(overflowed), is_in_trouble)
         for tell in self.events.closed.observers:
             tell([one.rows for one in stepped], backward)
         if delay_overflow_check:

@@ -167,7 +167,8 @@ class Spent:
 
     def discard_all(self) -> None:
         """Forget all gradients, which were discarded."""
-        self.restore(bytes(len(self.states)))
+        self.states = bytearray(len(self.states))
+        HOLDING.discard(id(self))
 
     def restore(self, states: bytes) -> None:
         """Set the states to an earlier copy of `states`."""
@@ -193,7 +194,8 @@ class Spent:
             masters: n; 1 in the rows of masters, else 0.
         """
         spent = _bits(had.translate(_AS_SPENT)) & _bits(masters) | _bits(self.states.translate(_AS_SPENT))
-        self.restore(spent.to_bytes(len(had), "little"))
+        self.states = bytearray(spent.to_bytes(len(had), "little"))
+        HOLDING.discard(id(self))
 
     def rearranged(self, rows: Sequence[int | None]) -> Spent:
         """Return the states in new rows; `rows` gives the present row of each, or None."""

@@ -208,17 +208,16 @@ class Unlisted:
                 p.grad.mul_(moved(factor, p.grad.device))
 
     def _of(self, everyone: list[Stepper]) -> _Others | None:
-        owners = [one for one in everyone if not one.window.is_closed]  # some are of this body
-        # Ids, which keep no optimizer or parameter alive. The count is first: another thread may forget meanwhile.
-        key = (self.changes, *map(id, owners), -1, *map(id, everyone), *[one.rows.scans for one in everyone])
+        changes = self.changes  # first: another thread may forget meanwhile
+        key: tuple[Any, ...]  # of ids, which keep no optimizer or parameter alive
+        key = (changes, *[(id(one), one.rows.scans, one.window.is_closed) for one in everyone])
         if len(_OF_ENGINES) > 1:
-            groups = self._groups_of_other_engines()
-            key += (-1, *map(id, groups), *[len(group["params"]) for group in groups])
+            key += (None, *[(id(group), len(group["params"])) for group in self._groups_of_other_engines()])
         found = self._found.get(key)
         if found is None:
             if len(self._found) > 64:
                 self.forget()
-            self._found[key] = found = self._look(owners, everyone, key[0])
+            self._found[key] = found = self._look(everyone, changes)
         return found if found.low or found.plain else None
 
     def _other_engines(self) -> list[Unlisted]:
@@ -234,7 +233,8 @@ class Unlisted:
         stepped = {id(p) for group in self._groups_of_other_engines() for p in [*group["params"]]}
         return stepped | _ids_in(_parts_of(models))
 
-    def _look(self, owners: list[Stepper], everyone: list[Stepper], changes: int) -> _Others:
+    def _look(self, everyone: list[Stepper], changes: int) -> _Others:
+        owners = [one for one in everyone if not one.window.is_closed]  # some are of this body
         own, late = _parts_of(self._models()), _alive_in(self._late)
         self._alive += [weakref.ref(m, self.forget) for m in (*own, *late)]
         self._alive += [weakref.ref(one.optimizer, self.forget) for one in everyone]

@@ -153,8 +153,8 @@ class Window:
             self._take_back()
             self._reentered = tensor_lists.gradient_marks(self._rows.columns.param_handle)
             return
-        if self._rows.masters:
-            self._heed_zeros(self._moved(at_entry))
+        if self._rows.masters and (moved := self._moved(at_entry)):
+            self._heed_zeros(moved)
         self._set_aside()
 
     def _end_wait(self) -> tensor_lists.GradientMarks | None:
@@ -379,7 +379,7 @@ class Window:
         whole = None
         if first and len(looks) == 1 and not others and not done and not columns.has_shards:
             in_place = None
-            if any(accesses[row] for row in columns.plain_rows):  # stops at the first; NONE is 0
+            if columns.plain and any(accesses[row] for row in columns.plain_rows):  # stops at the first; NONE is 0
                 unmastered = tensor_lists.where(columns.plain_mask, own)
                 in_place = Unscaled(unmastered, tensor_lists.gradient_marks(columns.plain_handle))
             whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place)

@@ -37,7 +37,7 @@ class Evidence:
         self._orders: dict[int, Order] = {}
         self._losses: dict[int, HostNumbers] = {}  # losses whose gradients are not checked, on their way from a GPU
         self._told: set[int] = set()
-        self._overflowed: set[int] = set()  # losses whose last backward is known to have overflowed
+        self._overflowed: set[int] = set()  # losses with a known overflow, until their next backward begins
 
     def begin(self) -> None:
         """Count from 1 again, and forget earlier models."""
@@ -70,6 +70,7 @@ class Evidence:
                 if not together.bad:
                     together.bad, together.loss, together.origin = together.count, value, backward.origin
             elif backward.loss_id in self._overflowed:
+                self._overflowed.remove(backward.loss_id)
                 backward.undefined, backward.origin = undefined_derivative(loss)
         self._scaling.heard_of_loss(is_finite=True)
 
@@ -108,7 +109,8 @@ class Evidence:
         """
         if self.is_rehearsal:
             return
-        (self._overflowed.add if overflowed else self._overflowed.discard)(backward.loss_id)
+        if overflowed:
+            self._overflowed.add(backward.loss_id)
         order = self._orders.get(backward.loss_id)
         if loss is not None and (order is None or overflowed or is_in_trouble):
             order = self._orders[backward.loss_id] = forward_order(loss)

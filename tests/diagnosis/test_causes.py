@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from amp_engine import Engine
 from amp_engine.diagnosis.find_overflow import OverflowSource
 from amp_engine.diagnosis.post_mortem import OverflowRecord
+from amp_engine.stepping import evidence
 
 
 @pytest.fixture
@@ -228,6 +229,16 @@ def test_a_value_that_the_loss_hides_is_found_from_the_second_overflow_on(engine
     assert second.cause == kind
     assert "The loss does not show what is not finite in the forward, and gradients do." in str(second)
     assert ("softmax: nan in 1 of 3 rows" in str(second)) == (kind == "forward")
+
+
+def test_a_finite_loss_is_searched_in_the_backward_after_an_overflow_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[Tensor] = []
+    monkeypatch.setattr(evidence, "undefined_derivative", lambda loss: searched.append(loss) or (None, None))
+    model = net()
+    trained(engine, model, lambda step: model(torch.ones(3, 4)).float().mean() * (1e30 if step == 1 else 1.0), 5)
+    assert len(searched) == 1
 
 
 # ---- the diagnosis

@@ -46,12 +46,6 @@ class Ledger:
         self.slots = slots or NO_SLOTS
         self.spent = spent or Spent()
 
-    def hold(self, slots: Slots) -> None:
-        """Hold the gradients of `slots`, and discard those that are held now."""
-        if self.slots.count > 0:
-            self.slots.discard()
-        self.slots = slots
-
     def mark(self) -> None:
         """Declare that masters and parameters agree."""
         self.params.mark()

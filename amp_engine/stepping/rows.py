@@ -305,7 +305,7 @@ class Rows:
         """Make every held gradient a float32 gradient, 4 bytes an element; with `zeros` also make gradients of 0."""
         if self.ledger.slots.count > 0:
             materialize_held(self.ledger.slots, self.masters)
-        self.ledger.hold(NO_SLOTS)
+        self.ledger.slots = NO_SLOTS
         for row in self.ledger.spent.zero_rows() if zeros else ():
             if (zeroed := self.columns.masters[row]) is not None:
                 zeroed.materialize()
@@ -331,7 +331,7 @@ class Rows:
             self.discard_parameter_gradients()  # first: then nothing else has the memory of those that are held
             if step is None or not step.are_held:
                 tensor_lists.discard_gradients(self._high)
-            self.ledger.hold(NO_SLOTS)
+            self.ledger.slots = NO_SLOTS
             self.show_spent()
 
     def _has_gradients(self) -> bytes:
@@ -360,7 +360,7 @@ class Rows:
     def discard_master_gradients(self) -> None:
         """Discard the gradients of masters, and keep those of their parameters."""
         tensor_lists.discard_gradients(self._high)
-        self.ledger.hold(NO_SLOTS)
+        self.ledger.slots = NO_SLOTS
 
     def release(self) -> None:
         """Give the parameters back their float32 values from where they are kept."""

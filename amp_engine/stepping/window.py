@@ -383,7 +383,7 @@ class Window:
                 unmastered = tensor_lists.where(columns.plain_mask, own)
                 in_place = Unscaled(unmastered, tensor_lists.gradient_marks(columns.plain_handle))
             whole = WholeCheck(*looks[0], snapshot, columns.weights, in_place)
-        self._rows.ledger.hold(Slots(held, snapshot, whole, () if held is None else current_streams(devices)))
+        self._rows.ledger.slots = Slots(held, snapshot, whole, () if held is None else current_streams(devices))
         if is_checked_later:
             for flags in arithmetic.nonfinite(list(self._earlier.values())):
                 backward.scaler.record_(flags)
@@ -530,7 +530,7 @@ class Window:
         """Close the window, discard its gradients, and put back those of earlier backwards."""
         self._stop_waiting()
         self._take_back()
-        self._rows.ledger.hold(NO_SLOTS)
+        self._rows.ledger.slots = NO_SLOTS
         for p in self._rows.columns.params:
             p.grad = None
         self._restore_earlier(add=False)

@@ -175,8 +175,12 @@ class FusedStep:
         """
         optimizer = self._live_optimizer()
         weights, gradients, scaled = step.weights, step.gradients, step.scaled
-        copies = copies or step.copies or [None] * len(weights)
-        is_current = step.is_current and tensor_lists.same_objects(copies, self.copies)
+        is_current = step.is_current
+        if step.copies is None:
+            copies = copies or [None] * len(weights)
+            is_current = is_current and tensor_lists.same_objects(copies, self.copies)
+        else:
+            copies = step.copies
         if not (step.are_plain and is_current):
             gradients = [laid_out_as(w, g) for w, g in zip(weights, gradients, strict=True)]
         if not is_current:

@@ -132,12 +132,8 @@ class Rows:
         self._note_moves(earlier)
 
     def _is_scanned(self, groups: list[dict[str, Any]]) -> bool:
-        if len(groups) != len(self._scanned):
-            return False
-        for group, was in zip(groups, self._scanned, strict=True):  # no generator: runs five times an iteration
-            if not tensor_lists.same_objects(group["params"], was):
-                return False
-        return True
+        now = [group["params"] for group in groups]
+        return len(now) == len(self._scanned) and all(map(tensor_lists.same_objects, now, self._scanned))
 
     def look_at_types(self) -> None:
         """Note which weights are low-precision, if that matters. A loop over all of them."""

@@ -231,6 +231,8 @@ class Spent:
 
     def hear(self) -> bool:
         """Take the shown gradients away, and heed a `zero_grad` since. False if none was shown. May wait if zeroed."""
+        if not self._sentinels:
+            return False
         sentinels, self._sentinels = self._sentinels, []
         heard = [one.hear() for one in sentinels]
         if Zeroed.GONE in heard:
@@ -239,7 +241,7 @@ class Spent:
         elif Zeroed.IN_PLACE in heard:
             self.is_zeroed_in_place = True
             self.zero_all()
-        return bool(sentinels)
+        return True
 
 
 def _bits(states: bytes | bytearray) -> int:

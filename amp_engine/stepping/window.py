@@ -372,7 +372,6 @@ class Window:
         is_only = len(devices) == 1
         updates = backward.may_update and is_only and not others and not is_checked_later
         looks = [self._look(columns, grads, accesses, device, backward, check, is_only, updates) for device in devices]
-        backward.checked += [look for look, _ in looks]
         if others:
             both = [(columns.params[row], columns.masters[row]) for row in others]
             backward.checked.append(self._close_others(both, backward, check))
@@ -424,7 +423,9 @@ class Window:
         checks = self._list_check.run(grads, outputs, scale, found_inf, norm, given)
         if check and found_inf is not scaler.found_inf:
             scaler.record_(found_inf != 0)
-        return Checked(columns.params, accesses, checks), norm
+        checked = Checked(columns.params, accesses, checks)
+        backward.checked.append(checked)
+        return checked, norm
 
     def _to_hold(self, columns: Columns, totals: Mapping[int, Tensor]) -> bytes | None:
         """Return a mask of the rows to hold: of masters without a gradient; None if there are no masters.

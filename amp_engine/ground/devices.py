@@ -9,6 +9,8 @@ from torch import Tensor
 
 from amp_engine.errors import AmpStateError
 
+_HOST = torch.device("cpu")
+
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return `tensor` on `device`. Waits if that is the host, which could read an unfinished copy."""
@@ -24,7 +26,7 @@ def number_on(device: torch.device, value: float) -> Tensor:
 
 def is_capturing(device: torch.device) -> bool:
     """True if work queued on `device` now goes into a CUDA graph, so that nothing may wait for it."""
-    if device.type != "cuda":
+    if device == _HOST or device.type != "cuda":  # the first is the cheaper question
         return False
     if device.index in (None, torch.cuda.current_device()):
         return torch.cuda.is_current_stream_capturing()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
-from amp_engine.kernels import is_lazy
+from amp_engine.kernels import is_lazy, tensor_lists
 from amp_engine.stepping.master import masters_of
 from amp_engine.stepping.reduction import norm_over
 from amp_engine.stepping.stepper import Stepper
@@ -57,14 +57,17 @@ def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_i
     Returns:
         The norm before clipping: float32, shape []. No host sync without `error_if_nonfinite`.
     """
-    if any(one.ranks.in_flat_shards for one in clipped.involved):
-        raise AmpStateError(
-            "amp.clip_grad_norm_() sees one rank's shards of a FullyShardedDataParallel, so that each rank would clip "
-            f"by a norm of its own.  Call model.clip_grad_norm_({max_norm}) of the wrapper, at the same place."
-        )
+    parts = None
+    for one in clipped.involved:
+        if one.ranks.in_flat_shards:
+            raise AmpStateError(
+                "amp.clip_grad_norm_() sees one rank's shards of a FullyShardedDataParallel, so that each rank would "
+                f"clip by a norm of its own.  Call model.clip_grad_norm_({max_norm}) of the wrapper, at the same place."
+            )
+        if parts is None:
+            parts = one.ranks.of_parts()
     stepped = clipped.involved[0] if clipped.is_whole and clipped.involved else None
     taken = None if stepped is None else stepped.grad_norm(float(norm_type))
-    parts = next((group for one in clipped.involved if (group := one.ranks.of_parts()) is not None), None)
     params = [] if taken is not None else _with_readable_gradients(clipped.weights)
     if taken is None and parts is None:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -81,11 +84,11 @@ def clip_grad_norm_(clipped: Clipped, max_norm: float, norm_type: float, error_i
             f"The norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be clipped.  Leave "
             "out error_if_nonfinite=True to have the step skipped instead."
         )
-    if stepped is not None and taken is not None:
-        stepped.clip_grads_with_norm_(norm, float(max_norm))
-    else:
+    if stepped is None or taken is None:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-    return norm
+        return norm
+    stepped.clip_grads_with_norm_(norm, float(max_norm))
+    return tensor_lists.copy(norm)  # which the caller may write
 
 
 def clip_grad_value_(clipped: Clipped, clip_value: float) -> None:

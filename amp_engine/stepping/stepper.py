@@ -330,7 +330,7 @@ class Stepper:
     # Clipping.
 
     def grad_norm(self, norm_type: float) -> Tensor | None:
-        """Return the norm of all unscaled gradients: float32, shape []. No host sync.
+        """Return the norm of all unscaled gradients, not to be written: float32, shape []. No host sync.
 
         It is the norm from the last backward's check if no gradient was written since. Held gradients belong to us
         alone. Gradients of rows without masters are watched from the second call on, where torch tells of writes; else
@@ -347,7 +347,7 @@ class Stepper:
         if check.unscaled is None or check.unscaled.is_unwritten():
             if norm_type == math.inf:
                 return (found.largest.max().double() * inv_scale()).float()
-            return tensor_lists.copy(norm)  # which the caller may write
+            return norm
         ignored, norm = torch.zeros_like(norm), torch.empty_like(norm)
         now = self._clipping.run(check.unscaled.grads, None, torch.ones_like(norm), ignored, norm)
         if self.rows.ledger.slots.count == 0:
@@ -366,9 +366,12 @@ class Stepper:
         return self._with_masters[1]
 
     def clip_grads_with_norm_(self, norm: Tensor, max_norm: float) -> None:
-        """Multiply gradients by `min(1, max_norm / (norm + 1e-6))`; masters' in the step. Call after `grad_norm`."""
+        """Multiply gradients by `min(1, max_norm / (norm + 1e-6))`; masters' in the step. Call after `grad_norm`.
+
+        Nothing may write `norm` before the step.
+        """
         slots = self.rows.ledger.slots
-        slots.clip(tensor_lists.copy(norm), max_norm)
+        slots.clip(norm, max_norm)
         if slots.check is not None and slots.check.unscaled is not None:
             self._clipping.clip_(slots.check.unscaled.grads, norm, max_norm)
 

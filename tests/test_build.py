@@ -351,6 +351,16 @@ def test_what_is_forced_is_loaded():
     assert (_native.module.build_info()["cuda"] is not None) == (os.environ["AMP_ENGINE_BUILD"] == "cuda")
 
 
+@pytest.mark.usefixtures("switched_on")
+def test_a_clone_that_hides_an_installation_with_kernels_says_so(tmp_path, monkeypatch):
+    installed = tmp_path / "amp_engine" / "_C.so"
+    installed.parent.mkdir()
+    installed.touch()
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path)])
+    _, reason = _native.load(tmp_path / "clone" / "_C.so", {})
+    assert f"which Python looks into before {tmp_path}, where amp_engine has kernels: leave that folder, or" in reason
+
+
 def test_module_and_reason_exclude_each_other():
     assert (_native.module is None) == isinstance(_native.reason, str)
 

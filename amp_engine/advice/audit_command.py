@@ -15,6 +15,7 @@ from amp_engine.errors import AmpError
 
 NAME = "python -m amp_engine audit"
 VARIABLE = "AMP_ENGINE_AUDIT"
+_FAILED = "The script failed before the first step of a torch.optim.Optimizer, with exit status {status}."
 _NO_STEP = (
     "The script ended without a step of a torch.optim.Optimizer in the process that was started.  Trainings in "
     "processes of their own (torchrun, mp.spawn) are not followed: run the script on one GPU."
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         status = _wait(subprocess.Popen(child_command(target), env=child_environment(VARIABLE, told)))
         text, json = Path(folder, "audit.txt"), Path(folder, "audit.json")
         if not text.exists():
-            print(f"{NAME}: {_NO_STEP}", file=sys.stderr)
+            print(f"{NAME}: {_FAILED.format(status=status) if status else _NO_STEP}", file=sys.stderr)
             return status or 1
         print(text.read_text(encoding="utf-8"), end="", flush=True)
         is_written = write_json(NAME, options.json, json.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from amp_engine import amp
 from amp_engine.advice.script_steps import ScriptSteps, models_of
+from amp_engine.telemetry.wording import plural
 
 
 def begin(told: Mapping[str, Any]) -> None:
@@ -53,4 +55,7 @@ class ScriptAudit:
         if optimizer is self._first:
             self._done += 1
             if self._done >= self._steps:
+                print(
+                    f"The script is stopped after {plural(self._steps, 'step')}; --steps audits more.", file=sys.stderr
+                )
                 raise SystemExit(0)

@@ -3,7 +3,7 @@
     python -m amp_engine.apex [--replace] [--no-children] script.py [arguments]
     python -m amp_engine.apex [--replace] [--no-children] -m package.module [arguments]
     python -m amp_engine.apex [--replace] [--no-children] -c code [arguments]
-    torchrun --nproc_per_node=2 -m amp_engine.apex [--replace] [--no-children] script.py [arguments]
+    torchrun --nproc_per_node=2 -m amp_engine.apex [--local_rank] script.py [arguments]
     python -m amp_engine.apex --check|--fix|--undo path [path ...]
 
 What follows is as `python` would take it: a script, a directory or a zip file with a __main__.py, `-m` or `-c`, then
@@ -11,6 +11,8 @@ the program's own arguments.
 
   --replace      also in place of an NVIDIA apex that is installed and has amp, which is otherwise left alone
   --no-children  not in the processes that the program starts
+  --local_rank   hand the program --local_rank=N behind its own arguments, as torch.distributed.launch once did and
+                 torchrun does not; N is LOCAL_RANK, or 0
   --check        run nothing; say what in these files and directories amp_engine.apex does not serve, and what to write
   --fix          run nothing; add `import amp_engine.apex.install` to each file there that imports apex, show the diff
   --undo         take these lines out again
@@ -28,7 +30,7 @@ _NAME = "amp_engine.apex"
 
 def main(arguments: list[str]) -> int:
     """Run the command line. Returns an exit status, or becomes the program that is to be run."""
-    replace = once = False
+    replace = once = wants_rank = False
     while arguments:
         option = arguments[0]
         if option in ("-h", "--help"):
@@ -45,8 +47,9 @@ def main(arguments: list[str]) -> int:
             from amp_engine.apex.check_sources import fix
 
             return fix.main(arguments[1:], undo=option == "--undo")
-        if option not in ("--replace", "--no-children"):
+        if option not in ("--replace", "--no-children", "--local_rank"):
             break
+        wants_rank |= option == "--local_rank"
         replace |= option == "--replace"
         once |= option == "--no-children"
         arguments = arguments[1:]
@@ -55,6 +58,8 @@ def main(arguments: list[str]) -> int:
         return 0
     if complaint := _complaint(arguments):
         return _fail(complaint)
+    if wants_rank:
+        arguments = [*arguments, f"--local_rank={os.environ.get('LOCAL_RANK', '0')}"]
     return _run(arguments, replace=replace, once=once)
 
 
@@ -65,7 +70,7 @@ def _complaint(target: list[str]) -> str | None:
         return None if len(target) > 1 else f"{first} needs {'a module' if first == '-m' else 'code'} after it"
     if first.startswith("-") and first != "-":
         return (
-            f"no option {first}: there are --replace, --no-children, --check, --fix, --undo, -m and -c. "
+            f"no option {first}: there are --replace, --no-children, --local_rank, --check, --fix, --undo, -m and -c. "
             f"Options of python stand before `-m {_NAME}`, those of the script behind the script"
         )
     if first != "-" and not os.path.exists(first):

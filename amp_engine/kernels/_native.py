@@ -67,6 +67,17 @@ def refuse_other_torch(built: str | None) -> str:
     return reason
 
 
+def _not_compiled(extension: Path) -> str:
+    """Return the reason, which is the folder of a clone if Python imports that before an installation with kernels."""
+    for folder in [Path(path).resolve() for path in sys.path]:
+        if folder != PACKAGE.parent and any((folder / PACKAGE.name).glob("_C*.so")):
+            return (
+                f"nothing was compiled in {PACKAGE.parent}, which Python looks into before {folder}, where amp_engine "
+                f"has kernels: leave that folder, or run: {INSTALL}"
+            )
+    return f"nothing was compiled for this Python; run: {INSTALL}"
+
+
 def load(extension: Path, record: dict[str, Any]) -> tuple[ModuleType | None, str | None]:
     """Return the extension, or the reason why there is none and the remedy. Raises nothing.
 
@@ -80,7 +91,7 @@ def load(extension: Path, record: dict[str, Any]) -> tuple[ModuleType | None, st
     if record and not fits(record.get("torch")):
         return None, refuse_other_torch(record.get("torch"))
     if not extension.exists():
-        return None, f"nothing was compiled for this Python; run: {INSTALL}"
+        return None, _not_compiled(extension)
     try:
         loaded = import_from(extension)
         built = loaded.build_info()["torch"]

@@ -69,7 +69,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_script_is_ended_after_its_steps_and_nothing_in_it_changes(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
     status, out, err = run(TRAINS, "1e-4", "999", options=f"--steps 6 --every 2 --json {path}")
-    assert (status, err) == (0, "")
+    assert (status, err) == (0, "The script is stopped after 6 steps; --steps audits more.\n")
     lines = out.splitlines()
     assert lines[0] == run(TRAINS, "1e-4", "3")[1].splitlines()[0]
     assert lines[1] == "Audit of updates"
@@ -96,6 +96,12 @@ def test_a_script_without_a_step_is_said_to_have_none(run: Any) -> None:
     assert "without a step of a torch.optim.Optimizer" in err
 
 
+def test_a_script_that_fails_before_its_first_step_is_said_to_have_failed(run: Any) -> None:
+    status, _, err = run("raise SystemExit(7)", options="")
+    assert status == 7
+    assert err.endswith("failed before the first step of a torch.optim.Optimizer, with exit status 7.\n")
+
+
 def test_the_package_is_found_where_the_command_found_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(dedent(TRAINS))
     told = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -103,7 +109,7 @@ def test_the_package_is_found_where_the_command_found_it(tmp_path: Path) -> None
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, cwd=Path(__file__).parents[2], env=told
     )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0, ended.stderr
     assert "AdamW: 2 of 2 steps audited" in ended.stdout
 
 
@@ -203,7 +209,7 @@ def test_our_options_stand_before_the_script(monkeypatch: pytest.MonkeyPatch, ca
     ((command, task),) = told
     assert command[-5:] == [__file__, "--steps", "7", "--json", "x"]
     assert (task["steps"], task["every"]) == (3, 2)
-    assert "without a step" in capsys.readouterr().err
+    assert "with exit status 137" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -613,6 +613,21 @@ def test_everything_served_is_exit_code_0(script, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import amp_engine.apex.install\nfrom apex import amp\n",
+        "from amp_engine import amp\nfrom amp_engine.apex.optimizers import FusedAdam\n",
+    ],
+)
+def test_where_each_import_is_answered_nothing_is_left_to_do(script, capsys, text):
+    assert check.main([str(script(text, "done.py"))]) == 0
+    assert "Nothing is left to do: amp_engine answers each import.\n" in capsys.readouterr().out
+    other = script("from apex import amp\n", "other.py")
+    check.main([str(other.parent)])
+    assert "Nothing is left to do" not in capsys.readouterr().out
+
+
 def test_something_missing_is_exit_code_1(script, capsys):
     script("from apex.RNN import LSTM\n", "a.py")
     path = script("from apex.optimizers import FusedAdam\n", "b.py").parent

@@ -154,7 +154,7 @@ COMPLAINTS = {
     (
         "--replase",
         "train.py",
-    ): "no option --replase: there are --replace, --no-children, --check, --fix, --undo, -m and -c",
+    ): "no option --replase: there are --replace, --no-children, --local_rank, --check, --fix, --undo, -m and -c",
     ("trian.py",): "no file 'trian.py' in ",
     ("pkg/modul.py",): "a module is run by `-m pkg.modul`",
     ("-m",): "-m needs a module after it",
@@ -232,6 +232,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("rank", "expected"), [("1", "--local_rank=1"), (None, "--local_rank=0")])
+def test_a_program_is_handed_its_local_rank_where_that_is_asked_for(tree, work, rank, expected):
+    settings = {} if rank is None else {"LOCAL_RANK": rank}
+    code = "import sys; print(sys.argv[1:])"
+    done = python(*RUN, "--local_rank", "-c", code, "--lr=1", path=[tree], cwd=work, env=settings)
+    assert done.stdout.strip() == f"['--lr=1', '{expected}']"
+
+
 def test_an_unmodified_script_trains_under_torchrun(tmp_path):
     write(tmp_path, {"train.py": TRAIN})
     # A file for each rank: lines that two of them write to one pipe can run into each other.

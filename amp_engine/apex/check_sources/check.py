@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from amp_engine.apex.check_sources import inventory
+from amp_engine.apex.check_sources.imports import asks_for_apex, installs
 from amp_engine.apex.check_sources.inventory import Row
 from amp_engine.apex.check_sources.scopes import IMPORTS_BY_NAME, UNKNOWN, Names
 from amp_engine.apex.check_sources.traps import Traps
@@ -93,7 +94,7 @@ def main(paths: list[str]) -> int:
         return 2
     read = list(files(paths))
     found = [finding for path in read for finding in check_file(path)]
-    print(render(found, len(read), passed_over(paths, read)))
+    print(render(found, len(read), passed_over(paths, read), all(map(_is_answered, read))))
     return int(any(finding.verdict in ("missing", "unknown", "not read") for finding in found))
 
 
@@ -107,6 +108,17 @@ def complaint(paths: list[str], option: str) -> str:
         f"{missing}Run python -m amp_engine.apex {option} PATH..., where PATH is a Python file, a notebook, or the "
         "folder of a project."
     )
+
+
+def _is_answered(path: Path) -> bool:
+    """True if a file needs no line more: it asks for no apex, or has amp_engine answer."""
+    if path.suffix not in (".py", ".ipynb") or not mentions(source := path.read_bytes()):
+        return True
+    try:
+        tree = _parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(map(installs, ast.walk(tree))) or not any(map(asks_for_apex, tree.body))
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -426,13 +438,14 @@ def _keywords(name: str) -> frozenset[str] | None:
 # --- report ---------------------------------------------------------------------------------------
 
 
-def render(found: list[Finding], read: int, skipped: Mapping[str, int]) -> str:
+def render(found: list[Finding], read: int, skipped: Mapping[str, int], is_answered: bool = False) -> str:
     """Return the findings as aligned text, a paragraph for each file, and a summary.
 
     Args:
         found: by file.
         read: how many files were read.
         skipped: how many were not, by folder.
+        is_answered: no import of apex waits for a line.
     """
     where = ", ".join(f"{_count(count, 'file')} in {folder}" for folder, count in skipped.items())
     unread = f"  Not read: {where}; pass a folder to --check to have it read." if skipped else ""
@@ -444,10 +457,10 @@ def render(found: list[Finding], read: int, skipped: Mapping[str, int]) -> str:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
         lines = ("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
         paragraphs.append("\n".join(lines))
-    return "\n\n".join([*paragraphs, _summary(found, read) + unread])
+    return "\n\n".join([*paragraphs, _summary(found, read, is_answered) + unread])
 
 
-def _summary(found: list[Finding], read: int) -> str:
+def _summary(found: list[Finding], read: int, is_answered: bool) -> str:
     names = {f.name: f.verdict for f in found if f.verdict not in ("note", "not read")}
     counts = Counter(names.values())
     unread = len({f.path for f in found if f.verdict == "not read"})
@@ -458,10 +471,14 @@ def _summary(found: list[Finding], read: int) -> str:
     if unread:
         text += f"  {_count(unread, 'file')} could not be read."
     if counts["missing"] or counts["unknown"]:
-        text += "  Write what stands beside the missing names, then"
+        text += "  Write what stands beside the missing names" + (".", ", then")[not is_answered]
+    elif names and is_answered:
+        text += "  Nothing is left to do: amp_engine answers each import."
     elif names:
         text += "  Now"
     else:
+        return text
+    if is_answered:
         return text
     if all(name == "apex" or name.startswith(("apex.amp", "optimizer.")) for name in names):
         return (

@@ -12,13 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from amp_engine.apex.check_sources import check, inventory
+from amp_engine.apex.check_sources import check
+from amp_engine.apex.check_sources.imports import asks_for_apex, installs
 
 LINE = b"import amp_engine.apex.install  # for the imports of apex below; `python -m amp_engine.apex --undo` removes it"
 BY_HAND = "put `import amp_engine.apex.install` before its first import of apex by hand"
-
-
-_BY_STRING = {"import_module", "__import__", "find_spec", "distribution", "version", "resolve_name"}
 
 
 class _NotFixedError(Exception):
@@ -66,8 +64,8 @@ def with_line(path: Path) -> bytes:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise _NotFixedError(f"cannot be read: {error}") from None
-    first = next((i for i, statement in enumerate(tree.body) if _asks_for_apex(statement)), None)
-    if first is None or any(_installs(node) for node in ast.walk(tree)):
+    first = next((i for i, statement in enumerate(tree.body) if asks_for_apex(statement)), None)
+    if first is None or any(installs(node) for node in ast.walk(tree)):
         return source
     while first and _first_line(tree.body[first]) <= (tree.body[first - 1].end_lineno or 0):  # `import os; import apex`
         first -= 1
@@ -85,33 +83,6 @@ def without_line(path: Path) -> bytes:
     return b"".join(line for line in lines if line.rstrip(b"\r\n") != LINE)
 
 
-def _asks_for_apex(statement: ast.stmt) -> bool:
-    """True if a statement imports apex, or one of its modules, or asks by a string if it is there."""
-    for node in ast.walk(statement):
-        match node:
-            case ast.Import(names=names) if any(_is_root(alias.name) for alias in names):
-                return True
-            case ast.ImportFrom(module=str(name), level=0) if _is_root(name):
-                return True
-            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if _is_root(name):
-                if ast.unparse(node.func).rpartition(".")[2] in _BY_STRING:
-                    return True
-    return False
-
-
-def _is_root(name: str) -> bool:
-    return name.split(".")[0] in inventory.ROOTS and name.replace(".", "").isidentifier()
-
-
-def _installs(node: ast.AST) -> bool:
-    match node:
-        case ast.Import(names=names):
-            return any(alias.name == "amp_engine.apex.install" for alias in names)
-        case ast.ImportFrom(module="amp_engine.apex" | "amp_engine.apex.finder", names=names):
-            return any(alias.name == "install" for alias in names)
-    return False
-
-
 def _first_line(statement: ast.stmt) -> int:
     """Return the number of the line that a statement begins on, its decorators included."""
     return min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", ()))])
@@ -124,7 +95,7 @@ def _check_one_added(before: ast.Module, fixed: bytes) -> None:
         after = ast.parse(fixed)
     except SyntaxError:
         after = ast.Module([], [])
-    own = [statement for statement in after.body if not _installs(statement)]
+    own = [statement for statement in after.body if not installs(statement)]
     same = ast.dump(ast.Module(own, [])) == ast.dump(before)
     if not same or ast.get_docstring(after) != ast.get_docstring(before):
         raise _NotFixedError(f"is left as it is: {BY_HAND}")

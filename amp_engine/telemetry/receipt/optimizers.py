@@ -43,7 +43,10 @@ def _described(stepped: Stepper, has_part: bool) -> Stepped:
 def section(optimizers: Sequence[Stepped]) -> Section:
     """Each optimizer in words; one that skipped its last steps stands out."""
     blocks = [block for one in optimizers for block in _blocks(one)]
-    return Section("Optimizers", blocks or [Sentence("No optimizer was passed to amp.initialize.", "soft")])
+    return Section(
+        "Optimizers",
+        blocks or [Sentence("There is no optimizer: none was passed to amp.initialize, or it is gone.", "soft")],
+    )
 
 
 def _blocks(one: Stepped) -> Iterator[Block]:

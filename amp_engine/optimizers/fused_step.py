@@ -147,7 +147,7 @@ class FusedStep:
             return None
         if not step.are_plain and not all(g is None or _is_plain(g) for g in step.gradients):
             return None
-        is_current = self._is_current(step.weights, step.gradients)
+        is_current = self._is_current(optimizer, step.weights, step.gradients)
         step.is_current = is_current and (step.copies is None or tensor_lists.same_objects(step.copies, self.copies))
         return step if step.is_current or self.obstacle(step) is None else None
 
@@ -195,14 +195,15 @@ class FusedStep:
         for table in self._tables:
             device, rows = table.device, table.rows
             table.is_captured |= devices.is_capturing(device)
+            scale, flag, total = [t if t is None else moved(t, device) for t in (inv_scale, found_inf, norm)]
             table.native.step(
                 gradients if rows is None else [gradients[i] for i in rows],
                 scaled if rows is None else bytes(scaled[i] for i in rows),
                 groups,
                 # By place, as pybind looks each name up.
-                _on(inv_scale, device),
-                _on(found_inf, device),
-                _on(norm, device),
+                scale,
+                flag,
+                total,
                 max_norm,
                 checks if rows is None else None,
             )
@@ -281,8 +282,7 @@ class FusedStep:
         state = self._live_optimizer().state
         return [state.get(p) or {} for p in params]
 
-    def _is_current(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
-        optimizer = self._live_optimizer()
+    def _is_current(self, optimizer: Optimizer, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
         if not (
             tensor_lists.same_objects(weights, self._weights)
             and tensor_lists.same_objects(list(optimizer.state.values()), self._inner)
@@ -361,7 +361,3 @@ def laid_out_as(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     if grad is None or grad.shape != weight.shape or (kernels.same_layout(grad, weight) and not kernels.is_lazy(grad)):
         return grad
     return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
-
-
-def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else moved(tensor, device)

@@ -42,7 +42,7 @@ def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     if ref is None:
         warn_of_copied_masters(optimizer)
     elif (hook := ref()) is not None:
-        hook.before_hooks()
+        hook.before_hooks(optimizer)
 
 
 def _add(optimizer: Optimizer, hook: StepHook) -> None:
@@ -105,9 +105,8 @@ class StepHook:
         ]
         _add(optimizer, self)
 
-    def before_hooks(self) -> None:
+    def before_hooks(self, optimizer: Optimizer) -> None:
         """Let the user's hooks (clipping, logging) run first, and see gradients where the step will find them."""
-        optimizer = self._stepped.optimizer
         own, everyones = optimizer._optimizer_step_pre_hooks, _HANDLES[0].hooks_dict_ref()
         if self._is_stepping or (len(own) == 1 and everyones is not None and len(everyones) == 1):
             return  # the user has no hooks

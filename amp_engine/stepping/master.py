@@ -46,11 +46,6 @@ class Ledger:
         self.slots = slots or NO_SLOTS
         self.spent = spent or Spent()
 
-    def mark(self) -> None:
-        """Declare that masters and parameters agree."""
-        self.params.mark()
-        self.weights.mark()
-
 
 # The ledger of a master that no scan has seen.
 _NOT_SCANNED = Ledger([], [])

@@ -205,7 +205,8 @@ class Rows:
 
     def mark_in_sync(self) -> None:
         """Declare that masters and parameters agree."""
-        self.ledger.mark()
+        self.ledger.params.mark()
+        self.ledger.weights.mark()
 
     # Gradients.
 

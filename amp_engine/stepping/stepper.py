@@ -385,10 +385,11 @@ class Stepper:
         if self._left_gradients and not self.backward_seen and self.rows.has_parameter_gradients():
             self._discard_left_gradients()  # of an unseen backward: no earlier gradient stands for it
         self.pending.hear(wait=False)
-        if hasattr(self.optimizer, "found_inf"):
+        optimizer = self.optimizer
+        if hasattr(optimizer, "found_inf"):
             self.refuse_foreign_scaler()
         if self.backward_seen:
-            self._written_gradients.warn(self.optimizer, self.rows)
+            self._written_gradients.warn(optimizer, self.rows)
 
     def hide_spent(self) -> None:
         """Take away the gradients that were shown to `zero_grad`, so that hooks and the step do not see them."""
@@ -412,17 +413,17 @@ class Stepper:
         needed and cannot do the step, for a low-precision weight that is refused, and for a CUDA graph whose replay
         would miss the decision.
         """
-        rows = self.rows
+        optimizer, rows = args[0], self.rows
         rows.judge_half()
         rows.follow()
-        self._written_parameters.warn(self.optimizer, rows)
+        self._written_parameters.warn(optimizer, rows)
         # Plan once, before the decision: a group that joins between two plans could be stepped on inf.
         planned = None if fused is None else self._plan(fused)
         if planned is None or not planned.is_current:  # model.half() may have been called
             rows.look_at_types()
             rows.judge_half()
         if planned is None and self.needs_kernels:
-            gradient_warnings.refuse_own_step(self.optimizer, fused, rows.step_input())
+            gradient_warnings.refuse_own_step(optimizer, fused, rows.step_input())
         self._refuse_half_a_capture()
         if planned is None or self._is_wrapped:
             self._refuse_capture()
@@ -437,7 +438,7 @@ class Stepper:
                 self._skip()
                 return
             if not backward_seen:
-                gradient_warnings.warn_of_unseen_gradients(self.optimizer, rows)
+                gradient_warnings.warn_of_unseen_gradients(optimizer, rows)
             if fused is not None and planned is not None:
                 self._step_fused(fused, planned, decision.flags, casts)
             else:

@@ -21,12 +21,13 @@ class ScaleSnapshot:
         self.scale = current.clone() if copy is None else copy
         self._static = static
         self.is_identity = static == 1.0
-        self._taken_from, self._version = current, _version(current)
+        self._taken_from = current
+        self._version = -1 if current.is_inference() else current._version  # an inference tensor keeps none
         self._inv_scale: Tensor | None = None
 
     def is_still(self, current: Tensor) -> bool:
         """True if `current`, the scaler's own tensor, was not written since. No host sync."""
-        return current is self._taken_from and _version(current) == self._version >= 0
+        return current is self._taken_from and self._version >= 0 and current._version == self._version
 
     def equals(self, other: ScaleSnapshot) -> bool:
         """True if the host knows that both scales are equal. No host sync: two updates may lead back to it unseen."""
@@ -46,7 +47,3 @@ class ScaleSnapshot:
     def learn_inverse(self, inv_scale: Tensor) -> None:
         """Take the inverse from the kernel that adjusted the scale, which saves computing it."""
         self._inv_scale = inv_scale
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # an inference tensor keeps none

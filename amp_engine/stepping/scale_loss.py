@@ -170,14 +170,14 @@ class ScaledBackwards:
         backward.may_update = (
             check and len(stepped) == 1 and not groups and scaler.auto is None and not delay_overflow_check
         )
-        own: list[list[Tensor]] = []  # for each optimizer the sums of squares from its checks
+        squares: list[list[Tensor]] = []  # for each optimizer the sums of squares from its checks
         try:
             for one in stepped:
                 earlier = len(backward.checked)
                 one.close_window(backward, check, unscaled)
                 # Of shards no rank has the sums.
                 found = [] if one.rows.columns.has_shards else backward.checked[earlier:]
-                own.append([checked.checks.sum_squares for checked in found])
+                squares.append([checked.checks.sum_squares for checked in found])
         except BaseException:  # out of memory, say: no gradient stays scaled
             for one in stepped:
                 one.window.discard_backward()
@@ -217,8 +217,9 @@ class ScaledBackwards:
             conclude()
         else:
             scaler.owe(conclude)
-        for one, squares in zip(stepped, own, strict=True) if check else ():
-            one.pending.add(backward, squares)
+        if check:
+            for i, one in enumerate(stepped):
+                one.pending.add(backward, squares[i])
 
     def _windows_into(self, stepped: Sequence[Stepper]) -> list[Stepper]:
         """Return other optimizers with an open window that share parameters with one of `stepped`."""

@@ -71,6 +71,7 @@ class ScaledBackwards:
         """Add a Stepper, with a weak reference: the hooks of its optimizer own it."""
         stepped.check_gathered = self._check_gathered
         self._stepped[stepped.optimizer] = weakref.ref(stepped)
+        self.unlisted.join()
 
     def _check_gathered(self, optimizer: Optimizer, joined: Sequence[nn.Parameter]) -> None:
         self.unlisted.check_gathered(optimizer, joined, self.all)

@@ -91,10 +91,14 @@ class Unlisted:
         self._found: dict[tuple[Any, ...], _Others] = {}
         self._alive: list[weakref.ref[Any]] = []
         self._body: _Body | None = None  # while one runs
+
+    def join(self) -> None:
+        """Have other engines look at what this one has, until `end`: it has models or optimizers."""
         _OF_ENGINES[self] = None
 
     def begin(self) -> None:
         """Notice parameters that modules register from now on, until `end`."""
+        self.join()
         _forget_everywhere()
         _NOTICING[self] = None
         notice_registrations()
@@ -110,6 +114,7 @@ class Unlisted:
         self._late.clear()
         self.scale, self._has_scaled = None, False
         _NOTICING.pop(self, None)
+        _OF_ENGINES.pop(self, None)
         notice_registrations()
 
     def forget(self, *_: Any) -> None:
@@ -257,8 +262,8 @@ class Unlisted:
         return _Others(low, plain, [weakref.ref(one) for one in others], changes)
 
 
-# Of all engines, each to know what the others have. They may run in other threads, which change these dictionaries and
-# modules' own meanwhile: a list of one is made at once, which a loop over it is not.
+# Of engines that have something, each to know what the others have. They may run in other threads, which change these
+# dictionaries and modules' own meanwhile: a list of one is made at once, which a loop over it is not.
 _OF_ENGINES: weakref.WeakKeyDictionary[Unlisted, None] = weakref.WeakKeyDictionary()
 _NOTICING: weakref.WeakKeyDictionary[Unlisted, None] = weakref.WeakKeyDictionary()
 _HOOKS: list[RemovableHandle] = []  # one while there is an engine that notices registrations

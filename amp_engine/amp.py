@@ -20,6 +20,7 @@ from amp_engine.apex_private.state import AmpState
 from amp_engine.casting import Registration, deferred
 from amp_engine.casting import original as original
 from amp_engine.engine import Engine
+from amp_engine.errors import AmpTypeError
 from amp_engine.initialization.arguments import check_keywords
 from amp_engine.initialization.rewrap import rewrap as rewrap
 from amp_engine.levels.fsdp import fsdp_policy as fsdp_policy
@@ -131,7 +132,12 @@ class GradScaler(_grad_scaler.GradScaler):
     backwards of a step, where they are unscaled, by the numbers of `initialize(loss_scale=amp.DynamicLossScale(...))`.
     """
 
-    def __init__(self, *optimizers: Optimizer | LARC, loss_id: int = 0) -> None:
+    def __init__(self, *optimizers: Optimizer | LARC, loss_id: int = 0, **of_torchs: Any) -> None:
+        for name in of_torchs:
+            raise AmpTypeError(
+                f"GradScaler() takes no {name}=: the engine has it.  Type amp.GradScaler(), and amp.initialize(..., "
+                "enabled=..., loss_scale=amp.DynamicLossScale(init_scale=..., growth_interval=...))."
+            )
         super().__init__(_engine, optimizers, loss_id)
 
 

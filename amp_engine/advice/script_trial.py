@@ -84,7 +84,7 @@ class PlainScript:
         gc.collect()  # of a scaler that is gone nothing is told
         scalers = [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler)]
         if self._has_autocast or any(scaler.is_enabled() for scaler in scalers):
-            return "it uses torch.amp, which is to be left out"
+            return "it uses torch.amp: docs/from_torch_amp.md has what to write in its place"
         if len(models) != 1:
             names = ", ".join(type(model).__name__ for model in models) or "none"
             return f"its optimizer steps parameters of {len(models)} models ({names}), and one is expected"

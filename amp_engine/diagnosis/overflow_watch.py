@@ -24,7 +24,7 @@ from amp_engine.diagnosis.post_mortem import (
     where_it_began,
 )
 from amp_engine.diagnosis.recorder import buffers_in, places_in
-from amp_engine.ground.distributed import local_of
+from amp_engine.ground.distributed import is_any_sharded, local_of
 from amp_engine.levels.report import Reporter, flushed_message, overflow_message, static_overflow_message
 from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.backward import Backward
@@ -231,7 +231,7 @@ class OverflowWatch:
             names = [places[one].parameter if one in places else None for one in (before, after)]
             details |= {"region": tuple(names), "part": tuple(part)}
         near = None if origin is None or origin.parameter is None else places.get(origin.parameter)
-        trained = set(map(id, self._params())) if cause == "data" else set(places)
+        trained = self._trained() if cause == "data" else set(places)
         memory = 0 if origin is None else origin.memory
         buffers = buffers_in(self._models()) if memory else {}
         was_taken = any(not one.skipped and one.nonfinite for one in self._records)
@@ -256,6 +256,13 @@ class OverflowWatch:
             only_checked=cause == "weights" and bool(details.get("checked")) and not was_taken,
             **details,
         )
+
+    def _trained(self) -> set[int]:
+        """Ids of the parameters that an optimizer steps, in whole too, as `fully_shard` shows them in a forward."""
+        in_shards = [model for model in self._models() if is_any_sharded(model)]
+        return {id(p) for p in self._params()} | {
+            id(p) for model in in_shards for p in model.parameters() if p.requires_grad
+        }
 
     def _bad_weights(self) -> list[nn.Parameter]:
         """The parameters that are not finite. Waits for the device, and reads all of them."""

@@ -146,8 +146,8 @@ def grad_scaler() -> None:
         (two_models, "its optimizer steps parameters of 2 models (Net, Linear), and one is expected"),
         (two_optimizers, "it steps several optimizers, Adam and SGD"),
         (no_model, "its optimizer steps parameters of 0 models (none), and one is expected"),
-        (autocast, "it uses torch.amp, which is to be left out"),
-        (grad_scaler, "it uses torch.amp, which is to be left out"),
+        (autocast, "it uses torch.amp: docs/from_torch_amp.md has what to write in its place"),
+        (grad_scaler, "it uses torch.amp: docs/from_torch_amp.md has what to write in its place"),
     ],
 )
 def test_what_it_cannot_tell_ends_the_script(script: Callable[[], None], why: str, begin: Any) -> None:

@@ -168,6 +168,22 @@ def test_a_device_in_place_of_optimizers_says_what_to_write() -> None:
         amp.GradScaler("cuda")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("keywords", [{"enabled": False}, {"init_scale": 1024.0}])
+def test_keywords_of_torchs_say_what_to_write(keywords: dict[str, Any]) -> None:
+    with pytest.raises(AmpTypeError, match=rf"takes no {next(iter(keywords))}=.*amp.initialize\(..., enabled="):
+        amp.GradScaler(**keywords)
+
+
+@pytest.mark.parametrize(("level", "says"), [("O2", True), ("O5", False)])
+def test_the_state_of_a_scaler_that_was_not_enabled_starts_anew(level: str, says: bool, capsys: Any) -> None:
+    model = nn.Linear(2, 2)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level)
+    capsys.readouterr()
+    amp.load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
+    assert ("was not enabled, so the loss scale starts anew" in capsys.readouterr().out) is says
+    assert amp.get_scale() == (2.0**16 if says else 1)
+
+
 def test_several_losses_at_once_say_what_to_write() -> None:
     models("O1")
     with pytest.raises(AmpTypeError, match="takes one loss, not a list"):

@@ -162,6 +162,22 @@ def test_a_shard_that_is_not_finite_is_named(value: float) -> None:
     assert record.kind == ("nan" if math.isnan(value) else "inf")
 
 
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("freezes", [False, True])
+def test_parameters_of_the_root_are_trained_while_they_are_whole(freezes: bool) -> None:
+    model = layers(2)
+    model[0].requires_grad_(not freezes)
+    fully_shard(model, mp_policy=amp.fsdp_policy("O5", root=True))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    with amp.scale_loss((model(batch(0)) * torch.tensor(math.nan)).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    (record,) = amp.overflow_report()
+    assert record.cause == "data"
+    assert record.untrained == (("0.weight", "0.bias") if freezes else ())
+
+
 def test_no_norm_is_told_that_no_rank_knows(ranks: list[Any]) -> None:
     for _, found in ranks:
         assert found == [None, math.inf]

@@ -101,6 +101,17 @@ def test_what_cannot_be_made_again_says_what_to_write() -> None:
 
 
 @pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("attribute", ["mixed_precision", "_delay_all_reduce_params"])
+def test_a_wrapper_whose_options_cannot_be_made_again_is_refused(
+    attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ddp = DistributedDataParallel(MLP.model())
+    monkeypatch.setattr(ddp, attribute, ["set"])
+    with pytest.raises(AmpStateError, match="which it cannot make again"):
+        amp.rewrap(ddp).__enter__()
+
+
+@pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("level", REFUSED)
 def test_a_wrapper_is_refused_where_types_change(level: str, wrap: Any) -> None:

@@ -12,6 +12,9 @@ from amp_engine.advice.records import BASE
 LEAST_GAIN = 0.05
 """A level that is faster than O0 by this or more is preferred for speed; the drift of O0 counts instead, if larger."""
 
+MOST_DRIFT = 0.5
+"""Where O0's own two runs differ in speed by more, speeds are no ground to stay at O0."""
+
 TIE = 0.03
 """Speeds, or sizes where memory decides, that differ by less are the same."""
 
@@ -44,7 +47,7 @@ def recommend(comparison: Comparison) -> Recommendation:
     steps, and it loses at most 1% of gradient values. For speed it has to be at least 5% faster than O0, and faster by
     more than O0's two runs differ. Of levels within 3% of the fastest the smaller is taken, then the simpler one. If
     none is fast enough, the smallest level is taken, if it takes at least 10% less memory and at most half as much time
-    again. None is recommended where O0's losses are no ground to compare with.
+    again. None is recommended where O0's losses or speeds are no ground to compare with.
     """
     base, machine = comparison.base, comparison.machine
     if comparison.obstacle is not None:
@@ -66,6 +69,14 @@ def recommend(comparison: Comparison) -> Recommendation:
         )
         reason = f"for memory, {_memory(level)} ({words.size(level.bytes)} for {words.size(base.bytes)}); "
         reason += f"it is not taken for speed: {_time(level, base)}"
+    elif fit and (comparison.drift or 0.0) > MOST_DRIFT:
+        names = ", ".join(one.level for one in fit)
+        return Recommendation(
+            None,
+            f"Speeds cannot be compared, and none is recommended: O0's own two runs differ by "
+            f"{words.share(comparison.drift)}.  Run it again while the machine does nothing else.  Losses agree with "
+            f"O0's at {names}.",
+        )
     else:
         return Recommendation(BASE, f"Stay at O0 on this machine ({machine}): {_why_stay(comparison, fit)}.")
     sentence = f"Take {level.level} on this machine ({machine}): {reason}; its losses differ from O0's by "

@@ -59,6 +59,16 @@ def test_a_level_has_to_be_faster_by_more_than_the_base_drifts():
     assert recommended(level("O2", 1.5), drift=0.4).level == "O2"
 
 
+def test_speeds_on_a_busy_machine_are_no_reason_to_stay():
+    found = recommended(level("O2", 1.3), drift=2.137)
+    assert found.level is None
+    assert "O0's own two runs differ by 213.7 %" in found.sentence
+    assert "Losses agree with O0's at O2." in found.sentence
+    assert recommended(level("O2", 3.2), drift=2.137).level == "O2"
+    assert recommended(level("O2", 1.3, memory=0.8), drift=2.137).level == "O2"
+    assert recommended(level("O2", 3.2, agrees=False), drift=2.137).level == "O0"
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

@@ -36,7 +36,8 @@ def is_capturing(device: torch.device) -> bool:
 
 def current_streams(devices: Iterable[torch.device]) -> tuple[torch.cuda.Stream, ...]:
     """Return the current stream of each device that is a GPU."""
-    return tuple(torch.cuda.current_stream(device) for device in devices if device.type == "cuda")
+    on_gpus = [device for device in devices if device.type == "cuda"]
+    return tuple(map(torch.cuda.current_stream, on_gpus))
 
 
 def wait_for_readers(owners: Sequence[torch.cuda.Stream]) -> None:

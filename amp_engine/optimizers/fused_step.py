@@ -140,16 +140,17 @@ class FusedStep:
     def plan(self, step: StepInput) -> StepInput | None:
         """Return `step`, with `is_current` set, if the kernels can do it, else None. No host sync."""
         optimizer = self._live_optimizer()
-        device = step.weights[0].device if step.weights else torch.device("cpu")
-        if not (self._form.is_ours or self.is_required or kernels.has_native(device)):
-            return None
         if not all(map(self.rule.supports, optimizer.param_groups)):
             return None
         if not step.are_plain and not all(g is None or _is_plain(g) for g in step.gradients):
             return None
         is_current = self._is_current(optimizer, step.weights, step.gradients)
         step.is_current = is_current and (step.copies is None or tensor_lists.same_objects(step.copies, self.copies))
-        return step if step.is_current or self.obstacle(step) is None else None
+        if step.is_current:
+            return step
+        device = step.weights[0].device if step.weights else torch.device("cpu")
+        are_there = self._form.is_ours or self.is_required or kernels.has_native(device)
+        return step if are_there and self.obstacle(step) is None else None
 
     def step(
         self,

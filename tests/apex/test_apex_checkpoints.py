@@ -221,3 +221,16 @@ def test_a_scaler_of_ours_pickles_and_its_copy_is_its_own(loss_scale: Any, dupli
     assert twin._unskipped == 2
     twin.update_scale()
     assert twin.loss_scale() == (2.0**17 if loss_scale == "dynamic" else 0.1)
+
+
+@pytest.mark.parametrize("of_before", [False, True])
+def test_the_overflow_of_the_last_update_is_pickled_with_a_scaler_of_ours(of_before: bool) -> None:
+    scaler = LossScaler("dynamic")
+    scaler.record_(torch.tensor(True))
+    assert scaler.update_scale() is True
+    if of_before:  # the flag alone
+        vars(scaler)["_last_found_inf"] = torch.tensor(1.0)
+    twin = pickle.loads(pickle.dumps(scaler))
+    assert twin._has_overflow
+    twin.update_scale()
+    assert not twin._has_overflow

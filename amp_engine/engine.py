@@ -174,6 +174,8 @@ class Engine:
     ) -> Any:
         """Prepare models and optimizers for training at `opt_level`. They are changed in place and returned.
 
+        Where it casts to float16 it waits for the device, to name parameters that become infinite.
+
         Args:
             models: a module, or a list of modules; on any device. At O1 and O4 parameters that an optimizer steps are
                 FP32, unless `master_weights` is True; elsewhere in any floating type.

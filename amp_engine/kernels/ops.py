@@ -282,10 +282,13 @@ def _per_tensor(tensors: TensorList, order: float, dtype: torch.dtype, device: t
     """Return the norm of each tensor, shape [n]; 0 for None and for tensors without elements."""
     filled = [t for t in tensors if t is not None and t.numel()]
     # A maximum needs no wider type than the values have.
-    found = iter(torch._foreach_norm(filled, order, dtype=None if order == math.inf else dtype) if filled else [])
-    zero = torch.zeros((), dtype=dtype, device=device or _device(tensors))
-    norms = [next(found) if t is not None and t.numel() else zero for t in tensors]
-    return torch.stack(norms).to(dtype) if norms else zero.new_zeros(0)
+    found = torch._foreach_norm(filled, order, dtype=None if order == math.inf else dtype) if filled else []
+    norms = torch.zeros(len(tensors), dtype=dtype, device=device or _device(tensors))
+    # No torch.stack, which autocast for CPUs refuses of float64.
+    places = [place for place, t in zip(norms.unbind(), tensors, strict=True) if t is not None and t.numel()]
+    if places:
+        torch._foreach_copy_(places, list(found))
+    return norms
 
 
 def _device(tensors: TensorList) -> torch.device | None:

@@ -35,7 +35,9 @@ def trained(gpu: PretendedGpu, level: str, make: Callable[[Any], Any], **options
     """How often the host waited for an event in STEPS."""
     model = model_on(gpu)
     optimizer = make(model.parameters())
+    gpu.is_trapped = False
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, **{"loss_scale": "dynamic", **options})
+    gpu.is_trapped = True
     inputs = torch.randn(4, 8, device=GPU)
     for count, norm in STEPS:
         for _ in range(count):

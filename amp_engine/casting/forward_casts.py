@@ -239,4 +239,4 @@ def _change_class(module: nn.Module, change: Callable[[Any], Any]) -> None:
 
 
 def _set_class(model: nn.Module, cls: type) -> None:
-    object.__setattr__(model, "__class__", cls)  # bypasses a `__setattr__` of the user's
+    object.__dict__["__class__"].__set__(model, cls)  # bypasses a `__setattr__` and a `__class__` of the user's

@@ -234,6 +234,39 @@ def test_the_class_a_model_gets_looks_like_its_own_which_close_gives_back(level:
     assert vars(model).keys() == before.keys()
 
 
+class Posing:
+    """Says that it is of the class of the model that it holds, as the wrapper of Classy Vision's models does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["model"], name)
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.forward(x)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_wrapper_that_says_it_is_of_its_models_class_trains_like_the_model(level: str) -> None:
+    expected, _ = trained(level)
+    model: Any = Posing(NORMED_MLP.model())
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(NORMED_MLP, model, optimizer, "cccc")
+    for ours, theirs in zip(masters(optimizer), expected, strict=True):
+        assert_bitwise(ours, theirs)
+    amp.close()
+    assert type(model) is Posing
+
+
 # --- state_dict in all its forms ------------------------------------------------------------------
 
 

@@ -40,10 +40,11 @@ class Record:
 
 
 class Explanation(Paged):
-    """The calls of listed functions inside of `with amp.explain() as explanation:`, in all threads.
+    """The calls of listed functions inside of `with amp.explain() as explanation:`.
 
-    Functions on no list are not seen, nor is code that torch.compile compiled: there casts are part of the graph.
-    `str(explanation)` is a table. Each `with` starts anew. No host sync.
+    Of all threads where functions are cast, else of the one that enters it. Functions on no list are not seen, nor
+    is code that torch.compile compiled: there casts are part of the graph. `str(explanation)` is a table. Each
+    `with` starts anew. No host sync.
 
     Args:
         watch: opens a context in which this explanation is told of each call.

@@ -62,7 +62,7 @@ evidence: $(INSTALLED)  ## train 4 small models from 10 seeds at each level, com
 	$(BIN)/python -c "import mnist1d" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[evidence]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.evidence --workers $(WORKERS) $(ARGS)
 
-clients: $(INSTALLED)  ## train through transformers, timm, lightning and mmengine, unmodified, and amp_engine.integrations, in build/clients
+clients: $(INSTALLED)  ## train through programs that call apex, unmodified, and amp_engine.integrations, in build/clients
 	$(BIN)/python -m tests.clients.run --torch "$(TORCH)" $(ARGS)
 
 # mkdocs-material prints that a mkdocs 2 may come: nothing to act on.

@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 import torch
 import torch.distributed as dist
 from apex import amp
-from torch import Tensor
+from torch import Tensor, nn
 
 STEPS = 32
 SAVED_AT = 16
@@ -39,6 +39,20 @@ def text_windows(count: int, length: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     start = torch.randint(len(ids) - length, (count, 1), generator=generator)
     return ids[start + torch.arange(length)]
+
+
+def digit_classifier() -> nn.Module:
+    """A small convolutional classifier of scikit-learn's digits: [n, 1, 8, 8] to [n, 10], the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 4 * 4, 10),
+    )
 
 
 def lower_scale() -> None:

@@ -3,8 +3,8 @@
 Some know apex, and are unmodified; the others train through `amp_engine.integrations`.
 
 Each has an environment of its own in build/clients with pinned packages and the amp_engine of this tree, and trains a
-small model on the CPU at every level, by `python -m amp_engine.apex program.py`; the variant `ranks` on two ranks, by
-torchrun. A row is one such run:
+small model on the CPU at every level that it supports, by `python -m amp_engine.apex program.py`; the variant `ranks`
+on two ranks, by torchrun. A row is one such run:
 
 * O0 has to learn;
 * O1 and O2 have to follow its losses within 0.01, O4 and O5, in bfloat16, within 0.05; O3 has to stay finite;
@@ -68,6 +68,7 @@ class Client:
         variants: other ways through it, for the program's `--variant`.
         levels: at which it is resumed and, with O0, at which the variants train.
         drawn: variants whose losses depend on tokens that the model draws: at each level they have to learn.
+        trained: the levels at which it trains without a variant.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Client:
     variants: tuple[str, ...] = ()
     levels: tuple[str, ...] = ("O1", "O2")
     drawn: tuple[str, ...] = ()
+    trained: tuple[str, ...] = LEVELS
 
     @property
     def folder(self) -> Path:
@@ -90,6 +92,10 @@ CLIENTS = (
     Client("transformers", "transformers_trainer.py", saves_scaler=False, variants=("adamw_apex_fused",)),
     Client("lightning", "lightning_trainer.py", saves_scaler=True, variants=("manual",)),
     Client("mmengine", "mmengine_runner.py", saves_scaler=True),
+    Client("art", "art_classifier.py", saves_scaler=False, variants=("adversarial",)),
+    Client("deepillusion", "deepillusion_epochs.py", saves_scaler=True),
+    # Its optimizers refuse groups that hold masters instead of the model's parameters, as at O2 and O5.
+    Client("classy", "classy_task.py", True, ("larc",), ("O1", "O4"), trained=("O0", "O1", "O3", "O4")),
     # Through timm's ApexScaler, and the variants that begin with scaler through amp_engine.integrations.
     Client("timm", "timm_scaler.py", True, ("agc", "scaler_norm", "scaler_value", "scaler_agc"), INTEGRATED_LEVELS),
     # Through amp_engine.integrations.
@@ -178,7 +184,7 @@ def all_runs(clients: Sequence[Client]) -> Iterator[Run]:
     """Every run, each after those that it is compared with or resumed from."""
     for client in clients:
         for variant in ("", *client.variants):
-            for level in ("O0", *client.levels) if variant else LEVELS:
+            for level in ("O0", *client.levels) if variant else client.trained:
                 yield Run(client, variant, level)
         for level in client.levels:
             yield Run(client, "", level, resumed=True)

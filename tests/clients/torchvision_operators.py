@@ -1,6 +1,7 @@
 """Lets torchvision be imported beside a torch without CUDA, where the operators of PyPI's do not load.
 
-timm imports torchvision and, as it is used here, calls none of its operators. Where they load, nothing is done.
+timm and Classy Vision import torchvision and, as they are used here, call none of its operators. Where they load,
+nothing is done.
 """
 
 import importlib

@@ -89,6 +89,7 @@ class Ops(TorchDispatchMode):
 
     FREE = (
         "aten.empty",
+        "aten.new_empty",
         "aten.set_",
         "aten._local_scalar_dense",
         "aten.select.int",

@@ -67,7 +67,6 @@ clients: $(INSTALLED)  ## train through programs that call apex, unmodified, and
 
 # mkdocs-material prints that a mkdocs 2 may come: nothing to act on.
 site: $(INSTALLED)  ## the docs as a website, in build/site/index.html; a link that leads nowhere is an error
-	$(BIN)/python -c "import mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --config-file .ci/site/mkdocs.yml
 
 # One for each minor version, oldest first: the wheel fits all releases of each.
@@ -131,6 +130,6 @@ $(INSTALLED): pyproject.toml $(NATIVE)
 	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	rm -f .venv/.installed*
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[demo,test,lint]"
+	$(BIN)/python -m pip install --quiet --editable ".[demo,docs,lint,test]"
 	-$(BIN)/python -m amp_engine info
 	touch $@

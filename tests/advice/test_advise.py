@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -375,7 +376,8 @@ def test_an_unmodified_script_is_tried_level_by_level(work, capfd):
     assert found["again"]["gradients"]["counts"]
     assert "Tried without loss_scale=128.0 at O0, O5" not in out, "the reasons differ"
     assert "Tried without loss_scale=128.0 at O5: the level scales no losses." in out
-    assert "on this machine" in out.splitlines()[-1]
+    # Which it is depends on how busy the machine is.
+    assert re.search("on this machine|Speeds cannot be compared", out.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -40,11 +40,10 @@ class Record:
 
 
 class Explanation(Paged):
-    """The calls of listed functions inside of `with amp.explain() as explanation:`.
+    """The calls of listed functions inside of `with amp.explain() as explanation:`, in all threads.
 
-    Of all threads where functions are cast, else of the one that enters it. Functions on no list are not seen, nor
-    is code that torch.compile compiled: there casts are part of the graph. `str(explanation)` is a table. Each
-    `with` starts anew. No host sync.
+    Functions on no list are not seen, nor is code that torch.compile compiled: there casts are part of the graph.
+    `str(explanation)` is a table. Each `with` starts anew. No host sync.
 
     Args:
         watch: opens a context in which this explanation is told of each call.

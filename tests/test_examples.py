@@ -60,16 +60,20 @@ print("left:", [name for name in names if "gloo" in name])
 """
 
 
+def printed_by_ranks(tmp_path: Path, *command: str) -> list[list[str]]:
+    """What each of two ranks printed, in lines."""
+    logs = tmp_path / "logs"  # a file for each: lines that two write to one pipe can run into each other
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=1", "--log-dir", logs]
+    subprocess.run([sys.executable, *launcher, *command], cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
+    return [log.read_text().splitlines() for log in sorted(logs.rglob("stdout.log"))]
+
+
 @pytest.mark.slow
 def test_ddp_trains_keeps_masters_equal_and_ends_its_group(tmp_path):
     # A thread of gloo's that is there while Python ends may abort the process.
     script = tmp_path / "ddp_and_threads.py"
     script.write_text(THREADS_AT_THE_END)
-    # A file for each rank: lines that two of them write to one pipe can run into each other.
-    logs = tmp_path / "logs"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=1", "--log-dir", logs]
-    subprocess.run([sys.executable, *launcher, script], cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
-    printed = [log.read_text().splitlines() for log in sorted(logs.rglob("stdout.log"))]
+    printed = printed_by_ranks(tmp_path, str(script))
     assert len(printed) == 2
     losses = numbers(printed[0], r"loss +([\d.]+)")
     assert losses[-1] < losses[0] / 100
@@ -79,11 +83,7 @@ def test_ddp_trains_keeps_masters_equal_and_ends_its_group(tmp_path):
 
 @pytest.mark.slow
 def test_fsdp2_trains_and_resumes_bitwise(tmp_path):
-    logs = tmp_path / "logs"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=1", "--log-dir", logs]
-    command = [sys.executable, *launcher, "examples/fsdp2.py", "--opt-level", "O2"]
-    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
-    first, second = (log.read_text().splitlines() for log in sorted(logs.rglob("stdout.log")))
+    first, second = printed_by_ranks(tmp_path, "examples/fsdp2.py", "--opt-level", "O2")
     assert second == []
     losses = numbers(first, r"loss +([\d.]+)")
     assert losses[-1] < losses[0] / 20
@@ -107,11 +107,7 @@ def test_float16_for_rl(run_example):
 
 @pytest.mark.slow
 def test_float16_for_rl_in_shards(tmp_path):
-    logs = tmp_path / "logs"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=1", "--log-dir", logs]
-    command = [sys.executable, *launcher, "examples/float16_for_rl.py", "--steps", "8"]
-    subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
-    first, second = (log.read_text().splitlines() for log in sorted(logs.rglob("stdout.log")))
+    first, second = printed_by_ranks(tmp_path, "examples/float16_for_rl.py", "--steps", "8")
     assert second == []
     assert_float16_closes_most_of_the_gap_and_all_learn(first)
 

@@ -628,6 +628,22 @@ def test_where_each_import_is_answered_nothing_is_left_to_do(script, capsys, tex
     assert "Nothing is left to do" not in capsys.readouterr().out
 
 
+def test_a_notebook_and_a_link_to_nowhere_leave_something_to_do(script, capsys):
+    cell = {"cell_type": "code", "source": ["from apex import amp\n"]}
+    notebook = script(json.dumps({"cells": [cell], "metadata": {}}), "done.ipynb")
+    assert check.main([str(notebook)]) == 0
+    assert "Nothing is left to do" not in capsys.readouterr().out
+    cell["source"].insert(0, "import amp_engine.apex.install\n")
+    notebook.write_text(json.dumps({"cells": [cell], "metadata": {}}))
+    assert check.main([str(notebook)]) == 0
+    assert "Nothing is left to do" in capsys.readouterr().out
+    (notebook.parent / "gone.py").symlink_to("nowhere.py")
+    assert check.main([str(notebook.parent)]) == 1
+    out = capsys.readouterr().out
+    assert "not read" in out
+    assert "Nothing is left to do" not in out
+
+
 def test_something_missing_is_exit_code_1(script, capsys):
     script("from apex.RNN import LSTM\n", "a.py")
     path = script("from apex.optimizers import FusedAdam\n", "b.py").parent

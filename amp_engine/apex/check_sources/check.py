@@ -112,11 +112,16 @@ def complaint(paths: list[str], option: str) -> str:
 
 def _is_answered(path: Path) -> bool:
     """True if a file needs no line more: it asks for no apex, or has amp_engine answer."""
-    if path.suffix not in (".py", ".ipynb") or not mentions(source := path.read_bytes()):
+    if path.suffix not in (".py", ".ipynb"):
         return True
     try:
+        source = path.read_bytes()
+        if not mentions(source):
+            return True
+        if path.suffix == ".ipynb":
+            source = "\n".join(_python_of(text) for _, text in _cells(source)).encode()
         tree = _parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (OSError, SyntaxError, ValueError, KeyError, TypeError, RecursionError, MemoryError):  # check_file says why
         return False
     return any(map(installs, ast.walk(tree))) or not any(map(asks_for_apex, tree.body))
 

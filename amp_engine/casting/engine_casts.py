@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from amp_engine.casting import patch_torch
 from amp_engine.casting.explanation import Explanation
 from amp_engine.casting.function_casts import FunctionCasts, Observer
+from amp_engine.casting.listed_functions import ListedFunctions
 from amp_engine.casting.overrides import from_environment
 from amp_engine.casting.patches import check_patchable
 from amp_engine.casting.regions import cast_region, float_region
@@ -277,12 +278,18 @@ class EngineCasts:
         return nullcontext() if self.casts is None else self.casts.disabled()
 
     @contextmanager
-    def observed(self, explanation: Explanation) -> Iterator[None]:
-        """Have `explanation` see each call, also under casts that are installed meanwhile."""
+    def observed(self, explanation: Explanation, policy: Policy | None) -> Iterator[None]:
+        """Have `explanation` see each call, also under casts that are installed meanwhile.
+
+        Where `policy` casts no function, calls of listed ones in this thread are seen.
+        """
         self._observers.append(explanation.tell)
         patch_torch.tell_native()
+        sees_uncast = policy is not None and policy.enabled and self._installed is None
+        listed = ListedFunctions(explanation.tell, lambda: self.casts is not None) if sees_uncast else nullcontext()
         try:
-            yield
+            with listed:
+                yield
         finally:
             self._observers.remove(explanation.tell)
             patch_torch.tell_native()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 
@@ -40,10 +42,11 @@ class Record:
 
 
 class Explanation(Paged):
-    """The calls of listed functions inside of `with amp.explain() as explanation:`, in all threads.
+    """The calls of listed functions inside of `with amp.explain() as explanation:`.
 
-    Functions on no list are not seen, nor is code that torch.compile compiled: there casts are part of the graph.
-    `str(explanation)` is a table. Each `with` starts anew. No host sync.
+    Of all threads where functions are cast, else of the one that enters it. Functions on no list are not seen, nor
+    is what an optimizer's step and the exit of `scale_loss` compute, nor code that torch.compile compiled: there
+    casts are part of the graph. `str(explanation)` is a table. Each `with` starts anew. No host sync.
 
     Args:
         watch: opens a context in which this explanation is told of each call.
@@ -75,7 +78,9 @@ class Explanation(Paged):
         self._open = None
 
     def tell(self, call: Call) -> None:
-        """Count `call`."""
+        """Count `call`, unless an optimizer's step, or amp_engine itself, made it."""
+        if _is_of_a_step():
+            return
         key = call.function, call.kind, call.dtype
         moved = sum(cast.bytes_moved for cast in call.casts)
         with locks.shared:
@@ -100,6 +105,20 @@ class Explanation(Paged):
             reason = self._why_empty() if self._open is not None else self._reason
             return Page.of(Verbatim(f"No listed function was seen.  {reason or _NOTHING_RAN}"))
         return Page.of(Table(_rows(records), _HEAD, numbers=range(3, len(_HEAD)), has_total=True))
+
+
+# These compute with gradients and weights, and call no forward but in `step(closure)`.
+_ROOMS = ("kernels", "optimizers", "saving", "scaling", "stepping")
+_STEPS = ("torch.optim.", *(f"amp_engine.{room}." for room in _ROOMS))
+
+
+def _is_of_a_step() -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_STEPS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 _HEAD = ("function", "list", "ran in", "calls", "casts", "cached", "bytes moved")

@@ -257,8 +257,56 @@ def test_an_empty_explanation_says_why(options: dict[str, Any] | None, reason: s
     if options is not None:
         amp.initialize(nn.Linear(1, 1), verbosity=0, **options)
     with amp.explain() as explanation:
-        F.linear(X, X)
+        F.relu(X)
         assert reason in str(explanation)
     amp.close()
     assert explanation.records == []
     assert reason in str(explanation)
+
+
+@pytest.mark.parametrize(("level", "half"), [("O0", torch.float32), ("O2", torch.float16), ("O5", torch.bfloat16)])
+def test_where_no_function_is_cast_listed_ones_are_told_with_the_type_they_ran_in(
+    level: str, half: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
+    amp.initialize(model, verbosity=0, opt_level=level)
+    with amp.explain() as explanation:
+        outputs = model(torch.ones(2, 4))
+        F.mse_loss(torch.cat([outputs, outputs]), torch.ones(4, 4))
+    assert {(r.function, r.listed, r.dtype, r.calls) for r in explanation.records} == {
+        ("torch.nn.functional.linear", "half", half, 1),
+        ("torch.nn.functional.layer_norm", "float", half, 1),
+        ("torch.cat", "promote", torch.float32, 1),
+        ("torch.nn.functional.mse_loss", "float", torch.float32, 1),
+    }
+    assert all((r.casts, r.cached, r.bytes_moved) == (0, 0, 0) for r in explanation.records)
+
+
+def test_casts_that_are_installed_meanwhile_tell_of_calls_themselves() -> None:
+    amp.initialize(nn.Linear(1, 1), verbosity=0, opt_level="O2")
+    with amp.explain() as explanation:
+        model = nn.Linear(4, 4)
+        amp.initialize(model, verbosity=0, opt_level="O1")
+        model(torch.ones(2, 4))
+    (record,) = explanation.records
+    assert (record.calls, record.casts) == (1, 3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_step_and_the_exit_of_scale_loss_are_not_told(level: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)  # its step calls mul, norm and sqrt
+    amp.initialize(model, optimizer, verbosity=0, opt_level=level)
+    with amp.explain() as explanation:
+        for factor in (1.0, float("inf")):
+            loss = F.linear(torch.ones(2, 4), model.weight.float()).sum() * factor
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            amp.clip_grad_norm_(optimizer, 1.0)
+            optimizer.step()
+    product = "torch.Tensor.__mul__" if level == "O1" else "torch.Tensor.mul"
+    assert {(r.function, r.calls) for r in explanation.records} == {
+        ("torch.nn.functional.linear", 2),
+        ("torch.Tensor.sum", 2),
+        (product, 2),
+    }

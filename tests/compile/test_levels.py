@@ -405,6 +405,17 @@ def test_explain_finds_one_graph_without_a_break() -> None:
     assert (found.graph_count, found.graph_break_count) == (1, 0)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_compiled_model_computes_the_same_inside_of_amp_explain_which_does_not_see_it(level: str) -> None:
+    model = FUNCTIONAL.model()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    run, x = compiled(model), FUNCTIONAL.batch()[0]
+    with amp.explain() as explanation:
+        outputs = run(x)
+    assert explanation.records == []
+    assert_bitwise(outputs, model(x))
+
+
 def test_dynamo_knows_torch_again_after_it_looked_functions_up_while_they_were_patched() -> None:
     """torch.distributed.init_process_group clears the table."""
     casts = FunctionCasts(torch.bfloat16)

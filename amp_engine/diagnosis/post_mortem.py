@@ -263,6 +263,11 @@ def _what_happened(record: OverflowRecord) -> str:
         )
     if not record.skipped and record.checked > 0 and not record.nonfinite:
         numbers += "  All gradients are finite, so the step was taken."
+    if not record.skipped and record.checked == 0:
+        numbers += (
+            "  Gradients are not checked here, so the step is taken: amp.initialize(..., skip_on_overflow=True) skips "
+            "such steps."
+        )
     if record.loss_is_finite and record.cause in ("data", "forward"):
         numbers += "  The loss does not show what is not finite in the forward, and gradients do."
     numbers += _ranks(record)
@@ -299,9 +304,7 @@ def _what_happened(record: OverflowRecord) -> str:
         return f"{numbers}{since}  {gradient}".rstrip()
     if record.cause == "weights":
         why = f"  {_outgrown(record)}" if record.outgrown else ""
-        if record.checked == 0:
-            why += "  Gradients are not checked here: amp.initialize(..., skip_on_overflow=True) skips such steps."
-        elif record.only_checked and not record.outgrown:
+        if record.only_checked and not record.outgrown:
             why = f"  {_since_the_check()}"
         return f"{numbers}  Parameters are not finite: {some(record.weights)}.{why}"
     if record.cause == "elsewhere" and record.parameter is not None:

@@ -146,6 +146,7 @@ def test_where_no_gradient_is_checked_a_loss_that_is_not_finite_is_said_once(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Amp post-mortem")]
     assert len(lines) == 1
     assert "forward" in lines[0]
+    assert "Gradients are not checked here, so the step is taken" in lines[0]
     assert not run.engine.overflow_report()[0].skipped
 
 

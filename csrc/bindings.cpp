@@ -206,6 +206,24 @@ auto updating(ScaleTensors (*tensors)(Args...)) {
 }
 
 // Whether two sequences have the very same objects, none of which is touched.
+// Torch's own getter looks for the __torch_function__ of a subclass first.
+PyObject* gradient_of(PyObject* state, PyObject* tensor) {
+  if (PySet_GET_SIZE(PyTuple_GET_ITEM(state, 0)) != 0) {
+    return PyObject_CallOneArg(PyTuple_GET_ITEM(state, 1), tensor);
+  }
+  if (!THPVariable_Check(tensor)) {
+    PyErr_Format(PyExc_TypeError, "grad is of a tensor, not of a %s", Py_TYPE(tensor)->tp_name);
+    return nullptr;
+  }
+  return THPVariable_Wrap(grad_of(THPVariable_Unpack(tensor)));
+}
+
+py::object gradient_getter(py::set const& holding, py::object const& slow) {
+  static PyMethodDef definition{"grad", gradient_of, METH_O, nullptr};
+  py::tuple const state = py::make_tuple(holding, slow);
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, state.ptr()));
+}
+
 bool same_objects(py::object const& a, py::object const& b) {
   auto const fast = [](py::object const& sequence) {
     auto const result = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "not a sequence"));
@@ -376,6 +394,8 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "are_gradients_unwritten", [](ParamsOrList const& params) { return are_gradients_unwritten(in(params)); },
       "Whether nobody has asked for the memory of any gradient since it was watched.");
+  m.def("gradient_getter", &gradient_getter,
+        "A getter of `tensor.grad`, which calls slow(tensor) only while `holding` has entries.");
   m.def("same_objects", &same_objects, "Whether two sequences have the very same objects.");
   m.def("same_entries", &same_entries, "Whether each dictionary has its object under each name.");
   m.def(

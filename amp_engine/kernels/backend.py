@@ -167,6 +167,12 @@ class TensorLists(Protocol):
         """True if any of `tensors` has a gradient."""
         ...
 
+    def gradient_getter(
+        self, holding: set[int], slow: Callable[[Any], Tensor | None], /
+    ) -> Callable[[Any], Tensor | None]:
+        """Return a getter of `tensor.grad` that calls `slow(tensor)` only while `holding` has entries."""
+        ...
+
     def same_objects(self, a: Sequence[object], b: Sequence[object], /) -> bool:
         """True if two lists or tuples hold the identical objects. `==` would compare the elements of tensors."""
         ...

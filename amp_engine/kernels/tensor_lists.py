@@ -33,6 +33,7 @@ watch_gradients = TENSOR_LISTS.watch_gradients
 are_gradients_unwritten = TENSOR_LISTS.are_gradients_unwritten
 where = TENSOR_LISTS.where
 any_gradient = TENSOR_LISTS.any_gradient
+gradient_getter = TENSOR_LISTS.gradient_getter
 same_objects = TENSOR_LISTS.same_objects
 same_entries = TENSOR_LISTS.same_entries
 discard_gradients = TENSOR_LISTS.discard_gradients

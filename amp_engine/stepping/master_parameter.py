@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_engine.ground.torch_private import TensorBase
+from amp_engine.kernels import tensor_lists
 
 
 class Owner(Protocol):
@@ -95,6 +96,19 @@ def forget_copied_masters() -> None:
     _PICKLED.clear()
 
 
+def _gradient(weight: Tensor) -> Tensor | None:
+    key = id(weight)  # before the branch: here torch.compile, which makes gradients as it traces, gives up tracing
+    if HOLDING and (owner := _owner(key)) is not None:
+        owner.materialize()
+    return GRAD.__get__(weight)
+
+
+def _set_gradient(weight: Tensor, value: Tensor | None) -> None:
+    GRAD.__set__(weight, value)  # raises if it cannot be a gradient of this parameter
+    if (owner := _owner(id(weight))) is not None:
+        owner.discard_held()
+
+
 class MasterParameter(nn.Parameter):
     """A float32 parameter whose `.grad` is made when it is read.
 
@@ -103,23 +117,12 @@ class MasterParameter(nn.Parameter):
     through `.data` move the version, like all others, so that the model can follow them.
     """
 
-    @property
-    def grad(self) -> Tensor | None:
-        """The unscaled float32 gradient, or None."""
-        key = id(self)  # before the branch: here torch.compile, which makes gradients as it traces, gives up tracing
-        if HOLDING and (owner := _owner(key)) is not None:
-            owner.materialize()
-        return GRAD.__get__(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        GRAD.__set__(self, value)  # raises if it cannot be a gradient of this parameter
-        if (owner := _owner(id(self))) is not None:
-            owner.discard_held()
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = property(
+        tensor_lists.gradient_getter(HOLDING, _gradient),  # `zero_grad` asks each master
+        _set_gradient,
+        lambda weight: _set_gradient(weight, None),
+        "The unscaled float32 gradient, or None.",
+    )
 
     @property
     def data(self) -> Tensor:

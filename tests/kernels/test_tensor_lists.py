@@ -64,6 +64,25 @@ def test_gradients_that_are_not_what_lies_in_their_memory_are_not_taken(lazy: Te
     assert tensor_lists.written_out(params[1]) is params[1]
 
 
+def test_a_gradient_is_asked_for_only_while_gradients_are_held() -> None:
+    holding, asked = set[int](), list[Tensor]()
+    tensor, of_tensor = nn.Parameter(torch.zeros(4)), torch.ones(4)
+
+    def slow(tensor: Tensor) -> Tensor | None:
+        if holding:
+            asked.append(tensor)
+        return tensor.grad
+
+    grad = tensor_lists.gradient_getter(holding, slow)
+    assert grad(tensor) is None
+    tensor.grad = of_tensor
+    assert grad(tensor) is of_tensor
+    assert not asked
+    holding.add(1)
+    assert grad(tensor) is of_tensor
+    assert asked[0] is tensor
+
+
 @pytest.mark.parametrize("n", [0, 1, 8, 9, 16, 17, 24, 25, 40])  # native loops ask for what is 8, 16 and 24 ahead
 @pytest.mark.parametrize("listed", [lambda tensors: tensor_lists.params(tensors), list], ids=["params", "list"])
 def test_lists_of_any_length_are_walked_to_their_end(

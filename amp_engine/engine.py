@@ -550,14 +550,11 @@ class Engine:
 
         Collects, in all threads, which function on the lists of O1 and O4 ran in which type how often, how many
         casts were made for it, how many the cache saved, and how many bytes the casts read and wrote:
-        `explanation.records`. `str(explanation)` is a table of them. At the other levels, which cast no function, it
-        collects the calls of the thread that enters it. Nests. Casts made by code that torch.compile compiled are not
-        seen. Python runs at each call, so do not time it. No host sync.
+        `explanation.records`. `str(explanation)` is a table of them. At the other levels there are no casts to count,
+        and compiled code may be compiled once more. Nests. Code that torch.compile compiled is not seen. Python runs at
+        each call, so do not time it. No host sync.
         """
-        return Explanation(
-            lambda explanation: self.function_casts.observed(explanation, self.policy),
-            lambda: self.function_casts.why_nothing_is_cast(self.policy),
-        )
+        return Explanation(self.function_casts.observed)
 
     def overflow_report(self) -> OverflowReport:
         """A record of each overflow since the first `initialize`, or the first after `close`, oldest first.

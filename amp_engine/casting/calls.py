@@ -73,6 +73,7 @@ class Casts(Protocol):
     origin: str
     everywhere: bool
     were_used: bool
+    only_observe: bool
 
     @property
     def is_active(self) -> bool:

@@ -29,7 +29,6 @@ def discard_compiled() -> None:
 
 def know_originals() -> None:
     """Have Dynamo look up torch's functions, which it does once and by name, while the originals are in place."""
-    discard_compiled()
     trace_rules = importlib.import_module("torch._dynamo.trace_rules")
     trace_rules.get_tensor_method.cache_clear()
     known = trace_rules.get_torch_obj_rule_map()

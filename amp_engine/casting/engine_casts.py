@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from amp_engine.casting import patch_torch
 from amp_engine.casting.explanation import Explanation
 from amp_engine.casting.function_casts import FunctionCasts, Observer
-from amp_engine.casting.listed_functions import ListedFunctions
 from amp_engine.casting.overrides import from_environment
 from amp_engine.casting.patches import check_patchable
 from amp_engine.casting.regions import cast_region, float_region
@@ -23,6 +22,8 @@ from amp_engine.errors import AmpValueError
 from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.levels import report
 from amp_engine.levels.policy import Policy
+
+_WATCHING: list[Observer] = []  # of all engines, for calls where none has casts
 
 
 class EngineCasts:
@@ -278,21 +279,23 @@ class EngineCasts:
         return nullcontext() if self.casts is None else self.casts.disabled()
 
     @contextmanager
-    def observed(self, explanation: Explanation, policy: Policy | None) -> Iterator[None]:
-        """Have `explanation` see each call, also under casts that are installed meanwhile.
-
-        Where `policy` casts no function, calls of listed ones in this thread are seen.
-        """
-        self._observers.append(explanation.tell)
-        patch_torch.tell_native()
-        sees_uncast = policy is not None and policy.enabled and self._installed is None
-        listed = ListedFunctions(explanation.tell, lambda: self.casts is not None) if sees_uncast else nullcontext()
+    def observed(self, explanation: Explanation) -> Iterator[None]:
+        """Have `explanation` see each call, also under casts that are installed meanwhile, and where there are none."""
+        for observers in (self._observers, _WATCHING):
+            observers.append(explanation.tell)
         try:
-            with listed:
-                yield
+            with patch_torch.changing():
+                patch_torch.tell_native()
+                if len(_WATCHING) == 1:
+                    patch_torch.watch(FunctionCasts(torch.float16, observers=_WATCHING, only_observe=True))
+            yield
         finally:
-            self._observers.remove(explanation.tell)
-            patch_torch.tell_native()
+            with patch_torch.changing():
+                for observers in (self._observers, _WATCHING):
+                    observers.remove(explanation.tell)
+                patch_torch.tell_native()
+                if not _WATCHING:
+                    patch_torch.watch(None)
 
 
 def _names(removal: tuple[Any, str], registration: Registration) -> bool:

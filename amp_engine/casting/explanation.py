@@ -42,23 +42,18 @@ class Record:
 
 
 class Explanation(Paged):
-    """The calls of listed functions inside of `with amp.explain() as explanation:`.
+    """The calls of listed functions inside of `with amp.explain() as explanation:`, in all threads.
 
-    Of all threads where functions are cast, else of the one that enters it. Functions on no list are not seen, nor
-    is what an optimizer's step and the exit of `scale_loss` compute, nor code that torch.compile compiled: there
-    casts are part of the graph. `str(explanation)` is a table. Each `with` starts anew. No host sync.
+    Functions on no list are not seen, nor is what an optimizer's step and amp_engine compute, nor code that
+    torch.compile compiled: there casts are part of the graph. `str(explanation)` is a table. Each `with` starts anew.
+    No host sync.
 
     Args:
         watch: opens a context in which this explanation is told of each call.
-        why_empty: returns, at the end, the reason why nothing can have been seen, or None.
     """
 
-    def __init__(
-        self, watch: Callable[[Explanation], AbstractContextManager[None]], why_empty: Callable[[], str | None]
-    ) -> None:
+    def __init__(self, watch: Callable[[Explanation], AbstractContextManager[None]]) -> None:
         self._watch = watch
-        self._why_empty = why_empty
-        self._reason: str | None = None
         self._counts: dict[tuple[str, str, torch.dtype | None], list[int]] = {}
         self._open: AbstractContextManager[None] | None = None
         self._entered = False
@@ -73,7 +68,6 @@ class Explanation(Paged):
 
     def __exit__(self, *error: object) -> None:
         assert self._open is not None
-        self._reason = self._why_empty()
         self._open.__exit__(None, None, None)
         self._open = None
 
@@ -102,20 +96,21 @@ class Explanation(Paged):
             return Page.of(Verbatim(f"Nothing is explained yet.  {_USE}"))
         records = self.records
         if not records:
-            reason = self._why_empty() if self._open is not None else self._reason
-            return Page.of(Verbatim(f"No listed function was seen.  {reason or _NOTHING_RAN}"))
+            return Page.of(Verbatim(f"No listed function was seen.  {_NOTHING_RAN}"))
         return Page.of(Table(_rows(records), _HEAD, numbers=range(3, len(_HEAD)), has_total=True))
 
 
-# These compute with gradients and weights, and call no forward but in `step(closure)`.
-_ROOMS = ("kernels", "optimizers", "saving", "scaling", "stepping")
-_STEPS = ("torch.optim.", *(f"amp_engine.{room}." for room in _ROOMS))
+# Rooms that call no forward.
+_ROOMS = ("initialization", "kernels", "optimizers", "saving", "scaling", "stepping")
+_OURS = tuple(f"amp_engine.{room}." for room in _ROOMS)
 
 
 def _is_of_a_step() -> bool:
+    is_in_closure = torch.is_grad_enabled()  # of `step(closure)`, as a step itself makes no graph
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_STEPS):
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith(_OURS) or (name == "torch.optim.optimizer" and not is_in_closure):
             return True
         frame = frame.f_back
     return False
@@ -125,8 +120,8 @@ _HEAD = ("function", "list", "ran in", "calls", "casts", "cached", "bytes moved"
 
 
 _NOTHING_RAN = (
-    "None ran, or only inside of amp.disable_casts() or a module of amp.keep_float(), or in code that "
-    "torch.compile compiled, which is not seen."
+    "None ran, or only where O1 and O4 cast nothing, inside of amp.disable_casts() and modules of amp.keep_float(), or "
+    "in code that torch.compile compiled, which is not seen."
 )
 
 

@@ -40,6 +40,7 @@ class FunctionCasts:
         native: True if the compiled wrappers cast, if there are any; False if the Python ones do.
         origin: names, in messages, the level or call that switched the casts on.
         everywhere: cast outside of all regions, too; False: in cast regions alone.
+        only_observe: cast nothing, and tell observers of each call.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class FunctionCasts:
         native: bool = True,
         origin: str = "FunctionCasts",
         everywhere: bool = True,
+        only_observe: bool = False,
     ) -> None:
         self.dtype = dtype
         self.enable_caching = enable_caching
@@ -71,6 +73,7 @@ class FunctionCasts:
         self.is_disabled_everywhere = False  # Dynamo guards this flag, and not the count
         self.origin = origin
         self.everywhere = everywhere
+        self.only_observe = only_observe
         self.has_ended = False
         self.were_used = True  # True also if nothing depends on it
         self._owner: weakref.ref[Any] | None = None

@@ -21,8 +21,22 @@ def is_installed() -> bool:
     return len(STACK) > 0  # bool() of it breaks graphs in torch 2.11
 
 
+class _Watch:
+    casts: Casts | None = None
+
+
+def set_watching(casts: Casts | None) -> None:
+    """Have `casts`, which only observe, or none be current where none are installed."""
+    _Watch.casts = casts
+
+
+def watching() -> Casts | None:
+    """Return the casts that only observe, where none are installed; None if nobody does."""
+    return _Watch.casts
+
+
 def current() -> Casts | None:
-    """Return the casts in force, or None if they are switched off.
+    """Return the casts in force, or None if they are switched off. Where none are installed: `watching()`.
 
     Patched functions ask at each call, so that a function that was kept, as by `self.act = F.gelu`, follows the engine
     through another `initialize` and is the plain function after `close`.
@@ -30,5 +44,5 @@ def current() -> Casts | None:
     try:
         casts = STACK[-1]
     except IndexError:
-        return None
+        return _Watch.casts
     return None if casts.is_disabled else casts

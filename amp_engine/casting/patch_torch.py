@@ -30,8 +30,8 @@ from torch.nn.modules import rnn
 
 from amp_engine.casting import locks, wrappers
 from amp_engine.casting.calls import Casts
-from amp_engine.casting.compiled import dynamo_if_free, know_originals
-from amp_engine.casting.in_force import STACK, current, in_force
+from amp_engine.casting.compiled import discard_compiled, dynamo_if_free, know_originals
+from amp_engine.casting.in_force import STACK, current, in_force, set_watching, watching
 from amp_engine.casting.lists import FLOAT_BY_DTYPE, NAMESPACES, CastLists
 from amp_engine.casting.patches import Patches
 from amp_engine.casting.recurrent import RecurrentFunctions, check_shapes_only
@@ -102,6 +102,14 @@ def discard_switches() -> None:
             casts.discard()
 
 
+def watch(casts: Casts | None) -> None:
+    """Have `casts`, which only observe, told of calls where no casts are installed, until it is called with None."""
+    with changing():
+        set_watching(casts)
+        if not STACK:
+            _applying.apply_newest()
+
+
 def newest() -> Casts | None:
     """Return the casts in force, switched on or off, after removing discarded ones; None if there are none."""
     remove_discarded()
@@ -113,7 +121,7 @@ def tell_native() -> None:
     if CASTS is None:
         return
     with locks.shared:
-        casts = STACK[-1] if STACK else None
+        casts = STACK[-1] if STACK else watching()
         cache = None if casts is None or casts.is_disabled_everywhere else casts.cache.native
         if casts is None or cache is None:
             CASTS.put_out_of_force()
@@ -137,6 +145,7 @@ class _Applying:
 
     def __init__(self) -> None:
         self._is_outdated = self._is_within = False
+        self._has_cast = False  # True while compiled code may have casts in it
         os.register_at_fork(after_in_child=self._repair)
 
     def apply_newest(self) -> None:
@@ -145,7 +154,8 @@ class _Applying:
         while self._is_outdated and not self._is_within:
             self._is_outdated, self._is_within = False, True
             try:
-                _apply_newest()
+                _apply_newest(discards=self._has_cast or bool(STACK))
+                self._has_cast = bool(STACK)
             except BaseException:
                 self._is_outdated = True
                 raise
@@ -170,6 +180,7 @@ class _Applying:
         cast_everywhere(not STACK or STACK[-1].everywhere)
         with dynamo_if_free() as is_free:
             if is_free and "torch._dynamo.trace_rules" in sys.modules:
+                discard_compiled()
                 know_originals()
         _patch()
 
@@ -177,23 +188,27 @@ class _Applying:
 _applying = _Applying()
 
 
-def _apply_newest() -> None:
+def _apply_newest(discards: bool) -> None:
     _patches.undo()
     cast_everywhere(not STACK or STACK[-1].everywhere)
+    if discards:
+        discard_compiled()
     know_originals()
     _patch()
 
 
 def _patch() -> None:
     tell_native()
-    if not STACK:
+    casts = STACK[-1] if STACK else watching()
+    if casts is None:
         return
-    casts = STACK[-1]
     casts.cache.clear()  # its weights were not watched while other casts were in force
     taken = _patch_registered(casts) | _patch_removed(casts)
     for namespace, lists in _LISTED:
         _patch_lists(namespace, lists, taken, casts.cache.native is not None)
     _patches.set(rnn, "_VF", RecurrentFunctions(vars(rnn)["_VF"], current))
+    if casts.only_observe:
+        return
     _patches.set(rnn.RNNBase, "check_input", check_shapes_only(rnn.RNNBase.check_input, current))
     watch_weights(casts.cache, _patches, remove_discarded)
     _leave_saved_tensors()

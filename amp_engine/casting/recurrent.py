@@ -67,7 +67,9 @@ def _recurrent(fn: wrappers.Function, current: wrappers.Current) -> wrappers.Fun
     @functools.wraps(fn)
     def wrapper(*args: Any) -> Any:
         casts = current()
-        return fn(*args) if casts is None else cast(*(_chunked(arg, casts.dtype) for arg in args))
+        if casts is None or casts.only_observe:
+            return cast(*args)
+        return cast(*(_chunked(arg, casts.dtype) for arg in args))
 
     return wrapper
 

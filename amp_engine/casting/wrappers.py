@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -61,7 +62,11 @@ def float32_by_dtype(fn: Function, current: Current, name: str | None = None) ->
         casts = current()
         if casts is None:
             return fn(*args, **kwargs)
-        told = isinstance(kwargs.get("dtype"), torch.dtype) or any(isinstance(value, torch.dtype) for value in args)
+        told = (
+            casts.only_observe
+            or isinstance(kwargs.get("dtype"), torch.dtype)
+            or any(isinstance(value, torch.dtype) for value in args)
+        )
         can_ask = not any(value is None for value in args)  # a None may stand for the type
         if kwargs.get("out") is not None or not (told or can_ask) or not _are_plain(args, kwargs):
             return in_float(*args, **kwargs)
@@ -137,7 +142,8 @@ def uncast(fn: Function, current: Current, name: str | None = None) -> Function:
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if current() is None:
+        casts = current()
+        if casts is None or casts.only_observe:
             return fn(*args, **kwargs)
         with float_region():
             return fn(*args, **kwargs)
@@ -186,7 +192,7 @@ def _listed(fn: Function, current: Current, choose: Choose, kind: str, name: str
         casts = current()
         if casts is None:
             return fn(*args, **kwargs)
-        convert = choose(casts, args, kwargs)
+        convert = None if casts.only_observe else choose(casts, args, kwargs)
         return _run(fn, args, kwargs, convert, casts, _observed(casts, fn, kind, name))
 
     return wrapper
@@ -219,7 +225,8 @@ def _run(
         types = [dtype for dtype in _types(args, kwargs) if dtype.is_floating_point]
         asked = kwargs.get("dtype")
         types = [asked] if isinstance(asked, torch.dtype) and asked.is_floating_point and types else types
-        call.dtype = functools.reduce(torch.promote_types, types) if types else None
+        with suppress(RuntimeError):  # torch promotes no float8
+            call.dtype = functools.reduce(torch.promote_types, types) if types else None
         casts.tell(call)
     return _call(fn, args, kwargs)
 

@@ -22,12 +22,12 @@ from amp_engine.advice.first_gradient import FirstGradient
 from amp_engine.advice.fitting import fitted
 from amp_engine.advice.records import Task, Trial
 from amp_engine.engine import Engine
-from amp_engine.ground.dtypes import cpu_lacks
+from amp_engine.ground.dtypes import cpu_lacks, dtype_name
 from amp_engine.stepping.pending import Pending
 from amp_engine.telemetry import step_times
 from amp_engine.telemetry.magnitudes import MagnitudeCounter
 from amp_engine.telemetry.receipt import memory
-from amp_engine.telemetry.wording import dtype_name, plural
+from amp_engine.telemetry.wording import plural
 
 COUNTED_STEPS = 3
 """Of how many of the last steps gradients are counted."""

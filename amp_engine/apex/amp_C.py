@@ -30,6 +30,7 @@ from torch import Tensor
 from amp_engine import kernels
 from amp_engine.apex import float64_steps
 from amp_engine.errors import AmpValueError
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.kernels.formulas import Adagrad, Adam, Formula, Lamb, NovoGrad, Sgd
 from amp_engine.kernels.refusals import check_apart, check_lists
 from amp_engine.levels.policy import LOWEST_SCALE
@@ -676,7 +677,7 @@ def _check_lists(noop_flag: Tensor, tensor_lists: TensorLists, names: Sequence[s
     """Refuse another flag, another number of lists, lists of unequal lengths or of mixed types."""
     if noop_flag.numel() != 1 or noop_flag.dtype is not torch.int32:
         raise _RefusedError(
-            f"noop_flag is a {_type_name(noop_flag)} tensor of shape {list(noop_flag.shape)}, but must be one "
+            f"noop_flag is a {dtype_name(noop_flag.dtype)} tensor of shape {list(noop_flag.shape)}, but must be one "
             "int32.  Call torch.zeros(1, dtype=torch.int32, device=...)."
         )
     needed = len(names) - optional
@@ -694,8 +695,8 @@ def _check_lists(noop_flag: Tensor, tensor_lists: TensorLists, names: Sequence[s
         for j, tensor in enumerate(tensors):
             if tensor.dtype != tensors[0].dtype:
                 raise _RefusedError(
-                    f"tensor_lists[{i}][{j}] ({names[i]}) is {_type_name(tensor)}, but tensor_lists[{i}][0] is "
-                    f"{_type_name(tensors[0])}.  One list holds one type; make a call for each."
+                    f"tensor_lists[{i}][{j}] ({names[i]}) is {dtype_name(tensor.dtype)}, but tensor_lists[{i}][0] is "
+                    f"{dtype_name(tensors[0].dtype)}.  One list holds one type; make a call for each."
                 )
     if tensor_lists[0] and tensor_lists[0][0].device != noop_flag.device:
         raise _RefusedError(
@@ -712,7 +713,7 @@ def _is_float64(lists: TensorLists, params: TensorList) -> bool:
         for j, tensor in enumerate(tensors):
             if tensor.dtype not in (torch.float64, torch.float32):
                 raise _RefusedError(
-                    f"tensor_lists[{i}][{j}] is {_type_name(tensor)}, but beside float64 parameters only float64 "
+                    f"tensor_lists[{i}][{j}] is {dtype_name(tensor.dtype)}, but beside float64 parameters only float64 "
                     "and float32 are allowed."
                 )
             if tensor.shape != lists[0][j].shape or tensor.device != lists[0][j].device:
@@ -767,7 +768,3 @@ def _scalar(name: str, value: float | Tensor, noop_flag: Tensor) -> Tensor:
         found = f"shape {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)
         raise _RefusedError(f"{name} is {found}, but must be a tensor of one element on {noop_flag.device}.")
     return value.detach().float().view(())
-
-
-def _type_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

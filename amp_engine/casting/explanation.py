@@ -13,6 +13,7 @@ import torch
 from amp_engine.casting import locks, patch_torch
 from amp_engine.casting.calls import Call
 from amp_engine.errors import AmpStateError
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.page.page import Page, Paged, Table, Verbatim
 
 _USE = "Type:\n\n    with amp.explain() as explanation:\n        ...  # one iteration\n    print(explanation)"
@@ -135,4 +136,4 @@ def _rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _name(dtype: torch.dtype | None) -> str:
-    return "-" if dtype is None else str(dtype).removeprefix("torch.")
+    return "-" if dtype is None else dtype_name(dtype)

@@ -32,6 +32,11 @@ def is_low_precision(tensor: torch.Tensor) -> bool:
     return tensor.dtype in LOW_PRECISION
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float16` for torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
 # Flags of torch.cpu.get_capabilities, and Arm's of /proc/cpuinfo where they differ, with the names of the instructions.
 _INSTRUCTIONS: dict[torch.dtype, dict[str, dict[str, str]]] = {
     torch.bfloat16: {

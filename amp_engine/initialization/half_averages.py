@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 
 from amp_engine.errors import AmpWarning
+from amp_engine.ground.dtypes import dtype_name
 
 _WORDS = {"ema", "swa", "emas", "polyak", "teacher"}
 
@@ -34,7 +35,7 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
     while frame.f_code.co_name == "__init__" and frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1
     warnings.warn(
-        f"A moving average of this model was made as a copy of it, whose parameters are {str(dtype)[6:]}: small "
+        f"A moving average of this model was made as a copy of it, whose parameters are {dtype_name(dtype)}: small "
         "updates of it are rounded away, and the average stands still.  For one in FP32 that follows the "
         "masters type averaged = amp.averaged_model(model, optimizer, multi_avg_fn=get_ema_multi_avg_fn(0.9999)) and "
         "averaged.update_parameters(model); for a class of your own see 'Moving averages' in docs/training_loop.md.",

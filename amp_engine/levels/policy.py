@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from amp_engine.errors import AmpStateError, AmpValueError
-from amp_engine.ground.dtypes import LOW_PRECISION, parse_dtype
+from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, parse_dtype
 from amp_engine.levels.scale_rule import DynamicLossScale
 
 # Scales and their inverses are float32 on the device: the smallest normal number, and one over it.
@@ -204,8 +204,8 @@ def _parse_bool(value: object, argument: str) -> bool:
     raise AssertionError(f"{argument} must be a boolean, or the string 'True' or 'False'.  {argument} was {value!r}")
 
 
-def _in_words(cast_model_type: object) -> str:
-    return str(cast_model_type).removeprefix("torch.") if cast_model_type else "not cast"
+def _in_words(cast_model_type: torch.dtype | Literal[False] | None) -> str:
+    return dtype_name(cast_model_type) if cast_model_type else "not cast"
 
 
 def _parse_field(name: str, text: str) -> object:

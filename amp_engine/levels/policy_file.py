@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from amp_engine.errors import AmpError, AmpTypeError, AmpValueError
-from amp_engine.ground.dtypes import parse_dtype
+from amp_engine.ground.dtypes import dtype_name, parse_dtype
 from amp_engine.levels import levels
 from amp_engine.levels.policy import check_casts, parse_loss_scale
 from amp_engine.levels.recipes import RECIPES
@@ -74,7 +74,7 @@ class RunPolicy:
             plain(self, "loss_scale", str(self.loss_scale))
         for name in _DTYPES:
             if isinstance(getattr(self, name), torch.dtype):
-                plain(self, name, str(getattr(self, name)).removeprefix("torch."))
+                plain(self, name, dtype_name(getattr(self, name)))
         self._check()
 
     @property

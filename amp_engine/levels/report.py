@@ -9,7 +9,7 @@ import torch
 
 from amp_engine.ground import messages
 from amp_engine.ground.distributed import has_ranks
-from amp_engine.ground.dtypes import cpu_lacks
+from amp_engine.ground.dtypes import cpu_lacks, dtype_name
 from amp_engine.levels.levels import BRIEFS
 from amp_engine.levels.policy import Policy
 
@@ -30,11 +30,11 @@ def emulated_on_cpu(level: str, dtype: torch.dtype) -> str:
     instead = (
         "opt_level='O0' has the fastest step here"
         if cpu_lacks(other)
-        else f"{levels} compute in {_name(other)}, which it has"
+        else f"{levels} compute in {dtype_name(other)}, which it has"
     )
     return (
-        f"Note:  {level} computes in {_name(dtype)}, which this CPU emulates: it has no {cpu_lacks(dtype)}.  A step is "
-        f"slower than in FP32, up to 90 times where large products or convolutions take its time; {instead}.  "
+        f"Note:  {level} computes in {dtype_name(dtype)}, which this CPU emulates: it has no {cpu_lacks(dtype)}.  A "
+        f"step is slower than in FP32, up to 90 times where large products or convolutions take its time; {instead}.  "
         "'python -m amp_engine advise' times each level with your script."
     )
 
@@ -53,9 +53,9 @@ def still_casting(level: str, origin: str, dtype: torch.dtype) -> str:
     """Message: function casts are process-wide, so they reach a model that was initialized without them."""
     until = f" while a model that was initialized at {origin}, or a module of it, is there" if origin in BRIEFS else ""
     return (
-        f"Warning:  {origin} goes on casting functions to {_name(dtype)}, process-wide{until}.  What is initialized "
-        f"now ({level}) computes in {_name(dtype)} as well.  Call amp.close() before amp.initialize(...), or close() "
-        "on the Engine of that model."
+        f"Warning:  {origin} goes on casting functions to {dtype_name(dtype)}, process-wide{until}.  What is "
+        f"initialized now ({level}) computes in {dtype_name(dtype)} as well.  Call amp.close() before "
+        "amp.initialize(...), or close() on the Engine of that model."
     )
 
 
@@ -71,9 +71,9 @@ def nothing_is_cast(level: str, calls: str, names: str) -> str:
 def casts_replaced(origin: str, new: str, dtype: torch.dtype) -> str:
     """Message: models were initialized for another type."""
     return (
-        f"Warning:  an engine casts functions to one type, so that earlier models ({origin}) compute in {_name(dtype)} "
-        f"from now on ({new}).  Call amp.close() before amp.initialize(...) if they are done, or initialize all of "
-        "them at one level."
+        f"Warning:  an engine casts functions to one type, so that earlier models ({origin}) compute in "
+        f"{dtype_name(dtype)} from now on ({new}).  Call amp.close() before amp.initialize(...) if they are done, or "
+        "initialize all of them at one level."
     )
 
 
@@ -181,10 +181,6 @@ def static_overflow_message(loss_id: int, loss_scale: float) -> str:
 def _properties(policy: Policy) -> Iterator[str]:
     for name, value in policy.properties().items():
         yield f"{name:22} : {value}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _rank() -> int:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError, AmpWarning
 from amp_engine.ground.distributed import is_sharded
-from amp_engine.ground.dtypes import LOW_PRECISION, is_low_precision
+from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name, is_low_precision
 from amp_engine.levels.policy import Policy
 
 _TENSORS = {torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
@@ -53,7 +53,7 @@ class HalfWeights:
         if not found:
             return
         first = found[0]
-        name, dtype = self._names().get(id(first)) or _place(optimizer, first), str(first.dtype).removeprefix("torch.")
+        name, dtype = self._names().get(id(first)) or _place(optimizer, first), dtype_name(first.dtype)
         others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         level = _LEVELS[first.dtype]
         to_type = (

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from amp_engine.ground.dtypes import dtype_name
+
 # Values of a tensor, in words.
 _Kinds = Sequence[tuple[Callable[[Tensor], Tensor], str]]
 # Operation -> one of its saved tensors, and values of it.
@@ -149,7 +151,7 @@ def _why_pow(x: Tensor, exponent: float, is_steep: bool) -> str | None:
         return None
     if bool(result.isnan().any()):
         return f"pow of negative numbers in {count} of {x.numel()} elements"
-    largest, dtype = float(x.abs().max()), str(x.dtype).removeprefix("torch.")
+    largest, dtype = float(x.abs().max()), dtype_name(x.dtype)
     return f"pow of numbers up to {largest:.4g}, beyond {dtype}, in {count} of {x.numel()} elements"
 
 

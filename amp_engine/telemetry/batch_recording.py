@@ -15,12 +15,11 @@ from amp_engine.diagnosis.recorder import Module, Recorder, tensors_in
 from amp_engine.diagnosis.relative_error import distance, growth
 from amp_engine.errors import AmpValueError
 from amp_engine.ground.distributed import is_sharded
-from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name
 from amp_engine.ground.torch_private import written_arguments
 from amp_engine.kernels.layout import address_of
 from amp_engine.telemetry.comparison import ComparedModule, ComparedOperation
 from amp_engine.telemetry.emulation import Emulation
-from amp_engine.telemetry.wording import dtype_name
 
 # They move or convert numbers: casts consist of them, and torch calls them beside casts in one type and not in another.
 _MOVES = {"_to_copy", "to", "copy_", "copy", "clone", "contiguous", "lift_fresh", "detach", "set_", "resize_"}

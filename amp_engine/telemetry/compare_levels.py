@@ -19,6 +19,7 @@ from amp_engine.diagnosis.relative_error import Distance, distance, roundoff, st
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import is_any_sharded, without_wrapper
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.ground.reachable import reachable
 from amp_engine.initialization.cast_model import is_cast
 from amp_engine.levels import levels
@@ -28,7 +29,6 @@ from amp_engine.levels.scale_rule import DEFAULT_MIN_LOSS_SCALE
 from amp_engine.telemetry.batch_recording import Comparing, Recording, unscaled
 from amp_engine.telemetry.comparison import ComparedParameter, LevelComparison, by_growth
 from amp_engine.telemetry.emulation import Emulation
-from amp_engine.telemetry.wording import dtype_name
 
 StepFn = Callable[[Any], Any]
 

@@ -14,7 +14,7 @@ from amp_engine.diagnosis.rehearsal import checked_policy, rehearse
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import local_of
-from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name
 from amp_engine.levels.recipes import meant
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
@@ -23,7 +23,6 @@ from amp_engine.stepping.stepper import Stepper
 from amp_engine.telemetry.closed_gradients import closed_gradients
 from amp_engine.telemetry.histogram_picture import GradientHistogram as GradientHistogram
 from amp_engine.telemetry.magnitudes import Limits, MagnitudeCounter, Magnitudes
-from amp_engine.telemetry.wording import dtype_name
 
 _TRIES = 6
 # The largest gradient is brought to 2^14 at most, so that a sum of two of them is no overflow in float16.

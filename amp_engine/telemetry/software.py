@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 import amp_engine
-from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks
+from amp_engine.ground.dtypes import LOW_PRECISION, cpu_lacks, dtype_name
 from amp_engine.kernels import _native
 
 
@@ -35,7 +35,7 @@ def describe() -> Iterator[tuple[str, str]]:
     for dtype in LOW_PRECISION:
         lacking = cpu_lacks(dtype)
         emulated = f"emulated on this CPU (no {lacking}): slower than float32"
-        yield str(dtype).removeprefix("torch."), emulated if lacking else "this CPU computes in it"
+        yield dtype_name(dtype), emulated if lacking else "this CPU computes in it"
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(i)

@@ -22,6 +22,7 @@ from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.devices import is_capturing
 from amp_engine.ground.distributed import is_sharded
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.ground.random_state import random_state, set_random_state
 from amp_engine.optimizers.wrapped import inner_of, takes_hooks
 from amp_engine.page.page import Page, Paged, Section, write_by_suffix
@@ -31,7 +32,6 @@ from amp_engine.stepping.own_step import unhooked_step
 from amp_engine.stepping.stepper import Stepper
 from amp_engine.telemetry import step_times, update_page, update_report
 from amp_engine.telemetry.update_report import AuditedOptimizer, AuditedTensor, UpdateReport
-from amp_engine.telemetry.wording import dtype_name
 
 _WIDER = {
     torch.float16: torch.float32,

@@ -1,8 +1,6 @@
-"""Numbers and types in words, for tables and sentences."""
+"""Numbers in words, for tables and sentences."""
 
 from __future__ import annotations
-
-import torch
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -33,8 +31,3 @@ def percent(share: float) -> str:
 def scale(value: float) -> str:
     """A loss scale: 65536, 0.125."""
     return f"{value:.10g}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float16` for torch.float16."""
-    return str(dtype).removeprefix("torch.")

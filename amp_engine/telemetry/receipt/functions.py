@@ -10,9 +10,10 @@ from typing import Any
 from amp_engine.casting import Explanation, FunctionCasts
 from amp_engine.casting.lists import NAMESPACES
 from amp_engine.engine import Engine
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.page.page import Block, Section, Sentence, Table, Verbatim
 from amp_engine.telemetry.records import Functions, Op
-from amp_engine.telemetry.wording import dtype_name, number
+from amp_engine.telemetry.wording import number
 
 NONE = Functions(None, (), (), None, "")
 

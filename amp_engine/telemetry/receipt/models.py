@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from amp_engine.casting.keep_float import kept_modules
 from amp_engine.engine import Engine
 from amp_engine.ground.distributed import is_sharded
-from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name
 from amp_engine.ground.torch_private import BatchNormBase
 from amp_engine.levels.policy import Policy
 from amp_engine.page.page import Block, Named, Section, Sentence, Table
 from amp_engine.telemetry.records import Kept, Model, OfType
-from amp_engine.telemetry.wording import dtype_name, plural, size
+from amp_engine.telemetry.wording import plural, size
 
 BY_KEEP_FLOAT = "amp.keep_float"
 BY_KEEP_FLOAT_O1 = "amp.keep_float: no function is cast inside of its forward"

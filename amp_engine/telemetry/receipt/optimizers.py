@@ -8,13 +8,14 @@ import torch
 
 from amp_engine import kernels
 from amp_engine.engine import Engine
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.optimizers.fused_step import fused_step_so_far
 from amp_engine.optimizers.rules import TORCH_RULES, rule_of
 from amp_engine.page.page import Block, Section, Sentence
 from amp_engine.stepping.split_rows import SplitRows
 from amp_engine.stepping.stepper import Stepper
 from amp_engine.telemetry.records import Stepped
-from amp_engine.telemetry.wording import dtype_name, number, plural
+from amp_engine.telemetry.wording import number, plural
 
 COMPILED, REFERENCE, OWN = "compiled kernels", "plain PyTorch kernels", "its own class"
 

@@ -46,13 +46,13 @@ class _RefusedError(AmpValueError):
 
 
 def _operation(
-    *names: str, optional: int = 0, written: Sequence[int] = (), writes_gradients: bool = False
+    *names: str, optional: int = 0, reads: int = 1, writes_gradients: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make an operation of a function: its flag and its lists are looked at before, and refusals name it and its lists.
 
     Args:
         names: of the lists, of which the last `optional` ones may be left out.
-        written: places of the lists that the kernels write.
+        reads: how many of the lists, the first ones, the kernels only read.
         writes_gradients: the first list is written after the kernels.
     """
 
@@ -74,7 +74,7 @@ def _operation(
                 check_lists(
                     op,
                     {f"tensor_lists[{i}]": tensors for i, tensors in enumerate(tensor_lists)},
-                    [f"tensor_lists[{i}]" for i in written if i < len(tensor_lists)],
+                    [f"tensor_lists[{i}]" for i in range(reads, len(tensor_lists))],
                 )
                 raise
 
@@ -83,7 +83,7 @@ def _operation(
     return decorate
 
 
-@_operation("inputs", "outputs", written=[1])
+@_operation("inputs", "outputs")
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float) -> None:
     """out = in * scale, for lists [in, out], whose types are independent; out may be in.
 
@@ -94,7 +94,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorL
     _set_where(noop_flag, checks.nonfinite)
 
 
-@_operation("xs", "ys", "outputs", written=[2])
+@_operation("xs", "ys", "outputs", reads=2)
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, a: float, b: float, arg_to_check: int
 ) -> None:
@@ -143,7 +143,7 @@ def multi_tensor_l2norm_mp(
     return _norms(noop_flag, total, each, per_tensor)
 
 
-@_operation("inputs", "outputs", written=[1])
+@_operation("inputs", "outputs")
 def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def multi_tensor_unscale_l2norm(
     return _norms_of_squares(noop_flag, sum_squares, factor, per_tensor)
 
 
-@_operation("gradients", "parameters", "momentum buffers", "copies", optional=1, written=[1, 2, 3])
+@_operation("gradients", "parameters", "momentum buffers", "copies", optional=1)
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: Tensor,
@@ -210,7 +210,7 @@ def multi_tensor_sgd(
     _step(sgd, noop_flag, tensor_lists, done, inv_scale=_constant(scale, noop_flag), skips=_is_set(noop_flag))
 
 
-@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", written=[1, 2, 3])
+@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq")
 def multi_tensor_adam(
     chunk_size: int,
     noop_flag: Tensor,
@@ -241,7 +241,7 @@ def multi_tensor_adam(
     _step(adam, noop_flag, tensor_lists, step - 1)
 
 
-@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", written=[1, 2, 3], writes_gradients=True)
+@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", writes_gradients=True)
 def multi_tensor_adam_capturable(
     chunk_size: int,
     noop_flag: Tensor,
@@ -268,7 +268,7 @@ def multi_tensor_adam_capturable(
     _step_and_unscale(adam, noop_flag, tensor_lists, step, inv_scale)
 
 
-@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", "masters", written=[1, 2, 3, 4], writes_gradients=True)
+@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", "masters", writes_gradients=True)
 def multi_tensor_adam_capturable_master(
     chunk_size: int,
     noop_flag: Tensor,
@@ -288,10 +288,10 @@ def multi_tensor_adam_capturable_master(
     The masters are stepped, and the parameters become the masters, rounded.
     """
     adam = _adam(_scalar("lr", lr, noop_flag), beta1, beta2, epsilon, mode, bias_correction, weight_decay)
-    _step_and_unscale(adam, noop_flag, tensor_lists, step, inv_scale, has_masters=True)
+    _step_and_unscale(adam, noop_flag, tensor_lists, step, inv_scale)
 
 
-@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", written=[1, 2, 3], writes_gradients=True)
+@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", writes_gradients=True)
 def multi_tensor_lamb(
     chunk_size: int,
     noop_flag: Tensor,
@@ -329,12 +329,7 @@ def multi_tensor_lamb(
     _step_into_gradients(lamb, noop_flag, tensor_lists, step, norm)
 
 
-@_operation(
-    *("gradients", "parameters", "exp_avg", "exp_avg_sq", "copies"),
-    optional=1,
-    written=[1, 2, 3, 4],
-    writes_gradients=True,
-)
+@_operation("gradients", "parameters", "exp_avg", "exp_avg_sq", "copies", optional=1, writes_gradients=True)
 def multi_tensor_lamb_mp(
     chunk_size: int,
     noop_flag: Tensor,
@@ -374,7 +369,7 @@ def multi_tensor_lamb_mp(
     _step_into_gradients(lamb, noop_flag, tensor_lists, step, norm, factor, skips)
 
 
-@_operation("gradients", "parameters", "exp_avg", written=[1, 2])
+@_operation("gradients", "parameters", "exp_avg")
 def multi_tensor_novograd(
     chunk_size: int,
     noop_flag: Tensor,
@@ -450,7 +445,7 @@ def multi_tensor_novograd(
     _set_where(noop_flag, nonfinite)
 
 
-@_operation("gradients", "parameters", "sums", written=[1, 2])
+@_operation("gradients", "parameters", "sums")
 def multi_tensor_adagrad(
     chunk_size: int,
     noop_flag: Tensor,
@@ -614,19 +609,13 @@ def _step(
 
 
 def _step_and_unscale(
-    adam: Adam,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    step: Tensor,
-    inv_scale: Tensor,
-    *,
-    has_masters: bool = False,
+    adam: Adam, noop_flag: Tensor, tensor_lists: TensorLists, step: Tensor, inv_scale: Tensor
 ) -> None:
-    """Step by unscaled gradients, and write these back, both unless the flag is set."""
+    """Step by unscaled gradients, and write these back, both unless the flag is set. A fifth list holds masters."""
     done = _scalar("step", step, noop_flag) - 1
     factor = _scalar("inv_scale", inv_scale, noop_flag)
     skips = _is_set(noop_flag)
-    _step(adam, noop_flag, tensor_lists, done, has_masters=has_masters, inv_scale=factor, skips=skips)
+    _step(adam, noop_flag, tensor_lists, done, has_masters=len(tensor_lists) == 5, inv_scale=factor, skips=skips)
     grads = tensor_lists[0]
     if grads:
         factor = torch.where(skips, 1.0, factor)

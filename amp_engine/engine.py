@@ -653,9 +653,9 @@ class Engine:
         enabled=False, inside of a `scale_loss`, while gradients wait for a step, for lazy modules that have no shape
         yet, and if there was no backward and nothing was found before it; AmpTypeError for anything but a callable.
         """
-        models, places = self._initialized.models, self._initialized.parameter_places()
+        models = self._initialized.models
         checked_policy("find_overflow", self.policy, models, step_fn)
-        run = partial(find_overflow, step_fn, models, self.backwards, self.scalers, places)
+        run = partial(find_overflow, step_fn, models, self.backwards, self.scalers)
         records = self.overflow_report()
         if loss_scale is not None or not records:
             return run(loss_scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cmath
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from amp_engine.diagnosis.post_mortem import Place
-from amp_engine.diagnosis.recorder import Module, Recorder, tensors_in
+from amp_engine.diagnosis.recorder import Module, Recorder, places_in, tensors_in
 from amp_engine.diagnosis.rehearsal import rehearse
 from amp_engine.diagnosis.relative_error import stored
 from amp_engine.errors import AmpStateError
@@ -130,12 +129,12 @@ class _Search(Recorder):
 
     sees_operations = True
 
-    def __init__(self, models: Sequence[nn.Module], places: Mapping[int, Place]) -> None:
+    def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__(models)
         self.loss: Tensor | None = None
         self.scale = 1.0  # of this loss
         self.has_gradient = False
-        self._places = places
+        self._places = places_in(models)
         self._owner: dict[Node, Module | None] = {}  # the module that made each node
         # What the inf, and the NaN, came from that a node will be given.
         self._reaching: dict[tuple[Node, Kind], OverflowSource] = {}
@@ -373,11 +372,10 @@ def find_overflow(
     models: Sequence[nn.Module],
     backwards: ScaledBackwards,
     scalers: Sequence[LossScaler],
-    places: Mapping[int, Place],
     loss_scale: float | None,
 ) -> OverflowSource:
     """Run one batch once more, at a loss scale if it is given, and find where it stopped to be finite."""
-    search = _Search(models, places)
+    search = _Search(models)
     search.look_at_weights(p for model in models for p in model.parameters())
     search.look_at_buffers()
     rehearse(search, "find_overflow", step_fn, models, backwards, scalers, loss_scale)

@@ -17,8 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_engine.casting import EngineCasts
 from amp_engine.diagnosis.overflow_watch import OverflowWatch
-from amp_engine.diagnosis.post_mortem import Place
-from amp_engine.diagnosis.recorder import places_in
 from amp_engine.errors import AmpRuntimeWarning, AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import fsdp1_around, fsdp1_in, is_in_zero, steps_shards, wrappers_around
 from amp_engine.ground.dtypes import LOW_PRECISION
@@ -269,13 +267,6 @@ class Initialized:
         _warn_of_lost_hooks(
             [p for p, dtype in params if p.dtype != dtype or (dtype in LOW_PRECISION and id(p) in mastered)]
         )
-
-    def parameter_places(self) -> dict[int, Place]:
-        """Id of each parameter -> where it is.
-
-        With the model's position where there are several models; without what torch.compile adds to names.
-        """
-        return places_in(self.models)
 
     def _stepped_params(self) -> list[nn.Parameter]:
         """The models' parameters that are stepped, each once."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_engine.diagnosis.post_mortem import place_of
+from amp_engine.diagnosis.recorder import places_in
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.devices import HostNumbers, is_capturing
@@ -159,7 +160,7 @@ class GradientWatch(Paged):
             if not is_capturing(one.values.device):
                 by_device.setdefault(one.values.device, []).append(one)
         flush, normal = self._limits()
-        places = self._engine._initialized.parameter_places()
+        places = places_in(self._engine._initialized.models)
         for device, gradients in by_device.items():
             loss_scale = torch.ones((), dtype=torch.float32, device=device)
             if backward is not None:

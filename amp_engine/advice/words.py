@@ -22,11 +22,7 @@ def share(value: float | None) -> str:
     """A share from 0 to 1 as percent; a share above 0 is never written as 0."""
     if value is None:
         return NOTHING
-    if not math.isfinite(value):
-        return "not finite"
-    if 0 < value < 0.0005:
-        return "< 0.1 %"
-    return wording.percent(value)
+    return wording.share(value) if math.isfinite(value) else "not finite"
 
 
 def scale(value: float | None) -> str:

@@ -7,8 +7,8 @@ from html import escape
 
 from amp_engine.page.page import Block, Figure, Sentence, Table
 from amp_engine.telemetry import plots
-from amp_engine.telemetry.update_report import LIMIT, AuditedOptimizer, AuditedTensor, UpdateReport, at_most, share
-from amp_engine.telemetry.wording import number, plural, size
+from amp_engine.telemetry.update_report import LIMIT, AuditedOptimizer, AuditedTensor, UpdateReport, at_most
+from amp_engine.telemetry.wording import number, plural, share, size
 
 SHOWN = 30
 """How many tensors stand in the table and in the picture, the first ones."""

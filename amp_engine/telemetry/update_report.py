@@ -150,11 +150,6 @@ class UpdateReport:
             yield f'Type model, optimizer = amp.initialize(model, optimizer, opt_level="{level}").'
 
 
-def share(value: float) -> str:
-    """A share as percent; one above 0 is never written as 0."""
-    return "< 0.1 %" if 0 < value < 0.0005 else percent(value)
-
-
 def at_most(value: float) -> str:
     """The largest of some shares, in words."""
     return "less than 0.1 %" if value < 0.0005 else f"at most {percent(value)}"

@@ -28,6 +28,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def share(value: float) -> str:
+    """`percent`, but a share above 0 is never written as 0."""
+    return "< 0.1 %" if 0 < value < 0.0005 else percent(value)
+
+
 def scale(value: float) -> str:
     """A loss scale: 65536, 0.125."""
     return f"{value:.10g}"

@@ -293,11 +293,7 @@ class Uses(ast.NodeVisitor):
 
     def __init__(self, tree: ast.Module) -> None:
         self.found: set[tuple[int, str, Verdict, str]] = set()
-        self._names = Names(
-            tree,
-            members=lambda package: inventory.members(inventory.canonical(package)),
-            is_known_result=lambda name: inventory.canonical(name) != name,
-        )
+        self._names = Names(tree)
         self._scope = self._names.scopes[tree]
         self._calls: dict[ast.Call, str] = {}
         self.generic_visit(tree)

@@ -7,9 +7,10 @@ Order is not followed: a name stands for everything that it is bound to anywhere
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from amp_engine.apex.check_sources import inventory
 
 UNKNOWN = "?"
 IMPORTS_BY_NAME = {"__import__", "importlib.__import__", "importlib.import_module"}
@@ -49,19 +50,9 @@ class Scope:
 
 
 class Names(ast.NodeVisitor):
-    """Dotted names of expressions.
+    """Dotted names of the expressions in a file."""
 
-    Args:
-        tree: a file.
-        members: returns the names that `from package import *` brings.
-        is_known_result: true for an `f()` whose result has members of its own.
-    """
-
-    def __init__(
-        self, tree: ast.Module, members: Callable[[str], Iterable[str]], is_known_result: Callable[[str], bool]
-    ) -> None:
-        self._members = members
-        self._is_known_result = is_known_result
+    def __init__(self, tree: ast.Module) -> None:
         self._resolved: dict[tuple[Scope, str], set[str]] = {}
         self._module = self._scope = Scope()
         self.scopes: dict[ast.AST, Scope] = {tree: self._module}
@@ -90,7 +81,7 @@ class Names(ast.NodeVisitor):
                 return {f"{each}.{name}" for each in self.of(value, scope)}
             case ast.Call():
                 results = {f"{name}()" for name in self.of(node.func, scope)}
-                return set(filter(self._is_known_result, results)) or {UNKNOWN}
+                return {name for name in results if inventory.canonical(name) != name} or {UNKNOWN}
         return {UNKNOWN}
 
     def _bound(self, owner: Scope, name: str) -> set[str]:
@@ -113,7 +104,7 @@ class Names(ast.NodeVisitor):
             if node.level:
                 self._scope.bind(alias.asname or alias.name, UNKNOWN)
             elif alias.name == "*":
-                for name in self._members(node.module or ""):
+                for name in inventory.members(inventory.canonical(node.module or "")):
                     self._scope.bind(name, f"{node.module}.{name}")
             else:
                 self._scope.bind(alias.asname or alias.name, f"{node.module}.{alias.name}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from amp_engine.apex.check_sources import check
@@ -33,12 +33,11 @@ def main(paths: list[str], *, undo: bool) -> int:
     if complaint := check.complaint(paths, "--undo" if undo else "--fix"):
         print(complaint, file=sys.stderr)
         return 2
-    change: Callable[[Path], bytes] = without_line if undo else with_line
     changed, left = 0, []
     for path in check.files(paths):
         try:
             before = path.read_bytes()
-            after = change(path)
+            after = without_line(before) if undo else with_line(path, before)
             if after != before:
                 path.write_bytes(after)
                 print(_diff(path, before, after), end="")
@@ -53,9 +52,8 @@ def main(paths: list[str], *, undo: bool) -> int:
     return int(bool(left))
 
 
-def with_line(path: Path) -> bytes:
-    """Return the file at `path` with the line; as it is if it imports no apex, or has the line, or one like it."""
-    source = path.read_bytes()
+def with_line(path: Path, source: bytes) -> bytes:
+    """Return the source of a file with the line; as it is if it imports no apex, or has the line, or one like it."""
     if path.suffix not in (".py", ".ipynb") or not check.mentions(source):
         return source
     if path.suffix == ".ipynb":
@@ -77,9 +75,9 @@ def with_line(path: Path) -> bytes:
     return fixed
 
 
-def without_line(path: Path) -> bytes:
-    """Return the file at `path` without the line that `with_line` adds."""
-    lines = path.read_bytes().splitlines(keepends=True)
+def without_line(source: bytes) -> bytes:
+    """Return the source of a file without the line that `with_line` adds."""
+    lines = source.splitlines(keepends=True)
     return b"".join(line for line in lines if line.rstrip(b"\r\n") != LINE)
 
 

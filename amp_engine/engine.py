@@ -225,6 +225,7 @@ class Engine:
 
             given = {
                 "cast_model_type": cast_model_type,
+                "patch_torch_functions": patch_torch_functions,
                 "keep_batchnorm_fp32": keep_batchnorm_fp32,
                 "master_weights": master_weights,
                 "loss_scale": loss_scale,
@@ -237,7 +238,6 @@ class Engine:
             assert policy is None or isinstance(policy, RunPolicy)  # `takes_policy` has read the file
             names = () if policy is None else tuple(policy.keep_float)
             kept = undo.enter_context(keep_by_name.kept(models, names, opt_level))
-            given["patch_torch_functions"] = patch_torch_functions
             request = checked(
                 models,
                 optimizers,
@@ -249,7 +249,7 @@ class Engine:
                 self.allow_incoming_model_not_fp32,
             )
             decided = request.policy
-            num_losses = arguments.check_num_losses(num_losses)
+            arguments.check_num_losses(num_losses)
             if decided.patch_torch_functions:
                 self.function_casts.check(request.casts_everywhere)
             self._initialized.refuse_known(request.optimizers, request.wrappers)
@@ -261,11 +261,10 @@ class Engine:
             self._initialized.add(request, adopt_data_writes)
             if self.policy is None:
                 self.overflows.begin()
-                self._initialized.backwards.evidence.begin()
+                self.backwards.evidence.begin()
             self.policy = decided
             self.min_loss_scale, self.max_loss_scale = min_loss_scale, max_loss_scale
-            skips = request.skips
-            self._scaling.begin(decided.loss_scale, num_losses, min_loss_scale, max_loss_scale, skips)
+            self._scaling.begin(decided.loss_scale, num_losses, min_loss_scale, max_loss_scale, request.skips)
             self.function_casts.follow(
                 decided, request.models, allow_banned, verbosity == 2, everywhere=request.casts_everywhere
             )

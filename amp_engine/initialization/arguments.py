@@ -346,14 +346,13 @@ def check_has_groups(optimizer: Any, function: str, others: str) -> None:
         )
 
 
-def check_num_losses(num_losses: Any) -> int:
-    """`num_losses` as a positive int. Raises AmpValueError for anything else."""
+def check_num_losses(num_losses: Any) -> None:
+    """Raise AmpValueError for anything but a positive int."""
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise AmpValueError(
             f"num_losses={num_losses!r} is not a positive whole number.  Use num_losses=1, or as many as there are "
             "losses with a loss_id of their own."
         )
-    return num_losses
 
 
 def check_cudnn() -> None:

@@ -195,7 +195,7 @@ def likely_cause(
     has_gradient: bool,
     has_bad_weights: bool,
     traced_to: Literal["data", "forward"] | None,
-    rank_losses: Sequence[float | None] = (),
+    rank_losses: Sequence[float | None],
 ) -> Cause:
     """The likely reason why gradients are not finite.
 

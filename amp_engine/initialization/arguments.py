@@ -103,7 +103,7 @@ def as_optimizers(optimizers: Any) -> list[Optimizer | LARC]:
     return listed
 
 
-def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, gives_float32: bool = True) -> None:
+def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, gives_float32: bool) -> None:
     """Raise AmpStateError for a model that cannot be cast as `policy` says.
 
     Args:

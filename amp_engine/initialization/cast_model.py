@@ -137,8 +137,8 @@ class CastModel:
         dtype: torch.dtype | None,
         keep_batchnorm_fp32: bool,
         output_dtype: torch.dtype | None,
-        saves_float32: bool = False,
-        casts_functions: bool = False,
+        saves_float32: bool,
+        casts_functions: bool,
     ) -> None:
         self._model = weakref.ref(model)
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}

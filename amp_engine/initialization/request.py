@@ -63,8 +63,8 @@ def checked(
     given: Mapping[str, Any],
     skip_on_overflow: bool | str,
     hard_override: bool,
-    process_group: Any = None,
-    allow_half: bool = False,
+    process_group: Any,
+    allow_half: bool,
 ) -> Request:
     """The arguments of `initialize` in their own types.
 

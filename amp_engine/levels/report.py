@@ -160,7 +160,7 @@ def flushed_message(loss_id: int, used: float, raised: float) -> str:
     )
 
 
-def overflow_message(loss_id: int, loss_scale: float, dynamic: bool, is_lowered: bool = True) -> str:
+def overflow_message(loss_id: int, loss_scale: float, dynamic: bool, is_lowered: bool) -> str:
     """apex's line, which scripts and people grep for; a static scale, which apex never skipped, has its own."""
     if not dynamic:
         return f"Gradient overflow.  Skipping step, loss scaler {loss_id} is static at {loss_scale}"

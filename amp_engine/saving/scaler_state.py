@@ -75,8 +75,8 @@ class SavedScaler(NamedTuple):
 def pack_scalers(
     scalers: Sequence[LossScaler],
     opt_level: str | None,
-    destination: OrderedDict[str, Any] | None = None,
-    scaler_format: ScalerFormat = "amp",
+    destination: OrderedDict[str, Any] | None,
+    scaler_format: ScalerFormat,
 ) -> OrderedDict[str, Any]:
     """`{"loss_scaler0": {...}, ...}`, in `destination` if there is one. Waits for the device once a dynamic scaler.
 

@@ -213,7 +213,7 @@ class Comparing(Follower):
         reference: Recording,
         roundoff: float,
         loss_scale: float,
-        emulation: Emulation | None = None,
+        emulation: Emulation | None,
     ) -> None:
         super().__init__(model)
         self.operations: list[ComparedOperation] = []

@@ -439,7 +439,7 @@ def _keywords(name: str) -> frozenset[str] | None:
 # --- report ---------------------------------------------------------------------------------------
 
 
-def render(found: list[Finding], read: int, skipped: Mapping[str, int], is_answered: bool = False) -> str:
+def render(found: list[Finding], read: int, skipped: Mapping[str, int], is_answered: bool) -> str:
     """Return the findings as aligned text, a paragraph for each file, and a summary.
 
     Args:

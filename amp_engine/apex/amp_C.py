@@ -568,7 +568,7 @@ def _step(
 
     Args:
         tensor_lists: gradients, parameters, the states of the formula, and maybe copies of the parameters, or masters.
-        done: how many steps the parameters had before.
+        done: how many steps the parameters had before; float32, shape [], if it is a tensor.
         norms: NovoGrad's, shape [n].
         inv_scale, gradient_norm: float32, shape [].
         skips: bool, shape []; nothing is written where it is true.
@@ -595,7 +595,7 @@ def _step(
         params,
         wide[0] if wide else None,
         wide[1] if n == 2 else None,
-        _steps(done, params, noop_flag),
+        (done if isinstance(done, Tensor) else _constant(done, noop_flag)).expand(len(params)).contiguous(),
         None if norms is None else norms.float(),
         copies,
         inv_scale=inv_scale,
@@ -738,13 +738,6 @@ def _set_where(noop_flag: Tensor, bad: Tensor) -> None:
     """Set the flag if one of `bad` (bool, any shape) is true. No host sync."""
     if bad.numel():
         noop_flag.masked_fill_(bad.any(), 1)
-
-
-def _steps(done: int | Tensor, params: TensorList, noop_flag: Tensor) -> Tensor:
-    """`done` steps for each parameter, as the kernels count them."""
-    if isinstance(done, Tensor):
-        return done.float().expand(len(params)).contiguous()
-    return torch.full((len(params),), float(done), device=noop_flag.device)
 
 
 def _constant(value: float, noop_flag: Tensor) -> Tensor:

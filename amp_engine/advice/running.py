@@ -161,9 +161,7 @@ def judged(trial: Trial | None, task: Task, status: int | None, printed: str) ->
         printed: the output of the script.
     """
     trial = trial or Trial(task.level)
-    if trial.out_of_time or trial.steps >= task.steps:  # whatever its end was like
-        return trial
-    if status == 0:
+    if status == 0 or trial.out_of_time or trial.steps >= task.steps:  # whatever its end was like
         return trial
     lines = printed.strip().splitlines()[-SHOWN_LINES:]
     if status is None:

@@ -404,5 +404,4 @@ def _is_bad(tensor: Tensor) -> bool:
 
 def _largest(tensors: Sequence[Tensor]) -> float | None:
     """The largest finite magnitude."""
-    found = [float(one[one.isfinite()].abs().max()) for one in tensors if bool(one.isfinite().any())]
-    return max((one for one in found if math.isfinite(one)), default=None)
+    return max((float(one[one.isfinite()].abs().max()) for one in tensors if bool(one.isfinite().any())), default=None)

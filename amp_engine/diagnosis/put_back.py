@@ -18,25 +18,23 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from amp_engine.ground.random_state import random_state, set_random_state
 from amp_engine.ground.reachable import ITEMS, reachable
 from amp_engine.ground.torch_private import lazy_clone
 
 
 def randomness(found: Iterable[object]) -> Callable[[], None]:
     """A function that has generators go on from here: torch's, Python's, NumPy's if that is loaded, and found ones."""
-    states: list[tuple[Callable[[Any], Any], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+    states: list[tuple[Callable[[Any], Any], Any]] = [(set_random_state, random_state())]
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
+    if accelerator is not None and accelerator.type != "cuda":
         device: Any = torch.get_device_module(accelerator)
         if getattr(device, "is_initialized", lambda: True)():
             if hasattr(device, "get_rng_state_all"):
                 states.append((device.set_rng_state_all, device.get_rng_state_all()))
             elif hasattr(device, "get_rng_state"):
                 states.append((device.set_rng_state, device.get_rng_state()))
-    states.append((random.setstate, random.getstate()))
     numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        states.append((numpy.random.set_state, numpy.random.get_state()))
     for one in found:
         if isinstance(one, torch.Generator):
             states.append((one.set_state, one.get_state()))

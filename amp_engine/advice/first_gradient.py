@@ -19,7 +19,6 @@ class FirstGradient:
 
     Args:
         level: O0 or a recipe, which is emulated from `begin` to `end`.
-        path: of the file.
     """
 
     def __init__(self, level: str, path: str) -> None:

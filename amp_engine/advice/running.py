@@ -156,9 +156,8 @@ def judged(trial: Trial | None, task: Task, status: int | None, printed: str) ->
     """Add to a trial the error of its process, if it failed.
 
     Args:
-        trial: the trial that the process wrote, or None.
+        trial: as the process wrote it, or None.
         status: the exit status of the process; None if it was ended from outside.
-        printed: the output of the script.
     """
     trial = trial or Trial(task.level)
     if status == 0 or trial.out_of_time or trial.steps >= task.steps:  # whatever its end was like

@@ -16,12 +16,7 @@ from amp_engine.optimizers.wrapped import takes_hooks
 
 
 class ScriptSteps:
-    """Calls functions around each step of an optimizer that takes hooks, but not inside of another step.
-
-    Args:
-        before: called with the optimizer before its step.
-        after: called with it afterwards.
-    """
+    """Calls functions around each step of an optimizer that takes hooks, but not inside of another step."""
 
     def __init__(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> None:
         self._functions = before, after

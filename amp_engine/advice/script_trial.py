@@ -36,9 +36,6 @@ class PlainScript:
 
     A script that calls `initialize` itself, or imports apex, is left alone. The engine gives up one that has several
     models or optimizers, or uses torch.amp.
-
-    Args:
-        engine: of the trial.
     """
 
     def __init__(self, engine: TrialEngine) -> None:

@@ -30,7 +30,6 @@ class Emulation(Recorder):
 
     Args:
         models: whose kept modules are left alone.
-        recipe: the formats.
     """
 
     sees_operations = True

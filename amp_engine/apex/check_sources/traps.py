@@ -31,8 +31,7 @@ class Traps:
     """The notes on one file.
 
     Args:
-        tree: the file.
-        calls: its calls, each with the dotted name of the function.
+        calls: of the file, each with the dotted name of the function.
     """
 
     def __init__(self, tree: ast.Module, calls: Mapping[ast.Call, str]) -> None:

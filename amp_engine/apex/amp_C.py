@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,17 +37,14 @@ from amp_engine.levels.policy import LOWEST_SCALE
 
 TensorList = Sequence[Tensor]
 TensorLists = Sequence[TensorList]
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _RefusedError(AmpValueError):
     """An argument that is not allowed, in words that lack the operation's name."""
 
 
-def _operation(
-    *names: str, optional: int = 0, reads: int = 1, writes_gradients: bool = False
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def _operation(*names: str, optional: int = 0, reads: int = 1, writes_gradients: bool = False) -> Callable[[F], F]:
     """Make an operation of a function: its flag and its lists are looked at before, and refusals name it and its lists.
 
     Args:
@@ -56,7 +53,7 @@ def _operation(
         writes_gradients: the first list is written after the kernels.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: F) -> F:
         op = function.__name__
 
         @wraps(function)
@@ -66,7 +63,7 @@ def _operation(
                 if writes_gradients:
                     check_apart(op, {"tensor_lists[0]": tensor_lists[0]}, {})
                 with torch.no_grad():
-                    return function(chunk_size, noop_flag, tensor_lists, *args, **kwargs)  # type: ignore[arg-type]
+                    return function(chunk_size, noop_flag, tensor_lists, *args, **kwargs)
             except _RefusedError as refusal:
                 raise AmpValueError(f"{op}: {refusal}") from None
             except AmpValueError:

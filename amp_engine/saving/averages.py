@@ -14,7 +14,7 @@ from torch.optim import swa_utils
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.initialization.cast_model import CastInputs, without_casts
-from amp_engine.stepping.exact import exact_value
+from amp_engine.stepping.exact import float32_of
 
 MultiAvgFn = Callable[[Any, Any, Any], None]
 AvgFn = Callable[[Tensor, Tensor, Any], Tensor]
@@ -122,12 +122,7 @@ def _paired(model: nn.Module, averaged: nn.Module) -> tuple[list[nn.Parameter], 
 
 
 def _exact(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    for tensor in tensors:
-        if not is_low_precision(tensor):
-            yield tensor
-            continue
-        value_f32 = exact_value(tensor) if isinstance(tensor, nn.Parameter) else None
-        yield tensor.detach().float() if value_f32 is None else value_f32
+    return (float32_of(tensor) if is_low_precision(tensor) else tensor for tensor in tensors)
 
 
 @torch.no_grad()

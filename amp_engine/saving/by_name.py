@@ -23,7 +23,7 @@ from amp_engine.ground.dtypes import is_low_precision, parse_dtype
 from amp_engine.initialization.arguments import as_optimizers
 from amp_engine.initialization.state_dict import memory_of
 from amp_engine.optimizers import LARC, inner_of
-from amp_engine.stepping.exact import exact_of, exact_value
+from amp_engine.stepping.exact import exact_of, exact_value, float32_of
 from amp_engine.stepping.ghost import ghost
 from amp_engine.stepping.master import masters_of, rounds_to_params
 from amp_engine.stepping.own_step import unhooked_step
@@ -49,8 +49,7 @@ def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if counts.get(name):
             weight = counting[name].weight
         elif next(exact_of(param), None) is not None:
-            value_f32 = exact_value(param)
-            weight = nn.Parameter(param.detach().float() if value_f32 is None else value_f32, requires_grad=False)
+            weight = nn.Parameter(float32_of(param), requires_grad=False)
         yield name, weight
 
 

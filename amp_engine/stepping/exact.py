@@ -132,6 +132,12 @@ def exact_value_of(keepers: Iterable[Exact]) -> Tensor | None:
     return next((one.value() for one in keepers if one.counts()), None)
 
 
+def float32_of(tensor: Tensor) -> Tensor:
+    """Return `exact_value` of a parameter, or else the tensor itself in float32. No host sync."""
+    value = exact_value(tensor) if isinstance(tensor, nn.Parameter) else None
+    return tensor.detach().float() if value is None else value
+
+
 def places_moved() -> None:
     """Forget known places: a parameter or a keeper may have other memory now."""
     _PLACES.clear()

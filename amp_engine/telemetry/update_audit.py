@@ -26,7 +26,7 @@ from amp_engine.ground.dtypes import dtype_name
 from amp_engine.ground.random_state import random_state, set_random_state
 from amp_engine.optimizers.wrapped import inner_of, takes_hooks
 from amp_engine.page.page import Page, Paged, Section, write_by_suffix
-from amp_engine.stepping.exact import exact_of, exact_value
+from amp_engine.stepping.exact import exact_of, float32_of
 from amp_engine.stepping.ghost import discard_ghost, shadow
 from amp_engine.stepping.own_step import unhooked_step
 from amp_engine.stepping.stepper import Stepper
@@ -397,10 +397,7 @@ def _entries(optimizer: Optimizer) -> Iterable[tuple[nn.Parameter, str]]:
 @torch.no_grad()
 def _value(weight: nn.Parameter) -> Tensor:
     """Copy a weight as the optimizer has it: float32 where a master in two halves is kept."""
-    if next(exact_of(weight), None) is None:
-        return weight.detach().clone()
-    exact = exact_value(weight)
-    return weight.detach().float() if exact is None else exact
+    return weight.detach().clone() if next(exact_of(weight), None) is None else float32_of(weight)
 
 
 def _twin(weight: nn.Parameter, value: Tensor, wider: torch.dtype) -> nn.Parameter:

@@ -75,12 +75,12 @@ class TrialEngine(Engine):
         half = self.policy and self.policy.low_precision
         new = (one for one in dropped if one not in self._trial.dropped)
         self._note(asked=asked, dtype=dtype_name(half) if half else None, dropped=(*self._trial.dropped, *new))
-        self._pendings = [one.pending for one in self._initialized.backwards.all]
+        self._pendings = [one.pending for one in self.backwards.all]
         self._look_at_device()
         if self._first_gradient is not None:
             self._first_gradient.begin(self._initialized.models)
-        if self._initialized.backwards.optimizers and self._first() is None:
-            first = self._initialized.backwards.optimizers[0]
+        if self.backwards.optimizers and self._first() is None:
+            first = self.backwards.optimizers[0]
             self._first = weakref.ref(first)
             self._hook = first.register_step_post_hook(self._after_step)
         return result
@@ -180,8 +180,7 @@ class TrialEngine(Engine):
                 self._note(memory=memory.described(self))
                 self._look_at_device()
             if self._counts_next:
-                params = {id(p): p for one in self._initialized.backwards.all for p in one.rows.columns.params}
-                for p in params.values():
+                for p in self._initialized.stepped_params():
                     if p.grad is not None:
                         self._gradients.add(p.grad)
 

@@ -69,7 +69,7 @@ class Initialized:
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaling, self._casts = scaling, casts
         self.backwards = ScaledBackwards(scaling, casts, lambda: self.models)
-        self.overflows = OverflowWatch(reporter, lambda: self.models, self._stepped_params, scaling)
+        self.overflows = OverflowWatch(reporter, lambda: self.models, self.stepped_params, scaling)
         events = self.backwards.events
         events.skipped.subscribe(self.overflows.skipped)
         events.reported.subscribe(self.overflows.stepped_on)
@@ -268,7 +268,7 @@ class Initialized:
             [p for p, dtype in params if p.dtype != dtype or (dtype in LOW_PRECISION and id(p) in mastered)]
         )
 
-    def _stepped_params(self) -> list[nn.Parameter]:
+    def stepped_params(self) -> list[nn.Parameter]:
         """The models' parameters that are stepped, each once."""
         return list({id(p): p for one in self.backwards.all for p in one.rows.columns.params}.values())
 

@@ -232,16 +232,13 @@ def _breakable(text: str) -> str:
     return escape(text).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
-def write_by_suffix(
-    path: str | os.PathLike[str], writers: Mapping[str, Callable[[], str]], what: str, best: str
-) -> None:
+def write_by_suffix(path: str | os.PathLike[str], writers: Mapping[str, Callable[[], str]], what: str) -> None:
     """Write a file by the suffix of its path.
 
     Args:
         path: of the file.
         writers: give the text for each suffix.
-        what: is written, for the error: "a receipt".
-        best: the suffix that the error advises.
+        what: is written, for the error, which advises .html: "a receipt".
 
     Raises AmpValueError for another suffix, OSError as `open` does.
     """
@@ -250,6 +247,6 @@ def write_by_suffix(
         *most, last = writers
         raise AmpValueError(
             f"save({os.fspath(path)!r}): {what} is written as {', '.join(most)} or {last}.  Use for example "
-            f"{str(Path(path).with_suffix(best))!r}."
+            f"{str(Path(path).with_suffix('.html'))!r}."
         )
     Path(path).write_text(writers[suffix](), encoding="utf-8")

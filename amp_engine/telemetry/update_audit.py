@@ -146,7 +146,7 @@ class UpdateAudit(Paged):
             ".html": lambda: self._page().html_file(),
             ".svg": lambda: update_page.picture(self.measured().tensors, is_file=True),
         }
-        write_by_suffix(path, writers, "an audit", ".html")
+        write_by_suffix(path, writers, "an audit")
 
     def _page(self) -> Page:
         return Page("Audit of updates", [Section("", update_page.blocks(self.measured()))])

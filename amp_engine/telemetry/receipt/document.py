@@ -86,7 +86,7 @@ class Receipt(Paged):
         Raises AmpValueError for another suffix, OSError as `open` does.
         """
         writers = {".txt": lambda: f"{self}\n", ".json": self.to_json, ".html": lambda: self._page().html_file()}
-        write_by_suffix(path, writers, "a receipt", ".html")
+        write_by_suffix(path, writers, "a receipt")
 
     def _page(self) -> Page:
         gradients = histogram_picture.blocks(self.gradients) if self.gradients else [Sentence(_NO_GRADIENTS, "soft")]

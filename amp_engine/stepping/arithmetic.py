@@ -51,6 +51,11 @@ def values(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
+def is_zero(grad: Tensor | None) -> bool:
+    """True if there is a gradient and each of its elements is zero. Waits for the device."""
+    return grad is not None and not bool(values(grad).any())
+
+
 @torch.no_grad()
 def largest_and_squares(values: Tensor) -> Tensor:
     """Return the largest magnitude and the sum of squares: float64, shape [2]. No host sync.

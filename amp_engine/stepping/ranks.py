@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import groups_of_shards, has_ranks, wrappers_around
 from amp_engine.ground.torch_private import joins_uneven_inputs
+from amp_engine.stepping.arithmetic import is_zero
 from amp_engine.stepping.columns import Columns
 from amp_engine.stepping.rows import Rows
 
@@ -131,12 +131,5 @@ class Ranks:
         """True if a parameter of `wrapper` has a gradient that is not 0. Waits for the device."""
         ids = {id(param) for param in wrapper.module.parameters()}
         columns = self._rows.columns
-        weights = (w for w, p in zip(columns.weights, columns.params, strict=True) if id(p) in ids)
-        return any(map(_is_nonzero, weights))
-
-
-def _is_nonzero(weight: nn.Parameter) -> bool:
-    grad: Tensor | None = weight.grad
-    if grad is None:
-        return False
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+        grads = (w.grad for w, p in zip(columns.weights, columns.params, strict=True) if id(p) in ids)
+        return any(grad is not None and not is_zero(grad) for grad in grads)

@@ -23,7 +23,7 @@ from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.backend import TensorList
 from amp_engine.optimizers.fused_step import Slot, StepInput
-from amp_engine.stepping import arithmetic
+from amp_engine.stepping.arithmetic import is_zero
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
 from amp_engine.stepping.exact import add_maker, discard_exact, discard_maker, exact_value_of
 from amp_engine.stepping.half_weights import HalfWeights
@@ -580,8 +580,3 @@ def _zeros_like(weights: Sequence[Tensor]) -> list[Tensor]:
         sizes[w.device] = max(sizes.get(w.device, 0), w.numel())
     zeros = {device: torch.zeros(size, device=device) for device, size in sizes.items()}
     return [zeros[w.device].as_strided(w.shape, w.stride()) for w in weights]
-
-
-def is_zero(grad: Tensor | None) -> bool:
-    """True if there is a gradient and each of its elements is zero. Waits for the device."""
-    return grad is not None and not bool(arithmetic.values(grad).any())

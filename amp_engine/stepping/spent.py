@@ -94,7 +94,7 @@ class Sentinel:
         if now is None:
             return Zeroed.GONE
         is_untouched = now is self._grad and self._version_of(now) == self._version
-        is_zeroed = not is_untouched and (_notes_zero(now) or not bool(arithmetic.values(now).any()))
+        is_zeroed = not is_untouched and (_notes_zero(now) or arithmetic.is_zero(now))
         if self._grad is self._tiny and (is_untouched or is_zeroed or _is_tiny(now, self.param)):
             self.hide()  # else an unscaled backward added to it
         return Zeroed.IN_PLACE if is_zeroed else Zeroed.NO

@@ -22,9 +22,10 @@ from amp_engine.ground.devices import moved
 from amp_engine.ground.dtypes import is_low_precision
 from amp_engine.kernels import tensor_lists
 from amp_engine.scaling.snapshot import ScaleSnapshot
+from amp_engine.stepping.arithmetic import is_zero
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.master import masters_of
-from amp_engine.stepping.rows import Rows, is_zero
+from amp_engine.stepping.rows import Rows
 from amp_engine.stepping.stepper import Stepper
 from amp_engine.stepping.window import Window
 

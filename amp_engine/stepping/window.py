@@ -239,7 +239,7 @@ class Window:
 
     def _zeroed(self, moved: list[tuple[int, bool]]) -> list[int]:
         grads = [(row, self._rows.columns.params[row].grad) for row, was_there in moved if was_there]
-        return [row for row, grad in grads if grad is None or not bool(arithmetic.values(grad).any())]
+        return [row for row, grad in grads if grad is None or arithmetic.is_zero(grad)]
 
     def _mark_smallest(self) -> None:
         """Have the smallest master show a gradient, to notice a zero_grad(), which does not reach the model's own."""

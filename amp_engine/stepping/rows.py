@@ -81,6 +81,7 @@ class Rows:
 
     makes_masters: ClassVar[bool] = False
     splits: ClassVar[bool] = False  # True if weights have remainders
+    _adopt_data_writes = False  # True to compare values before each step
 
     def __init__(self, optimizer: Optimizer, halves: HalfWeights | None = None) -> None:
         # True if the optimizer switches its parameters between training and evaluation (schedulefree and kin).
@@ -183,7 +184,7 @@ class Rows:
         A step that is skipped, or has no gradient for a master, writes nothing of that master into the model.
         """
         self.round_written()
-        self.refresh()
+        self.refresh(self._adopt_data_writes)
 
     def written(self) -> list[Master]:
         """Return masters that were written outside of a step while their parameters were not."""
@@ -455,9 +456,6 @@ class MasterRows(Rows):
             self.ledger.spent.zero(m.row for m in self.masters if m.row is not None and is_zero(m.param.grad))
             self.show_spent()
 
-    def judge_half(self) -> None:
-        """Do nothing: low-precision parameters have masters."""
-
     def master_of(self, param: nn.Parameter) -> Master | None:
         """The master of a parameter, or None."""
         return self._by_param.get(id(param))
@@ -517,11 +515,6 @@ class MasterRows(Rows):
                 if not master.was_written():
                     master.adopt()
                     master.mark_weight()
-
-    def follow(self) -> None:
-        """Do as `Rows.follow`, and look for writes through `param.data` if asked to."""
-        self.round_written()
-        self.refresh(self._adopt_data_writes)
 
     def release(self) -> None:
         """Put the parameters back into the groups, in float32 with their masters' values and state."""

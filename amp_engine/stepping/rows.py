@@ -420,17 +420,13 @@ class MasterRows(Rows):
             if isinstance(state, dict) and state is not own:
                 yield state
 
-    def scan(self) -> None:
-        """Bring the rows in line with the groups as they are now.
+    def _rescan(self, groups: list[dict[str, Any]]) -> None:
+        """Give new groups, unfrozen parameters and replaced entries masters, and take those of what left the groups.
 
-        New groups, unfrozen parameters and replaced entries get masters; entries that left the groups lose
-        theirs. Raises AmpStateError, before anything is changed, for a parameter beside its own master.
+        Raises AmpStateError, before anything is changed, for a parameter beside its own master.
         """
-        optimizer = self._optimizer()
-        if optimizer is None or self._is_scanned(optimizer.param_groups):
-            return
-        self._replace(optimizer.param_groups)
-        self._rescan(optimizer.param_groups)
+        self._replace(groups)
+        super()._rescan(groups)
         are_new = not self.masters
         self.masters = [master for master in self.columns.masters if master is not None]
         if len(self.masters) < len(self._by_weight):

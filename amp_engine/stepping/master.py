@@ -101,15 +101,13 @@ class Master(Exact):
 
     def materialize(self) -> None:
         """Make the float32 gradient from the held one, or of zeros that stand for it, if there is one."""
-        self.materialize_held()
-        if self.row is not None and self._ledger.spent.is_zero(self.row) and self.gradient() is None:
+        if self.row is None:
+            return
+        if self._ledger.slots.holds(self.row):
+            materialize_held(self._ledger.slots, [self])
+        if self._ledger.spent.is_zero(self.row) and self.gradient() is None:
             with torch.inference_mode(False):
                 GRAD.__set__(self.weight, torch.zeros_like(self.weight, requires_grad=False))
-
-    def materialize_held(self) -> None:
-        """Make the float32 gradient from the held one, if there is one, and add it to what autograd wrote meanwhile."""
-        if self.row is not None and self._ledger.slots.holds(self.row):
-            materialize_held(self._ledger.slots, [self])
 
     def wants_gradient(self) -> bool:
         """The `requires_grad` that counts: the last one written, to the master or to its parameter."""

@@ -36,15 +36,14 @@ class Table:
         self.is_captured = False  # in a CUDA graph
         self.inner = inner
         self.steps = moved(torch.tensor(start, dtype=torch.float32, device="cpu"), device)
-        self.state1: list[Tensor | None] = [state.get(rule.state1) for state in inner]
-        self.state2: list[Tensor | None] = [state.get(rule.state2) if rule.state2 else None for state in inner]
-        self._counts: list[Tensor | None] = self.state1
+        state1: list[Tensor | None] = [state.get(rule.state1) for state in inner]
+        state2: list[Tensor | None] = [state.get(rule.state2) if rule.state2 else None for state in inner]
+        self._entries = [(rule.state1, state1)]
+        if rule.state2 is not None:
+            self._entries.append((rule.state2, state2))
+        self._counts = state1
         if rule.keeps_step:
             self._counts = _put(inner, "step", self.steps)
-        self._entries = [(rule.state1, self.state1)]
-        if rule.state2 is not None:
-            self._entries.append((rule.state2, self.state2))
-        if rule.keeps_step:
             self._entries.append(("step", self._counts))
         norms = None
         if rule.keeps_norm:
@@ -52,7 +51,7 @@ class Table:
             norms = moved(torch.tensor(known, dtype=torch.float32, device="cpu"), device)
             self._entries.append((NORM, _put(inner, NORM, norms)))
         self.native = kernels.step_table(
-            rule.formula, weights, copies, _local(self.state1), _local(self.state2), groups, self.steps, norms
+            rule.formula, weights, copies, _local(state1), _local(state2), groups, self.steps, norms
         )
 
     def is_current(self) -> bool:

@@ -28,7 +28,8 @@ from amp_engine.stepping.saved_values import (
 _PASSING = {"view", "unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "clone", "alias"}
 _PASSING |= {"select", "slice", "split", "unbind", "as_strided", "reshape_alias"}
 _COMPILED = "CompiledFunction"
-_CHECKPOINT = "CheckpointFunctionBackward"
+CHECKPOINT = "CheckpointFunctionBackward"
+"""A reentrant checkpoint: its backward runs a graph of its own, which is not in that of the loss."""
 # How many operations are looked at, in search of the one behind those of which nothing was kept.
 _SEARCHED = 64
 # -inf that these give is a mask, and these take one.
@@ -94,7 +95,7 @@ def forward_order(loss: Tensor) -> dict[int, tuple[int, int]]:
     order: dict[int, tuple[int, int]] = {}
     for node in _nodes(loss):
         number = node._sequence_nr()
-        if node.name() == _CHECKPOINT:
+        if node.name() == CHECKPOINT:
             order[CHECKPOINTED] = max(order.get(CHECKPOINTED, (0, 0)), (number, 0))
         for place, (following, _) in enumerate(node.next_functions):
             if (param := leaf_of(following)) is not None:
@@ -125,7 +126,7 @@ class _Search:
         read = {node: _saved(node) for node in self._nodes}
         self._saved = {node: saved for node, (saved, _) in read.items()}
         # Operations in checkpointed parts, and reentrant parts themselves.
-        self._hidden = {node for node, (_, has_hooks) in read.items() if has_hooks or node.name() == _CHECKPOINT}
+        self._hidden = {node for node, (_, has_hooks) in read.items() if has_hooks or node.name() == CHECKPOINT}
         self._finite: set[Node] = set()  # operations whose saved results are finite
         self._has_data: set[Node] = set()  # operations that saved a finite input from outside of the graph
         self._told: dict[Node, str] = {}  # operations whose finite inputs tell that their results are not finite
@@ -249,7 +250,7 @@ class _Search:
                 after = own[0]
                 break
         before = used[-1] if used else None
-        parts = [one for one in self._nodes if one.name() == _CHECKPOINT]
+        parts = [one for one in self._nodes if one.name() == CHECKPOINT]
         part = parts.index(inside[0]) + 1 if len(inside) == 1 and inside[0] in parts else 0
         region = Region(before, after, part, len(parts) if part else 0)
         return Origin(name_of(maker), None, before, False, False, region=region)
@@ -408,7 +409,7 @@ def _tensors_of(node: Node) -> tuple[list[tuple[str, Tensor]], bool]:
     for raw_name in dir(node):
         if not raw_name.startswith("_raw_saved_"):
             continue
-        name = "saved_tensors" if node.name() == _CHECKPOINT else raw_name.removeprefix("_raw")
+        name = "saved_tensors" if node.name() == CHECKPOINT else raw_name.removeprefix("_raw")
         try:
             raw = getattr(node, raw_name)
             if raw_name not in read and any(

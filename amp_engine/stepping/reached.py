@@ -6,11 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from amp_engine.stepping.forward_order import leaf_of
+from amp_engine.stepping.forward_order import CHECKPOINT, leaf_of
 from amp_engine.stepping.stepper import Stepper
-
-# torch.utils.checkpoint(use_reentrant=True): its backward runs a graph of its own, which is not in that of the loss.
-_HIDES_A_GRAPH = "CheckpointFunctionBackward"
 
 
 def reached_by(loss: Tensor, everyone: Sequence[Stepper]) -> list[Stepper]:
@@ -41,7 +38,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor | None]:
     seen = set(left)
     while left:
         node = left.pop()
-        if node.name() == _HIDES_A_GRAPH:
+        if node.name() == CHECKPOINT:
             yield None
         for following, _ in node.next_functions:
             if following is None or following in seen:

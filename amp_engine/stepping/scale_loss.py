@@ -435,9 +435,10 @@ class ScaledBackward(ContextOfLoss):
         self._hooks = []
 
     def _refuse_unscaled(self) -> None:
-        """Raise AmpStateError if a backward of the unscaled loss has left gradients."""
+        """Put gradients back and raise AmpStateError if a backward of the unscaled loss has left some."""
         self._look_at_passed()
         if self._is_mixed:
+            self._discard(self._stepped)
             raise AmpStateError(
                 "backward() was called on the loss that was passed to amp.scale_loss, so its gradients are not scaled, "
                 "and were put back.  Write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and call "
@@ -471,17 +472,12 @@ class ScaledBackward(ContextOfLoss):
         self._remove_hooks()
         self._is_left = True
         try:
-            if kind is None:
-                try:
-                    self._refuse_unscaled()
-                except AmpStateError:
-                    self._discard(self._stepped)
-                    raise
-                self._warn_of_unscaled()
-                self._backwards.unlisted.exit()
             if kind is not None:
                 self._discard(self._stepped)
                 return
+            self._refuse_unscaled()
+            self._warn_of_unscaled()
+            self._backwards.unlisted.exit()
             for one in self._stepped:
                 one.missing_gradients.note(self._has_begun)
             if self._delay_unscale:

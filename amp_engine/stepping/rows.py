@@ -283,12 +283,10 @@ class Rows:
         if before.params is not self._low:
             return False  # of other rows
         places = [place for place, was_there in before.moved() if was_there] if before.have_moved() else []
-        copies = self.columns.copies
-        written = (
-            [copies[row] for row in self.ledger.slots.held.written()] if self.ledger.slots.held is not None else []
-        )
+        params, held = self.columns.params, self.ledger.slots.held
+        written = [] if held is None else [params[row] for row in held.written()]
         written += [self.masters[place].param for place in places]
-        is_written = any(p is not None and p.grad is not None for p in written)
+        is_written = any(p.grad is not None for p in written)
         # Gradients of a parameter that has several masters come and go with the windows of each.
         return is_written and all(len(list(masters_of(master.param))) == 1 for master in self.masters)
 

@@ -319,12 +319,11 @@ class Rows:
         if self.masters:
             had = self._has_gradients() if step is None else step.slots
             self.ledger.spent.spend(had, self.columns.master_mask)
+        self.discard_parameter_gradients()  # first: then nothing else has the memory of those that are held
         if keeps_masters:
-            self.discard_parameter_gradients()
             kept = [m.weight for m in self.masters if m.gradient() is not None]
             self.ledger.spent.watch(min(kept, key=Tensor.numel) if kept else None)
         else:
-            self.discard_parameter_gradients()  # first: then nothing else has the memory of those that are held
             if step is None or not step.are_held:
                 tensor_lists.discard_gradients(self._high)
             self.ledger.slots = NO_SLOTS

@@ -22,7 +22,8 @@ from amp_engine.casting.forward_casts import cast_joining
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.distributed import is_sharded
 from amp_engine.ground.dtypes import is_low_precision
-from amp_engine.stepping.exact import exact_of, exact_value, make_for_joined
+from amp_engine.stepping.exact import exact_of, exact_value
+from amp_engine.stepping.rows import make_for_joined
 
 # State dictionary -> memory of a tensor in it -> its first name there.
 _FIRST_NAMES: Any = WeakIdKeyDictionary()

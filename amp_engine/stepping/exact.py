@@ -9,29 +9,14 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from operator import itemgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from amp_engine.errors import AmpStateError
-
-
-class Maker(Protocol):
-    """Makes keepers for the parameters in an optimizer's groups."""
-
-    def scan(self) -> None:
-        """Make keepers for parameters that joined the groups, while their optimizer lives."""
-
-
 # Live parameter -> weak references to the keepers of its value.
 _KEEPERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-# Rows of optimizers, which make keepers for parameters that join the groups.
-_MAKERS: weakref.WeakSet[Maker] = weakref.WeakSet()
 
 # Begin and end of the memory of these parameters and of masters, in order; emptied when one moves, and refilled on
 # demand.
@@ -89,23 +74,6 @@ def keep_exact(one: Exact) -> None:
     """Register `one` for its parameter, behind earlier keepers, for as long as both live."""
     _PLACES.clear()
     _KEEPERS[one.param] = [weakref.ref(other) for other in (*exact_of(one.param), one)]
-
-
-def add_maker(maker: Maker) -> None:
-    """Have `maker` look for joined parameters before a checkpoint is loaded, until `discard_maker`."""
-    _MAKERS.add(maker)
-
-
-def discard_maker(maker: Maker) -> None:
-    """Stop asking `maker`: its optimizer has its parameters back."""
-    _MAKERS.discard(maker)
-
-
-def make_for_joined() -> None:
-    """Make keepers for parameters that joined since the last backward; the next one reports refused parameters."""
-    for maker in list(_MAKERS):
-        with suppress(AmpStateError):
-            maker.scan()
 
 
 def discard_exact(one: Exact) -> None:

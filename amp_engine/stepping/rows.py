@@ -25,7 +25,7 @@ from amp_engine.kernels.backend import TensorList
 from amp_engine.optimizers.fused_step import Slot, StepInput
 from amp_engine.stepping.arithmetic import is_zero
 from amp_engine.stepping.columns import NO_COLUMNS, Columns, columns_of
-from amp_engine.stepping.exact import add_maker, discard_exact, discard_maker, exact_value_of
+from amp_engine.stepping.exact import discard_exact, exact_value_of
 from amp_engine.stepping.half_weights import HalfWeights
 from amp_engine.stepping.master import (
     Ledger,
@@ -40,9 +40,8 @@ from amp_engine.stepping.slots import NO_SLOTS, OWN_SLOTS, WholeCheck
 
 _SCALED = bytes(slot == Slot.HELD for slot in range(256))
 
-_WITH_MASTERS: weakref.WeakSet[MasterRows] = weakref.WeakSet()
-# Rows that keep FP32 values of parameters and have seen no backward yet.
-_FRESH: weakref.WeakSet[Rows] = weakref.WeakSet()
+# Rows that keep FP32 values of parameters, until they are released.
+_KEEPING: weakref.WeakSet[Rows] = weakref.WeakSet()
 
 
 def follow_masters_in_eager(module: nn.Module, args: Any) -> None:
@@ -51,8 +50,9 @@ def follow_masters_in_eager(module: nn.Module, args: Any) -> None:
     It does so for all models: that is cheaper than to find the masters of one. Does nothing in a graph.
     """
     if not torch.compiler.is_compiling():
-        for rows in list(_WITH_MASTERS):
-            rows.round_written()
+        for rows in list(_KEEPING):
+            if rows.masters:
+                rows.round_written()
 
 
 @disable_dynamo
@@ -67,8 +67,16 @@ def announce_broadcast(numel: int) -> None:
     Before the first backward it may hold the model's own weights, to be copied into `param.data`. That changes nothing
     on the sending rank, and no version elsewhere, so all ranks go on from rounded values, as in apex.
     """
-    for rows in list(_FRESH):
-        rows.doubt(numel)
+    for rows in list(_KEEPING):
+        if rows._is_fresh:
+            rows.doubt(numel)
+
+
+def make_for_joined() -> None:
+    """Have parameters that joined since the last backward be kept, too; the next one reports refused parameters."""
+    for rows in list(_KEEPING):
+        with suppress(AmpStateError):
+            rows.scan()
 
 
 class Rows:
@@ -102,10 +110,13 @@ class Rows:
         self._low = self._high = tensor_lists.params([])
         self.ledger = Ledger([], [])
         self._is_fresh = True  # until `refresh` is called for the first time
+        self._exact: Mapping[int, Tensor] = {}  # until `_keep`: id of a parameter -> its value before the cast
 
-    def _await_broadcasts(self) -> None:
-        """Have `doubt` called for broadcasts until `refresh`."""
-        _FRESH.add(self)
+    def _keep(self) -> None:
+        """Keep the values of `_exact`, and free its memory. From now on hear of broadcasts, forwards, checkpoints."""
+        self.scan()
+        self._exact = {}
+        _KEEPING.add(self)
 
     def doubt(self, numel: int) -> None:
         """Take parameters as they are, if a broadcast of `numel` elements may have carried the largest of them."""
@@ -176,7 +187,6 @@ class Rows:
             adopt_data_writes: compare values as well.
         """
         self._is_fresh = False
-        _FRESH.discard(self)
 
     def follow(self) -> None:
         """Before a step: copy foreign writes between master and parameter; if both were written the parameter counts.
@@ -359,6 +369,7 @@ class Rows:
 
     def release(self) -> None:
         """Give the parameters back their float32 values from where they are kept."""
+        _KEEPING.discard(self)
 
     def _live_optimizer(self) -> Optimizer:
         optimizer = self._optimizer()
@@ -388,11 +399,7 @@ class MasterRows(Rows):
         self._by_param: dict[int, Master] = {}  # by id of the parameter
         self._adopt_data_writes = adopt_data_writes
         self._exact = exact or {}
-        self.scan()
-        self._exact = {}  # free its memory
-        self._await_broadcasts()
-        add_maker(self)
-        _WITH_MASTERS.add(self)
+        self._keep()
 
     def doubt(self, numel: int) -> None:
         """Have masters take their parameters if a broadcast of `numel` elements may have carried the largest."""
@@ -511,7 +518,7 @@ class MasterRows(Rows):
 
     def release(self) -> None:
         """Put the parameters back into the groups, in float32 with their masters' values and state."""
-        discard_maker(self)
+        super().release()
         optimizer = self._optimizer()
         if optimizer is None:
             return

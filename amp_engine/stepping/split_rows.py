@@ -19,7 +19,7 @@ from amp_engine.errors import AmpStateError
 from amp_engine.ground.dtypes import followed, is_low_precision
 from amp_engine.kernels import halves, tensor_lists
 from amp_engine.optimizers.fused_step import StepInput
-from amp_engine.stepping.exact import Exact, add_maker, discard_exact, discard_maker, exact_of, keep_exact, places_moved
+from amp_engine.stepping.exact import Exact, discard_exact, exact_of, keep_exact, places_moved
 from amp_engine.stepping.rows import Rows
 
 
@@ -90,10 +90,7 @@ class SplitRows(Rows):
         self._seen: tuple[nn.Parameter, ...] = ()  # the weights as of the last scan
         self._is_doubted = False
         self._incoming: dict[str, Any] = {}
-        self.scan()
-        self._exact = {}  # free its memory
-        self._await_broadcasts()
-        add_maker(self)
+        self._keep()
         self._hooks = [
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
@@ -161,7 +158,7 @@ class SplitRows(Rows):
 
     def release(self) -> None:
         """Give the parameters their masters' float32 values."""
-        discard_maker(self)
+        super().release()
         for hook in self._hooks:
             hook.remove()
         for one in self._by_row:
@@ -173,7 +170,6 @@ class SplitRows(Rows):
             param.grad = None if grad is None else grad.float()
             discard_exact(one)
         self._by_row = []
-        super().release()
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._incoming = state_dict

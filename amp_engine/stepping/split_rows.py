@@ -39,6 +39,7 @@ class Remainder(Exact):
         self._marks, self._place = tensor_lists.marks([param]), 0
         if exact_f32 is not None:
             self.take(exact_f32)
+        keep_exact(self)
 
     def in_sync(self) -> bool:
         """True if only we wrote the parameter since the remainder was taken."""
@@ -114,7 +115,10 @@ class SplitRows(Rows):
         for p in weights:
             if is_low_precision(p) and id(p) not in known:
                 _check(p)
-        self._by_row = [(known.pop(id(p), None) or self._new(p)) if is_low_precision(p) else None for p in weights]
+        self._by_row = [
+            (known.pop(id(p), None) or Remainder(p, self._exact.get(id(p)))) if is_low_precision(p) else None
+            for p in weights
+        ]
         for gone in known.values():
             discard_exact(gone)
         remainders = [one for one in self._by_row if one is not None]
@@ -122,11 +126,6 @@ class SplitRows(Rows):
         for place, one in enumerate(remainders):
             one.enter(self._marks, place)
         self._seen = weights
-
-    def _new(self, param: nn.Parameter) -> Remainder:
-        remainder = Remainder(param, self._exact.get(id(param)))
-        keep_exact(remainder)
-        return remainder
 
     def doubt(self, numel: int) -> None:
         """Go on from rounded parameters, if a broadcast of `numel` elements may have carried the largest of them."""

@@ -315,19 +315,16 @@ class Ghosts:
         self._have_stand_ins: bool | None = None
         self._empty: Optimizer | None = None
 
-    def of(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], steps_its_groups: bool
-    ) -> Optimizer:
-        """Return a ghost for `step(*args[1:], **kwargs)`.
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_its_groups: bool) -> Optimizer:
+        """Return a ghost for `step(*args[1:], **kwargs)` of the optimizer `args[0]`.
 
         Args:
-            optimizer: the optimizer whose `step` was called.
-            args: positional arguments of the call, the optimizer first.
-            kwargs: keyword arguments of the call.
+            args, kwargs: the arguments of the call.
             steps_its_groups: True if the class is known to step only its groups.
 
         Raises AmpStateError for a class whose `step` fails on both kinds of ghost.
         """
+        optimizer = args[0]
         if steps_its_groups:
             if self._empty is None:
                 self._empty = _empty(optimizer)

@@ -199,7 +199,7 @@ class StepHook:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_its_groups: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that torch goes on with."""
-        double = self._ghosts.of(args[0], args, kwargs, steps_its_groups)
+        double = self._ghosts.of(args, kwargs, steps_its_groups)
         if not steps_its_groups:
             self._random = random_state()
         return (double, *args[1:]), kwargs

@@ -105,7 +105,6 @@ class FusedStep:
     Args:
         optimizer: held weakly. Its `state` is filled as its own class would fill it, except for `step` counts: they
             are views of one float32 tensor on the parameters' device, where they advance.
-        rule: the rule of its class.
     """
 
     def __init__(self, optimizer: Optimizer, rule: Rule) -> None:

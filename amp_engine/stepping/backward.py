@@ -44,7 +44,6 @@ class Backward:
 
     Args:
         scaler: is told of an overflow.
-        loss_id: number of the loss.
         snapshot: the scale, as it was at the entry.
 
     Attributes:

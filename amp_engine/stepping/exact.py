@@ -24,11 +24,7 @@ _PLACES: list[tuple[int, int, TensorWeakRef]] = []
 
 
 class Exact:
-    """Keeps the float32 value of one parameter.
-
-    Attributes:
-        param: the parameter.
-    """
+    """Keeps the float32 value of one parameter."""
 
     # Slots: a garbage collection visits every dictionary, and making 50,000 of them triggers many.
     __slots__ = ("__weakref__", "_incoming", "param")

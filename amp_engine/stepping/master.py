@@ -57,7 +57,6 @@ class Master(Exact):
     Where the parameter has gaps in memory, the master has none.
 
     Args:
-        param: the parameter.
         value_f32: float32; becomes the master's memory.
     """
 

@@ -22,7 +22,6 @@ class Ranks:
     reduction; the exit of a `scale_loss` without `delay_unscale` unscales them and takes them away.
 
     Args:
-        rows: the rows of the optimizer.
         process_group: the group that the user named; None for the groups of the DTensors among its parameters and of
             the DistributedDataParallel around them, if there are any.
         is_in_zero: True if each rank steps different parameters of a model that all ranks have.

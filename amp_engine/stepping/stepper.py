@@ -55,7 +55,6 @@ class Stepper:
 
     Args:
         optimizer: its groups have the weights of `rows`.
-        rows: the rows that it steps.
         scaling: gives the scaler of gradients without a named scaler.
         pending: decides whether a step is skipped.
         events: observers of these are told of masters that were written outside of steps.

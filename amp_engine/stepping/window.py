@@ -50,11 +50,7 @@ _NEXT = {
 
 
 class Window:
-    """The window of one optimizer, closed at first.
-
-    Args:
-        rows: the rows of the optimizer.
-    """
+    """The window of one optimizer, closed at first."""
 
     def __init__(self, rows: Rows) -> None:
         self.state = State.CLOSED

@@ -44,8 +44,7 @@ class _Others:
 
     Attributes:
         low: the parameters that would get a master.
-        plain: those that would not.
-        rows: the rows of `plain`.
+        rows: the rows of those that would not.
         stepped: weak references to optimizers that step some of them.
         changes: the count of `Unlisted.changes` when they were found.
     """
@@ -55,7 +54,6 @@ class _Others:
     ) -> None:
         self.stepped, self.changes = stepped, changes
         self.low, self.low_handle = low, tensor_lists.params(low)
-        self.plain, self.plain_handle = plain, tensor_lists.params(plain)
         nobody = _Nobody(plain)
         self.rows = Rows(nobody)  # type: ignore[arg-type]
         self.rows.scan()
@@ -133,7 +131,7 @@ class Unlisted:
             return
         if others.low:
             self._rescale(others, backward.snapshot)
-        window = Window(others.rows) if tensor_lists.any_gradient(others.plain_handle) else None
+        window = Window(others.rows) if tensor_lists.any_gradient(others.rows.columns.plain_handle) else None
         own = Backward(backward.scaler, backward.loss_id, backward.snapshot)
         self._body = _Body(others, own, window)
         if window is not None:
@@ -169,7 +167,7 @@ class Unlisted:
             return
         others, backward, window = self._leave(self._body)
         if window is None:
-            if not tensor_lists.any_gradient(others.plain_handle):
+            if not tensor_lists.any_gradient(others.rows.columns.plain_handle):
                 return
             window = Window(others.rows)
             window.adopt(backward)
@@ -189,7 +187,7 @@ class Unlisted:
             return
         others, _, window = self._leave(self._body)
         if window is None:
-            tensor_lists.discard_gradients(others.plain_handle)
+            tensor_lists.discard_gradients(others.rows.columns.plain_handle)
         else:
             window.discard_backward()
 
@@ -200,7 +198,7 @@ class Unlisted:
         if body.window is not None or others.changes == self.changes:
             return body
         theirs = self._ids_of_other_engines()
-        plain = [p for p in others.plain if id(p) not in theirs]
+        plain = [p for p in others.rows.columns.plain if id(p) not in theirs]
         return body._replace(others=_Others(others.low, plain, others.stepped, self.changes))
 
     def _rescale(self, others: _Others, snapshot: ScaleSnapshot) -> None:
@@ -224,7 +222,7 @@ class Unlisted:
             if len(self._found) > 64:
                 self.forget()
             self._found[key] = found = self._look(everyone, changes)
-        return found if found.low or found.plain else None
+        return found if found.low or found.rows.columns.plain else None
 
     def _other_engines(self) -> list[Unlisted]:
         return [one for one in _alive_in(_OF_ENGINES) if one is not self]

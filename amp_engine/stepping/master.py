@@ -47,10 +47,6 @@ class Ledger:
         self.spent = spent or Spent()
 
 
-# The ledger of a master that no scan has seen.
-_NOT_SCANNED = Ledger([], [])
-
-
 class Master(Exact):
     """One low-precision parameter of a model and its float32 master, of equal shape and strides.
 
@@ -61,6 +57,8 @@ class Master(Exact):
     """
 
     __slots__ = ("_ledger", "_place", "_seen_to_want", "is_doubted", "row", "weight")
+    _ledger: Ledger
+    _place: int
 
     def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
         super().__init__(param)
@@ -69,9 +67,7 @@ class Master(Exact):
         own(self.weight, self)
         # Optimizers read attributes that users set on parameters (`p.no_decay = True`).
         self.weight.__dict__.update(param.__dict__)
-        self._ledger = _NOT_SCANNED
-        self._place = 0
-        self.row: int | None = None  # its row as of the last scan
+        self.row: int | None = None  # its row as of the last scan, until which it is in no ledger
         # True if a broadcast may have been copied into `param.data`, unseen, since master and parameter agreed.
         self.is_doubted = False
         keep_exact(self)
@@ -124,7 +120,7 @@ class Master(Exact):
 
     def in_sync(self) -> bool:
         """True if only we moved the parameter since it was last marked."""
-        return self._ledger is _NOT_SCANNED or not self._ledger.params.has_moved(self._place)
+        return self.row is None or not self._ledger.params.has_moved(self._place)
 
     def counts(self) -> bool:
         """True if the parameter was rounded from the master wherever it was not written since.
@@ -139,24 +135,24 @@ class Master(Exact):
 
     def was_written(self) -> bool:
         """True if other code wrote the master since it last agreed with the parameter."""
-        return self._ledger is not _NOT_SCANNED and self._ledger.weights.has_moved(self._place)
+        return self.row is not None and self._ledger.weights.has_moved(self._place)
 
     def mark_in_sync(self) -> None:
         """Declare that master and parameter agree."""
         self.is_doubted = False
         places_moved()
-        if self._ledger is not _NOT_SCANNED:
+        if self.row is not None:
             self._ledger.params.mark_at(self._place)
             self._ledger.weights.mark_at(self._place)
 
     def mark_weight(self) -> None:
         """Mark the master as it is now, and leave the mark of the parameter."""
-        if self._ledger is not _NOT_SCANNED:
+        if self.row is not None:
             self._ledger.weights.mark_at(self._place)
 
     def enter(self, ledger: Ledger, place: int, row: int) -> None:
         """Move to `ledger`, which takes over the marks of an earlier one, and holds the gradient."""
-        if self._ledger is not _NOT_SCANNED:
+        if self.row is not None:
             ledger.params.take(place, self._ledger.params, self._place)
             ledger.weights.take(place, self._ledger.weights, self._place)
         self._ledger, self._place, self.row = ledger, place, row

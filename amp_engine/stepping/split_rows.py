@@ -68,9 +68,6 @@ class Remainder(Exact):
         places_moved()
         self._marks.mark_at(self._place)
 
-    def memory(self) -> None:
-        """Return None: no other code sees the remainder."""
-
 
 class SplitRows(Rows):
     """The rows of one optimizer whose bfloat16 parameters have remainders.

@@ -67,7 +67,7 @@ class Initialized:
         self._cast_models: list[CastModel] = []
         # Stepped after a cast, or by masters: what steps them when it is undone wants state of the parameters' type.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._scaling, self._casts = scaling, casts
+        self._scaling = scaling
         self.backwards = ScaledBackwards(scaling, casts, lambda: self.models)
         self.overflows = OverflowWatch(reporter, lambda: self.models, self.stepped_params, scaling)
         events = self.backwards.events
@@ -195,7 +195,7 @@ class Initialized:
             check: given it before its first `scale_loss` or step; raises AmpStateError.
         """
         stepped = Stepper(optimizer, rows, self._scaling, Pending(events), events, ranks, check)
-        StepHook(stepped, self.backwards, self._scaling, self._casts)  # which the optimizer holds
+        StepHook(stepped, self.backwards)  # which the optimizer holds
         self.backwards.add(stepped)
         apex_face.put_on(optimizer, stepped)
         return stepped

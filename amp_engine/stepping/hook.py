@@ -18,13 +18,12 @@ from amp_engine.ground.random_state import RandomState, random_state, set_random
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.optimizers.fused_step import fused_step_of
 from amp_engine.optimizers.wrapped import inner_optimizers, takes_hooks
-from amp_engine.scaling.losses import Scaling
 from amp_engine.stepping.ghost import Ghosts, discard_ghost
 from amp_engine.stepping.gradient_warnings import warn_of_copied_masters
 from amp_engine.stepping.master_parameter import has_copied_masters
 from amp_engine.stepping.own_step import unhooked_step
 from amp_engine.stepping.scale_loss import ScaledBackwards
-from amp_engine.stepping.stepper import Casts, Stepper
+from amp_engine.stepping.stepper import Stepper
 
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
 
@@ -79,17 +78,14 @@ class StepHook:
 
     Args:
         stepped: does the step.
-        backwards: unscales gradients that are still scaled before the step.
-        scaling: while it is active `step(closure)` is an error, since the backward in a closure would come after the
-            decision to skip.
-        casts: the function casts; off during a step. A fused step also writes their copies of FP32 parameters.
+        backwards: unscales gradients that are still scaled before the step. While its scaling is active `step(closure)`
+            is an error, since the backward in a closure would come after the decision to skip. Its casts are off during
+            a step; a fused step also writes their copies of FP32 parameters.
     """
 
-    def __init__(self, stepped: Stepper, backwards: ScaledBackwards, scaling: Scaling, casts: Casts) -> None:
+    def __init__(self, stepped: Stepper, backwards: ScaledBackwards) -> None:
         self._stepped = stepped
         self._backwards = backwards
-        self._scaling = scaling
-        self._casts = casts
         self._ghosts = Ghosts()
         self._is_stepping = False
         optimizer = stepped.optimizer
@@ -140,7 +136,7 @@ class StepHook:
     def _before_inner_step(self, inner: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a separate step of an inner optimizer: no skip and no write into the model would follow it."""
         stepped = self._stepped
-        is_ours = stepped.rows.makes_masters or stepped.needs_kernels or self._scaling.is_active
+        is_ours = stepped.rows.makes_masters or stepped.needs_kernels or self._backwards.scaling.is_active
         if self._is_stepping or not is_ours or self._backwards.get(inner) is not None:
             return
         name, outer = type(inner).__name__, type(stepped.optimizer).__name__
@@ -162,13 +158,13 @@ class StepHook:
         if self._is_stepping:  # a subclass called super().step()
             return None
         self._random = None
-        stepped, is_scaled = self._stepped, self._scaling.is_active
+        stepped, is_scaled = self._stepped, self._backwards.scaling.is_active
         self._prepare()
         if self._backwards.evidence.is_rehearsal:
             stepped.forget_backwards()
             return self._ghost(args, kwargs, fused_step_of(optimizer) is not None)
         stepped.missing_gradients.warn(optimizer, stepped.rows)
-        casts_off = self._casts.off()
+        casts_off = self._backwards.casts.off()
         is_own = stepped.rows.makes_masters or stepped.needs_kernels
         if not is_own and casts_off is None and not stepped.is_pending and not is_scaled:
             stepped.rows.judge_half()
@@ -190,7 +186,7 @@ class StepHook:
         with nullcontext() if casts_off is None else casts_off:
             self._is_stepping = True
             try:
-                stepped.step(args, kwargs, fused if is_plain else None, self._casts)
+                stepped.step(args, kwargs, fused if is_plain else None, self._backwards.casts)
             finally:
                 self._is_stepping = False
             return self._ghost(args, kwargs, fused is not None)

@@ -46,7 +46,7 @@ class ScaledBackwards:
         # reference here would keep alive.
         self._stepped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Stepper]]
         self._stepped = weakref.WeakKeyDictionary()
-        self._scaling = scaling
+        self.scaling = scaling
         self.events = Events()
         self.evidence = Evidence(scaling, self.events)
         self.unlisted = Unlisted(models, lambda: self.optimizers)
@@ -103,7 +103,7 @@ class ScaledBackwards:
         """True if nothing is to be scaled, checked or moved: O0, O3 and O4 unless the user asked for more."""
         return (
             scaler.is_identity
-            and self._scaling.skips is not Skips.ALWAYS
+            and self.scaling.skips is not Skips.ALWAYS
             and all(not one.rows.makes_masters and one.window.is_closed for one in stepped)
         )
 
@@ -137,7 +137,7 @@ class ScaledBackwards:
         stepped.rows.scan()
         if not stepped.window.is_closed or not stepped.has_gathered(is_stepping):
             return
-        scaler = self._scaling.default()
+        scaler = self.scaling.default()
         if not self._passes_through(scaler, [stepped]):
             backward = self.begin([stepped], scaler, 0)
             stepped.enter_backward(backward, scale=self.unlisted.scale)
@@ -159,8 +159,8 @@ class ScaledBackwards:
         """
         scaler = backward.scaler
         scaler.settle()
-        backward.skips = scaler.dynamic or self._scaling.skips_static(any(one.rows.makes_masters for one in stepped))
-        check = backward.skips or backward.loss_id not in self._scaling.reported
+        backward.skips = scaler.dynamic or self.scaling.skips_static(any(one.rows.makes_masters for one in stepped))
+        check = backward.skips or backward.loss_id not in self.scaling.reported
         unscaled: set[int] | None = set() if len(stepped) > 1 else None
         # No agreement where an overflow is only reported: a rank that has reported one checks no more, and others would
         # wait for it. Most processes have no ranks, and make no list of their groups.
@@ -212,7 +212,7 @@ class ScaledBackwards:
             if concludes:
                 backward.conclude(outcome)
             if is_noted:
-                self._scaling.history.note(backward.loss_id, backward.outcome, backward.number, follows)
+                self.scaling.history.note(backward.loss_id, backward.outcome, backward.number, follows)
 
         if reduction is None:
             conclude()

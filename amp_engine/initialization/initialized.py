@@ -34,7 +34,6 @@ from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.events import Events
 from amp_engine.stepping.exact import exact_value
 from amp_engine.stepping.hook import StepHook, remove_hooks, remove_unused
-from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.ranks import Ranks
 from amp_engine.stepping.rows import MasterRows, Rows
 from amp_engine.stepping.scale_loss import ScaledBackwards
@@ -194,7 +193,7 @@ class Initialized:
             ranks: the ranks that decide on a skip together; None: as a DistributedDataParallel has them.
             check: given it before its first `scale_loss` or step; raises AmpStateError.
         """
-        stepped = Stepper(optimizer, rows, self._scaling, Pending(events), events, ranks, check)
+        stepped = Stepper(optimizer, rows, self._scaling, events, ranks, check)
         StepHook(stepped, self.backwards)  # which the optimizer holds
         self.backwards.add(stepped)
         apex_face.put_on(optimizer, stepped)

@@ -56,8 +56,7 @@ class Stepper:
     Args:
         optimizer: its groups have the weights of `rows`.
         scaling: gives the scaler of gradients without a named scaler.
-        pending: decides whether a step is skipped.
-        events: observers of these are told of masters that were written outside of steps.
+        events: observers of these are told of skipped steps, and of masters that were written outside of steps.
         ranks: the ranks that train with this one; None to find them from the rows.
         check: called with this object before its first `scale_loss` or step; raises AmpStateError.
     """
@@ -67,7 +66,6 @@ class Stepper:
         optimizer: Optimizer,
         rows: Rows,
         scaling: Scaling,
-        pending: Pending,
         events: Events,
         ranks: Ranks | None = None,
         check: Callable[[Stepper], None] = lambda _: None,
@@ -76,7 +74,7 @@ class Stepper:
         self.rows = rows
         rows.scan()
         self.window = Window(rows)
-        self.pending = pending
+        self.pending = Pending(events)
         self.backward_seen = False  # since the last step
         self._events = events
         self._check: Callable[[Stepper], None] | None = check  # until the first use

@@ -13,7 +13,6 @@ from amp_engine.scaling.losses import Scaling
 from amp_engine.scaling.scaler import LossScaler
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.events import Events
-from amp_engine.stepping.pending import Pending
 from amp_engine.stepping.rows import MasterRows
 from amp_engine.stepping.stepper import Stepper
 
@@ -29,7 +28,7 @@ class Stepping:
         events = Events()
         events.skipped.subscribe(lambda skips, backwards: self.skips.append(skips))
         rows = MasterRows(self.optimizer)
-        self.stepped = Stepper(self.optimizer, rows, Scaling([self.scaler], True), Pending(events), events)
+        self.stepped = Stepper(self.optimizer, rows, Scaling([self.scaler], True), events)
 
     def backward(self, grad: float) -> None:
         backward = Backward(self.scaler, 0, self.scaler.snapshot())

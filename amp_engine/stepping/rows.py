@@ -443,7 +443,7 @@ class MasterRows(Rows):
         self._low = tensor_lists.params([m.param for m in self.masters])
         self._high = tensor_lists.params([m.weight for m in self.masters])
         slots, were = self.ledger.slots, [None if m is None else m.row for m in self.columns.masters]
-        is_shown, spent = self.ledger.spent.is_shown, self.ledger.spent.rearranged(were)
+        is_shown, spent = self.ledger.spent.hear(), self.ledger.spent.rearranged(were)
         if slots.count > 0:
             slots = slots.rearranged(were)
         self.ledger = Ledger([m.param for m in self.masters], [m.weight for m in self.masters], slots, spent)

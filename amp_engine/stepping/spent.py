@@ -148,11 +148,6 @@ class Spent:
         """Have masters ask their owners for gradients while some gradients are 0."""
         (HOLDING.add if _ZERO in self.states else HOLDING.discard)(id(self))
 
-    @property
-    def is_shown(self) -> bool:
-        """True if gradients are there for `zero_grad` to find."""
-        return bool(self._sentinels)
-
     def zero_rows(self) -> list[int]:
         """Return the rows whose gradient is 0, unless the row has one by now."""
         return [row for row, state in enumerate(self.states) if state == _ZERO] if _ZERO in self.states else []
@@ -198,8 +193,7 @@ class Spent:
         HOLDING.discard(id(self))
 
     def rearranged(self, rows: Sequence[int | None]) -> Spent:
-        """Return the states in new rows; `rows` gives the present row of each, or None."""
-        self.hear()
+        """Return the states in new rows; `rows` gives the present row of each, or None. Call after `hear`."""
         result = Spent(bytes(0 if row is None else self.states[row] for row in rows))
         result.is_zeroed_in_place = self.is_zeroed_in_place
         return result

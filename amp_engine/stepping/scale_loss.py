@@ -347,7 +347,7 @@ class ScaledBackward(ContextOfLoss):
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
         self._hook: RemovableHandle | None = None  # of the scaled loss, while that lives
-        self._hooks: list[RemovableHandle] = []
+        self._hook_of_loss: RemovableHandle | None = None  # until the exit
         self._is_left = False  # True once gradients of the scaled loss come too late to be unscaled
         self._has_begun = False  # True once a backward of the scaled loss has begun
         self._has_passed_by = False  # True once a backward of the unscaled loss has begun before that
@@ -376,14 +376,14 @@ class ScaledBackward(ContextOfLoss):
             if scaled_loss.requires_grad:
                 self._hook = scaled_loss.register_hook(self._begin)
                 if loss.requires_grad and not backward.snapshot.is_identity:
-                    self._hooks.append(loss.register_hook(self._pass_by))
+                    self._hook_of_loss = loss.register_hook(self._pass_by)
             for tell_entered in events.entered.observers:
                 tell_entered(self, loss, backward.snapshot.scale)
             return scaled_loss
         except BaseException:
-            self._remove_hooks()
-            if self._hook is not None:
-                self._hook.remove()
+            for hook in (self._hook, self._hook_of_loss):
+                if hook is not None:
+                    hook.remove()
             self._discard(entered)
             raise
 
@@ -429,11 +429,6 @@ class ScaledBackward(ContextOfLoss):
         for one in stepped:
             one.window.discard_backward()
 
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
     def _refuse_unscaled(self) -> None:
         """Put gradients back and raise AmpStateError if a backward of the unscaled loss has left some."""
         self._look_at_passed()
@@ -469,7 +464,8 @@ class ScaledBackward(ContextOfLoss):
     ) -> None:
         for tell in self._backwards.events.leaving.observers:
             tell(self)
-        self._remove_hooks()
+        if self._hook_of_loss is not None:
+            self._hook_of_loss.remove()
         self._is_left = True
         try:
             if kind is not None:

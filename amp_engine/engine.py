@@ -553,7 +553,7 @@ class Engine:
         and compiled code may be compiled once more. Nests. Code that torch.compile compiled is not seen. Python runs at
         each call, so do not time it. No host sync.
         """
-        return Explanation(self.function_casts.observed)
+        return Explanation(self.function_casts.observed, lambda: self.function_casts.why_ended(self.policy))
 
     def overflow_report(self) -> OverflowReport:
         """A record of each overflow since the first `initialize`, or the first after `close`, oldest first.

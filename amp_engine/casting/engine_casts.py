@@ -92,12 +92,17 @@ class EngineCasts:
             return "amp.initialize() was not called.  Call amp.initialize(model, optimizer, opt_level='O1') first."
         if not policy.enabled:
             return "amp.initialize(enabled=False) casts nothing."
-        if self._installed is not None:  # they ended with the last of their modules
-            return report.casts_ended(self._installed.origin)
+        if (ended := self.why_ended(policy)) is not None:
+            return ended
         level = policy.opt_level
         if policy.cast_model_type in LOW_PRECISION:
             return f"Function casts are not on at {level}, which casts the model instead; O1 and O4 cast functions."
         return f"Function casts are not on at {level}; O1 and O4 cast functions."
+
+    def why_ended(self, policy: Policy | None) -> str | None:
+        """Explain, for users, why functions that `policy` casts are cast no more; None if that is not so."""
+        is_over = policy is not None and policy.patch_torch_functions and self.casts is None
+        return report.casts_ended(self._installed.origin) if is_over and self._installed is not None else None
 
     def after_backward(self) -> None:
         """Tell the cache that a backward has ended, after which any weight may have been written."""

@@ -14,7 +14,7 @@ from amp_engine.casting import locks, patch_torch
 from amp_engine.casting.calls import Call
 from amp_engine.errors import AmpStateError
 from amp_engine.ground.dtypes import dtype_name
-from amp_engine.page.page import Page, Paged, Table, Verbatim
+from amp_engine.page.page import Page, Paged, Sentence, Table, Verbatim
 
 _USE = "Type:\n\n    with amp.explain() as explanation:\n        ...  # one iteration\n    print(explanation)"
 
@@ -51,10 +51,15 @@ class Explanation(Paged):
 
     Args:
         watch: opens a context in which this explanation is told of each call.
+        why_ended: returns the reason why functions are cast no more, or None.
     """
 
-    def __init__(self, watch: Callable[[Explanation], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, watch: Callable[[Explanation], AbstractContextManager[None]], why_ended: Callable[[], str | None]
+    ) -> None:
         self._watch = watch
+        self._why_ended = why_ended
+        self._note: str | None = None
         self._counts: dict[tuple[str, str, torch.dtype | None], list[int]] = {}
         self._open: AbstractContextManager[None] | None = None
         self._entered = False
@@ -69,6 +74,7 @@ class Explanation(Paged):
 
     def __exit__(self, *error: object) -> None:
         assert self._open is not None
+        self._note = self._why_ended()
         self._open.__exit__(None, None, None)
         self._open = None
 
@@ -96,9 +102,11 @@ class Explanation(Paged):
         if not self._entered:
             return Page.of(Verbatim(f"Nothing is explained yet.  {_USE}"))
         records = self.records
+        note = self._why_ended() if self._open is not None else self._note
+        notes = [Sentence(note)] if note else []
         if not records:
-            return Page.of(Verbatim(f"No listed function was seen.  {_NOTHING_RAN}"))
-        return Page.of(Table(_rows(records), _HEAD, numbers=range(3, len(_HEAD)), has_total=True))
+            return Page.of(*notes, Verbatim(f"No listed function was seen.  {_NOTHING_RAN}"))
+        return Page.of(*notes, Table(_rows(records), _HEAD, numbers=range(3, len(_HEAD)), has_total=True))
 
 
 # Rooms that call no forward.

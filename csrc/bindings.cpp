@@ -1,6 +1,7 @@
 // The Python face of ops.h: amp_engine._C. amp_engine/kernels is its only user and documents each operation.
 #include <ATen/ops/zeros.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
@@ -205,9 +206,9 @@ auto updating(ScaleTensors (*tensors)(Args...)) {
   return [tensors](Args... args) { update_scale(tensors(std::move(args)...)); };
 }
 
-// Whether two sequences have the very same objects, none of which is touched.
 // Torch's own getter looks for the __torch_function__ of a subclass first.
 PyObject* gradient_of(PyObject* state, PyObject* tensor) {
+  HANDLE_TH_ERRORS
   if (PySet_GET_SIZE(PyTuple_GET_ITEM(state, 0)) != 0) {
     return PyObject_CallOneArg(PyTuple_GET_ITEM(state, 1), tensor);
   }
@@ -216,6 +217,7 @@ PyObject* gradient_of(PyObject* state, PyObject* tensor) {
     return nullptr;
   }
   return THPVariable_Wrap(grad_of(THPVariable_Unpack(tensor)));
+  END_HANDLE_TH_ERRORS
 }
 
 py::object gradient_getter(py::set const& holding, py::object const& slow) {
@@ -224,6 +226,7 @@ py::object gradient_getter(py::set const& holding, py::object const& slow) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, state.ptr()));
 }
 
+// Whether two sequences have the very same objects, none of which is touched.
 bool same_objects(py::object const& a, py::object const& b) {
   auto const fast = [](py::object const& sequence) {
     auto const result = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "not a sequence"));

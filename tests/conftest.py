@@ -126,7 +126,7 @@ def one_process_group() -> Iterator[None]:
     yield
     gc.collect()  # models before their group: https://github.com/pytorch/pytorch/issues/56297
     dist.destroy_process_group()
-    # DTensor's cache of this thread has the group, which a fork in another thread would end without its threads.
+    # DTensor's cache, of this thread, has the group. A child that another thread forks frees it, and waits for threads.
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 

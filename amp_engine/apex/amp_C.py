@@ -565,7 +565,7 @@ def _step(
 
     Args:
         tensor_lists: gradients, parameters, the states of the formula, and maybe copies of the parameters, or masters.
-        done: how many steps the parameters had before; float32, shape [], if it is a tensor.
+        done: how many steps the parameters had before; shape [], if it is a tensor.
         norms: NovoGrad's, shape [n].
         inv_scale, gradient_norm: float32, shape [].
         skips: bool, shape []; nothing is written where it is true.
@@ -592,7 +592,7 @@ def _step(
         params,
         wide[0] if wide else None,
         wide[1] if n == 2 else None,
-        (done if isinstance(done, Tensor) else _constant(done, noop_flag)).expand(len(params)).contiguous(),
+        (done.float() if isinstance(done, Tensor) else _constant(done, noop_flag)).expand(len(params)).contiguous(),
         None if norms is None else norms.float(),
         copies,
         inv_scale=inv_scale,

@@ -21,6 +21,12 @@ def dynamo_if_free() -> AbstractContextManager[bool]:
     return nullcontext(False) if lock._is_owned() else held_if_free(lock)
 
 
+def dynamo_at_rest() -> AbstractContextManager[Any]:
+    """Wait until no other thread compiles; then none begins to compile inside of the context."""
+    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    return nullcontext() if lock is None else lock
+
+
 def discard_compiled() -> None:
     """Discard Dynamo's compiled code: its guards see functions replaced, but not methods, operators and hooks."""
     if "torch._dynamo" in sys.modules:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_engine.casting import patch_torch
+from amp_engine.casting.calls import Call
 from amp_engine.casting.explanation import Explanation
 from amp_engine.casting.function_casts import FunctionCasts, Observer
 from amp_engine.casting.overrides import from_environment
@@ -23,7 +25,7 @@ from amp_engine.ground.dtypes import LOW_PRECISION
 from amp_engine.levels import report
 from amp_engine.levels.policy import Policy
 
-_WATCHING: list[Observer] = []  # of all engines, for calls where none has casts
+_WATCHING: list[Observer] = []  # of all engines: told of calls where no engine has casts
 
 
 class EngineCasts:
@@ -286,21 +288,41 @@ class EngineCasts:
     @contextmanager
     def observed(self, explanation: Explanation) -> Iterator[None]:
         """Have `explanation` see each call, also under casts that are installed meanwhile, and where there are none."""
-        for observers in (self._observers, _WATCHING):
-            observers.append(explanation.tell)
+        told = _weakly(explanation.tell)
         try:
+            self._observers.append(explanation.tell)
+            _WATCHING.append(told)
             with patch_torch.changing():
                 patch_torch.tell_native()
-                if len(_WATCHING) == 1:
-                    patch_torch.watch(FunctionCasts(torch.float16, observers=_WATCHING, only_observe=True))
+                patch_torch.watch(FunctionCasts(torch.float16, observers=_WATCHING, only_observe=True))
             yield
         finally:
-            with patch_torch.changing():
-                for observers in (self._observers, _WATCHING):
-                    observers.remove(explanation.tell)
-                patch_torch.tell_native()
-                if not _WATCHING:
-                    patch_torch.watch(None)
+            for observers, observer in ((_WATCHING, told), (self._observers, explanation.tell)):
+                with suppress(ValueError):
+                    observers.remove(observer)
+            patch_torch.tell_native()
+            patch_torch.remove_discarded()
+
+
+def _stop_watching() -> None:
+    """In a forked child, whose calls nobody in the parent is told of, and which may lack the thread that explains."""
+    if _WATCHING:
+        _WATCHING.clear()
+        patch_torch.remove_discarded()
+
+
+os.register_at_fork(after_in_child=_stop_watching)
+
+
+def _weakly(tell: Observer) -> Observer:
+    """Return an observer that keeps alive neither an explanation that is dropped without its exit nor its engine."""
+    ref = weakref.WeakMethod(tell)
+
+    def told(call: Call) -> None:
+        if (tell := ref()) is not None:
+            tell(call)
+
+    return told
 
 
 def _names(removal: tuple[Any, str], registration: Registration) -> bool:

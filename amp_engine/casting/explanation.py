@@ -45,9 +45,9 @@ class Record:
 class Explanation(Paged):
     """The calls of listed functions inside of `with amp.explain() as explanation:`, in all threads.
 
-    Functions on no list are not seen, nor is what an optimizer's step and amp_engine compute, nor code that
-    torch.compile compiled: there casts are part of the graph. `str(explanation)` is a table. Each `with` starts anew.
-    No host sync.
+    Functions on no list are not seen, nor is what an optimizer's step and the exit of `scale_loss` compute, nor code
+    that torch.compile compiled: there casts are part of the graph. `str(explanation)` is a table. Each `with` starts
+    anew. No host sync.
 
     Args:
         watch: opens a context in which this explanation is told of each call.
@@ -109,18 +109,24 @@ class Explanation(Paged):
         return Page.of(*notes, Table(_rows(records), _HEAD, numbers=range(3, len(_HEAD)), has_total=True))
 
 
-# Rooms that call no forward.
-_ROOMS = ("initialization", "kernels", "optimizers", "saving", "scaling", "stepping")
+_ROOMS = ("diagnosis", "initialization", "kernels", "saving", "scaling", "stepping", "telemetry")
 _OURS = tuple(f"amp_engine.{room}." for room in _ROOMS)
+_STEPS = ("torch.optim.optimizer", "amp_engine.optimizers.")
 
 
 def _is_of_a_step() -> bool:
-    is_in_closure = torch.is_grad_enabled()  # of `step(closure)`, as a step itself makes no graph
+    """True for a call of ours or of a step, but not in a module, nor in a closure that makes a graph."""
     frame: FrameType | None = sys._getframe(2)
+    is_in_step = not torch.is_grad_enabled()
+    is_first = True  # of the frames outside of torch and of the patches
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
-        if name.startswith(_OURS) or (name == "torch.optim.optimizer" and not is_in_closure):
-            return True
+        if name == "torch.nn.modules.module" or name.startswith(_OURS):
+            return name.startswith(_OURS)
+        if name.startswith(_STEPS):
+            return is_in_step
+        if is_first and not name.startswith(("torch.", "amp_engine.casting.")):
+            is_first, is_in_step = False, is_in_step or frame.f_code.co_name == "step"
         frame = frame.f_back
     return False
 
@@ -129,8 +135,8 @@ _HEAD = ("function", "list", "ran in", "calls", "casts", "cached", "bytes moved"
 
 
 _NOTHING_RAN = (
-    "None ran, or only where O1 and O4 cast nothing, inside of amp.disable_casts() and modules of amp.keep_float(), or "
-    "in code that torch.compile compiled, which is not seen."
+    "None ran, or none that is seen.  Code that torch.compile compiled is not seen, nor are calls that another engine "
+    "casts, nor at O1 and O4 what runs inside of amp.disable_casts() and of modules of amp.keep_float()."
 )
 
 

@@ -30,7 +30,7 @@ from torch.nn.modules import rnn
 
 from amp_engine.casting import locks, wrappers
 from amp_engine.casting.calls import Casts
-from amp_engine.casting.compiled import discard_compiled, dynamo_if_free, know_originals
+from amp_engine.casting.compiled import discard_compiled, dynamo_at_rest, dynamo_if_free, know_originals
 from amp_engine.casting.in_force import STACK, current, in_force, set_watching, watching
 from amp_engine.casting.lists import FLOAT_BY_DTYPE, NAMESPACES, CastLists
 from amp_engine.casting.patches import Patches
@@ -86,13 +86,25 @@ def discard(casts: Casts) -> None:
 
 
 def remove_discarded() -> None:
-    """Remove casts that finalizers could not remove under a lock. Call it after a lock is released."""
-    while _discarded and not locks.is_shared_held_here():
+    """Remove what finalizers could not remove under a lock: casts, and those that only observe, for nobody.
+
+    Call it after a lock is released.
+    """
+    while (_discarded or _is_unobserved()) and not locks.is_shared_held_here():
         with locks.held_if_free(locks.install.lock) as is_held, dynamo_if_free() as is_free:
             if not (is_held and is_free):
                 return
             if _discarded:
                 _take_out(_discarded.popleft())
+            elif _is_unobserved():
+                set_watching(None)
+                if not STACK:
+                    _applying.apply_newest()
+
+
+def _is_unobserved() -> bool:
+    casts = watching()
+    return casts is not None and not casts.is_observed
 
 
 def discard_switches() -> None:
@@ -102,12 +114,16 @@ def discard_switches() -> None:
             casts.discard()
 
 
-def watch(casts: Casts | None) -> None:
-    """Have `casts`, which only observe, told of calls where no casts are installed, until it is called with None."""
-    with changing():
-        set_watching(casts)
-        if not STACK:
-            _applying.apply_newest()
+def watch(casts: Casts) -> None:
+    """Have `casts`, which only observe, told of calls where no casts are installed, while they have observers.
+
+    Does nothing if others are told already. Call it under `changing`.
+    """
+    if watching() is None:
+        with dynamo_at_rest():
+            set_watching(casts)
+            if not STACK:
+                _applying.apply_newest()
 
 
 def newest() -> Casts | None:
@@ -126,7 +142,7 @@ def tell_native() -> None:
         if casts is None or cache is None:
             CASTS.put_out_of_force()
         else:
-            through_python = casts.is_observed or not casts.were_used
+            through_python = casts.only_observe or casts.is_observed or not casts.were_used
             CASTS.put_in_force(casts.dtype, cache, casts.enable_caching, through_python, casts.everywhere)
     remove_discarded()
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from amp_engine.casting.calls import Call, Casts
 from amp_engine.casting.regions import float_region
 from amp_engine.ground.dtypes import LOW_PRECISION
-from amp_engine.ground.torch_private import TensorBase, fake_mode
+from amp_engine.ground.torch_private import TensorBase, fake_mode, without_subclasses
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -222,7 +222,8 @@ def _run(
         args = [_convert(value, convert, casts, call) for value in args]
         kwargs = {key: v if key == "out" else _convert(v, convert, casts, call) for key, v in kwargs.items()}
     if call is not None:
-        types = [dtype for dtype in _types(args, kwargs) if dtype.is_floating_point]
+        with without_subclasses():
+            types = [dtype for dtype in _types(args, kwargs) if dtype.is_floating_point]
         asked = kwargs.get("dtype")
         types = [asked] if isinstance(asked, torch.dtype) and asked.is_floating_point and types else types
         with suppress(RuntimeError):  # torch promotes no float8

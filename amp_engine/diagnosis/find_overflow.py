@@ -404,4 +404,5 @@ def _is_bad(tensor: Tensor) -> bool:
 
 def _largest(tensors: Sequence[Tensor]) -> float | None:
     """The largest finite magnitude."""
-    return max((float(one[one.isfinite()].abs().max()) for one in tensors if bool(one.isfinite().any())), default=None)
+    sizes = [one.abs() for one in tensors]  # of a complex number that is finite it may be infinite
+    return max((float(size[size.isfinite()].max()) for size in sizes if bool(size.isfinite().any())), default=None)

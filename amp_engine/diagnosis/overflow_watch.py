@@ -134,7 +134,8 @@ class OverflowWatch:
         """Note a loss that is not finite, where gradients are not checked."""
         places = places_in(self._models())
         weights = self._bad_weights()
-        self._note(self._explained(backward, loss_id, loss, origin, weights, places, loss_scale=1.0, skipped=False))
+        known = (backward, loss_id, loss, origin, weights, places)
+        self._note(self._explained(*known, loss_scale=1.0, skipped=False, is_checked=False))
 
     def _repeats(self, row: _Row, record: OverflowRecord) -> int:
         """Return how many skips in a row, this one included, have the cause of `record`."""

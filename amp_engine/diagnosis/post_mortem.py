@@ -97,6 +97,7 @@ class OverflowRecord:
         buffer: for the cause "data", name of the models' buffer that holds the value; None if it is in none.
         only_checked: for the cause "weights", True if no step was taken on a gradient that was not finite when it was
             checked, as far as the host knows.
+        is_checked: False if gradients are not checked at all, so that the step is taken.
     """
 
     backward: int
@@ -130,6 +131,7 @@ class OverflowRecord:
     hidden: tuple[str, ...] = ()
     buffer: str | None = None
     only_checked: bool = False
+    is_checked: bool = True
 
     @property
     def loss_is_finite(self) -> bool:
@@ -263,7 +265,7 @@ def _what_happened(record: OverflowRecord) -> str:
         )
     if not record.skipped and record.checked > 0 and not record.nonfinite:
         numbers += "  All gradients are finite, so the step was taken."
-    if not record.skipped and record.checked == 0:
+    if not record.is_checked:
         numbers += (
             "  Gradients are not checked here, so the step is taken: amp.initialize(..., skip_on_overflow=True) skips "
             "such steps."

@@ -150,6 +150,24 @@ def test_where_no_gradient_is_checked_a_loss_that_is_not_finite_is_said_once(
     assert not run.engine.overflow_report()[0].skipped
 
 
+@pytest.mark.filterwarnings("ignore:SGD.step.. finds no gradient")
+def test_where_gradients_are_checked_and_none_arrives_no_step_is_said_to_be_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.ones(2, requires_grad=True)
+    with Engine() as engine:
+        engine.initialize(model, optimizer, opt_level="O2", skip_on_overflow=True)
+        for _ in range(2):
+            with engine.scale_loss((inputs * inputs).sum() * float("inf"), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    output = capsys.readouterr().out
+    assert "Amp post-mortem" in output
+    assert "not checked here" not in output
+
+
 @pytest.mark.parametrize("level", ["O0", "O3", "O4"])
 def test_after_a_loss_that_is_finite_the_next_one_that_is_not_is_said_again(level: str) -> None:
     run = Run(level, "linear", skip_on_overflow=False)

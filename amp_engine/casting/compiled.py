@@ -15,7 +15,7 @@ from amp_engine.casting.replacements import ORIGINALS
 
 def dynamo_if_free() -> AbstractContextManager[bool]:
     """Give True if no thread compiles, this one included; then none begins to compile inside of the context."""
-    lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    lock = _compile_lock()
     if lock is None:
         return nullcontext(True)
     return nullcontext(False) if lock._is_owned() else held_if_free(lock)
@@ -23,8 +23,11 @@ def dynamo_if_free() -> AbstractContextManager[bool]:
 
 def dynamo_at_rest() -> AbstractContextManager[Any]:
     """Wait until no other thread compiles; then none begins to compile inside of the context."""
-    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    return nullcontext() if lock is None else lock
+    return _compile_lock() or nullcontext()
+
+
+def _compile_lock() -> Any:
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
 
 
 def discard_compiled() -> None:

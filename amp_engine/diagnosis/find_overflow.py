@@ -404,5 +404,4 @@ def _is_bad(tensor: Tensor) -> bool:
 
 def _largest(tensors: Sequence[Tensor]) -> float | None:
     """The largest finite magnitude."""
-    sizes = [one.abs() for one in tensors]  # of a complex number that is finite it may be infinite
-    return max((float(size[size.isfinite()].max()) for size in sizes if bool(size.isfinite().any())), default=None)
+    return max((float(one[one.isfinite()].abs().max()) for one in tensors if bool(one.isfinite().any())), default=None)

@@ -276,6 +276,14 @@ def test_adam_is_the_formula_and_ignores_the_flag(dtypes, mode, step, corrected)
     assert noop.tolist() == [1]
 
 
+def test_adam_takes_its_step_as_a_tensor_of_integers():
+    lists, others = (adam_lists((F32, F32, F32)) for _ in range(2))
+    call(amp_C.multi_tensor_adam, flag(), lists, *ADAM, 7, 0, 1, 0.1)
+    call(amp_C.multi_tensor_adam, flag(), others, *ADAM, torch.tensor(7), 0, 1, 0.1)
+    for tensors, same in zip(lists, others, strict=True):
+        assert_same(tensors, same)
+
+
 def capturable(step=7, lr=ADAM[0], inv_scale=1 / 64):
     scalars = (torch.tensor(lr), *ADAM[1:], torch.tensor([step], dtype=torch.int32))
     return scalars, torch.tensor([inv_scale])

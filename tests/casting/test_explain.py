@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import threading
 import time
@@ -463,6 +464,20 @@ def test_threads_that_enter_at_once_are_both_told() -> None:
     for thread in threads:
         thread.join()
     assert [counted(one) for one in explanations] == [{"torch.nn.functional.linear": 1}] * 2
+
+
+def test_an_explanation_waits_for_a_thread_that_compiles() -> None:
+    before, lock = F.linear, importlib.import_module("torch._dynamo.convert_frame").compile_lock
+    explanation = amp.explain()
+    thread = threading.Thread(target=explanation.__enter__)
+    with lock:
+        thread.start()
+        time.sleep(0.1)  # in which a thread that did not wait would have patched torch
+        assert F.linear is before
+    thread.join()
+    assert F.linear is not before
+    explanation.__exit__(None, None, None)
+    assert F.linear is before
 
 
 def test_steps_are_not_told_whatever_they_are_written_like_and_forwards_in_them_are() -> None:

@@ -11,7 +11,7 @@ Each also is the built-in error that apex raised in its place, so `except Runtim
 
     AmpWarning (UserWarning)                all of them: something of the program has not the effect that it looks like
     ├── AmpGradientWarning                  gradients that the step does not see: written, or of another backward
-    └── AmpRuntimeWarning (RuntimeWarning)  something around the program: the build, another apex, hooks that are lost
+    └── AmpRuntimeWarning (RuntimeWarning)  something around the program: the build, another apex, autocast, lost hooks
 
 Each also is the built-in category in parentheses, so a filter of that goes on working.
 """

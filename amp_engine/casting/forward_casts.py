@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from amp_engine.casting.regions import cast_region, is_outside
+from amp_engine.errors import AmpRuntimeWarning
 from amp_engine.ground.containers import cast_tensors
 from amp_engine.ground.distributed import is_fsdp2
 from amp_engine.ground.dynamo import part_of_a_graph
@@ -193,6 +195,8 @@ def _casting(own: type[nn.Module]) -> Any:
 
 def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Module, args: Any, kwargs: Any) -> Any:
     inputs, outputs = casts.inputs, casts.outputs
+    if not (casts.of_part or torch.compiler.is_compiling()):
+        _warn_of_autocast()
     if casts.of_part:
         is_in_region = casts.functions and inputs is None and not is_outside()
         if is_in_region or not is_called_from_outside():
@@ -218,6 +222,16 @@ def _cast_around(forward: Callable[..., Any], casts: ForwardCasts, module: nn.Mo
     finally:
         _inside.forward = before
     return output if outputs is None else cast_tensors(output, outputs)
+
+
+def _warn_of_autocast() -> None:
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        warnings.warn(  # Python shows it once
+            "A model that amp.initialize cast is called inside of torch.autocast, which then decides types beside the "
+            "level.  Take `with torch.autocast(...)` out.",
+            AmpRuntimeWarning,
+            stacklevel=1,
+        )
 
 
 def has_parameter_of(module: nn.Module, dtype: torch.dtype | None) -> bool:

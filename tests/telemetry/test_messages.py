@@ -438,6 +438,20 @@ def test_a_warning_is_filtered_by_its_own_category_and_by_the_old_one(cause: Any
         assert heard == []
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_cast_model_that_is_called_inside_of_autocast_warns(level: str) -> None:
+    model, _ = pair(opt_level=level, verbosity=0)
+    x, _ = MLP.batch()
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.warns(AmpRuntimeWarning, match="Take `with torch.autocast"),
+    ):
+        model(x)
+    with torch.autocast("cpu", enabled=False):
+        model(x)  # without a warning
+    model(x)
+
+
 def test_categories_are_exported() -> None:
     assert {name for name in amp_engine.__all__ if name.endswith("Warning")} == {
         "AmpGradientWarning",

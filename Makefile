@@ -14,7 +14,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed$(AMP_ENGINE_BUILD:%=-%)
-NATIVE := setup.py toolchain.py $(shell find csrc)
+NATIVE := setup.py toolchain.py amp_engine/kernels/sources.py $(shell find csrc)
 CUDA_TORCH ?= torch==2.14.1
 WORKERS ?= 2
 # In the order of tests/conftest.py: by itself xdist starts with the files of the most tests, not of the slowest.

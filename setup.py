@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -48,6 +49,11 @@ def extension(mode):
         define_macros=[("AMP_WITH_CUDA", None)] if cuda else [],
         extra_compile_args={"cxx": CXX.split(), "nvcc": NVCC.split()},
     )
+
+
+def sources():
+    """The digest of csrc, by which an import notices that the kernels are not of these sources."""
+    return runpy.run_path(str(ROOT / "amp_engine/kernels/sources.py"))["digest"](ROOT / "csrc")
 
 
 def build_tag(mode, torch):
@@ -102,7 +108,7 @@ def build_command(torch, toolkit, modes, why):
             self.warn(f"compiled kernels: {mode}" + (f", because {reason}" if reason else ""))
 
             file = Path(self.get_ext_filename(NAME))
-            record = {"mode": mode, "torch": torch and torch.__version__, "reason": reason}
+            record = {"mode": mode, "torch": torch and torch.__version__, "sources": sources(), "reason": reason}
             for folder in [self.build_lib, "."] if inplace else [self.build_lib]:
                 if mode == "none":
                     Path(folder, file).unlink(missing_ok=True)

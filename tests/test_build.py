@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from amp_engine.kernels import _native
+from amp_engine.kernels.sources import digest
 
 ROOT = Path(__file__).parent.parent
 TOOLKIT = ("/usr/local/cuda", "13.0")
@@ -200,6 +201,7 @@ def test_a_failed_build_falls_back_and_leaves_the_reason(build):
     package = build(["cuda", "cpu", "none"], failing=["cuda"])
     assert record_in(package)["mode"] == "cpu"
     assert record_in(package)["reason"].startswith("the build for cuda failed, exit 1")
+    assert record_in(package)["sources"] == digest(ROOT / "csrc")
     assert list(package.glob("*.so"))
 
 
@@ -276,6 +278,33 @@ def test_built_against_another_torch_is_named_as_such():
     assert module is None
     assert f"against torch 1.2.3, and torch {torch.__version__} is installed" in reason
     assert reason.endswith(f"run: {_native.INSTALL}")
+
+
+@pytest.mark.usefixtures("switched_on")
+def test_kernels_of_other_sources_than_the_clone_has_are_refused(monkeypatch):
+    record = {"mode": "cpu", "torch": torch.__version__, "sources": digest(ROOT / "csrc"), "reason": None}
+    extension = SimpleNamespace(build_info=lambda: {"torch": torch.__version__})
+    monkeypatch.setattr(_native, "import_from", lambda path: extension)
+    assert _native.load(Path(__file__), record) == (extension, None)
+    with pytest.warns(RuntimeWarning, match="as after a git pull; run: pip install --no-deps --editable"):
+        module, _ = _native.load(Path(__file__), {**record, "sources": "of before"})
+    assert module is None
+    monkeypatch.setattr(_native, "IS_CLONE", False)  # as installed, without csrc
+    assert _native.load(Path(__file__), {**record, "sources": "of before"}) == (extension, None)
+
+
+def test_the_digest_tells_of_each_change_of_the_sources(tmp_path):
+    (tmp_path / "cpu").mkdir()
+    source = tmp_path / "cpu" / "a.cpp"
+    source.write_text("int a;")
+    first = digest(tmp_path)
+    (tmp_path / "notes.md").write_text("no source")
+    assert digest(tmp_path) == first
+    source.write_text("int b;")
+    assert digest(tmp_path) != first
+    source.write_text("int a;")
+    source.rename(tmp_path / "b.cpp")
+    assert digest(tmp_path) != first
 
 
 @pytest.mark.usefixtures("switched_on")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from amp_engine.errors import AmpRuntimeWarning
+from amp_engine.kernels.sources import digest
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -29,14 +30,15 @@ def find(package: Path, version: str) -> Path:
 
 
 EXTENSION = find(PACKAGE, torch.__version__)
-if (PACKAGE.parent / "setup.py").exists():
+IS_CLONE = (PACKAGE.parent / "setup.py").exists()
+if IS_CLONE:
     INSTALL = f"pip install --no-deps --editable {PACKAGE.parent}"
 else:
     INSTALL = "pip install --no-deps --force-reinstall . (in the clone of amp_engine)"
 
 
 def read_record(extension: Path) -> dict[str, Any]:
-    """Read the record of an extension: the mode that was built, for which torch, why no better one; {} without it."""
+    """Read the record of an extension: mode, torch, digest of the sources, why no better mode; {} without a record."""
     try:
         return dict(json.loads(extension.with_suffix(".json").read_text()))
     except (OSError, TypeError, ValueError):
@@ -58,12 +60,17 @@ def import_from(path: Path) -> ModuleType:
 
 
 def refuse_other_torch(built: str | None) -> str:
-    """Return the reason to refuse an extension that was compiled against another torch, and warn of it.
+    """Return the reason to refuse an extension that was compiled against another torch, and warn of it."""
+    return _refused(f"they were compiled against torch {built}, and torch {torch.__version__} is installed")
+
+
+def _refused(why: str) -> str:
+    """Return the reason to refuse an extension, and warn of it.
 
     Other reasons give no warning: nothing was compiled that could be lost, or the user switched it off.
     """
-    reason = f"they were compiled against torch {built}, and torch {torch.__version__} is installed; run: {INSTALL}"
-    warnings.warn(f"amp_engine does not use its compiled kernels, only speed is lost: {reason}", AmpRuntimeWarning, 2)
+    reason = f"{why}; run: {INSTALL}"
+    warnings.warn(f"amp_engine does not use its compiled kernels, only speed is lost: {reason}", AmpRuntimeWarning, 3)
     return reason
 
 
@@ -82,7 +89,7 @@ def load(extension: Path, record: dict[str, Any]) -> tuple[ModuleType | None, st
     """Return the extension, or the reason why there is none and the remedy. Raises nothing.
 
     Warns:
-        AmpRuntimeWarning: if the extension was compiled against another torch.
+        AmpRuntimeWarning: if the extension was compiled against another torch, or from other sources than the clone's.
     """
     if os.environ.get("AMP_ENGINE_BUILD") == "none":
         return None, "AMP_ENGINE_BUILD=none turns the compiled kernels off; unset it"
@@ -92,6 +99,8 @@ def load(extension: Path, record: dict[str, Any]) -> tuple[ModuleType | None, st
         return None, refuse_other_torch(record.get("torch"))
     if not extension.exists():
         return None, _not_compiled(extension)
+    if IS_CLONE and record.get("sources", sources := digest(PACKAGE.parent / "csrc")) != sources:
+        return None, _refused("they were compiled from other sources than csrc has now, as after a git pull")
     try:
         loaded = import_from(extension)
         built = loaded.build_info()["torch"]

@@ -40,10 +40,17 @@ def test_versions_come_first(capsys):
 
 def test_compiled_for_the_cpu(monkeypatch, capsys):
     native(monkeypatch, reason="no nvcc was found")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     out = printed(capsys, "info")
     assert "compiled for CPU, against torch 2.99.0+cpu, by g++ 9.9" in out
     assert f"avx512, {torch.get_num_threads()} threads" in out
     assert f"CUDA kernels: no nvcc was found; then run: {_native.INSTALL}" in out
+
+
+def test_a_torch_without_cuda_lacks_no_cuda_kernels(monkeypatch, capsys):
+    native(monkeypatch, reason="torch is built without CUDA")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "missing" not in printed(capsys, "info")
 
 
 def test_compiled_for_cuda_lacks_nothing(monkeypatch, capsys):

@@ -27,7 +27,7 @@ def describe() -> Iterator[tuple[str, str]]:
             f"compiled for {kind}, against torch {_native.record.get('torch', info['torch'])}, by {info['compiler']}",
         )
         yield "CPU", f"{info['cpu_capability']}, {torch.get_num_threads()} threads"
-        if not info["cuda"]:
+        if cuda and not info["cuda"]:
             yield (
                 "missing",
                 f"CUDA kernels: {_native.record.get('reason', 'nobody noted why')}; then run: {_native.INSTALL}",

@@ -218,6 +218,7 @@ class Loss:
         overflows: number of these with a gradient that is not finite.
         history: where the scale moved or a backward overflowed; at most 1000 points, thinned.
         causes: of the newest 1000 overflows of all losses, those of this one, the most frequent cause first.
+        auto: True if the scale follows the largest gradient.
     """
 
     loss_id: int
@@ -226,7 +227,8 @@ class Loss:
     backwards: int
     overflows: int
     history: tuple[ScalePoint, ...]
-    causes: tuple[Overflows, ...] = ()  # which receipts of before lack
+    causes: tuple[Overflows, ...] = ()  # like `auto`, new since the first receipts
+    auto: bool = False
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,13 @@ def test_skips_and_the_history_of_the_scale(level: str) -> None:
         assert "the last 2 in a row" in str(receipt(engine))
 
 
+@pytest.mark.parametrize(("loss_scale", "kind"), [("auto", "auto"), ("dynamic", "dynamic"), (128.0, "static")])
+def test_each_scale_has_its_kind(loss_scale: float | str, kind: str) -> None:
+    with Engine() as engine:
+        started("O2", make=adamw, task=MLP, engine=engine, loss_scale=loss_scale)
+        assert f"loss_id 0: {kind}, now " in str(receipt(engine))
+
+
 def test_the_causes_of_overflows_are_counted_each_backward_once() -> None:
     with Engine() as engine:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

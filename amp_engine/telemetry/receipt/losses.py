@@ -21,9 +21,8 @@ def described(engine: Engine) -> tuple[Loss, ...]:
         track = engine._scaling.history.track(loss_id)
         points = tuple(ScalePoint(p.backward, p.scale, p.overflows) for p in track.points)
         causes = tuple(_causes(record for record in records if record.loss_id == loss_id))
-        losses.append(
-            Loss(loss_id, scaler.dynamic, scaler.loss_scale(), track.backwards, track.overflows, points, causes)
-        )
+        now, is_auto = scaler.loss_scale(), scaler.auto is not None
+        losses.append(Loss(loss_id, scaler.dynamic, now, track.backwards, track.overflows, points, causes, is_auto))
     return tuple(losses)
 
 
@@ -48,7 +47,7 @@ def section(losses: Sequence[Loss]) -> Section:
 
 
 def _sentence(one: Loss) -> str:
-    kind = "dynamic" if one.dynamic else "static"
+    kind = "auto" if one.auto else "dynamic" if one.dynamic else "static"
     if one.backwards == 0:
         looked = "no backward was looked at for overflows"
     else:

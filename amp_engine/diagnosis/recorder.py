@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from amp_engine.diagnosis.post_mortem import Place
-from amp_engine.ground.torch_private import DispatchMode, is_in_backward, leaves_of
+from amp_engine.ground.torch_private import DispatchMode, is_in_backward, leaves_of, without_compiled
 from amp_engine.stepping.backward import Backward
 from amp_engine.stepping.rows import Rows
 
@@ -133,9 +133,8 @@ def names_of(models: Sequence[nn.Module]) -> dict[nn.Module, Module]:
     names: dict[nn.Module, Module] = {}
     for i, model in enumerate(models):
         for path, module in model.named_modules():
-            parts = [f"models[{i}]"] if len(models) > 1 else []
-            parts += [part for part in path.split(".") if part not in ("", "_orig_mod")]
-            names.setdefault(module, Module(".".join(parts), type(module).__name__))
+            parts = (f"models[{i}]" if len(models) > 1 else "", without_compiled(path))
+            names.setdefault(module, Module(".".join(filter(None, parts)), type(module).__name__))
     return names
 
 

@@ -124,8 +124,16 @@ without_subclasses: Any = _C.DisableTorchFunctionSubclass
 dynamo_frames: Any = eval_frame
 
 
+COMPILED = "_orig_mod"
+"""What torch.compile names the model inside of its wrapper."""
+
 HAS_LAZY_CLONES = tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 15)
 """Later a lazy clone of a GPU's memory is to raise where it is written on another stream, or in a capture."""
+
+
+def without_compiled(path: str) -> str:
+    """Return the path of a module or parameter without what torch.compile adds to it."""
+    return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:

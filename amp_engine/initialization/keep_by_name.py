@@ -14,10 +14,9 @@ from amp_engine.casting.keep_float import is_kept, keep_float
 from amp_engine.errors import AmpStateError, AmpValueError
 from amp_engine.ground.distributed import has_fsdp2, is_sharded
 from amp_engine.ground.dtypes import LOW_PRECISION
+from amp_engine.ground.torch_private import COMPILED, without_compiled
 from amp_engine.initialization import arguments
 from amp_engine.levels import levels
-
-_COMPILED = "_orig_mod"  # what torch.compile names the model inside of it
 
 
 @contextmanager
@@ -97,7 +96,7 @@ def modules_named(models: Sequence[nn.Module], names: Sequence[str]) -> list[tup
 
 def _without_wrappers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """`named_modules` without the names that torch.compile and DistributedDataParallel add; the inside wins."""
-    inside = module.module if isinstance(module, DistributedDataParallel) else getattr(module, _COMPILED, None)
+    inside = module.module if isinstance(module, DistributedDataParallel) else getattr(module, COMPILED, None)
     if isinstance(inside, nn.Module):
         yield from _without_wrappers(inside, path)
         return
@@ -109,8 +108,8 @@ def _without_wrappers(module: nn.Module, path: str = "") -> Iterator[tuple[str, 
 
 def _stripped(name: str) -> str:
     """Without what a wrapper had added when the name was written."""
-    parts = [part for part in name.split(".") if part != _COMPILED]
-    at = 1 if parts and parts[0].startswith("models[") else 0
+    parts = without_compiled(name).split(".")
+    at = 1 if parts[0].startswith("models[") else 0
     if parts[at : at + 1] == ["module"]:
         del parts[at]
     return ".".join(parts)

@@ -20,6 +20,7 @@ from amp_engine.casting.regions import float_region
 from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import without_wrapper
 from amp_engine.ground.dtypes import is_low_precision, parse_dtype
+from amp_engine.ground.torch_private import COMPILED
 from amp_engine.initialization.arguments import as_optimizers
 from amp_engine.initialization.state_dict import memory_of
 from amp_engine.optimizers import LARC, inner_of
@@ -29,7 +30,7 @@ from amp_engine.stepping.master import masters_of, rounds_to_params
 from amp_engine.stepping.own_step import unhooked_step
 
 # torch.compile and activation checkpointing put these into names; torch.distributed.checkpoint takes them out, too.
-_OF_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_OF_WRAPPERS = (f"{COMPILED}.", "_checkpoint_wrapped_module.")
 
 
 def named_masters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -110,7 +111,7 @@ def _inside(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel, AveragedModel)):
             model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):  # torch.compile
+        elif isinstance(inner := model._modules.get(COMPILED), nn.Module):
             model = inner
         else:
             return model

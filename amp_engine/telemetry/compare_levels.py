@@ -21,6 +21,7 @@ from amp_engine.errors import AmpStateError, AmpTypeError
 from amp_engine.ground.distributed import is_any_sharded, without_wrapper
 from amp_engine.ground.dtypes import dtype_name
 from amp_engine.ground.reachable import reachable
+from amp_engine.ground.torch_private import without_compiled
 from amp_engine.initialization.cast_model import is_cast
 from amp_engine.levels import levels
 from amp_engine.levels.policy_file import RunPolicy
@@ -141,7 +142,7 @@ class Trials:
         """The gradients of a loss without the scale that its backward is run at."""
         self._check_loss(loss, model)
         (loss.double() if loss.dtype is torch.float64 else loss.float()).sum().mul(scale).backward()
-        named = _named_parameters(model)
+        named = {without_compiled(name): param for name, param in model.named_parameters()}
         if all(p.grad is None for p in named.values()):
             raise AmpStateError(
                 f"The loss does not depend on the model that {self._call}() gave to step_fn, a copy.  {self._how}"
@@ -294,8 +295,3 @@ def compared_gradients(
         parameters.append(ComparedParameter(name, found.relative, found.norm))
         whole += found
     return tuple(sorted(parameters, key=lambda p: -p.error)), whole
-
-
-def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By names without what torch.compile adds."""
-    return {".".join(part for part in n.split(".") if part != "_orig_mod"): p for n, p in model.named_parameters()}

@@ -43,6 +43,22 @@ def test_bfloat16_twins_differ_in_type_scale_and_name_only(half, twin):
     assert LEVELS[twin].loss_scale == 1.0
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "dtype"),
+    [
+        ("O1", {}, torch.float16),
+        ("O1", {"cast_model_type": torch.float32}, torch.float16),
+        ("O4", {}, torch.bfloat16),
+        ("O4", {"patch_torch_functions": False}, None),
+        ("O5", {}, torch.bfloat16),
+        ("O5", {"cast_model_type": False}, None),
+        ("O0", {}, None),
+    ],
+)
+def test_a_policy_computes_in_the_type_that_it_casts_to(name, overrides, dtype):
+    assert level(name).override(**overrides).low_precision is dtype
+
+
 def test_none_overrides_nothing():
     assert level("O2").override(loss_scale=None, master_weights=None) == level("O2")
 

@@ -366,8 +366,8 @@ def check_cudnn() -> None:
 
 def emulated_on_cpu(models: Sequence[nn.Module], policy: Policy) -> torch.dtype | None:
     """The type in which `policy` runs products or convolutions of `models` on this CPU, if the CPU emulates it."""
-    dtype = policy.cast_model_type or (policy.patch_torch_functions and policy.patch_torch_functions_type)
-    if not isinstance(dtype, torch.dtype) or cpu_lacks(dtype) is None:
+    dtype = policy.low_precision
+    if dtype is None or cpu_lacks(dtype) is None:
         return None
     weights = (parameter for model in models for parameter in model.parameters() if parameter.dim() > 1)
     return dtype if any(weight.device.type == "cpu" and weight.is_floating_point() for weight in weights) else None

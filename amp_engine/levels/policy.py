@@ -52,7 +52,8 @@ class Policy:
     @property
     def low_precision(self) -> torch.dtype | None:
         """The half type that functions or models are cast to; None where they compute in float32."""
-        return next((t for t in (self.patch_torch_functions_type, self.cast_model_type) if t in LOW_PRECISION), None)
+        of_functions = self.patch_torch_functions_type if self.patch_torch_functions else None
+        return next((t for t in (of_functions, self.cast_model_type) if t in LOW_PRECISION), None)
 
     def override(self, **overrides: object) -> Policy:
         """A copy with every override that is not None.
@@ -181,7 +182,9 @@ class Skips(Enum):
 def parse_skips(skip_on_overflow: object, policy: Policy) -> Skips:
     """Return the backwards that `skip_on_overflow` of `initialize` means. Raises AmpValueError for another string."""
     if skip_on_overflow == "auto":
-        return Skips.WHERE_READ if policy.low_precision is torch.bfloat16 else Skips.NEVER
+        # Masters may be bfloat16 at O4 without function casts, too.
+        is_bfloat16 = torch.bfloat16 in (policy.patch_torch_functions_type, policy.cast_model_type)
+        return Skips.WHERE_READ if is_bfloat16 else Skips.NEVER
     if isinstance(skip_on_overflow, str):
         raise AmpValueError(
             f'skip_on_overflow={skip_on_overflow!r} is none of True, False and "auto".  Use one of them.'

@@ -114,7 +114,7 @@ class Trials:
             decided, scaler = engine.policy, engine.scalers[0]
             assert decided is not None
             scale = scaler.loss_scale() if loss_scale is None else loss_scale
-            dtype = decided.cast_model_type or decided.patch_torch_functions_type or torch.float32
+            dtype = decided.low_precision or torch.float32
             element = None if recipe is None else recipe.operands.element
             name, unit = (dtype_name(dtype), roundoff(dtype)) if element is None else (element.name, element.roundoff)
             emulation = None if recipe is None else Emulation([model], recipe)

@@ -14,7 +14,7 @@ from amp_engine.diagnosis.rehearsal import checked_policy, rehearse
 from amp_engine.engine import Engine
 from amp_engine.errors import AmpStateError, AmpTypeError, AmpValueError
 from amp_engine.ground.distributed import local_of
-from amp_engine.ground.dtypes import LOW_PRECISION, dtype_name
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.levels.recipes import meant
 from amp_engine.stepping import arithmetic
 from amp_engine.stepping.backward import Backward
@@ -143,7 +143,6 @@ def gradient_histogram(
         raise AmpTypeError(f"dtype is a torch.dtype, not a {type(dtype).__name__}.  Use for example torch.float16.")
     if dtype is not None and not dtype.is_floating_point:
         raise AmpValueError(f"dtype={dtype} is not a floating type.  Use for example torch.float16.")
-    half = policy.patch_torch_functions_type if policy.patch_torch_functions else policy.cast_model_type
     names = ", ".join(dict.fromkeys(type(model).__name__ for model in engine._initialized.models))
 
     def run(factor: float) -> GradientHistogram:
@@ -152,7 +151,7 @@ def gradient_histogram(
         rehearse(counting, "gradient_histogram", step_fn, initialized.models, engine.backwards, engine.scalers)
         return GradientHistogram(
             title=f"Gradients of {names or 'the model'} at {policy.opt_level}",
-            dtype=dtype_name(dtype or (half if half in LOW_PRECISION else torch.float16)),
+            dtype=dtype_name(dtype or policy.low_precision or torch.float16),
             loss_scale=counting.scale,
             measured_at=counting.scale * factor,
             activations=counting.activations.read(),

@@ -166,15 +166,13 @@ class StepHook:
         stepped.missing_gradients.warn(optimizer, stepped.rows)
         casts_off = self._backwards.casts.off()
         is_own = stepped.rows.makes_masters or stepped.needs_kernels
-        if not is_own and casts_off is None and not stepped.is_pending and not is_scaled:
+        has_closure = callable(args[1] if len(args) > 1 else kwargs.get("closure"))
+        # Nothing is to be added to torch's own step; at O4 the forward in a closure wants its casts.
+        if not is_own and not is_scaled and (has_closure or (casts_off is None and not stepped.is_pending)):
             stepped.rows.judge_half()
             stepped.pending.taken_unseen()
-            return None  # nothing to add to torch's own step
-        if _closure(args, kwargs) is not None:
-            if not is_own and not is_scaled:
-                stepped.rows.judge_half()
-                stepped.pending.taken_unseen()
-                return None  # O4: the closure's forward wants its casts
+            return None
+        if has_closure:
             raise AmpStateError(
                 f"{CLOSURE_REFUSED}  {type(optimizer).__name__}.step(closure) was called; run the closure's forward "
                 "and backward with amp.scale_loss yourself, then call step() without arguments."
@@ -221,8 +219,3 @@ def _says_nothing(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     except TypeError:  # its own step raises this before it does anything
         return False
     return True
-
-
-def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure if callable(closure) else None

@@ -70,6 +70,7 @@ class ScaledBackwards:
     def add(self, stepped: Stepper) -> None:
         """Add a Stepper, with a weak reference: the hooks of its optimizer own it."""
         stepped.check_gathered = self._check_gathered
+        stepped.gathered_scale = lambda: self.unlisted.scale
         self._stepped[stepped.optimizer] = weakref.ref(stepped)
         self.unlisted.join()
 
@@ -140,7 +141,7 @@ class ScaledBackwards:
         scaler = self.scaling.default()
         if not self._passes_through(scaler, [stepped]):
             backward = self.begin([stepped], scaler, 0)
-            stepped.enter_backward(backward, scale=self.unlisted.scale)
+            stepped.enter_backward(backward)
             self.close_windows([stepped], backward)
 
     def close_windows(
@@ -251,7 +252,7 @@ class ScaledBackwards:
             found = [other for other in self._windows_into([one]) if other.window.is_left_open]
             together += [other for other in found if other not in together]
         for one in together:
-            one.join_open_window(self.unlisted.scale)
+            one.join_open_window()
         self.close_windows(together, stepped.window.backward)
 
     def begin(self, stepped: Sequence[Stepper], scaler: LossScaler, loss_id: int) -> Backward:
@@ -367,7 +368,7 @@ class ScaledBackward(ContextOfLoss):
         try:
             scaled_loss = loss.float() * moved(backward.snapshot.scale, loss.device)
             for one in self._stepped:
-                one.enter_backward(backward, scaled_loss.requires_grad, self._backwards.unlisted.scale)
+                one.enter_backward(backward, scaled_loss.requires_grad)
                 entered.append(one)
             self._backwards.unlisted.enter(backward, self._backwards.all)
             together = self._stepped[0].pending.accumulations if self._stepped else {}

@@ -80,6 +80,9 @@ class Stepper:
         self._check: Callable[[Stepper], None] | None = check  # until the first use
         # Called with parameters that joined with a gradient while others are scaled; raises AmpStateError.
         self.check_gathered: Callable[[Optimizer, Sequence[nn.Parameter]], None] = lambda optimizer, joined: None
+        # Gives the scale of gradients that low-precision parameters gathered before they had masters; None for 1. All
+        # other gathered gradients are unscaled.
+        self.gathered_scale: Callable[[], ScaleSnapshot | None] = lambda: None
         self.adopts_next = False  # True if the next backward looks for writes through `param.data`
         self.needs_kernels = False  # True if only the kernels can do its step (split masters, bfloat16 moments)
         self._scaling = scaling
@@ -134,7 +137,7 @@ class Stepper:
 
     # Around a backward.
 
-    def enter_backward(self, backward: Backward, waits: bool = False, scale: ScaleSnapshot | None = None) -> None:
+    def enter_backward(self, backward: Backward, waits: bool = False) -> None:
         """Entry of `scale_loss`: look for new parameters and foreign writes, open the window, or enter it again.
 
         Raises AmpStateError inside of a body, before anything is changed.
@@ -142,7 +145,6 @@ class Stepper:
         Args:
             backward: has the scale of the gradients to come.
             waits: True if the window is told when a backward begins.
-            scale: the scale of gradients that low-precision parameters gathered before they had masters; None for 1.
         """
         if self.window.is_in_body:
             raise AmpStateError(
@@ -154,9 +156,9 @@ class Stepper:
         if self.rows.joined:
             self._check_gathered(backward.snapshot)
             if self.window.is_left_open:
-                self.join_open_window(scale)
+                self.join_open_window()
             else:
-                self._take_gathered(backward.scaler, scale)
+                self._take_gathered(backward.scaler)
         if self._is_captured:
             self._is_captured = self._has_gradients()
         self.window.open(backward, waits, not self.backward_seen or bool(self._unchecked))
@@ -166,19 +168,14 @@ class Stepper:
         is_held = self.rows.ledger.slots.count > 0 or self.window.is_left_open
         return is_held or tensor_lists.any_gradient(self.rows.columns.weight_handle)
 
-    def join_open_window(self, scale: ScaleSnapshot | None) -> None:
-        """Scale gradients of joined parameters like the others in a window that was left open.
-
-        Args:
-            scale: the scale of gradients that low-precision parameters gathered before they had masters; None for 1.
-                All other gathered gradients are unscaled.
-        """
+    def join_open_window(self) -> None:
+        """Scale gradients of joined parameters like the others in a window that was left open."""
         if not self.window.is_left_open:
             return
         self.rows.scan()
         self._check_gathered(self.window.backward.snapshot)
         joined, self.rows.joined = self.rows.joined, []
-        own = self.window.backward.snapshot
+        own, scale = self.window.backward.snapshot, self.gathered_scale()
         for p in joined:
             grad, earlier = p.grad, None if self.rows.master_of(p) is None else scale
             if grad is None or (earlier is not None and earlier.equals(own)):
@@ -226,9 +223,10 @@ class Stepper:
                 return True
         return bool(self.rows.joined)
 
-    def _take_gathered(self, scaler: LossScaler, scale: ScaleSnapshot | None) -> None:
+    def _take_gathered(self, scaler: LossScaler) -> None:
         """Give new masters the gradients that their parameters gathered, and count an overflow. No host sync."""
         joined, self.rows.joined = self.rows.joined, []
+        scale = self.gathered_scale()
         for p in joined:
             grad, master = p.grad, self.rows.master_of(p)
             if grad is not None and master is not None and is_low_precision(grad):

@@ -10,7 +10,7 @@ from amp_engine.apex.check_sources import check, inventory
 
 
 def findings(path):
-    return [finding for file in check.files([str(path)]) for finding in check.check_file(file)]
+    return [finding for file in check.files([str(path)]) for finding in check.check_file(file, [])]
 
 
 @pytest.fixture
@@ -642,6 +642,14 @@ def test_a_notebook_and_a_link_to_nowhere_leave_something_to_do(script, capsys):
     out = capsys.readouterr().out
     assert "not read" in out
     assert "Nothing is left to do" not in out
+
+
+def test_a_script_without_a_suffix_and_one_that_a_cell_writes_leave_something_to_do(script, capsys):
+    cell = {"cell_type": "code", "source": ["%%writefile train.py\n", "from apex import amp\n"]}
+    notebook = json.dumps({"cells": [cell], "metadata": {}})
+    for source, name in (("from apex import amp\n", "train"), (notebook, "writes.ipynb")):
+        assert check.main([str(script(source, name))]) == 0
+        assert "Nothing is left to do" not in capsys.readouterr().out
 
 
 def test_something_missing_is_exit_code_1(script, capsys):

@@ -93,8 +93,9 @@ def main(paths: list[str]) -> int:
         print(why, file=sys.stderr)
         return 2
     read = list(files(paths))
-    found = [finding for path in read for finding in check_file(path)]
-    print(render(found, len(read), passed_over(paths, read), all(map(_is_answered, read))))
+    unanswered: list[Path] = []
+    found = [finding for path in read for finding in check_file(path, unanswered)]
+    print(render(found, len(read), passed_over(paths, read), not unanswered))
     return int(any(finding.verdict in ("missing", "unknown", "not read") for finding in found))
 
 
@@ -108,22 +109,6 @@ def complaint(paths: list[str], option: str) -> str:
         f"{missing}Run python -m amp_engine.apex {option} PATH..., where PATH is a Python file, a notebook, or the "
         "folder of a project."
     )
-
-
-def _is_answered(path: Path) -> bool:
-    """True if a file needs no line more: it asks for no apex, or has amp_engine answer."""
-    if path.suffix not in (".py", ".ipynb"):
-        return True
-    try:
-        source = path.read_bytes()
-        if not mentions(source):
-            return True
-        if path.suffix == ".ipynb":
-            source = "\n".join(_python_of(text) for _, text in _cells(source)).encode()
-        tree = _parse(source)
-    except (OSError, SyntaxError, ValueError, KeyError, TypeError, RecursionError, MemoryError):  # check_file says why
-        return False
-    return any(map(installs, ast.walk(tree))) or not any(map(asks_for_apex, tree.body))
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -174,23 +159,30 @@ def _below(folder: Path, built: list[Path]) -> Iterator[Path]:
         yield from (path for path in shown if any(path.match(pattern) for pattern in _PATTERNS))
 
 
-def check_file(path: Path) -> Iterator[Finding]:
-    """Yield a file's uses of apex by line, or one finding that says why a file with a use cannot be read."""
+def check_file(path: Path, unanswered: list[Path]) -> Iterator[Finding]:
+    """Yield a file's uses of apex by line, or one finding that says why a file with a use cannot be read.
+
+    Appended to `unanswered` if a program in it asks for apex without having amp_engine answer, or cannot be read.
+    """
     try:
         source = path.read_bytes()
         if not mentions(source):
             return
         if path.suffix == ".ipynb":
             cells = _cells(source)
-            yield from _check_cells(path, [(number, _python_of(text).encode()) for number, text in cells])
+            programs = [[(number, _python_of(text).encode()) for number, text in cells]]
             for number, text in cells:  # a file that is written is a program of its own
                 if (cell := _CELL.match(text)) and cell[1] in ("writefile", "file") and cell[2].strip().endswith(".py"):
-                    yield from _check_cells(path, [(number, _without_first_line(text).encode())])
+                    programs.append([(number, _without_first_line(text).encode())])
         elif any(path.match(pattern) for pattern in _LINES):
             yield from _check_lines(path, source.decode())
+            return
         else:
-            yield from _check_cells(path, [("", source)])
+            programs = [[("", source)]]
+        for program in programs:
+            yield from _check_program(path, program, unanswered)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:  # the parser's stack, too
+        unanswered.append(path)
         yield Finding(str(path), "0", "", "not read", f"{type(error).__name__}: {error}")
 
 
@@ -264,7 +256,7 @@ def _check_lines(path: Path, text: str) -> Iterator[Finding]:
                 yield Finding(str(path), str(number), name, *_verdict(name, inventory.find(name)))
 
 
-def _check_cells(path: Path, cells: list[tuple[str, bytes]]) -> Iterator[Finding]:
+def _check_program(path: Path, cells: list[tuple[str, bytes]], unanswered: list[Path]) -> Iterator[Finding]:
     """Yield the findings of one program in one or several pieces, each with the prefix of its line numbers."""
     lines: list[str] = []
     body: list[ast.stmt] = []
@@ -272,6 +264,7 @@ def _check_cells(path: Path, cells: list[tuple[str, bytes]]) -> Iterator[Finding
         try:
             tree = _parse(source)
         except (SyntaxError, ValueError) as error:
+            unanswered.append(path)
             number = getattr(error, "lineno", None) or 0
             why = getattr(error, "msg", None) or str(error)
             hint = "  Python 2 is not read." if "call to 'print'" in why or "multiple exception types" in why else ""
@@ -280,7 +273,10 @@ def _check_cells(path: Path, cells: list[tuple[str, bytes]]) -> Iterator[Finding
         ast.increment_lineno(tree, len(lines))
         lines += [f"{prefix}{number}" for number in range(1, len(source.splitlines()) + 3)]
         body += tree.body
-    uses = Uses(ast.Module(body, []))
+    program = ast.Module(body, [])
+    if any(map(asks_for_apex, body)) and not any(map(installs, ast.walk(program))):
+        unanswered.append(path)
+    uses = Uses(program)
     for number, name, verdict, text in sorted(uses.found):
         yield Finding(str(path), lines[number - 1], name, verdict, text)
 

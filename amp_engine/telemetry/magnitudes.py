@@ -73,22 +73,11 @@ class Magnitudes:
     def lost(self, dtype: torch.dtype, scale: float = 1.0) -> float:
         """Share of the nonzero values that become 0 in `dtype` once they are multiplied by `scale`. 0 to 1.
 
-        A value is rounded to 0 below half of the smallest number, so those with e + log2(scale) < smallest - 1. The
+        A value is rounded to 0 below half of the smallest number: where e + log2(scale) < smallest - 1. The
         scale counts as the power of two below it, since values are counted by powers of two.
         """
-        return self._share_below(Limits.of(dtype).smallest - 1, scale)
-
-    def subnormal(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """Share of the nonzero values that keep fewer bits than `dtype` has, or none, once multiplied by `scale`."""
-        return self._share_below(Limits.of(dtype).smallest_normal, scale)
-
-    def too_large(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """Share of the nonzero values that become inf in `dtype` once they are multiplied by `scale`."""
-        over = Limits.of(dtype).largest - _shift(scale)
-        return sum(n for e, n in self.counts if e > over) / max(1, self.nonzero)
-
-    def _share_below(self, exponent: int, scale: float) -> float:
-        return sum(n for e, n in self.counts if e + _shift(scale) < exponent) / max(1, self.nonzero)
+        below = Limits.of(dtype).smallest - math.frexp(scale)[1]  # frexp gives log2(scale) + 1
+        return sum(n for e, n in self.counts if e < below) / max(1, self.nonzero)
 
     def __add__(self, other: Magnitudes) -> Magnitudes:
         counts = dict(self.counts)
@@ -134,7 +123,3 @@ def _counted(values_f32: Tensor) -> Tensor:
     return torch.zeros(_FIELDS + 1, dtype=torch.int64, device=fields.device).scatter_add_(
         0, fields, torch.ones_like(fields)
     )
-
-
-def _shift(scale: float) -> int:
-    return math.frexp(scale)[1] - 1

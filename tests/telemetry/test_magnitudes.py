@@ -59,10 +59,7 @@ def test_the_lost_share_is_that_which_a_cast_makes_0(dtype: torch.dtype, scale: 
     values = torch.exp2(exponents).clamp_min(2.0**-126).float()
     cast = (values * scale).to(dtype)
     found = counted(values)
-    tiny = torch.finfo(dtype).tiny
     assert found.lost(dtype, scale) == pytest.approx((cast == 0).double().mean().item(), abs=1e-4)
-    assert found.subnormal(dtype, scale) == pytest.approx((values * scale < tiny).double().mean().item(), abs=1e-4)
-    assert found.too_large(dtype, scale) == pytest.approx(cast.isinf().double().mean().item(), abs=1e-4)
     assert dtype is torch.bfloat16 or found.lost(dtype, scale) > 0.05
 
 

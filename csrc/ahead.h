@@ -1,5 +1,5 @@
-// Lists of tensors, read ahead of themselves. What a tensor is lies elsewhere than the list, on several cache lines
-// that a backward or a step has put out of the caches, and in a loop each is waited for by itself.
+// Loops over lists of tensors that prefetch the tensors ahead. The data of a tensor lies outside of the list, on
+// several cache lines. A backward or a step evicts these lines, so a loop without prefetches waits for each line.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 
 namespace amp_engine {
 
-// Tensors where they are: passing them on touches nothing of theirs.
+// Pointers to tensors, so that passing a list on touches neither the tensors nor their reference counts.
 using Tensors = std::vector<at::Tensor const*>;
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 
@@ -27,10 +27,10 @@ inline void ask_for_tensor(at::Tensor const& t) {
   }
 }
 
-// What a tensor points to. Looks at the tensor.
+// Prefetches the objects that a tensor points to. Reads the tensor itself.
 inline void ask_for_parts(at::Tensor const& t) {
   c10::TensorImpl const& impl = *t.unsafeGetTensorImpl();
-  void const* counter;  // what a VariableVersion consists of, and does not give
+  void const* counter;  // the only, private member of a VariableVersion
   static_assert(sizeof(c10::VariableVersion) == sizeof counter);
   std::memcpy(&counter, &impl.version_counter(), sizeof counter);
   __builtin_prefetch(counter);
@@ -40,10 +40,10 @@ inline void ask_for_parts(at::Tensor const& t) {
   }
 }
 
-// tensor.grad() asks first whether it is a leaf, to warn.
+// tensor.grad() would first check whether the tensor is a leaf, in order to warn.
 inline at::Tensor const& grad_of(at::Tensor const& t) { return t.unsafeGetTensorImpl()->grad(); }
 
-// To be called with i = 0, 1, 2... by a loop that is going to look at each tensor.
+// A loop that reads each tensor calls this with i = 0, 1, 2...
 template <class List>
 void ask_ahead(List const& tensors, size_t i) {
   constexpr size_t kAhead = 8;
@@ -63,7 +63,7 @@ void ask_ahead(List const& tensors, size_t i) {
   }
 }
 
-// Like `ask_ahead`, by a loop that is going to look at addresses and sizes alone.
+// Like `ask_ahead`, for a loop that reads only addresses and sizes.
 inline void ask_ahead_for_memory(OptionalTensors const& tensors, size_t i) {
   constexpr size_t kAhead = 4;
   if (i + 2 * kAhead < tensors.size() && tensors[i + 2 * kAhead]) {
@@ -74,7 +74,7 @@ inline void ask_ahead_for_memory(OptionalTensors const& tensors, size_t i) {
   }
 }
 
-// visit(i, tensor) for each tensor of a list, in order.
+// Calls visit(i, tensor) for each tensor of a list, in order. Skips empty entries.
 template <class List, class Visit>
 void for_each(List const& tensors, Visit const& visit) {
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -85,7 +85,7 @@ void for_each(List const& tensors, Visit const& visit) {
   }
 }
 
-// Like `ask_ahead`, by a loop that is going to look at the gradient of each tensor as well.
+// Like `ask_ahead`, for a loop that also reads the gradient of each tensor.
 inline void ask_ahead_for_gradients(Tensors const& tensors, size_t i) {
   constexpr size_t kAhead = 3;
   ask_ahead(tensors, i);

@@ -1,6 +1,7 @@
-// What a backend computes. The two namespaces hold the same functions and give the same bits; ops.cpp picks one by
-// the device of the tensors. All pointers point into that device's memory, tables included. Nothing here checks
-// its arguments, allocates, or waits; checks are in checks.h, memory and tables in ops.h.
+// The operations of a backend. The namespaces cpu and cuda define the same operations, which give the same bits;
+// ops.cpp selects one by the device of the tensors. All pointers, also those to tables, point into that device's
+// memory. No operation checks its arguments, allocates, or waits. checks.h has the checks; ops.h has the memory and the
+// tables.
 #pragma once
 
 #include "math/loss_scale.h"
@@ -8,26 +9,26 @@
 
 namespace amp_engine {
 
-// One tensor of a plain list operation. `x.data` null: the tensor takes no part.
+// One tensor of a list operation. If `x.data` is null, the operation skips the tensor.
 struct ListRow {
   Entry x;    // read and checked
-  Entry y;    // axpby: read; null otherwise
-  Entry out;  // written; null: x is checked only. May be x itself or y itself
+  Entry y;    // read by axpby; null in other operations
+  Entry out;  // written; if null, x is only checked. May be x itself or y itself
   int64_t numel;
   uint32_t first_chunk;
   uint32_t n_chunks;
 };
 
-// What stays of it when only addresses change, as those of gradients may in every step.
+// The part of a ListRow that stays the same when only addresses change. Addresses of gradients may change in each step.
 struct ListShape {
   int64_t numel;
   uint32_t first_chunk;
   uint32_t n_chunks;
   Type x, y, out;
-  uint32_t unused;  // compared with what a GPU has, too
+  uint32_t unused;  // explicit padding: uploads compare the bytes of a table with the bytes on the GPU
 };
 
-// Results of `check` and `axpby` about x, as given. Per tensor, 0 where it takes no part.
+// Results of `check` and `axpby` for each x before it is scaled. A tensor that is skipped has zeros.
 struct Sums {
   double* sum_squares;  // [n]
   float* largest;       // [n], largest magnitude
@@ -35,25 +36,25 @@ struct Sums {
 };
 
 struct CheckArgs {
-  ListShape const* shapes;  // [n_tensors], as the next three
+  ListShape const* shapes;  // [n_tensors], like x, y and out
   void* const* x;
-  void* const* y;        // null: none
-  void* const* out;      // likewise
+  void* const* y;        // null: there is no y
+  void* const* out;      // null: nothing is written
   Chunk const* chunks;
   int64_t n_tensors;
   int64_t n_chunks;
   float const* a;        // out = x * a; null: 1
-  bool reciprocal;       // out = x * (1 / a) instead, with 1 / a rounded once from float64
-  float const* clip_norm;  // out = x * min(1, max_norm / (clip_norm + 1e-6)) instead, where nothing is checked;
-  double max_norm;         // null: not wanted
+  bool reciprocal;       // out = x * (1 / a) instead of x * a, with 1 / a rounded once from float64
+  float const* clip_norm;  // out = x * min(1, max_norm / (clip_norm + 1e-6)) instead, only where nothing is checked;
+  double max_norm;         // null: not clipped
   float const* b;        // axpby: out = fma(a, x, b * y)
-  Partial* partials;     // [n_chunks], scratch; null: nothing is checked, all of the following are ignored
+  Partial* partials;     // [n_chunks], scratch; null: nothing is checked, and all members below are ignored
   Sums sums;
-  double* total;         // [], sum of squares over all tensors; null: not wanted
-  float* norm;           // [], its square root, times 1 / *norm_scale if that is not null; null: not wanted
+  double* total;         // [], sum of squares over all tensors; null: not computed
+  float* norm;           // [], sqrt(total), times 1 / *norm_scale if norm_scale is not null; null: not computed
   float const* norm_scale;
-  float* found_inf;      // [], set to 1 if a tensor is not finite, else left alone; null: not wanted
-  ScaleUpdate update;    // done last; its scale null: not wanted
+  float* found_inf;      // [], set to 1 if a tensor is not finite, else unchanged; null: not written
+  ScaleUpdate update;    // applied last; not applied if its scale is null
 };
 
 AMP_HD ListRow row_of(CheckArgs const& args, int64_t t) {
@@ -66,7 +67,7 @@ AMP_HD ListRow row_of(CheckArgs const& args, int64_t t) {
           shape.n_chunks};
 }
 
-// `kClips` false: there is no clip_norm.
+// If `kClips` is false, clip_norm must be null.
 template <bool kClips = true>
 AMP_HD float factor_a(CheckArgs const& args) {
   if (kClips && args.clip_norm) {
@@ -77,23 +78,23 @@ AMP_HD float factor_a(CheckArgs const& args) {
 
 struct StepArgs {
   Formula formula;
-  bool narrow;                // whether a row has a remainder or moments in bfloat16; a GPU has kernels of its own for it
+  bool narrow;                // true if a row has a remainder or bfloat16 moments; a GPU then runs other kernels
   Row const* rows;
-  void* const* gradients;     // [n_tensors]; null: the tensor takes no part
+  void* const* gradients;     // [n_tensors]; null: the tensor is not stepped
   GradientForm const* forms;  // [n_tensors]
   Chunk const* chunks;
   int64_t n_tensors;
   int64_t n_chunks;
   Group const* groups;
   Control control;
-  float* steps;               // [n_tensors], advanced by 1 where stepped
+  float* steps;               // [n_tensors], incremented for each tensor that is stepped
   float* norms;               // [n_tensors], NovoGrad; null otherwise
-  double const* sum_squares;  // [n_tensors], of the gradients as given: NovoGrad, LAMB; null otherwise
-  float const* largest;       // [n_tensors], likewise
-  float const* gradient_norm; // [], LAMB: of all gradients times their factors; null: over the tensors of this step
-  float* const* lamb_steps;   // [n_tensors], LAMB: numel floats of scratch each
+  double const* sum_squares;  // [n_tensors], of the gradients before any factor: NovoGrad, LAMB; null otherwise
+  float const* largest;       // [n_tensors], of the same gradients; null where sum_squares is null
+  float const* gradient_norm; // [], LAMB: norm of all gradients times their factors; null: over this step's tensors
+  float* const* lamb_steps;   // [n_tensors], LAMB: numel floats of scratch for each tensor
   void* coefficients;         // [n_tensors * kCoefficientBytes], scratch
-  Partial* partials;          // [2 * n_chunks], scratch of LAMB: of weights, then of steps
+  Partial* partials;          // [2 * n_chunks], scratch of LAMB: sums of the weights, then sums of the steps
 };
 constexpr int64_t kCoefficientBytes = 64;
 
@@ -107,7 +108,7 @@ void axpby(CheckArgs const& args);
 void step(StepArgs const& args);
 void update_scale(ScaleUpdate const& update);
 char const* capability();  // "avx512", "avx2" or "portable"
-// Whether hardly any of the first of so many bytes is in the caches when the last is read or written.
+// True if a pass over `bytes` bytes evicts nearly all of the first ones from the caches before it reaches the last.
 bool outgrows_caches(int64_t bytes);
 }  // namespace cpu
 

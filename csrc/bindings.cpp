@@ -1,4 +1,4 @@
-// The Python face of ops.h: amp_engine._C. amp_engine/kernels is its only user and documents each operation.
+// The Python bindings of ops.h: amp_engine._C. Only amp_engine/kernels uses them, and it documents each operation.
 #include <ATen/ops/zeros.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -27,10 +27,11 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// Ten thousand Python objects more or less decide when the garbage collector runs, and it takes longer than a step.
+// Has no Python objects of its tensors: ten thousand objects more or less decide when the garbage collector runs, and
+// it takes longer than a step.
 struct TensorList {
   OptionalTensors tensors;
-  std::shared_ptr<Held> held = nullptr;  // of rows without a tensor
+  std::shared_ptr<Held> held = nullptr;  // gradients of rows without a tensor
 };
 
 using TensorsOrList = std::variant<TensorList*, OptionalTensors>;
@@ -45,13 +46,13 @@ Inputs inputs(TensorsOrList const& tensors) {
   return {in(tensors), list ? (*list)->held.get() : nullptr};
 }
 
-// Python's objects: a reference in C++ for longer than a call would have torch.utils.swap_tensors refuse.
+// Holds Python objects, because torch.utils.swap_tensors refuses tensors that C++ refers to for longer than a call.
 struct Params {
   std::vector<py::object> objects;
 
   explicit Params(py::iterable const& tensors) {
     for (py::handle const tensor : tensors) {
-      tensor.cast<at::Tensor>();  // raises for what is none
+      tensor.cast<at::Tensor>();  // raises if it is not a tensor
       objects.push_back(py::reinterpret_borrow<py::object>(tensor));
     }
   }
@@ -85,7 +86,7 @@ Tensors in(ParamsOrList const& tensors) {
   return result;
 }
 
-// Marks of parameters, and the parameters.
+// Parameters and their marks.
 struct ParamMarks {
   Params params;
   Marks marks;
@@ -93,7 +94,7 @@ struct ParamMarks {
   explicit ParamMarks(py::iterable const& tensors) : params(tensors) { marks.mark(params.list()); }
 };
 
-// Marks of their gradients.
+// Parameters and the marks of their gradients.
 struct ParamGradientMarks {
   std::shared_ptr<Params> params;
   GradientMarks marks;
@@ -126,11 +127,11 @@ char const* name_of(Formula formula) {
   return "";
 }
 
-// From the class of amp_engine.kernels.formulas that the optimizer has. Keeps a learning rate that is on the
-// device alive in `learning_rates`.
+// Reads the fields of an optimizer's formula, an object of amp_engine.kernels.formulas. Adds a learning rate that is on
+// the device to `learning_rates`, which keeps it alive.
 Group group_of(Formula formula, py::handle h, at::Device device, std::vector<at::Tensor>& learning_rates) {
   Group group;
-  std::memset(&group, 0, sizeof group);  // uploaded where its bytes have changed
+  std::memset(&group, 0, sizeof group);  // padding included, because an upload compares bytes
   py::object const lr = h.attr("lr");
   if (THPVariable_Check(lr.ptr())) {
     auto const tensor = lr.cast<at::Tensor>();
@@ -199,14 +200,14 @@ ScaleTensors scale_tensors(at::Tensor scale, at::Tensor growth_tracker, at::Tens
 
 template <class... Args>
 std::tuple<Args...> arguments_of(ScaleTensors (*)(Args...));
-using ScaleArguments = decltype(arguments_of(scale_tensors));  // by place
+using ScaleArguments = decltype(arguments_of(scale_tensors));  // in positional order
 
 template <class... Args>
 auto updating(ScaleTensors (*tensors)(Args...)) {
   return [tensors](Args... args) { update_scale(tensors(std::move(args)...)); };
 }
 
-// Torch's own getter looks for the __torch_function__ of a subclass first.
+// torch's own getter first looks for the __torch_function__ of a subclass.
 PyObject* gradient_of(PyObject* state, PyObject* tensor) {
   HANDLE_TH_ERRORS
   if (PySet_GET_SIZE(PyTuple_GET_ITEM(state, 0)) != 0) {
@@ -226,7 +227,7 @@ py::object gradient_getter(py::set const& holding, py::object const& slow) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, state.ptr()));
 }
 
-// Whether two sequences have the very same objects, none of which is touched.
+// True if two sequences have the same objects (by identity). Does not touch the objects.
 bool same_objects(py::object const& a, py::object const& b) {
   auto const fast = [](py::object const& sequence) {
     auto const result = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "not a sequence"));
@@ -238,8 +239,8 @@ bool same_objects(py::object const& a, py::object const& b) {
   return PySequence_Fast_GET_SIZE(y.ptr()) == n && std::equal(first, first + n, PySequence_Fast_ITEMS(y.ptr()));
 }
 
-// Whether dicts[i][name] is objects[i], the very object, for all i, and for each name with its objects. None: no such
-// entry, or None.
+// True if dicts[i][name] is objects[i] (by identity), for all i and each pair of `named`. None also stands for a
+// missing entry.
 bool same_entries(py::list const& dicts, std::vector<std::pair<py::str, py::list>> const& named) {
   constexpr size_t kAhead = 4;
   size_t const n = dicts.size();
@@ -267,7 +268,7 @@ bool same_entries(py::list const& dicts, std::vector<std::pair<py::str, py::list
   return true;
 }
 
-// Refusals are errors of amp_engine.errors.
+// Raises the errors of amp_engine.errors for refused arguments and lost gradients.
 void translate(std::exception_ptr thrown) {
   auto const raise = [](char const* kind, char const* message) {
     py::object const type = py::module_::import("amp_engine.errors").attr(kind);
@@ -309,7 +310,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_local_exception_translator(&translate);
   patch::bind(m);
   m.def("build_info", &build_info, "What this module was compiled against, and the instruction set that it chose.");
-  // Of amp_engine.kernels.ops, which documents them.
+  // amp_engine.kernels.ops documents these.
   m.def("check", &check, py::arg("tensors"));
   m.def("l2norm", &l2norm, py::arg("tensors"));
   m.def("scale_", &scale_, py::arg("outputs"), py::arg("inputs"), py::arg("factor"));

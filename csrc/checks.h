@@ -1,5 +1,5 @@
-// Checks at the door. Each message names the operation, the list, the index, what was given and what is allowed.
-// They raise ValueError, before anything is written.
+// Argument checks. Each message names the operation, the list, the index, the given value and the allowed values. The
+// checks raise ValueError before anything is written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@
 
 namespace amp_engine {
 
-// A list of tensors together with what messages call it.
+// A list of tensors with the names that messages use for it.
 struct Named {
   char const* op;
   char const* name;
@@ -47,7 +47,7 @@ inline Type type_of(at::ScalarType type) {
 
 inline Type type_of(at::Tensor const& t) { return type_of(t.scalar_type()); }
 
-// Whether the elements are not those in memory: of a negative or conjugate view, or zeros that have no memory.
+// True if the values of `t` are not those in its memory: a negative or conjugate view, or zeros without memory.
 inline bool is_lazy(at::Tensor const& t) {
   constexpr auto lazy = c10::DispatchKeySet(c10::DispatchKey::Conjugate) |
                         c10::DispatchKeySet(c10::DispatchKey::Negative) |
@@ -63,7 +63,7 @@ inline void check_length(Named const& list, size_t n, char const* of) {
                     " entries, but ", of, " has ", n, ".  All lists of one call are of one length.");
 }
 
-// Which element types a list may have.
+// The element types that a list may have.
 enum class Allowed { floats, floats_or_remainders, float32, float32_or_bfloat16 };
 
 inline bool is_allowed(Allowed allowed, at::ScalarType type) {
@@ -81,7 +81,7 @@ inline bool is_allowed(Allowed allowed, at::ScalarType type) {
   }
 }
 
-// Dense tensors of allowed types, all on `device`.
+// Requires dense tensors of allowed types, all on `device`.
 inline void check_tensors(Named const& list, at::Device device, Allowed allowed = Allowed::floats) {
   for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
     TORCH_CHECK_VALUE(is_allowed(allowed, t.scalar_type()), list.at(i), " is ", text(t), ", but the type must be ",
@@ -113,7 +113,7 @@ inline bool same_layout(at::IntArrayRef sizes, at::IntArrayRef strides, at::Tens
 
 inline bool same_layout(at::Tensor const& a, at::Tensor const& b) { return same_layout(a.sizes(), a.strides(), b); }
 
-// Entries of the same index have one shape and one order in memory.
+// Requires that entries of the same index have the same shape and the same order in memory.
 inline void check_same_layout(Named const& list, Named const& reference) {
   for_each(list.tensors, [&](size_t i, at::Tensor const& t) {
     ask_ahead(reference.tensors, i);
@@ -124,17 +124,18 @@ inline void check_same_layout(Named const& list, Named const& reference) {
   });
 }
 
-// Refuses that memory is written twice, or written and read as something else. Tensors are dense, so that each is one
-// range of addresses.
+// Refuses memory that is written twice, or that is written through one tensor and read through another one. All tensors
+// are dense, so each is one range of addresses.
 class Memory {
  public:
-  // What is written. Copy-on-write memory becomes its own here.
+  // Adds tensors that are written. Materializes copy-on-write memory.
   void written(Named const& list) {
     for_each(list.tensors, [](size_t, at::Tensor const& t) { t.mutable_data_ptr(); });
     add(list, true, [](size_t, at::Tensor const&) { return false; });
   }
 
-  // What is read, after all that is written. An element that is written in the place where it is read, as `outputs[i]` of the same index, is fine.
+  // Adds tensors that are read. Call it after all calls of `written`. A tensor may be written in the place where it is
+  // read: as `outputs[i]` of the same index, with the same address and type.
   void read(Named const& list, OptionalTensors const& outputs) {
     add(list, false, [&](size_t i, at::Tensor const& t) {
       auto const& output = outputs[i];
@@ -147,7 +148,7 @@ class Memory {
     if (!std::is_sorted(ranges_.begin(), ranges_.end(), by_address)) {
       std::sort(ranges_.begin(), ranges_.end(), by_address);
     }
-    Range const* furthest[2] = {nullptr, nullptr};  // the ones that end last of what is read, and of what is written
+    Range const* furthest[2] = {nullptr, nullptr};  // [0] of the reads, [1] of the writes: the range that ends last
     for (Range const& range : ranges_) {
       for (bool const is_written : {true, false}) {
         Range const* const other = furthest[is_written];

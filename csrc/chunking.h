@@ -1,4 +1,4 @@
-// Tensor lists -> work table. Host code, no PyTorch.
+// Divides lists of tensors into chunks. Host code without PyTorch.
 #pragma once
 
 #include <vector>
@@ -8,28 +8,29 @@
 namespace amp_engine {
 
 struct Chunking {
-  std::vector<Chunk> chunks;           // tensor by tensor, in list order; an empty tensor has none
+  std::vector<Chunk> chunks;           // ordered by tensor, in list order; an empty tensor has none
   std::vector<uint32_t> first_chunk;   // of each tensor
-  uint64_t const version;              // that no other one has; not 0
+  uint64_t const version;              // unique in the process; not 0
 
-  // Throws std::length_error beyond 2^32 - 1 chunks, which is 2^47 elements.
+  // Throws std::length_error for more than 2^32 - 1 chunks, which is 2^47 elements.
   explicit Chunking(std::vector<int64_t> const& numels);
 };
 
-// What CheckArgs points to. Columns of addresses are uploaded each by itself: those of gradients may change in every step.
+// The tables that CheckArgs points to. Each column of addresses is uploaded separately, because the addresses of
+// gradients may change in every step.
 struct CheckLists {
   std::vector<ListShape> shapes;
-  std::vector<void*> x, y, out;  // none of y or out: null
+  std::vector<void*> x, y, out;  // y or out may be empty: CheckArgs has null then
 };
 
-// What StepArgs points to.
+// The tables that StepArgs points to.
 struct StepLists {
-  std::vector<Row> rows;  // built once, with the chunks
+  std::vector<Row> rows;  // built once, together with the chunks
   std::vector<void*> gradients;
   std::vector<GradientForm> forms;
 };
 
-// Where each tensor's part of LAMB's scratch begins, and where the last one's ends: in floats, at multiples of 64 bytes.
+// The offset of each tensor's part of LAMB's scratch, and the end of the last part, in floats. Aligned to 64 bytes.
 std::vector<int64_t> lamb_offsets(std::vector<Row> const& rows);
 
 inline int64_t chunks_of(int64_t numel) { return (numel + kChunk - 1) / kChunk; }

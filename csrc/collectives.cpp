@@ -25,7 +25,8 @@ void for_each_tensor(c10::IValue const& value, Visit const& visit) {
   }
 }
 
-// Asking for the memory of a watched or shared storage changes the storage itself, which two threads must not do at once.
+// Requests the memory of a watched or copy-on-write storage. The request changes the storage, and two threads must not
+// do that at once, as the threads of a backend of c10d would.
 void ask_for_memory(at::Tensor const& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) {
     return;

@@ -1,5 +1,6 @@
-// Operators of torch that write past its own check of who has memory. amp_engine/initialization/collectives.py says what for, and
-// has the same for collectives in Python, where turning process groups into Python objects and back takes 100 us a call.
+// Kernels for operators of torch that write memory without torch's usual check of who else owns it.
+// amp_engine/initialization/collectives.py gives the reasons. It does the same for collectives in Python, where
+// converting process groups to Python objects and back takes 100 us per call.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,15 +11,15 @@
 
 namespace amp_engine {
 
-// Calls `listener(tensors, is_broadcast)` after each of the operators of c10d that write, from now on, with what it writes:
-// its first argument. These, and those that read, find memory that has been asked for. Never taken back: torch frees a
-// kernel that another thread may be in.
+// From now on, calls `listener(tensors, is_broadcast)` after each of the `writing` operators of c10d. `tensors` is what
+// the operator has written: its first argument. Before each `writing` or `reading` operator, requests the memory of its
+// tensors. Never removed, because torch frees the kernel, and another thread may be running it.
 void watch_collectives(std::vector<std::string> const& writing, std::vector<std::string> const& reading,
                        pybind11::object listener);
 
-// Has torch's operators on lists (`_foreach_mul_`, `_fused_adam_`) ask for the memory that they write, from now on. Their
-// kernels for GPUs take it as memory that is only read (ATen/native/cuda/MultiTensorApply.cuh): nobody is told, and what is
-// copied on write is written for all who have it. Never taken back, as above.
+// From now on, torch's operators on lists (`_foreach_mul_`, `_fused_adam_`) request the memory that they write. Their
+// GPU kernels take it as memory that is only read (ATen/native/cuda/MultiTensorApply.cuh): no materializer is called,
+// and a write into copy-on-write memory reaches all its owners. Never removed, for the same reason as above.
 void ask_for_written_lists();
 
 }  // namespace amp_engine

@@ -24,24 +24,24 @@ bool is_on_default_stream(at::Device device) {
 }
 
 #if AMP_HAS_MATERIALIZER
-// Without it a copy is a plain cudaMemcpy, which other streams than the default one do not wait for.
+// Without the CUDA kernels a copy is a plain cudaMemcpy, and streams other than the default one do not wait for it.
 bool is_copied_in_order(at::Device device) { return device.is_cuda() && has_cuda(); }
 
-// Held memory as it was before a write. Writers come with and without the GIL: under this lock nothing calls Python, and
-// nothing is allocated on a GPU or freed.
+// Copies of held storages from before a write. Writers call with and without the GIL, so code that has this lock must
+// not call Python, allocate on a GPU, or free memory.
 struct Copies {
   std::mutex mutex;
   std::unordered_map<c10::StorageImpl const*, c10::Storage> by_storage;
   std::atomic<bool> are_there = false;
 
-  // Never destroyed: a writer may come at the end of the process.
+  // Never destroyed, because a writer may call at the end of the process.
   static Copies& all() {
     static Copies& copies = *new Copies;
     return copies;
   }
 };
 
-// On a GPU in order of the writer's stream, which has to follow what wrote the memory.
+// On a GPU the copy runs in order of the writer's stream, which has to follow the stream that wrote the memory.
 c10::DataPtr copied(c10::StorageImpl& storage) {
   if (!is_copied_in_order(storage.device())) {
     return storage.allocator()->clone(storage.data(), storage.nbytes());
@@ -52,7 +52,7 @@ c10::DataPtr copied(c10::StorageImpl& storage) {
   return copy;
 }
 
-// Of two writers at once both copy, before either writes. The first that is done keeps its copy, and then writes.
+// If two writers call this at once, both copy before either writes. The first to finish keeps its copy, then writes.
 void keep_copy_in_capture(c10::StorageImpl* storage) {
   c10::Storage copy(c10::Storage::use_byte_size_t(), storage->nbytes(), copied(*storage), storage->allocator(), false);
   Copies& copies = Copies::all();
@@ -61,7 +61,7 @@ void keep_copy_in_capture(c10::StorageImpl* storage) {
   copies.are_there = true;
 }
 
-// For what is held outside of a capture: in one, the copy would be made by replays alone.
+// The materializer of gradients that were held outside of a capture. In a capture only replays would make the copy.
 void keep_copy(c10::StorageImpl* storage) {
   TORCH_CHECK(!is_copied_in_order(storage->device()) || !is_captured(storage->device()),
               "A gradient that amp holds for the step is written in a capture of a CUDA graph.  Call optimizer.step(), or "
@@ -69,7 +69,8 @@ void keep_copy(c10::StorageImpl* storage) {
   keep_copy_in_capture(storage);
 }
 
-// Once it is freed, memory of another stream is not used again before what the current one has been given till then is done.
+// For memory of another stream. After it is freed, the allocator does not reuse it before the work that is queued on
+// the current stream until then is done.
 void read_here(c10::Storage const& storage) {
   if (storage.device().is_cuda()) {
     c10::impl::VirtualGuardImpl const guard(at::kCUDA);
@@ -87,7 +88,8 @@ c10::Storage copy_of(c10::StorageImpl const& storage) {
   return found == copies.by_storage.end() ? c10::Storage() : found->second;
 }
 
-// Whether it was not written since it was armed. Somebody else may have armed it after a write, which left a copy.
+// True if the storage was not written since it was armed. Other code may have armed it again after a write, but then
+// the write has left a copy.
 bool is_unwritten(c10::StorageImpl const& storage) {
   return storage.has_materializer() && !c10::impl::cow::is_cow_data_ptr(storage.data_ptr()) && !copy_of(storage);
 }
@@ -100,7 +102,7 @@ bool has_own_memory(at::Tensor const& t) {
     return false;
   }
 #if AMP_HAS_MATERIALIZER
-  if (storage.has_materializer() || copy_of(storage)) {  // it is held already, as it was before a write
+  if (storage.has_materializer() || copy_of(storage)) {  // armed already, or written since it was held
     return false;
   }
 #endif
@@ -113,8 +115,8 @@ bool may_be_armed(at::Tensor const& t) {
 }
 #endif
 
-// On a GPU only on the default stream: torch copies by a plain cudaMemcpy, which other streams do not wait for and a
-// capture, whose stream is never the default one, does not allow.
+// On a GPU only on the default stream. torch copies by a plain cudaMemcpy. Other streams do not wait for it, and a
+// capture, whose stream is never the default one, forbids it.
 bool may_be_cloned_lazily(at::Tensor const& t) {
   return AMP_HAS_LAZY_CLONES && has_own_memory(t) && (t.is_cpu() || is_on_default_stream(t.device()));
 }
@@ -149,9 +151,9 @@ void Held::disarm([[maybe_unused]] c10::Storage const& storage) {
 #if AMP_HAS_MATERIALIZER
   c10::StorageImpl& impl = storage_of(storage);
   if (storage.use_count() == 1 && is_unwritten(impl)) {
-    return;  // it ends with this
+    return;  // nothing else refers to the storage, so it is freed
   }
-  c10::Storage copy;  // is freed without the lock
+  c10::Storage copy;  // destroyed after the unlock
   Copies& copies = Copies::all();
   std::lock_guard const lock(copies.mutex);
   auto const found = copies.by_storage.find(&impl);

@@ -1,10 +1,11 @@
-// Low-precision gradients that are held for a step, as references to their memory.
+// Low-precision gradients that are held for a step, by references to their memory.
 //
-// From torch 2.13 on a storage calls a function, its materializer, before it gives anybody a pointer to write: the one
-// that is set here copies the memory first, all of it, as several gradients may be views of it (a bucket of DDP). Before,
-// a held gradient is a copy-on-write clone. Memory that does not allow it is copied at once: of others (numpy, DLPack),
-// with a function of somebody else, and before torch 2.13 shared memory, which must not become copy-on-write as a whole,
-// and a GPU's on another stream than the default one.
+// From torch 2.13 on, a storage calls its materializer before it gives out a pointer for writing. The materializer that
+// is set here first copies the whole storage, because several gradients may be views of it (a bucket of DDP). Before
+// torch 2.13, a held gradient is a copy-on-write clone. Gradients for which neither is possible are copied at once:
+//   - memory of numpy or DLPack, and storages with another materializer
+//   - before torch 2.13, shared memory, because the whole storage would become copy-on-write
+//   - before torch 2.13 or without CUDA kernels, memory of a GPU on another stream than the default one
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +22,7 @@
 
 namespace amp_engine {
 
-// The values of a held gradient are gone, in a way that torch does not tell.
+// The values of a held gradient are lost in a way that torch does not report.
 struct GradientLost : std::runtime_error {
   explicit GradientLost(size_t row)
       : std::runtime_error(
@@ -31,7 +32,7 @@ struct GradientLost : std::runtime_error {
             "again, and leave that write out or put it after step().") {}
 };
 
-// A copy of a tensor with its own memory, which is copied when either is written, where that is possible.
+// A copy of a tensor. If possible, it is copy-on-write: the memory is copied when either tensor is written.
 at::Tensor copy(at::Tensor const& t);
 
 class Held {
@@ -40,7 +41,7 @@ class Held {
   Held(Held const&) = delete;
   ~Held();
 
-  // Holds a dense gradient in a row that has none. `is_shared`: its storage may have other tensors as well.
+  // Holds a dense gradient in row i, which must be empty. `is_shared`: other tensors may have the same storage.
   void hold(size_t i, at::Tensor const& gradient, bool is_shared);
 
   size_t size() const { return rows_.size(); }
@@ -48,21 +49,21 @@ class Held {
   at::ScalarType type(size_t i) const { return rows_[i].type; }
   at::Device device(size_t i) const { return rows_[i].storage.device(); }
   int64_t numel(size_t i) const { return rows_[i].numel; }
-  // Whether the row has this shape and this order in memory.
+  // True if the row has the shape of `t` and the same order in memory.
   bool is_laid_out_as(size_t i, at::Tensor const& t) const;
-  // Where the values are now. Raises GradientLost.
+  // The current address of the values. Raises GradientLost.
   void const* data(size_t i) const;
-  // A tensor of the values.
+  // A tensor that uses the memory of the values.
   at::Tensor tensor(size_t i) const;
   OptionalTensors tensors() const;
   void discard(size_t i) { discard(rows_.at(i)); }
-  // rows[i] gives the row that goes to row i, or -1. Nothing is left here.
+  // Moves row rows[i] to row i of the result. -1 leaves row i empty. The moved rows are empty here afterwards.
   std::shared_ptr<Held> rearranged(std::vector<int64_t> const& rows);
-  // Rows whose gradient may have been written since.
+  // The rows whose gradient may have been written since it was held.
   std::vector<int64_t> written() const;
 
  private:
-  // A storage that calls before it is written, for as long as this lives.
+  // Keeps a storage armed, which means that a materializer of ours copies it before a write. The destructor disarms it.
   class Armed {
    public:
     explicit Armed(c10::Storage storage) : storage_(std::move(storage)) {}
@@ -74,13 +75,13 @@ class Held {
   };
 
   struct Row {
-    c10::Storage storage;  // of the gradient, or of a copy
-    void const* address = nullptr;  // of the storage
-    int64_t offset = 0;             // of the gradient in it, in elements
+    c10::Storage storage;  // of the gradient, or of a copy of it
+    void const* address = nullptr;  // of the storage's memory
+    int64_t offset = 0;             // of the gradient in the storage, in elements
     int64_t numel = 0;
     at::ScalarType type = at::kFloat;
-    bool is_armed = false;            // the storage is the gradient's, and calls before it is written
-    std::shared_ptr<Armed> shared{};  // of several rows
+    bool is_armed = false;            // `storage` is the gradient's own, and its materializer copies it before a write
+    std::shared_ptr<Armed> shared{};  // set if several rows may have this storage
     c10::impl::SizesAndStrides layout{};
   };
 

@@ -12,10 +12,10 @@ void check_device(char const* op, at::Device device) {
                     ", but this build of amp_engine._C computes on ", has_cuda() ? "CPUs and CUDA GPUs." : "CPUs only.");
 }
 
-// An empty tensor has no address, but takes part: its step is counted. Never read.
+// The address of empty tensors, which have none of their own but take part: their steps are counted. Never read.
 char const kEmpty = 0;
 
-// Reading must not wake copy-on-write memory up, so only what is written asks for mutable_data_ptr.
+// Reading must not materialize copy-on-write memory, so only tensors that are written ask for mutable_data_ptr.
 Entry read(std::optional<at::Tensor> const& t) {
   if (!t) {
     return {nullptr, Type::float32, 0};
@@ -82,7 +82,7 @@ OptionalTensors written(ScaleTensors const& tensors) {
 
 at::Tensor scratch(int64_t bytes) { return at::empty({bytes}, at::TensorOptions().dtype(at::kByte)); }
 
-// At least `n`, as they were left.
+// At least `n` partials, with the values of earlier calls.
 Partial* partials_in(std::vector<Partial>& memory, int64_t n) {
   memory.resize(std::max<size_t>({memory.size(), size_t(n), 1}));
   return memory.data();
@@ -243,7 +243,7 @@ void update_scale(ScaleTensors const& tensors) {
   bump_versions(written(tensors));
 }
 
-// SGD has no buffer where there is no momentum.
+// SGD without momentum has no buffer.
 template <class Update>
 bool reads_state1(Group const& group) {
   if constexpr (requires(typename Update::Hyper const& hyper) { hyper.has_state1(); }) {
@@ -356,7 +356,7 @@ bool StepTable::is_current() const {
   auto const same = [](std::optional<at::Tensor> const& t, void const* address, Type type) {
     return t ? t->const_data_ptr() == address && type_of(*t) == type && !is_lazy(*t) : address == nullptr;
   };
-  // A weight that was transposed where it lies has its address.
+  // A weight that was transposed in place has the same address as before.
   auto const laid_out_alike = [](std::optional<at::Tensor> const& a, std::optional<at::Tensor> const& b) {
     return !a || !b || same_layout(*a, *b);
   };

@@ -1,5 +1,5 @@
-// Every operation, declared once. `ops.cpp` checks the arguments, builds tables and hands them to the backend of the
-// tensors' device. All raise ValueError for wrong arguments before anything is written. None waits for a device.
+// All operations. ops.cpp checks the arguments, builds the tables and calls the backend of the tensors' device. Every
+// operation raises ValueError for wrong arguments before it writes anything. None waits for a device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,10 +17,10 @@
 
 namespace amp_engine {
 
-// What an operation reads: of each index a tensor, or a held gradient, or nothing.
+// The inputs of an operation: at each index a tensor, a held gradient, or nothing.
 struct Inputs {
   OptionalTensors const& tensors;
-  Held const* held;  // of as many rows, or null
+  Held const* held;  // null, or as many rows as there are tensors
 
   Inputs(OptionalTensors const& tensors, Held const* held = nullptr) : tensors(tensors), held(held) {
     TORCH_CHECK_VALUE(!held || held->size() == tensors.size(), "A list of ", tensors.size(), " tensors is beside ",
@@ -31,30 +31,31 @@ struct Inputs {
   bool has(size_t i) const { return tensors[i] || is_held(i); }
   int64_t numel(size_t i) const { return is_held(i) ? held->numel(i) : tensors[i] ? tensors[i]->numel() : 0; }
   at::Device device_or(at::Device otherwise) const;
-  // Refuses what the kernels cannot read, and what is on another device.
+  // Refuses tensors that the kernels cannot read, and tensors on another device.
   void check(char const* op, char const* name, at::Device device) const;
 };
 
-// bool[n], float64[n], float32[n] on the device of the tensors: of the values as given.
+// Results for the unscaled values of each tensor: bool[n], float64[n] and float32[n], on the device of the tensors.
 struct Checks {
   at::Tensor nonfinite, sum_squares, largest;
 };
 
-// Defined in cuda/device_tables.cpp, or as nothing where CUDA was not built.
-struct DeviceTables;  // what stays on the device between calls
+// Defined in cuda/device_tables.cpp. Without CUDA, ops.cpp has empty definitions.
+struct DeviceTables;  // tables that stay on the device between calls
 bool has_cuda();
-// These fill in the pointers to tables and scratch.
+// run_on_device and step_on_device set the pointers of `args` to tables and scratch.
 void run_on_device(CheckArgs& args, CheckLists const& lists, Chunking const& chunking,
                    std::shared_ptr<DeviceTables>& tables, bool is_axpby, bool is_checked, at::Device device);
 void step_on_device(StepArgs& args, StepLists const& lists, std::vector<Group> const& groups, Chunking const& chunking,
                     std::shared_ptr<DeviceTables>& tables, at::Device device);
 void update_scale_on_device(ScaleUpdate const& update, at::Device device);
-// In order of the current stream, in a capture as well.
+// Copies in order of the current stream, also during a capture.
 void copy_on_device(void* to, void const* from, size_t bytes, at::Device device);
-// Whether the current stream is in a capture.
+// True if the current stream is being captured.
 bool is_captured(at::Device device);
 
-// See math/loss_scale.h. float32 [] but for the trackers, int32 [], and the outcome, float32 [4]; all on one device.
+// See math/loss_scale.h. All tensors are float32 [] except the trackers, int32 [], and outcome, float32 [4]. All are on
+// one device.
 struct ScaleTensors {
   at::Tensor scale, growth_tracker, found_inf;
   std::optional<at::Tensor> hysteresis_tracker, inv_scale_used, outcome, scale_used, loss;
@@ -62,7 +63,7 @@ struct ScaleTensors {
 };
 void update_scale(ScaleTensors const& tensors);
 
-// What a list operation does besides reading `xs`.
+// The arguments of a list operation besides its inputs `xs`.
 struct ListArguments {
   OptionalTensors const* outs = nullptr;
   OptionalTensors const* ys = nullptr;
@@ -75,47 +76,47 @@ struct ListArguments {
   ScaleTensors const* update = nullptr;
 };
 
-// check, scale, unscale, axpby and l2norm. An object may be called again and again; on a GPU it uploads what changed.
+// check, scale, unscale, axpby and l2norm. An object may run many times; on a GPU each run uploads only what changed.
 class ListOperation {
  public:
   ListOperation();
   ~ListOperation();
 
-  // Where outs[i] is given, outs[i] = a * xs[i] (+ b * ys[i]), computed in float32 and rounded once.
-  //   xs         float16, bfloat16 or float32; an entry None takes no part, and a held gradient is only read
-  //   outs, ys   as xs; of equal shapes and strides, on one device
+  // If outs[i] is given, computes outs[i] = a * xs[i] (+ b * ys[i]) in float32 and rounds once.
+  //   xs         float16, bfloat16 or float32; a None entry is skipped, and a held gradient is only read
+  //   outs, ys   types as xs; shapes and strides equal to those of xs, on one device
   //   a, b       float32 []; None is 1. `reciprocal`: 1 / a instead of a
-  //   clip_norm  float32 []; a is min(1, max_norm / (clip_norm + 1e-6)) instead. With `checked` false only, without ys
-  //   found_inf  float32 [], set to 1 if an element of xs is not finite, else left alone
-  //   norm       float32 [], the 2-norm over all xs; divided by `norm_scale` (float32 []) if given
+  //   clip_norm  float32 []; a is min(1, max_norm / (clip_norm + 1e-6)) instead. Only without `checked` and without ys
+  //   found_inf  float32 [], set to 1 if an element of xs is not finite, else unchanged
+  //   norm       float32 [], set to the 2-norm over all xs, divided by `norm_scale` (float32 []) if given
   //   update     a loss scale that is updated last
-  // With `checked` false nothing is summed or updated, and the result is empty. Bumps the versions of outs.
+  // If `checked` is false, nothing is summed or updated, and the result is empty. Bumps the versions of outs.
   Checks run(char const* op, Inputs const& xs, ListArguments const& given);
 
  private:
   std::vector<int64_t> numels_;
   std::unique_ptr<Chunking> chunking_;
   CheckLists lists_;
-  std::vector<Partial> partials_;  // of a CPU
+  std::vector<Partial> partials_;  // only used on a CPU
   std::shared_ptr<DeviceTables> device_;
 };
 
-// The steps of one optimizer: what it steps, and what it keeps, as a table that is built once.
+// Steps the tensors of one optimizer. The table of their addresses is built once.
 class StepTable {
  public:
-  // n tensors each; None where there is none.
-  //   weights         masters (float32), or parameters (any of the types)
-  //   copies          low-precision parameters that the weights are rounded into
-  //   state1, state2  float32: exp_avg | momentum_buffer | sum, and exp_avg_sq
-  //   groups          index of each tensor's hyperparameters
-  //   steps, norms    float32 [n]: counts of steps taken; NovoGrad's norms
-  //   stream_copies   whether copies are written past a CPU's caches; by itself where the step does not fit into them
+  // Each list has n entries. An entry is None if there is no such tensor.
+  //   weights         masters (float32), or parameters (float32, float16 or bfloat16)
+  //   copies          low-precision parameters that the weights are rounded into; int16: remainders of bfloat16 weights
+  //   state1, state2  float32, for Adam also bfloat16: exp_avg | momentum_buffer | sum, and exp_avg_sq
+  //   groups          for each tensor, the index of its group of hyperparameters
+  //   steps, norms    float32 [n]: numbers of steps taken; norms of NovoGrad
+  //   stream_copies   true: a CPU writes copies past its caches. Default: true if the step does not fit into them
   StepTable(Formula formula, OptionalTensors weights, OptionalTensors copies, OptionalTensors state1, OptionalTensors state2,
             std::vector<uint32_t> const& groups, at::Tensor steps, std::optional<at::Tensor> norms,
             std::optional<bool> stream_copies = std::nullopt);
   ~StepTable();
 
-  // To be held around `step`, outside of where the GIL is released. Raises if another thread holds one.
+  // Hold this around `step`, and around the release of the GIL for it. Raises if another thread holds one.
   class Stepping {
    public:
     explicit Stepping(StepTable& table) : table_(table) {
@@ -130,16 +131,16 @@ class StepTable {
     StepTable& table_;
   };
 
-  // Whether every tensor still has the memory that the table points to.
+  // True if every tensor still has the memory, type and layout that the table was built for.
   bool is_current() const;
 
-  // One step of every tensor that has a gradient; of none where *found_inf != 0.
-  //   gradients    any of the types; shapes and strides of the weights
-  //   scaled       1 for those that are multiplied by inv_scale * min(1, max_norm / (norm + 1e-6))
+  // Steps every tensor that has a gradient. If *found_inf != 0, steps none.
+  //   gradients    float32, float16 or bfloat16; shapes and strides of the weights
+  //   scaled       for each tensor, 1 if its gradient is multiplied by inv_scale * min(1, max_norm / (norm + 1e-6))
   //   inv_scale, found_inf, norm, gradient_norm   float32 []
-  //   sum_squares, largest   float64 [n], float32 [n] of these gradients; NovoGrad and LAMB read them once more if
-  //                          these are not given
-  // Bumps the versions of weights and copies; of state not, as torch's fused optimizers.
+  //   sum_squares, largest   float64 [n], float32 [n] of these gradients. If they are missing, NovoGrad and LAMB read
+  //                          the gradients once more to compute them
+  // Bumps the versions of weights and copies, but not of state, like torch's fused optimizers.
   void step(Inputs const& gradients, std::string const& scaled, std::vector<Group> const& groups,
             std::optional<at::Tensor> const& inv_scale, std::optional<at::Tensor> const& found_inf,
             std::optional<at::Tensor> const& norm, double max_norm, std::optional<at::Tensor> sum_squares,
@@ -150,7 +151,7 @@ class StepTable {
   size_t size() const { return lists_.rows.size(); }
 
  private:
-  // Refuses tensors that overlap. Gradients are looked at in the first step of a table only: it takes a sort.
+  // Refuses tensors that overlap. Only the first step of a table checks its gradients, because this takes a sort.
   void check_memory(char const* op, Inputs const* gradients) const;
 
   Formula formula_;
@@ -160,7 +161,7 @@ class StepTable {
   std::optional<at::Tensor> norms_;
   std::unique_ptr<Chunking> chunking_;
   StepLists lists_;
-  at::Tensor coefficients_, lamb_scratch_;  // of a CPU, as the next two
+  at::Tensor coefficients_, lamb_scratch_;  // this line and the next two: only used on a CPU
   std::vector<Partial> partials_;
   std::vector<float*> lamb_steps_;
   ListOperation sums_;

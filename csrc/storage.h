@@ -1,6 +1,6 @@
-// A storage that is watched tells whether anybody has asked for its memory to write there since. torch calls and forgets
-// a storage's materializer before it gives such a pointer to anybody: an operator, numpy, DLPack, a collective, another
-// extension, data_ptr(). Before torch 2.13 copy-on-write memory with one owner does as well.
+// A watched storage records whether a pointer for writing into its memory has been requested since. torch calls a
+// storage's materializer, and clears it, before it gives out such a pointer: to an operator, numpy, DLPack, a
+// collective, another extension, or data_ptr(). Before torch 2.13, copy-on-write memory with one owner does the same.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,8 @@
 #define AMP_HAS_MATERIALIZER 0
 #endif
 
-// Later a lazy clone is to know its stream, and to raise where it is written on another one or in a capture: none is made.
+// Later versions of torch plan lazy clones that know their stream, and that raise if they are written on another stream
+// or in a capture. With these versions no lazy clone is made.
 #define AMP_HAS_LAZY_CLONES (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 15)
 
 namespace amp_engine {
@@ -31,16 +32,17 @@ inline bool is_watched(c10::StorageImpl const& storage) {
 #endif
 }
 
-inline void handed_out(c10::StorageImpl*) {}  // that torch calls it is all there is to it
+inline void handed_out(c10::StorageImpl*) {}  // torch clears a materializer that it calls, and that is the record
 
-// Nobody else has the memory, who may have kept a pointer into it.
+// True if the memory has no other owner. Another owner may have kept a pointer into it.
 inline bool is_sole(at::Tensor const& t) {
   size_t const users = t.unsafeGetTensorImpl()->unsafe_storage().use_count();
-  // Once there was a Python object of the storage, as torch.save makes it, both keep each other.
+  // Once a storage has a Python object, such as torch.save creates, the two keep each other alive.
   return users == 1 || (users == 2 && storage_of(t).pyobj_slot()->has_unique_reference());
 }
 
-// From now on, if nobody else has the memory: not numpy's, of a file, or of other processes. Whether it is watched.
+// Watches the storage from now on. Returns true if it is watched. Does not watch memory that has another owner, nor
+// memory of numpy, of a file, or of other processes.
 inline bool watch(at::Tensor const& t) {
   c10::StorageImpl& storage = storage_of(t);
   at::DataPtr const& memory = storage.data_ptr();

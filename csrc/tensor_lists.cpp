@@ -159,7 +159,7 @@ bool any_gradient(Tensors const& tensors) {
 }
 
 void watch_gradients([[maybe_unused]] Tensors const& params) {
-#if AMP_HAS_MATERIALIZER  // before it memory would become copy-on-write, which the next unscale would end
+#if AMP_HAS_MATERIALIZER  // older versions would make the memory copy-on-write, and the next unscale would end that
   for_each(params, [](size_t, at::Tensor const& param) {
     at::Tensor const& grad = grad_of(param);
     if (grad.defined() && has_memory(grad)) {

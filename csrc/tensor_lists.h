@@ -1,5 +1,5 @@
-// Loops over parameters, for which Python would take a microsecond or more each. amp_engine/kernels/reference_tensor_lists.py
-// has the same in Python.
+// Loops over parameters. In Python each parameter would take a microsecond or more.
+// amp_engine/kernels/reference_tensor_lists.py has the same functions in Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,12 +14,13 @@
 
 namespace amp_engine {
 
-// tensor._version() goes through a table of autograd's. Not of inference tensors, which keep none.
+// Reads the counter directly, because tensor._version() makes a virtual call into autograd. Not for inference tensors,
+// which have no version.
 inline uint32_t version_of(at::Tensor const& t) {
   return t.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// What tells that a tensor was written or replaced.
+// The mark of one tensor at one moment. It tells later if the tensor was written or replaced.
 struct Stamp {
   void const *storage, *address;
   int64_t version;
@@ -30,8 +31,9 @@ struct Stamp {
   bool operator==(Stamp const&) const = default;
 };
 
-// What tells that the gradient of a parameter was replaced or written since, for as long as it is alive. A write past
-// its version moves copy-on-write memory that another tensor holds as well.
+// The mark of a parameter's gradient. It tells if the gradient was replaced or written, as long as the gradient is
+// alive. `memory` detects writes that do not bump the version, if another tensor shares the memory as copy-on-write:
+// such a write moves the gradient to other memory.
 struct GradientStamp {
   void const* gradient;
   int64_t version;
@@ -41,70 +43,71 @@ struct GradientStamp {
   bool operator==(GradientStamp const&) const = default;
 };
 
-// Some tensors as they were when each was last marked. The caller passes the same tensors each time.
+// Marks of some tensors, each from the last `mark` of its tensor. The caller passes the same tensors each time.
 class Marks {
  public:
   void mark(Tensors const& tensors);
   void mark(size_t i, at::Tensor const& t);
-  // What `other` has at `j` is what this has at `i`.
+  // Copies mark `j` of `other` to mark `i`.
   void take(size_t i, Marks const& other, size_t j);
 
-  // Whether one was written or replaced since.
+  // True if a tensor was written or replaced since its mark.
   bool have_moved(Tensors const& tensors) const;
   bool has_moved(size_t i, at::Tensor const& t) const;
-  // Whether a tensor has nothing new but its memory: `tensor.data = x`.
+  // True if the memory of the tensor is all that differs from its mark, as after `tensor.data = x`.
   bool has_other_memory(size_t i, at::Tensor const& t) const;
 
  private:
   std::vector<Stamp> stamps_;
-  // Known, so that no other storage gets an address that a stamp has; what is in them may be freed.
+  // Weak references, so that no new storage gets an address that a stamp has. They do not keep the data alive.
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
 };
 
-// The gradients of some parameters as they were. They tell for as long as the gradients are alive.
+// Marks of the gradients of some parameters. They are valid as long as the gradients are alive.
 class GradientMarks {
  public:
   explicit GradientMarks(Tensors const& params);
 
-  // Whether a gradient came, went, was replaced or written since.
+  // True if a gradient was added, removed, replaced or written since its mark.
   bool have_moved(Tensors const& params) const;
-  // Where, and whether there was one.
+  // The indices of these gradients. The flag is true if there was a gradient at the time of the mark.
   std::vector<std::pair<size_t, bool>> moved(Tensors const& params) const;
 
  private:
   std::vector<GradientStamp> stamps_;
 };
 
-// How the kernels can take a gradient.
+// How the kernels can reach a gradient. See Gradients::accesses.
 enum class Access : char { none, own, shared, other };
 
 struct Gradients {
-  // The gradient of each parameter, and how it can be taken: `own` memory, memory `shared` with other tensors, or not
-  // at all (`other`: sparse, of another type, a subclass with a dispatch of its own, in another order than its parameter,
-  // a view that negates its memory).
+  // The gradient of each parameter, except those in `held`.
   OptionalTensors tensors;
-  // Instead of `tensors` where they were to be held and can be taken.
+  // The gradients that were to be held and that the kernels can reach. Null without a mask.
   std::shared_ptr<Held> held;
+  // An Access for each parameter. `own`: the gradient has memory of its own. `shared`: it shares memory with other
+  // tensors. `other`: the kernels cannot reach it. It is sparse, has another type, is a subclass with a dispatch of its
+  // own, has gaps or overlaps, lies in another order than its parameter, or is a view that negates its memory.
   std::string accesses;
-  // Where those are that can be taken: each device once.
+  // The devices of the gradients that the kernels can reach, each device once.
   std::vector<at::Device> devices;
 };
-// Holds the gradients of the parameters whose byte in `mask` is not 0; none without a mask.
+// Holds the gradients of the parameters whose byte in `mask` is not 0. Without a mask, holds none.
 Gradients gradients(Tensors const& params, std::string const* mask = nullptr);
 
-// tensors[i] where mask[i] != 0, else none.
+// Returns tensors[i] where mask[i] != 0, else nothing.
 OptionalTensors where(std::string const& mask, OptionalTensors const& tensors);
 
-// Whether one of them has a gradient.
 bool any_gradient(Tensors const& tensors);
 
-// Has torch tell of whoever asks for the memory of the gradients from now on, where it can.
+// Watches the memory of the gradients from now on, if torch has materializers (see storage.h).
 void watch_gradients(Tensors const& params);
 
-// Whether nobody has asked for the memory of any gradient since it was watched, or has it from before.
+// True if every gradient is still watched, so that no pointer for writing was requested, and no gradient's memory has
+// another owner, which may have such a pointer from before.
 bool are_gradients_unwritten(Tensors const& params);
 
-// tensor.grad = None for each.
+// Sets tensor.grad = None for each tensor.
 void discard_gradients(Tensors const& tensors);
 
 }  // namespace amp_engine

@@ -45,12 +45,12 @@ struct Adam {
   static AMP_HD void update(V g, V& weight, V& exp_avg, V& exp_avg_sq, Coefficients const& c) {
     g = g * V(c.factor);
     g = fma(V(c.l2), weight, g);
-    // exp_avg + (1 - beta1) * (g - exp_avg), from the nearer end: for a small beta1 the other form loses g.
+    // exp_avg + (1 - beta1) * (g - exp_avg), from the nearer end: for a small beta1 the first form would lose g.
     exp_avg = c.one_minus_beta1 < 0.5f ? fma(V(c.one_minus_beta1), g - exp_avg, exp_avg)
                                        : fma(V(c.beta1), exp_avg - g, g);
     exp_avg_sq = fma(V(c.one_minus_beta2) * g, g, exp_avg_sq * V(c.beta2));
     V const denominator = fma(sqrt(exp_avg_sq), V(c.inv_sqrt_bias2), V(c.eps));
-    // Not weight * (1 - lr * decay), whose factor would be rounded before it is used.
+    // weight * (1 - lr * decay) would round its factor before the product.
     weight = fma(V(c.minus_step_size), exp_avg / denominator, fma(V(c.minus_decay), weight, weight));
   }
 };

@@ -1,9 +1,9 @@
-// What the arithmetic in this folder is written in: float lanes on the host and on the device.
+// Basics of the arithmetic in this folder, for the host and the device.
 //
-// Every function here is a template over its lane type V: `float` on the GPU, for tails and for machines without
-// vector instructions; a vector of floats (cpu/lanes_*.h) elsewhere. V has + - * /, `fma` and `sqrt`, each rounded
-// once (IEEE), and V(float) broadcasts. Compile with -ffp-contract=off (nvcc: -fmad=false): every fused
-// multiply-add is written out, so that all lanes, compilers and devices give the same bits.
+// Every function is a template over its lane type V. V is `float` on the GPU, for tails, and on machines without vector
+// instructions; elsewhere V is a vector of floats (cpu/lanes_*.h). V has + - * /, `fma` and `sqrt`, each rounded once
+// (IEEE), and V(float) broadcasts. Compile with -ffp-contract=off (nvcc: -fmad=false): every fused multiply-add is
+// written out, so that all lanes, compilers and devices give the same bits.
 #pragma once
 
 #include <cmath>

@@ -5,7 +5,8 @@
 
 namespace amp_engine {
 
-// Writes the moments and the step `u`. Norms of weight and step are taken on the way.
+// The first stage: updates the moments and returns the step. The caller sums the squares of weight and step for their
+// norms.
 struct LambMoments {
   static constexpr bool kState1 = true;  // exp_avg
   static constexpr bool kState2 = true;  // exp_avg_sq
@@ -15,8 +16,8 @@ struct LambMoments {
     double beta1, beta2, eps, weight_decay, max_grad_norm;
     uint32_t decoupled;  // weight decay acts on the step, not on the gradient (L2)
     uint32_t bias_correction;
-    uint32_t grad_averaging;  // the gradient enters the first moment times 1 - beta1, else times 1
-    uint32_t use_nvlamb;      // trust ratio also where weight decay is 0
+    uint32_t grad_averaging;  // the gradient enters the first moment with factor 1 - beta1, else with factor 1
+    uint32_t use_nvlamb;      // trust ratio also if weight decay is 0
 
     template <class Visit>
     void visit(Visit const& visit) {
@@ -57,12 +58,12 @@ struct LambMoments {
   }
 };
 
-// LAMB's clipping by the norm over all of the optimizer's gradients.
+// The number that divides the gradient, to clip the norm over all of the optimizer's gradients.
 AMP_HD double lamb_clip(LambMoments::Hyper const& h, double norm) {
   return h.max_grad_norm > 0.0 && norm > h.max_grad_norm ? norm / h.max_grad_norm : 1.0;
 }
 
-// What the step is multiplied by: minus the learning rate times the trust ratio.
+// The factor of the step: minus the learning rate times the trust ratio.
 AMP_HD float lamb_minus_rate(LambMoments::Hyper const& h, double lr, double weight_norm, double step_norm) {
   bool const adapts = (h.use_nvlamb || h.weight_decay != 0.0) && weight_norm != 0.0 && step_norm != 0.0;
   return float(-lr * (adapts ? weight_norm / step_norm : 1.0));

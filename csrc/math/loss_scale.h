@@ -1,4 +1,4 @@
-// The dynamic loss scale, with hysteresis as in Megatron-LM: an overflow counts once `hysteresis` came in a row.
+// The dynamic loss scale, with hysteresis as in Megatron-LM: it backs off only after `hysteresis` overflows in a row.
 #pragma once
 
 #include "reduction.h"
@@ -8,19 +8,19 @@ namespace amp_engine {
 struct ScaleRule {
   double growth_factor, backoff_factor, min_scale, max_scale;
   int growth_interval, hysteresis;
-  bool dynamic;  // false: the scale stays, and the count runs on
+  bool dynamic;  // false: the scale never changes, but growth_tracker still counts
 };
 
-// All in the memory of the scaler's device. From the tracker of hysteresis on all may be null.
+// All pointers are memory of the scaler's device. hysteresis_tracker and the pointers after it may be null.
 struct ScaleState {
   float* scale;
   int32_t* growth_tracker;
-  float* found_inf;             // != 0 is an overflow: it may be a sum over ranks
+  float* found_inf;             // != 0: overflow. May be a sum over ranks
   int32_t* hysteresis_tracker;
-  float* inv_scale_used;        // 1 / scale as the backward used it, written before the scale moves
-  // [4]: found_inf, which is then 0 for the next backward; the scale after it; scale_used; loss
+  float* inv_scale_used;        // set to 1 / scale of this backward, before the scale changes
+  // [4]: found_inf, which is then set to 0 for the next backward; the new scale; scale_used; loss
   float* outcome;
-  float const* scale_used;      // of the backward; null: the scale before it
+  float const* scale_used;      // of the backward; null: the scale before this update
   float const* loss;            // null: 0
 };
 constexpr int64_t kOutcome = 4;

@@ -13,10 +13,10 @@ struct NovoGrad {
   struct Hyper {
     double beta1, beta2, eps, weight_decay;
     uint32_t bias_correction;
-    uint32_t grad_averaging;       // the gradient enters the first moment times 1 - beta1, else times 1
+    uint32_t grad_averaging;       // the gradient enters the first moment with factor 1 - beta1, else with factor 1
     uint32_t decay_inside_moment;  // apex's reg_inside_moment
-    uint32_t infinity_norm;        // the norm of a gradient is its largest magnitude
-    uint32_t init_zero;            // the first second moment is 0, not the first norm
+    uint32_t infinity_norm;        // the norm of a gradient is its largest magnitude, not its 2-norm
+    uint32_t init_zero;            // the second moment starts at 0, not at the first norm
 
     template <class Visit>
     void visit(Visit const& visit) {
@@ -27,7 +27,7 @@ struct NovoGrad {
     }
   };
 
-  // Of a gradient as given, from what the check found in it.
+  // The norm of a gradient before any factor, from the results of `check`.
   static AMP_HD double norm_of(Hyper const& h, double sum_squares, float largest) {
     return h.infinity_norm ? double(largest) : ::sqrt(sum_squares);
   }

@@ -1,4 +1,4 @@
-// Which optimizers there are, for all that goes through them: kinds, tables, launches, hyperparameters.
+// The list of optimizers. Formulas, tables, kernel launches and hyperparameters are generated from it.
 #pragma once
 
 #include <type_traits>
@@ -10,14 +10,14 @@
 #include "novograd.h"
 #include "sgd.h"
 
-// X(name, type): the name in Python, and the type with the arithmetic. These go over each element once.
+// X(name, type): the name in Python, and the type that has the arithmetic. These visit each element once.
 #define AMP_ONE_STAGE_OPTIMIZERS(X) \
   X(adam, Adam)                     \
   X(sgd, Sgd)                       \
   X(adagrad, Adagrad)               \
   X(novograd, NovoGrad)
 
-// LAMB goes twice, for the norm of the step. It is the last one.
+// LAMB visits each element twice, because it needs the norm of the step. It must be the last one.
 #define AMP_OPTIMIZERS(X)     \
   AMP_ONE_STAGE_OPTIMIZERS(X) \
   X(lamb, LambMoments)
@@ -31,12 +31,12 @@ enum class Formula : int {
 };
 constexpr int kFormulas = int(Formula::lamb) + 1;
 
-// Hyperparameters of one parameter group. `lr_on_device`, where not null, is read instead of `lr`.
+// Hyperparameters of one parameter group. If `lr_on_device` is not null, it replaces `lr`.
 struct Group {
   double lr;
   float const* lr_on_device;
   uint32_t maximize;  // the gradient is negated
-  union {             // of the optimizer
+  union {             // of the group's optimizer
 #define X(name, type) type::Hyper name;
     AMP_OPTIMIZERS(X)
 #undef X
@@ -54,11 +54,11 @@ struct HyperOf;
 AMP_OPTIMIZERS(X)
 #undef X
 
-// Whether moments may be bfloat16.
+// True if moments may be bfloat16.
 template <class Update>
 constexpr bool kNarrowState = std::is_same_v<Update, Adam>;
 
-// `call(type{})` for the type of `formula`. On the host.
+// Returns `call(type{})` for the type of `formula`. On the host only.
 template <class Call>
 auto with_optimizer(Formula formula, Call const& call) {
   switch (formula) {

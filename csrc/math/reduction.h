@@ -1,10 +1,10 @@
-// Sums that come out the same to the bit for any thread count, launch shape, backend and list order.
+// Sums that are the same to the bit for any thread count, launch shape, backend and list order.
 //
 // Leaf: one chunk. Element i of a chunk goes to float accumulator i mod 2048, in order of i, as fma(x, x, acc):
-// lane j = (i / 8) mod 256, slot k = i mod 8. The eight slots of a lane are added in float64 as written in
-// `lane_sum`, then the 256 lanes as in `kLaneOffsets`. Missing elements would add 0, which is exact.
-// Tensor: segments of 256 leaves, each by `segment_sum`'s order; segments in order.
-// List: integers, whose sum has no order (`FixedPoint`).
+// lane j = (i / 8) mod 256, slot k = i mod 8. `lane_sum` adds the eight slots of a lane in float64; `tree_sum` adds the
+// 256 lanes. Missing elements would add 0, which is exact.
+// Tensor: `tensor_sum` adds the leaves of each segment of 256 leaves, then the segments in order.
+// List: integers, whose sum does not depend on their order (`FixedPoint`).
 #pragma once
 
 #include "types.h"
@@ -16,21 +16,22 @@ constexpr int kSlots = 8;
 constexpr int kAccumulators = kLanes * kSlots;
 constexpr int kSegment = 256;
 
-// What one chunk contributes.
+// The sums of one chunk.
 struct Partial {
   double sum_squares;
   float largest;  // largest magnitude; inf or NaN if `nonfinite`
   uint32_t nonfinite;
 };
 
-template <class Accumulators>  // anything that gives a float for [k]
+template <class Accumulators>  // any type whose [k] is a float
 AMP_HD double lane_sum(Accumulators const& a) {
   return ((double(a[0]) + double(a[1])) + (double(a[2]) + double(a[3]))) +
          ((double(a[4]) + double(a[5])) + (double(a[6]) + double(a[7])));
 }
 
-// Within each warp of 32 lanes, lane l takes lane l + offset for 16, 8, 4, 2, 1; then warp w takes warp w + 4, 2, 1.
-// Overwrites `lane`, of 256 values of which the first `used` are given and the others 0.
+// Within each warp of 32 lanes, lane l adds lane l + offset, for offsets 16, 8, 4, 2, 1. Then warp w adds warp w +
+// offset, for offsets 4, 2, 1. `lane` has room for 256 values and is overwritten. The first `used` are given; the
+// others are 0.
 inline double tree_sum(double* lane, int used = kLanes) {
   int const warps = used > 0 ? (used + 31) / 32 : 1;
   for (int j = used; j < 32 * warps; ++j) {
@@ -51,8 +52,8 @@ inline double tree_sum(double* lane, int used = kLanes) {
   return lane[0];
 }
 
-// Sum of squares over the leaves of one tensor. Lane l of a warp takes leaves l, l + 32, ... of its segment in order,
-// then the warp adds up as above.
+// Sum of squares over the leaves of one tensor. Lane l of a warp adds leaves l, l + 32, ... of its segment in order,
+// then the warp adds its lanes as in `tree_sum`.
 inline double tensor_sum(Partial const* leaf, int64_t n_leaves) {
   double total = 0.0;
   for (int64_t first = 0; first < n_leaves; first += kSegment) {
@@ -71,8 +72,8 @@ inline double tensor_sum(Partial const* leaf, int64_t n_leaves) {
   return total;
 }
 
-// Adds non-negative numbers as integers of a unit that the largest of them sets: 2^40 units to its power of two.
-// Error at most n * 2^-41 of the largest; n up to 2^21 tensors cannot overflow 63 bits.
+// Adds non-negative numbers as integers. The largest number sets the unit: the power of two at or below it is 2^40
+// units. The error is at most n * 2^-41 of the largest. Up to 2^21 numbers cannot overflow 63 bits.
 struct FixedPoint {
   int exponent;
 
@@ -87,7 +88,7 @@ struct FixedPoint {
 
 AMP_HD bool is_finite(double x) { return x - x == 0.0; }
 
-// Sum of sum(0), ..., sum(n - 1), which are not negative, the same for every order. Inf or NaN if one of them is.
+// The sum of the non-negative sum(0), ..., sum(n - 1), the same for every order. Inf or NaN if one is.
 template <class Sum>
 double list_sum(int64_t n, Sum const& sum) {
   double largest = 0.0;

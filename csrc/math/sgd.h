@@ -1,4 +1,4 @@
-// SGD with momentum, rounded where torch.optim.SGD (foreach or loop) rounds: `add(x, alpha=a)` is one fma, `mul_` is one
+// SGD with momentum. Rounds where torch.optim.SGD (foreach or loop) rounds: `add(x, alpha=a)` is one fma, `mul_` is one
 // product.
 #pragma once
 
@@ -45,7 +45,7 @@ struct Sgd {
   template <class V>
   static AMP_HD void update(V g, V& weight, V& buffer, V&, Coefficients const& c) {
     g = g * V(c.factor);
-    // Not an fma with 0, which would turn a weight of inf into NaN, and -0 into 0.
+    // An fma with 0 would turn an infinite weight into NaN, and -0 into 0.
     if (c.decay_before != 0.0f) {
       g = fma(weight, V(c.decay_before), g);
     }

@@ -1,16 +1,16 @@
-// The element types and their conversions, one element at a time. Rounding is to nearest, ties to even.
+// The element types and their conversions, for single elements. Rounding is to nearest, ties to even.
 #pragma once
 
 #include "host_device.h"
 
 namespace amp_engine {
 
-// `remainder`: the lower half of a float32 beside the bfloat16 that it rounds to, see halves.h.
+// `remainder`: the lower half of a float32, stored beside the bfloat16 that the float32 rounds to; see halves.h.
 enum class Type : uint32_t { float32 = 0, float16 = 1, bfloat16 = 2, remainder = 3 };
 
 AMP_HD int64_t size_of(Type type) { return type == Type::float32 ? 4 : 2; }
 
-// Exact: every float16 is a float32. A NaN keeps its payload and is made quiet, as F16C does.
+// Exact, because every float16 is a float32. A NaN keeps its payload and becomes quiet, as with F16C.
 AMP_HD float float_from_f16(uint16_t h) {
   uint32_t const sign = uint32_t(h & 0x8000u) << 16;
   uint32_t const magnitude = h & 0x7fffu;
@@ -20,7 +20,7 @@ AMP_HD float float_from_f16(uint16_t h) {
   if (magnitude >= 0x0400u) {
     return float_of(sign | ((magnitude << 13) + 0x38000000u));
   }
-  // A subnormal is its integer times 2^-24: both the conversion and the product are exact.
+  // A subnormal is its bits as an integer, times 2^-24. Both the conversion and the product are exact.
   return float_of(sign | bits_of(float(magnitude) * 5.9604644775390625e-8f));
 }
 
@@ -38,13 +38,13 @@ AMP_HD uint16_t f16_from_float(float x) {
     uint32_t const rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
     return uint16_t(sign | (rounded - 0x38000000u) >> 13);
   }
-  // Adding 0.5 leaves units of 2^-24 in the last place: the addition rounds as float16's subnormals do.
+  // After adding 0.5, the unit in the last place is 2^-24, so the addition rounds as for float16's subnormals.
   return uint16_t(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u));
 }
 
 AMP_HD float float_from_bf16(uint16_t h) { return float_of(uint32_t(h) << 16); }
 
-// Not the CPU's vcvtneps2bf16, which flushes subnormals to zero. A NaN becomes 0x7fc0, as in PyTorch.
+// The CPU's vcvtneps2bf16 would flush subnormals to zero. A NaN becomes 0x7fc0, as in PyTorch.
 AMP_HD uint16_t bf16_from_float(float x) {
   uint32_t const bits = bits_of(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -53,8 +53,8 @@ AMP_HD uint16_t bf16_from_float(float x) {
   return uint16_t((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// The smallest magnitude, as bits of |x| in the type, that is not finite. Bits of magnitudes are ordered as
-// magnitudes are, and every NaN is above infinity, so one integer maximum finds both.
+// The bits of infinity in the type. Bits of magnitudes are ordered like the magnitudes, and every NaN is above
+// infinity, so one integer maximum of |x| finds both.
 AMP_HD uint32_t infinity_bits(Type type) {
   return type == Type::float32 ? 0x7f800000u : type == Type::float16 ? 0x7c00u : 0x7f80u;
 }

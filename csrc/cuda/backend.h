@@ -1,7 +1,7 @@
-// The operations of backend.h on a GPU, in order of a stream. The same bits as the CPU backend, NaN payloads aside.
+// The operations of backend.h on a GPU, queued on a stream. NaN payloads aside, they give the bits of the CPU backend.
 //
-// Every pointer, those inside of rows and groups too, is memory of the current device. Nothing allocates, copies or
-// waits, so all of it can be captured in a CUDA graph. Throws std::runtime_error where a launch fails.
+// Every pointer, also those in rows and groups, is memory of the current device. No operation allocates, copies or
+// waits, so all of them can be captured in a CUDA graph. They throw std::runtime_error if a launch fails.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +10,8 @@
 
 namespace amp_engine::cuda {
 
-void check(CheckArgs const& args, cudaStream_t stream);                                      // 2 launches, 1 unchecked
-void axpby(CheckArgs const& args, cudaStream_t stream);                                      // likewise
+void check(CheckArgs const& args, cudaStream_t stream);                                      // 2 launches, unchecked 1
+void axpby(CheckArgs const& args, cudaStream_t stream);                                      // the same
 void step(StepArgs const& args, cudaStream_t stream);                                        // 2 launches; LAMB 5 or 6
 void update_scale(ScaleUpdate const& update, cudaStream_t stream);                           // 1 launch
 

@@ -1,4 +1,4 @@
-// check and axpby: map a list of tensors and sum it up.
+// check and axpby: map the elements of a list of tensors, and sum the inputs.
 #include <type_traits>
 
 #include "cuda/backend.h"
@@ -12,7 +12,7 @@ struct Factors {
   float a, b;
 };
 
-// What a kernel does with x.
+// The kinds of work that a kernel does with x.
 struct Check {
   static constexpr bool kSums = true, kWrites = false, kMixes = false;
 };
@@ -34,15 +34,15 @@ AMP_DEVICE Factors factors_of(CheckArgs const& args) {
   return {factor_a<!Work::kSums && !Work::kMixes>(args), args.b ? *args.b : 1.0f};
 }
 
-// So many shares are loaded before the first of them is used. With all resident blocks that is twice what memory
-// delivers while a load takes: docs/cuda_kernels.md.
+// The number of shares that are loaded before the first one is used. With all resident blocks, these are twice the
+// bytes that memory delivers during one load: docs/cuda_kernels.md.
 template <class Work>
 AMP_DEVICE constexpr int shares_of(Type type) {
   return (type == Type::float32 ? 2 : 4) / (Work::kMixes ? 2 : 1);
 }
 
-// out = x * a, or fma(a, x, b * y), and the sums of x, which is of type kType: from `first` on as far as the map goes.
-// Where that ends.
+// Computes out = x * a, or fma(a, x, b * y), and the sums of x, which has type kType, from `first` on as far as the map
+// goes. Returns the index after the last element.
 template <class Work, class Map, Type kType>
 AMP_DEVICE int map_shares(ListRow const& row, Chunk chunk, Factors factors, int first, int n, Leaf& leaf) {
   constexpr int kShares = shares_of<Work>(kType);
@@ -114,7 +114,7 @@ AMP_DEVICE void map_chunk(CheckArgs const& args, ListRow const& row, Chunk chunk
   }
 }
 
-// A loop for each type: one that took all of them would hold float32's registers for float16's loads, too.
+// One loop per type, because a loop for all types would need float32's registers for float16's loads.
 template <class Work>
 AMP_DEVICE void map_any(CheckArgs const& args, ListRow const& row, Chunk chunk) {
   if (row.x.type == Type::float32) {
@@ -158,11 +158,11 @@ AMP_DEVICE void sum_up_list(CheckArgs const& args) {
   }
 }
 
-// All that follows the map, in one block.
+// All work after the map, in one block.
 __global__ void __launch_bounds__(kListThreads) conclude(CheckArgs const args) {
   ListTable const table{args};
   for (int64_t first = 0; first < args.n_chunks; first += kListThreads) {
-    // Each time a warp further on: segments begin every eight warps, and always the same four would have them.
+    // Shifts by one warp in each round: segments begin at every eighth warp, so the same four warps would do all work.
     int64_t const mine = first + (threadIdx.x + first / kListThreads * 32) % kListThreads;
     sum_segments(args.partials, args.chunks, args.n_chunks, mine, table);
   }

@@ -11,7 +11,7 @@
 namespace amp_engine::cuda {
 namespace {
 
-// Lets this thread allocate while a stream is being captured, by this thread or by another one.
+// Lets this thread allocate while it or another thread is capturing a stream.
 class RelaxedCapture {
  public:
   RelaxedCapture() { AMP_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
@@ -24,7 +24,7 @@ class RelaxedCapture {
 };
 
 struct Captured {
-  uint64_t id = 0;  // of the process; 0: nothing is captured
+  uint64_t id = 0;  // unique in the process; 0: no capture
   cudaGraph_t graph = nullptr;
 };
 
@@ -54,7 +54,7 @@ class CudaDevice final : public Device {
     cudaUserObject_t object = nullptr;
     AMP_CUDA_CHECK(cudaUserObjectCreate(&object, owned.get(), call, 1, cudaUserObjectNoDestructorSync));
     std::function<void()>& release_later = *owned.release();
-    // The graph takes the reference over, and whatever is instantiated from it has another one.
+    // The graph takes the reference over. Each executable graph that is instantiated from it gets another reference.
     cudaError_t const error = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
     if (error != cudaSuccess) {
       release_later = [] {};
@@ -77,12 +77,12 @@ class CudaDevice final : public Device {
 
   void record(Event event, Stream stream) override { AMP_CUDA_CHECK(cudaEventRecord(event, stream)); }
 
-  // Relaxed, since another thread may be capturing.
+  // In relaxed mode, because another thread may be capturing.
   bool is_done(Event event) override {
     RelaxedCapture const relaxed;
     cudaError_t const error = cudaEventQuery(event);
     if (error == cudaErrorNotReady) {
-      cudaGetLastError();  // not an error; forgets it
+      cudaGetLastError();  // clears it: it is not an error
       return false;
     }
     AMP_CUDA_CHECK(error);
@@ -99,7 +99,7 @@ struct PerDevice {
 
 Slots& slots(int device) {
   static std::mutex mutex;
-  static auto& entries = *new std::map<int, PerDevice>;  // not destroyed: CUDA may be gone by then
+  static auto& entries = *new std::map<int, PerDevice>;  // never destroyed: CUDA may be gone by then
   std::lock_guard const lock(mutex);
   return entries[device].slots;
 }

@@ -1,4 +1,4 @@
-// ops.cpp's way to a GPU: uploads the tables that changed and queues the kernels on PyTorch's current stream.
+// Connects ops.cpp to a GPU: uploads the tables that have changed and queues the kernels on PyTorch's current stream.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -13,7 +13,7 @@
 namespace amp_engine {
 namespace {
 
-// On the current stream of the device, and nothing else: what is freed may be used again on that stream at once.
+// Allocates for the current stream of the device only: freed memory may be reused on that stream at once.
 cuda::Buffer allocate(int device, size_t bytes) {
   auto const options = at::TensorOptions().dtype(at::kByte).device(at::kCUDA, c10::DeviceIndex(device));
   auto const tensor = std::make_shared<at::Tensor>(at::empty({int64_t(bytes)}, options));

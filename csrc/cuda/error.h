@@ -1,4 +1,4 @@
-// Failed CUDA calls as exceptions.
+// Turns errors of CUDA calls into exceptions.
 #pragma once
 
 #include <cuda_runtime_api.h>

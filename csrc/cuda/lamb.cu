@@ -1,5 +1,5 @@
-// LAMB: norm over all gradients (unless it is given), coefficients, moments and step with their norms, sums of those,
-// trust ratios, weights.
+// The kernels of LAMB: norm over all gradients (unless it is given), coefficients, moments and steps with the sums of
+// each chunk, sums of each segment, trust ratios, weights.
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/step.cuh"
@@ -7,7 +7,7 @@
 namespace amp_engine::cuda {
 namespace {
 
-// The norm over all gradients lives behind the coefficients of the first tensor until `prepare` has read it.
+// The norm over all gradients is stored behind the coefficients of the first tensor until `prepare` has read it.
 constexpr int64_t kNormOffset = kCoefficientBytes - sizeof(double);
 static_assert(sizeof(LambMoments::Coefficients) <= kNormOffset);
 
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(StepArgs const args) 
   });
 }
 
-// As update_share, or where weights may have remainders as update_narrow_share, and both sums.
+// Like update_share (like update_narrow_share if weights may have remainders), but also adds to both sums.
 template <class Map, bool kNarrow>
 AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, int n,
                               LambMoments::Coefficients const& c, Leaf& weights, Leaf& steps) {
@@ -57,7 +57,7 @@ AMP_DEVICE void moments_share(Lists const& lists, List const& step, int first, i
 #pragma unroll
   for (int k = 0; k < kShare; ++k) {
     u.at[k] = LambMoments::step(g.at[k], w.at[k], s1.at[k], s2.at[k], c);
-    // With eps = 0 the step of an element that is missing would be 0 / 0.
+    // With eps = 0 the step of a missing element would be 0 / 0.
     u.at[k] = Map::kWhole || first + Map::position(k) < n ? u.at[k] : 0.0f;
   }
   Map::store(lists.state1, Type::float32, first, n, s1);
@@ -114,7 +114,7 @@ struct StepTable {
   AMP_DEVICE int64_t leaves(int64_t t) const { return args.gradients[t] ? args.rows[t].n_chunks : 0; }
 };
 
-// The first half of the blocks is for the weights, the second for the steps.
+// The first half of the blocks sums the weights, the second half sums the steps.
 __global__ void __launch_bounds__(kThreads) segments(StepArgs const args) {
   if (is_skipped(args)) {
     return;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kPrepareThreads) ratios(StepArgs const args) {
       lamb_minus_rate(group.lamb, learning_rate(group), weight_norm, step_norm);
 }
 
-// The second stage as an update by a gradient that is the step.
+// The second stage, as an update whose gradient is the step.
 struct Apply {
   static constexpr bool kState1 = false;
   static constexpr bool kState2 = false;

@@ -1,4 +1,4 @@
-// How kernels are started.
+// Launches kernels.
 #pragma once
 
 #include <limits>
@@ -8,7 +8,7 @@
 
 namespace amp_engine::cuda {
 
-// Nothing is launched for no blocks.
+// Launches nothing if `blocks` is 0.
 template <class... Args>
 void launch(void (*kernel)(Args...), int64_t blocks, int threads, cudaStream_t stream,
             std::type_identity_t<Args> const&... args) {

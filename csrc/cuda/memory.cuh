@@ -1,8 +1,8 @@
-// Every instruction that is spelt out: loads, stores and conversions of elements.
+// Loads, stores and conversions of elements, in PTX.
 //
-// Addresses come out of tables, so for the compiler they are generic, and a plain `*p` becomes LD/ST, not LDG/STG. The
-// assembly names the address space; being volatile, it also keeps loads in front of the arithmetic, where they were
-// written. Nothing is used twice by an SM, so the wide accesses do not allocate in L1.
+// The compiler does not know the address space of addresses from tables, so a plain `*p` becomes LD/ST, not LDG/STG.
+// The assembly names the address space. It is volatile, so loads stay where they are written, before the arithmetic. An
+// SM uses no element twice, so the wide accesses do not allocate in L1.
 #pragma once
 
 #include "math/types.h"
@@ -43,8 +43,8 @@ AMP_DEVICE uint32_t load_4(void const* from) {
   return bits;
 }
 
-// With a predicate and not in an `if`, for each of which the compiler would compute the address anew. Where there is
-// nothing, 0 is loaded and nothing is stored.
+// The accesses have a predicate, because for each `if` the compiler would compute the address again. If `exists` is
+// false, a load gives 0 and a store does nothing.
 AMP_DEVICE uint32_t load_4_if(bool exists, void const* from) {
   uint32_t bits = 0;
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u32 %0, [%1]; }"
@@ -71,7 +71,7 @@ AMP_DEVICE void store_2_if(bool exists, void* to, uint32_t bits) {
                "h"(uint16_t(bits)), "r"(uint32_t(exists)));
 }
 
-// As float_from_f16 and so on of math/types.h, except that a NaN becomes 0x7fff or 0x7fffffff.
+// Like float_from_f16 and the others in math/types.h, except that a NaN becomes 0x7fff or 0x7fffffff.
 AMP_DEVICE float widened_f16(uint32_t bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(uint16_t(bits)));

@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kSmallestSlot = 4096;
 constexpr int kSpares = 1;  // per mirror
-constexpr size_t kAsked = 8;  // slots, each of which takes about a microsecond
+constexpr size_t kAsked = 8;  // slots that `take` looks at; each takes about a microsecond
 
 size_t capacity_for(size_t bytes) { return std::bit_ceil(std::max(bytes, kSmallestSlot)); }
 
@@ -113,11 +113,11 @@ void* Mirror::upload(void const* table, Stream stream, uint64_t version) {
   if (buffer_ && stream_ == stream && is_uploaded(table, version)) {
     return buffer_.get();
   }
-  // Not known until the copy is queued.
+  // Unknown until the copy is queued.
   version_ = 0;
   uploaded_.clear();
   if (!buffer_ || stream_ != stream) {
-    // Work of another stream may not have read what is there, and what is freed may be used again on its own stream.
+    // Work of the other stream may not have read the buffer yet, but freed memory is only reused on its own stream.
     buffer_.reset();
     buffer_ = allocate_(bytes_);
     stream_ = stream;
@@ -135,7 +135,7 @@ void* Mirror::upload(void const* table, Stream stream, uint64_t version) {
   return buffer_.get();
 }
 
-// The copy is captured again even where this capture has it: another stream of it may be the first to get there.
+// Captures the copy again even if this capture has one, because another stream of the capture may run first.
 void* Mirror::upload_captured(void const* table, Stream stream, uint64_t version) {
   auto const same = [&](Captured const& c) {
     return c.version == version && (version || !std::memcmp(c.slot.memory, table, bytes_));

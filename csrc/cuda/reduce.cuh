@@ -1,4 +1,4 @@
-// The orders of math/reduction.h, written for warps and blocks.
+// The reductions of math/reduction.h for warps and blocks, in the same orders.
 #pragma once
 
 #include "cuda/share.cuh"
@@ -23,7 +23,7 @@ struct Larger {
   }
 };
 
-// Lane 0 gets the result: lane l takes lane l + offset for 16, 8, 4, 2, 1.
+// Lane l combines with lane l + offset, for offsets 16, 8, 4, 2, 1. Lane 0 gets the result.
 template <class T, class Op>
 AMP_DEVICE T reduced_by_warp(T value, Op op) {
 #pragma unroll
@@ -33,8 +33,9 @@ AMP_DEVICE T reduced_by_warp(T value, Op op) {
   return value;
 }
 
-// Thread 0 gets the result: warps as above, then warp w takes warp w + offset for half the warps, a quarter, ..., 1.
-// All threads of the block call it. `warps` is shared memory and free again after the next __syncthreads.
+// Reduces each warp as above. Then warp w combines with warp w + offset, for offsets of half the warps, a quarter, ...,
+// 1. Thread 0 gets the result. All threads of the block must call it. `warps` is shared memory, free again after the
+// next __syncthreads.
 template <int kBlock, class T, class Op>
 AMP_DEVICE T reduced_by_block(T value, T* warps, Op op) {
   constexpr int kWarps = kBlock / 32;
@@ -53,19 +54,19 @@ AMP_DEVICE T reduced_by_block(T value, T* warps, Op op) {
   return value;
 }
 
-// Where the accumulators of a block change hands.
+// Shared memory in which the threads of a block exchange accumulators.
 AMP_DEVICE float* accumulators() {
   alignas(16) __shared__ float all[kAccumulators];
   return all;
 }
 
-// The eight float accumulators of a thread, and the largest magnitude that it saw. In whatever map elements come, they
-// meet their accumulator in the order of a leaf: a map gives all that are 2,048 apart to one thread.
+// The eight float accumulators of a thread, and the largest magnitude that the thread has seen. Each map gives elements
+// that are 2,048 apart to one thread, so with any map an accumulator adds its elements in the order of a leaf.
 struct Leaf {
   Floats accumulator = {};
-  uint32_t largest = 0;  // 16-bit types: of words' low halves in the low half, of their high halves in the high half
+  uint32_t largest = 0;  // 16-bit types: maxima of the low and of the high halves of words, in the same halves
 
-  // Elements that are missing are given as 0, which changes nothing.
+  // Missing elements must be 0, which changes nothing.
   template <class Map>
   AMP_DEVICE void add(Raw const& raw, Floats const& x, Type type) {
     add_squares(x);
@@ -89,7 +90,7 @@ struct Leaf {
     }
   }
 
-  // Each accumulator goes to the thread that holds it in another map. All threads call it.
+  // Passes each accumulator to the thread that has it in map `To`. All threads must call this.
   template <class From, class To>
   AMP_DEVICE void hand_over() {
     float* const all = accumulators();
@@ -105,7 +106,7 @@ struct Leaf {
     }
   }
 
-  // What the block's chunk contributes, for thread 0, from accumulators as in Singles. All threads call it.
+  // Returns the sums of the block's chunk to thread 0. Accumulators must be in map Singles. All threads must call this.
   AMP_DEVICE Partial sum(Type type) {
     __shared__ double sums[kThreads / 32];
     __shared__ uint32_t magnitudes[kThreads / 32];
@@ -116,7 +117,7 @@ struct Leaf {
     }
     double const squares = reduced_by_block<kThreads>(lane_sum(accumulator.at), sums, Add());
     magnitude = reduced_by_block<kThreads>(magnitude, magnitudes, Larger());
-    // Magnitudes of a type are ordered as the floats that they stand for.
+    // Bits of magnitudes of one type are ordered like their values.
     return {squares, amp_engine::widened(magnitude, type), magnitude >= infinity_bits(type)};
   }
 
@@ -129,9 +130,9 @@ struct Leaf {
   }
 };
 
-// Adds up the leaves of each segment into its first leaf. One thread per chunk; a warp does the segments that begin at
-// its chunks one after the other, except those of one leaf, which are done already. `table.leaves(t)` is the number of
-// chunks of tensor t, or 0 if it takes no part.
+// Adds the leaves of each segment into its first leaf. Each thread has one chunk. A warp sums the segments that begin
+// at its chunks one after the other. It skips segments of one leaf, which need no sum. `table.leaves(t)` is the number
+// of chunks of tensor t, or 0 if the tensor is skipped.
 template <class Table>
 AMP_DEVICE void sum_segments(Partial* partials, Chunk const* chunks, int64_t n_chunks, int64_t mine, Table const& table) {
   int leaves = 0;
@@ -161,7 +162,7 @@ AMP_DEVICE void sum_segments(Partial* partials, Chunk const* chunks, int64_t n_c
   }
 }
 
-// What sum_segments has left of one tensor.
+// Adds the segments of one tensor after sum_segments.
 AMP_DEVICE Partial sum_tensor(Partial const* first, int64_t leaves) {
   double squares = 0.0;
   uint32_t magnitude = 0;
@@ -175,7 +176,7 @@ AMP_DEVICE Partial sum_tensor(Partial const* first, int64_t leaves) {
 
 constexpr int kListThreads = 1024;
 
-// list_sum of math/reduction.h by a block of kListThreads; thread 0 gets the result. sum(t) is asked twice, by the
+// list_sum of math/reduction.h by a block of kListThreads threads. Thread 0 gets the result. Calls sum(t) twice, on the
 // same thread.
 template <class Sum>
 AMP_DEVICE double sum_list(int64_t n, Sum const& sum) {

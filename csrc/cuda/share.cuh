@@ -1,4 +1,4 @@
-// Of each 2,048 elements of a chunk every thread has a share; which elements those are depends on how lists are aligned.
+// Each thread has a share of each 2,048 elements of a chunk. The alignment of the lists decides which elements.
 #pragma once
 
 #include "cuda/memory.cuh"
@@ -6,18 +6,19 @@
 
 namespace amp_engine::cuda {
 
-constexpr int kStride = 2048;  // elements from one share of a thread to its next
+constexpr int kStride = 2048;  // distance from one share of a thread to its next, in elements
 
-// Of blocks that sum: the lanes of math/reduction.h.
+// Threads of a block that sums: the lanes of math/reduction.h.
 constexpr int kThreads = 256;
 constexpr int kShare = kStride / kThreads;
 
-// Of blocks that update without a sum. On an H200 two of them a multiprocessor reach 93 % of a copy's bandwidth, three 92 %,
-// and four of 256 threads with shares of eight 90 %, as if memory liked fewer places at a time (docs/gpu.md).
+// Threads of a block that updates without a sum. On an H200 two such blocks per multiprocessor reach 93 % of a copy's
+// bandwidth, three reach 92 %, and four blocks of 256 threads with shares of eight reach 90 %, as if memory preferred
+// fewer places at a time (docs/gpu.md).
 constexpr int kUpdateThreads = 512;
 constexpr int kUpdateShare = kStride / kUpdateThreads;
 
-// Raw bits of a share of n elements; how they lie in the words is the map's.
+// The raw bits of a share of n elements. The map decides how they lie in the words.
 template <int n>
 struct RawOf {
   uint32_t word[n];
@@ -31,7 +32,7 @@ struct FloatsOf {
 using Raw = RawOf<kShare>;
 using Floats = FloatsOf<kShare>;
 
-// Two elements of a 16-bit type to a word, in the first half of the words.
+// A word has two elements of a 16-bit type, in the first half of the words.
 template <int n>
 AMP_DEVICE RawOf<n> rounded(FloatsOf<n> const& x, Type type) {
   RawOf<n> raw;
@@ -63,15 +64,16 @@ struct List {
       : start(static_cast<char*>(data) + int64_t(chunk) * kChunk * size_of(type)), type(type) {}
 
   AMP_DEVICE char* at(int i, Type type) const { return start + int64_t(i) * size_of(type); }
-  // Whether Quads may be taken of it: the chunk is as aligned as its tensor.
+  // True if Quads can access the chunk. A chunk is as aligned as its tensor.
   AMP_DEVICE bool has_quads() const { return is_aligned(start, 4 * int(size_of(type))); }
 };
 
-// Both maps let every instruction of a warp touch neighbouring addresses, and so whole sectors of 32 bytes. The octet
-// 8 t ... 8 t + 7 would not: float32 needs two accesses for it, and each touches half of every sector.
+// In both maps each instruction of a warp accesses neighbouring addresses, and so whole sectors of 32 bytes. Octets of
+// elements 8 t ... 8 t + 7 would not: in float32 an octet takes two accesses, and each touches half of every sector.
 
-// Of lists that are aligned to four of their elements. Thread t takes 4 t ... 4 t + 3 and, if its share is eight, the same
-// 1,024 further on. 16-bit types: two elements to a word, in the first half of the words. A share of this map is whole.
+// For lists that are aligned to four of their elements. Thread t takes elements 4 t ... 4 t + 3 and, if its share is
+// eight, also those 1,024 further on. A word has two elements of a 16-bit type, in the first half of the words. All
+// elements of a share exist.
 template <int n>
 struct QuadsOf {
   static constexpr int kShare = n;
@@ -110,7 +112,7 @@ struct QuadsOf {
       store_words(at, rounded(x, type));
     }
   }
-  // Bits of a 16-bit type. By itself, since `store` by way of it spills.
+  // Stores bits of a 16-bit type. `store` does not use it, because that would spill.
   static AMP_DEVICE void store_halves(List const& list, int first, int, Raw const& raw) {
     store_words(list.at(first + position(0), Type::bfloat16), raw);
   }
@@ -145,12 +147,12 @@ struct QuadsOf {
   }
 };
 
-// Of any lists, for instance views of a flat buffer, and of what is left where no share is whole. Thread t takes t,
-// t + the number of threads, ...; a word to an element. As many bytes are under way as in Quads, in four times as many
-// instructions: on an H200 the update reaches 82 % of a copy's bandwidth where the 16-bit lists are not aligned, and 52 %
-// where those of float32 are not.
-// Peeling elements off up to the first aligned one serves only lists that are all misaligned alike, and would hand
-// elements to other threads than the sums' order does.
+// For lists of any alignment, for instance views of a flat buffer, and for the rest of a chunk that fills no stride.
+// Thread t takes elements t, t + the number of threads, ..., one element per word. As many bytes are in flight as in
+// Quads, in four times as many instructions. On an H200 the update reaches 82 % of a copy's bandwidth if the 16-bit
+// lists are not aligned, and 52 % if the float32 lists are not. Peeling elements off up to the first aligned one would
+// serve only lists that are all misaligned alike. It would also break the order of the sums, which decides the thread
+// of each element.
 template <int share>
 struct SinglesOf {
   static constexpr int kShare = share;
@@ -161,7 +163,7 @@ struct SinglesOf {
   static AMP_DEVICE constexpr int offset(int k) { return k * (kStride / share); }
   static AMP_DEVICE int position(int k) { return int(threadIdx.x) + offset(k); }
 
-  // Elements from `n` on are missing and given as 0.
+  // Elements from `n` on are missing and are loaded as 0.
   static AMP_DEVICE Raw load(List const& list, Type type, int first, int n) {
     Raw raw;
     int const i = first + position(0);
@@ -229,7 +231,7 @@ struct SinglesOf {
 using Quads = QuadsOf<kShare>;
 using Singles = SinglesOf<kShare>;
 
-// The lanes of math/reduction.h: 8 t ... 8 t + 7. Of accumulators only.
+// The lanes of math/reduction.h: elements 8 t ... 8 t + 7. Only for accumulators.
 struct Octets {
   static AMP_DEVICE int position(int k) { return int(threadIdx.x) * kShare + k; }
 };

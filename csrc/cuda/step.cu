@@ -1,4 +1,4 @@
-// The steps: coefficients of each tensor first, then every element once. LAMB, in two stages, is in lamb.cu.
+// The steps: first the coefficients of each tensor, then one pass over all elements. lamb.cu has LAMB, with two passes.
 #include "cuda/step.cuh"
 
 #include "cuda/backend.h"

@@ -1,4 +1,4 @@
-// What the kernels of the steps have in common.
+// The common parts of the step kernels.
 #pragma once
 
 #include "../backend.h"
@@ -18,8 +18,8 @@ AMP_DEVICE char* coefficients_of(StepArgs const& args, int64_t t) {
   return static_cast<char*>(args.coefficients) + t * kCoefficientBytes;
 }
 
-// One thread per tensor: counts the step and writes the tensor's coefficients. `fill(prepared, t, hyper)` adds what
-// the optimizer asks for besides.
+// One thread per tensor: counts the step and writes the tensor's coefficients. `fill(prepared, t, hyper)` sets the
+// members of `prepared` that only some optimizers need.
 template <class Update, class Fill>
 AMP_DEVICE void prepare_tensor(StepArgs const& args, Fill const& fill) {
   static_assert(sizeof(typename Update::Coefficients) <= kCoefficientBytes);
@@ -41,12 +41,12 @@ AMP_DEVICE void prepare_tensor(StepArgs const& args, Fill const& fill) {
   *reinterpret_cast<typename Update::Coefficients*>(coefficients_of(args, t)) = Update::prepare(hyper, prepared);
 }
 
-// Small blocks: a thousand tensors keep eight multiprocessors busy, not four, with arithmetic in float64.
+// Small blocks, so that float64 arithmetic for a thousand tensors uses eight multiprocessors, not four.
 constexpr int kPrepareThreads = 128;
 
 inline int64_t prepare_blocks(StepArgs const& args) { return (args.n_tensors + kPrepareThreads - 1) / kPrepareThreads; }
 
-// The lists of one chunk of `update`.
+// The lists of one chunk that is updated.
 struct Lists {
   List gradient, weight, copy, state1, state2;
   bool has_state1, has_copy;
@@ -61,7 +61,7 @@ struct Lists {
         has_copy(row.copy) {}
 };
 
-// Of two 16-bit lists in the words of `Map`: bfloat16 weights and their remainders.
+// Joins the 16-bit shares of bfloat16 weights and their remainders, which lie in the words as `Map` decides.
 template <class Map>
 AMP_DEVICE auto joined_share(typename Map::Raw const& rounded, typename Map::Raw const& remainder) {
   typename Map::Floats x;
@@ -85,7 +85,7 @@ AMP_DEVICE void store_split(List const& rounded, List const& remainder, int firs
   Map::store_halves(remainder, first, n, low);
 }
 
-// Both moments, of the element at `first` of the chunk that begins at element `begin` of its tensor.
+// Stores both moments with stochastic rounding. `first` counts from the chunk's start, element `begin` of the tensor.
 template <class Map>
 AMP_DEVICE void store_by_chance(Lists const& lists, int64_t begin, int first, int n, typename Map::Floats const& s1,
                                 typename Map::Floats const& s2, uint32_t of_step) {
@@ -100,7 +100,7 @@ AMP_DEVICE void store_by_chance(Lists const& lists, int64_t begin, int first, in
   Map::store_halves(lists.state2, first, n, of_2);
 }
 
-// As update_share, with remainders and moments of 16 bits. Not a case of it: its registers would be every step's.
+// Like update_share, with remainders and bfloat16 moments. In update_share this would take registers from every step.
 template <class Map, class Update>
 AMP_DEVICE void update_narrow_share(Lists const& lists, int64_t begin, int first, int n,
                                     typename Update::Coefficients const& c, uint32_t of_step) {
@@ -189,7 +189,7 @@ AMP_DEVICE void update_chunk(StepArgs const& args, Chunk chunk, Entry const& gra
   auto const c = *reinterpret_cast<typename Update::Coefficients const*>(coefficients_of(args, chunk.tensor));
   int const n = elements_of(chunk.index, row.numel);
   Lists const lists(row, gradient, chunk.index, kNarrow ? row.state_type : Type::float32);
-  // Lists that the optimizer or the tensor does not have begin at null, which is aligned to everything.
+  // A list that the optimizer or the tensor does not have starts at null, which counts as aligned.
   bool const quads = lists.gradient.has_quads() && lists.weight.has_quads() && lists.copy.has_quads() &&
                      (!Update::kState1 || lists.state1.has_quads()) && (!Update::kState2 || lists.state2.has_quads());
   int64_t const begin = int64_t(chunk.index) * kChunk;

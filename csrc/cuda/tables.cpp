@@ -28,7 +28,7 @@ Buffer Tables::scratch(size_t bytes, Stream stream) {
   if (slots_.device().capture(stream)) {
     return allocate_(bytes);
   }
-  // Each stream's own, as a Mirror's buffer.
+  // Scratch belongs to one stream, like a Mirror's buffer.
   if (!scratch_ || scratch_bytes_ < bytes || scratch_stream_ != stream) {
     scratch_.reset();
     scratch_ = allocate_(bytes);

@@ -1,5 +1,4 @@
-// What an operation keeps on the devices that it is computed on: the tables that its kernels read, and their scratch.
-// No PyTorch.
+// The tables that an operation keeps on its devices for its kernels to read, and their scratch memory. Without PyTorch.
 #pragma once
 
 #include <array>
@@ -16,7 +15,7 @@ namespace amp_engine::cuda {
 enum class TableOf { shapes, x, y, out, chunks, rows, gradients, forms, groups, lamb_steps };
 constexpr size_t kTables = 10;
 
-// On one device, which must be current.
+// The tables on one device, which must be current.
 class Tables {
  public:
   Tables(Slots& slots, Allocate allocate) : slots_(slots), allocate_(std::move(allocate)) {}
@@ -27,8 +26,8 @@ class Tables {
     return static_cast<T const*>(upload(what, table.data(), table.size() * sizeof(T), stream, version));
   }
 
-  // Memory for what is queued on the stream while the result is held; whatever was there is lost. In a capture it is
-  // the graph's own, since a replay writes there at any time later.
+  // Memory for work that is queued on the stream while the result is held. Its earlier content is lost. In a capture
+  // the graph gets memory of its own, because a replay writes there at any later time.
   Buffer scratch(size_t bytes, Stream stream);
 
  private:
@@ -42,12 +41,12 @@ class Tables {
   Stream scratch_stream_ = nullptr;
 };
 
-// Uploads what changed of the tables that an operation reads, and has `args` point there.
+// Uploads the tables that have changed, and sets the pointers of `args` to the device copies.
 void upload(Tables& tables, CheckArgs& args, CheckLists const& lists, Chunking const& chunking, Stream stream);
 void upload(Tables& tables, StepArgs& args, StepLists const& lists, std::vector<Group> const& groups,
             Chunking const& chunking, Stream stream);
 
-// On every device: no memory, slot or event of one is any use to another.
+// The tables of each device. A device cannot use memory, slots or events of another one.
 class TablesByDevice {
  public:
   using AllocateOn = std::function<Buffer(int device, size_t bytes)>;
@@ -62,11 +61,11 @@ class TablesByDevice {
   std::map<int, Tables> tables_;
 };
 
-// Where the scratch of a step lies in one piece of memory: bytes from its beginning.
+// The offsets of the parts of a step's scratch, in bytes.
 struct StepScratch {
-  size_t partials, lamb_steps, end;  // behind the coefficients
+  size_t partials, lamb_steps, end;  // the coefficients are at offset 0
 
-  // `lamb_floats`: 0 where the formula is another one.
+  // `lamb_floats` is 0 for other formulas.
   StepScratch(int64_t n_tensors, int64_t n_chunks, int64_t lamb_floats);
 };
 

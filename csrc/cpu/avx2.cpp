@@ -1,5 +1,5 @@
-// Chunk kernels for AVX2. Everything in this file is compiled for it, so it must not instantiate what the linker
-// could pick for other files: no standard library here.
+// Chunk kernels for AVX2. The compiler uses AVX2 for everything in this file, so the file must not instantiate
+// functions that the linker could use for other files: no standard library here.
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)

@@ -1,5 +1,5 @@
-// Chunk kernels for AVX-512. Everything in this file is compiled for it, so it must not instantiate what the linker
-// could pick for other files: no standard library here.
+// Chunk kernels for AVX-512. The compiler uses AVX-512 for everything in this file, so the file must not instantiate
+// functions that the linker could use for other files: no standard library here.
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
@@ -7,7 +7,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
 
-// GCC 12 takes the undefined vectors inside of its own intrinsics for mistakes.
+// GCC 12 warns about the undefined vectors inside of its own intrinsics.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include "cpu/lanes_avx512.h"

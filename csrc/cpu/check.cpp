@@ -1,4 +1,4 @@
-// check and axpby: map a list of tensors and sum it up.
+// check and axpby: map the elements of a list of tensors, and sum the inputs.
 #include <limits>
 
 #include "cpu/chunk_kernels.h"

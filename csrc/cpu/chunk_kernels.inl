@@ -1,5 +1,5 @@
-// The chunk kernels over lanes of type `Lanes`, which the including file defines together with SET, the name of the
-// instruction set. Lanes::kWidth divides kAccumulators.
+// The chunk kernels over lanes of type `Lanes`. The including file defines `Lanes`, and SET, the name of the
+// instruction set. Lanes::kWidth must divide kAccumulators.
 
 #include "cpu/chunk_kernels.h"
 #include "math/optimizers.h"
@@ -7,11 +7,11 @@
 namespace amp_engine::cpu::SET {
 namespace {
 
-// Not hidden by those of Lanes.
+// Otherwise the functions of Lanes would hide these.
 using amp_engine::fma;
 using amp_engine::sqrt;
 
-// One element as a lane, for the end of a chunk.
+// A lane of one element, for the end of a chunk.
 struct Single {
   static constexpr int kWidth = 1;
 
@@ -53,10 +53,10 @@ struct ValueOf<Single> {
   using type = float;
 };
 
-// Asks for memory ahead, past the end of a page too, where the hardware's own prefetching stops: 5 to 10% less time with
-// five streams, and up to 22% with one that is only written. 1 KB: a whole page ahead, which shares its sets of the first
-// cache with what is being read, takes 4% longer. An address past the end is not an error. Not for null: to look for what
-// is not mapped can take longer than all the rest.
+// Prefetches memory, also past the end of a page, where the hardware prefetcher stops. This saves 5 to 10% of the time
+// with five streams, and up to 22% with one stream that is only written. The default distance is 1 KB: a whole page
+// takes 4% longer, because it shares its sets of the L1 cache with the data that is being read. An address past the end
+// of the data is no error. Do not call this with null: looking up an unmapped page can take longer than all else.
 template <class L>
 AMP_HD void prefetch(Type type, void const* data, int64_t i, int64_t bytes_ahead = 1024) {
   if constexpr (L::kWidth > 1) {
@@ -65,8 +65,8 @@ AMP_HD void prefetch(Type type, void const* data, int64_t i, int64_t bytes_ahead
   }
 }
 
-// The low-precision copy that a weight is rounded into, if there is one, or its remainder. Streamed, a copy is not read
-// before it is written, which saves 2 of 32 bytes an element, 1 to 2% of a step; but the next forward finds none of it in
+// The low-precision copy that a weight is rounded into, if there is one, or the weight's remainder. A streamed copy is
+// not read before it is written, which saves 2 of 32 bytes per element, 1 to 2% of a step. But the next forward misses
 // the caches.
 class Copy {
  public:
@@ -119,7 +119,7 @@ inline Span span(int64_t chunk, int64_t numel) {
   return {begin, begin + kChunk < numel ? begin + kChunk : numel};
 }
 
-// Calls body(L{}, i) for vectors from `begin` on, then body(Single{}, i) for what is left.
+// Calls body(Lanes{}, i) for whole vectors, then body(Single{}, i) for each remaining element.
 template <class Body>
 inline __attribute__((always_inline)) void for_each(Span s, Body&& body) {
   int64_t i = s.begin;
@@ -131,7 +131,7 @@ inline __attribute__((always_inline)) void for_each(Span s, Body&& body) {
   }
 }
 
-// The largest bits of |x|. Not part of a Leaf, so that the compiler keeps it in a register.
+// The largest bits of |x|. Not part of a Leaf, so that the compiler keeps them in a register.
 struct Magnitudes {
   Lanes::Magnitudes lanes;
   uint32_t single;
@@ -145,12 +145,12 @@ struct Magnitudes {
   AMP_HD uint32_t largest() const { return lanes.largest(single); }
 };
 
-// Float accumulators of one leaf; math/reduction.h says which element goes where.
+// The float accumulators of one leaf. math/reduction.h defines which element goes to which accumulator.
 struct Leaf {
   alignas(64) float accumulator[kAccumulators];
   int64_t used;
 
-  // For n elements. Accumulators that no element reaches are not even cleared.
+  // For n elements. Does not clear accumulators that no element reaches.
   AMP_HD explicit Leaf(int64_t n) : used(n < kAccumulators ? (n + kSlots - 1) / kSlots * kSlots : kAccumulators) {
     std::memset(accumulator, 0, size_t(used) * sizeof(float));
   }
@@ -173,8 +173,8 @@ struct Leaf {
   }
 };
 
-// Adds up as many pairs of rows of accumulators as there are; gives where they end. Reading two rows side by side takes
-// 10% less time than one after the other; four or eight gained no more, and nothing where there is an output.
+// Adds pairs of rows of kAccumulators elements, and returns the index after the last whole pair. Reading two rows side
+// by side takes 10% less time than one after the other. Four or eight rows gained no more. With an output, none gained.
 template <Type kType>
 inline __attribute__((always_inline)) int64_t add_pairs(void const* data, Span s, Leaf& leaf, Magnitudes& magnitudes) {
   constexpr int64_t kPair = 2 * kAccumulators;
@@ -243,7 +243,7 @@ inline __attribute__((always_inline)) Partial map(ListRow const& row, int64_t ch
 Partial check(ListRow const& row, int64_t chunk, float a, float b) { return map<true>(row, chunk, a, b); }
 void scale(ListRow const& row, int64_t chunk, float a, float b) { map<false>(row, chunk, a, b); }
 
-// A type that the compiler knows.
+// A type as a compile-time constant.
 template <Type kType>
 struct Known {
   constexpr operator Type() const { return kType; }
@@ -252,7 +252,7 @@ struct Known {
 template <class Update>
 void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coefficients) {
   auto const c = *static_cast<typename Update::Coefficients const*>(coefficients);
-  // Local copies: a store to a tensor might, for all the compiler knows, change the row.
+  // Local copies: the compiler has to assume that a store to a tensor may change the row.
   Row const r = row;
   Entry const g = gradient;
   Copy const copy(r);
@@ -295,8 +295,8 @@ void step(Row const& row, Entry const& gradient, int64_t chunk, void const* coef
       copy.template write<L>(weight_type, copy_type, r.weight, i, weight);
     });
   };
-  // The usual types, of O2 and O5, of O1 and O4, and of FP32, each in a loop of its own, which asks for none: a quarter to
-  // a third less time where tensors are in the caches.
+  // The usual types of O2 and O5, of O1 and O4, and of FP32 each have their own loop, which does not branch on types.
+  // This takes a quarter to a third less time if the tensors are in the caches.
   Known<Type::float32> const f32;
   Known<Type::float16> const f16;
   Known<Type::bfloat16> const bf16;
@@ -366,7 +366,7 @@ void lamb_moments(Row const& row, Entry const& gradient, int64_t chunk, float* s
   *of_step = steps_leaf.sum(of_steps);
 }
 
-// Second stage: `gradient` is the step, `coefficients` one float.
+// The second stage of LAMB: `step` stands in for the gradient, and `coefficients` is one float.
 void lamb_apply(Row const& row, Entry const& step, int64_t chunk, void const* coefficients) {
   float const minus_rate = *static_cast<float const*>(coefficients);
   Row const r = row;

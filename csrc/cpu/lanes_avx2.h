@@ -33,7 +33,7 @@ struct Lanes {
     auto* at = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(data) + i);
     _mm_storeu_si128(at, low(type));
   }
-  // Past the caches, to an address that is a multiple of sizeof(Lanes) and before a fence().
+  // Stores past the caches. The address must be a multiple of sizeof(Lanes), and a fence() must follow.
   static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) {
     if (type == Type::float32) {
       _mm256_stream_ps(static_cast<float*>(data) + i, x.v);
@@ -43,7 +43,7 @@ struct Lanes {
   }
   static AMP_HD void fence() { _mm_sfence(); }
 
-  // As in math/halves.h, and so below.
+  // This function and those below give the same bits as math/halves.h.
   static AMP_HD Lanes load_split(void const* rounded, void const* remainder, int64_t i) {
     __m256i const none = _mm256_setzero_si256();
     __m256i const high = widened(rounded, i), low = widened(remainder, i);
@@ -87,7 +87,7 @@ struct Lanes {
   struct Magnitudes {
     __m256i bits;
 
-    // Written out: an implicit constructor would not be compiled for the instruction set.
+    // Written out, because an implicit constructor would not be compiled for the instruction set.
     AMP_HD Magnitudes() : bits(_mm256_setzero_si256()) {}
 
     AMP_HD void add(Lanes x) {
@@ -108,7 +108,7 @@ struct Lanes {
     auto const* at = reinterpret_cast<__m128i const*>(static_cast<uint16_t const*>(data) + i);
     return _mm256_cvtepu16_epi32(_mm_loadu_si128(at));
   }
-  // The lower halves of lanes that are below 2^16.
+  // Stores the lower 16 bits of lanes that are below 2^16.
   static AMP_HD void put(void* data, int64_t i, __m256i halves) {
     auto* at = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(data) + i);
     __m256i const packed = _mm256_packus_epi32(halves, halves);
@@ -117,7 +117,7 @@ struct Lanes {
   AMP_HD __m128i low(Type type) const {
     return type == Type::float16 ? _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT) : bf16();
   }
-  // As bf16_from_float.
+  // Like bf16_from_float.
   AMP_HD __m128i bf16() const {
     __m256i const bits = _mm256_castps_si256(v);
     __m256i const odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -33,7 +33,7 @@ struct Lanes {
     auto* at = reinterpret_cast<__m256i*>(static_cast<uint16_t*>(data) + i);
     _mm256_storeu_si256(at, low(type));
   }
-  // Past the caches, to an address that is a multiple of sizeof(Lanes) and before a fence().
+  // Stores past the caches. The address must be a multiple of sizeof(Lanes), and a fence() must follow.
   static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) {
     if (type == Type::float32) {
       _mm512_stream_ps(static_cast<float*>(data) + i, x.v);
@@ -43,7 +43,7 @@ struct Lanes {
   }
   static AMP_HD void fence() { _mm_sfence(); }
 
-  // As in math/halves.h, and so below.
+  // This function and those below give the same bits as math/halves.h.
   static AMP_HD Lanes load_split(void const* rounded, void const* remainder, int64_t i) {
     __m512i const high = widened(rounded, i), low = widened(remainder, i);
     __mmask16 const up = _mm512_cmpgt_epu32_mask(low, _mm512_set1_epi32(0x8000));
@@ -87,7 +87,7 @@ struct Lanes {
   struct Magnitudes {
     __m512i bits;
 
-    // Written out: an implicit constructor would not be compiled for the instruction set.
+    // Written out, because an implicit constructor would not be compiled for the instruction set.
     AMP_HD Magnitudes() : bits(_mm512_setzero_si512()) {}
 
     AMP_HD void add(Lanes x) {
@@ -111,7 +111,7 @@ struct Lanes {
   AMP_HD __m256i low(Type type) const {
     return type == Type::float16 ? _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT) : bf16();
   }
-  // As bf16_from_float.
+  // Like bf16_from_float.
   AMP_HD __m256i bf16() const {
     __m512i const bits = _mm512_castps_si512(v);
     __m512i const odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

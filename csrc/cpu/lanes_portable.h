@@ -1,4 +1,4 @@
-// One float at a time, for machines without the vector instructions that we know.
+// One float at a time, for machines without AVX2.
 #pragma once
 
 #include "math/halves.h"
@@ -28,7 +28,7 @@ struct Lanes {
   static AMP_HD void stream(Type type, void* data, int64_t i, Lanes x) { x.store(type, data, i); }
   static AMP_HD void fence() {}
 
-  // As in math/halves.h, and so below.
+  // This function and those below call math/halves.h.
   static AMP_HD Lanes load_split(void const* rounded, void const* remainder, int64_t i) {
     return joined({static_cast<uint16_t const*>(rounded)[i], static_cast<uint16_t const*>(remainder)[i]});
   }

@@ -1,4 +1,4 @@
-// Chunks over threads, in PyTorch's own thread pool. Which thread does which chunk shows in no result.
+// Distributes chunks over PyTorch's thread pool. The results do not depend on which thread computes which chunk.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -10,8 +10,8 @@
 
 namespace amp_engine::cpu {
 
-// Calls body(tensor, chunk) for every chunk whose tensor takes part. A thread takes eight in a row, 1 MB of float32, and
-// then the next eight that nobody has: cores are not equally fast where machines are shared.
+// Calls body(tensor, chunk) for every chunk whose tensor takes part. A thread takes eight chunks in a row (1 MB of
+// float32) and then the next eight that are free, because on shared machines cores are not equally fast.
 template <class TakesPart, class Body>
 void for_each_chunk(Chunk const* chunks, int64_t n_chunks, TakesPart const& takes_part, Body const& body) {
   constexpr int64_t kShare = 8;

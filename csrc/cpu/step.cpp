@@ -1,4 +1,4 @@
-// The steps: coefficients of each tensor first, then every element once (LAMB: twice).
+// The steps: first the coefficients of each tensor, then one pass over all elements (LAMB: two passes).
 #include <type_traits>
 
 #include "cpu/chunk_kernels.h"

@@ -1,4 +1,4 @@
-// Arguments of a call as CPython hands them over, with casts in the place of some.
+// The arguments of a call from CPython, some of them replaced by casts.
 #pragma once
 
 #include <Python.h>
@@ -18,11 +18,11 @@ namespace amp_engine::patch {
 
 namespace py = pybind11;
 
-// The C function of a builtin or a method of torch's that takes a tuple and a dictionary: called without CPython's own
-// way there, which would take both apart and make them again.
+// The C function of a builtin or method of torch that takes a tuple and a dictionary. Calling it directly avoids the
+// usual call of CPython, which would unpack both and then build them again.
 struct Direct {
-  PyCFunctionWithKeywords function = nullptr;  // none: call the object
-  PyObject* self = nullptr;                    // of a builtin; a method gets its own
+  PyCFunctionWithKeywords function = nullptr;  // null: call the object
+  PyObject* self = nullptr;                    // of a builtin; a method gets its own self
 };
 
 inline PyObject* float32_object() {
@@ -30,15 +30,15 @@ inline PyObject* float32_object() {
   return object;
 }
 
-// {"dtype": torch.float32}. Made by bind(), not where it is used: a dictionary that is made may run Python, by a
-// collection of garbage, and threads that wait for a function's static would do so with the GIL held.
+// {"dtype": torch.float32}. bind() makes it, not its first use: making a dictionary may start a garbage collection,
+// which may run Python, and other threads would wait for a function's static variable with the GIL held.
 inline PyObject* only_float32 = nullptr;
 
 inline bool is_dtype(PyObject* keyword) {
   return PyUnicode_GET_LENGTH(keyword) == 5 && PyUnicode_CompareWithASCIIString(keyword, "dtype") == 0;
 }
 
-// Arguments of a call, and those that were cast in their place.
+// The arguments of a call, with casts in the place of some.
 class Arguments {
  public:
   Arguments(Arguments const&) = delete;
@@ -52,8 +52,9 @@ class Arguments {
   size_t positional() const { return positional_; }
   PyObject* operator[](size_t i) const { return args_[i]; }
 
-  // A second reference to each tensor, until the call has ended. A first one beside the Python object's that comes and
-  // goes inside of the call, where the GIL is released, has torch take it to count the object's references.
+  // Holds a second reference to each tensor until the call has ended. Without it, the first reference besides that of
+  // the Python object would come and go inside of the call, where the GIL is released, and torch would take the GIL to
+  // count the references of the object.
   void hold() {
     for (size_t i = 0; i < size_; ++i) {
       if (THPVariable_CheckExact(args_[i]) && THPVariable_Unpack(args_[i]).use_count() == 1) {
@@ -62,7 +63,7 @@ class Arguments {
     }
   }
 
-  // Steals `object`.
+  // Steals the reference to `object`.
   void set(size_t i, PyObject* object) {
     owned_.push_back(object);
     if (args_ != few_.data() && args_ != many_.data()) {
@@ -96,14 +97,14 @@ class Arguments {
   c10::SmallVector<at::Tensor, 6> held_;
 };
 
-// As METH_FASTCALL has them: the names of the last ones in a tuple.
+// Arguments of METH_FASTCALL: a tuple has the names of the last arguments.
 class FastArguments : public Arguments {
  public:
   FastArguments(PyObject* self, PyObject* const* args, size_t positional, PyObject* names)
       : Arguments(positional + (self != nullptr), positional + (self != nullptr) + (names ? Py_SIZE(names) : 0)),
         names_(names) {
     args_ = args;
-    if (self) {  // a method descriptor gets it apart from the rest
+    if (self) {  // a method descriptor gets self apart from the other arguments
       PyObject** copy = room();
       copy[0] = self;
       std::memcpy(copy + 1, args, (size_ - 1) * sizeof(PyObject*));
@@ -115,7 +116,7 @@ class FastArguments : public Arguments {
   PyObject* call(PyObject* callable) const { return PyObject_Vectorcall(callable, args_, positional_, names_); }
   PyObject* call_original(PyObject* original, Direct const&) const { return call(original); }
 
-  // Passes dtype=torch.float32 in place of dtype=None. Whether there was that.
+  // Replaces dtype=None by dtype=torch.float32. Returns true if there was a dtype=None.
   bool ask_for_float32() {
     for (size_t i = positional_; i < size_; ++i) {
       if (is_dtype(name(i)) && args_[i] == Py_None) {
@@ -130,13 +131,14 @@ class FastArguments : public Arguments {
   PyObject* names_;
 };
 
-// A tuple of references, which is kept for later calls of as many, with None in it, as CPython's zip does. Under the GIL.
+// A tuple of references. Like CPython's zip, it reuses the tuple of an earlier call with the same size, which has only
+// None between calls. Needs the GIL.
 class SpareTuple {
  public:
   SpareTuple(PyObject* const* items, size_t size) : size_(size) {
     if (size < spare.size() && spare[size] && Py_REFCNT(spare[size]) == 1) {
       tuple_ = std::exchange(spare[size], nullptr);
-      if (!PyObject_GC_IsTracked(tuple_)) {  // a collection that found nothing but None in it
+      if (!PyObject_GC_IsTracked(tuple_)) {  // a garbage collection untracked it, because it had only None
         PyObject_GC_Track(tuple_);
       }
     } else if (!(tuple_ = PyTuple_New(Py_ssize_t(size)))) {
@@ -167,7 +169,7 @@ class SpareTuple {
   PyObject* tuple_ = nullptr;
 };
 
-// As METH_VARARGS has them: a tuple and a dictionary, handed on as they are where nothing was cast.
+// Arguments of METH_VARARGS: a tuple and a dictionary. If nothing was cast, both are passed on unchanged.
 class TupleArguments : public Arguments {
  public:
   TupleArguments(PyObject* self, PyObject* tuple, PyObject* dict)
@@ -198,7 +200,7 @@ class TupleArguments : public Arguments {
     return PyObject_Vectorcall(callable, args_, positional_, names.ptr());
   }
 
-  // Passes dtype=torch.float32. Not beside a None that may stand for it by position.
+  // Adds dtype=torch.float32, except if there is a positional None, which may be the dtype. Returns true if added.
   bool ask_for_float32() {
     asks_ = std::find(args_, args_ + positional_, Py_None) == args_ + positional_;
     return asks_;

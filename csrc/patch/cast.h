@@ -1,4 +1,4 @@
-// The casts of O1, as C++ functions. amp_engine/casting/wrappers.py has the same in Python, as the reference.
+// The casts of O1 in C++. amp_engine/casting/wrappers.py is the reference in Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,10 +7,10 @@ namespace amp_engine::patch {
 
 inline bool is_low(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
-// float64 and integers are never touched.
+// float64 and integers are never cast.
 inline bool is_castable(at::ScalarType type) { return type == at::kFloat || is_low(type); }
 
-// tensor.to(type), with its autograd edge where one is needed.
+// tensor.to(type), with its autograd edge if one is needed.
 at::Tensor cast(at::Tensor const& tensor, at::ScalarType type);
 
 }  // namespace amp_engine::patch

@@ -28,7 +28,7 @@ namespace py = pybind11;
 namespace amp_engine::patch {
 namespace {
 
-// What is done to the arguments; amp_engine/casting/wrappers.py has one function of this name for each.
+// The treatment of the arguments. amp_engine/casting/wrappers.py has a function of the same name for each.
 enum class Kind : char {
   half,
   float32,
@@ -43,29 +43,29 @@ char const* const kKinds[] = {"half",       "float32",          "float32_by_dtyp
                               "match_self", "refused_function", "refused_method",   "banned"};
 
 struct Function {
-  PyObject* original;   // called on
-  PyObject* reference;  // the Python wrapper, for what is out of the ordinary here
-  Direct direct;        // into `original`
+  PyObject* original;   // the unpatched function
+  PyObject* reference;  // the Python wrapper, for unusual arguments
+  Direct direct;        // C function of `original`
   std::string name, doc, module;
   Kind kind;
-  bool torch_promotes;  // of Kind::promote: torch itself gives the widest type, but for 0-dim tensors
-  bool is_matmul;       // which passes its arguments on as others, even where no graph is made
+  bool torch_promotes;  // of Kind::promote: torch itself promotes to the widest type, except for 0-dim tensors
+  bool is_matmul;       // passes its arguments on as other tensors, even if no graph is made
   PyMethodDef definition;
 };
 
-// The casts in force. Read and written under the GIL.
+// The casts in force. The GIL protects them.
 struct Casts {
-  bool on = false;        // else every function is the original
-  bool observed = false;  // every call goes through Python, which tells of it
+  bool on = false;        // false: every function is the original
+  bool observed = false;  // every call goes through Python, which reports it
   bool caching = false;
-  bool everywhere = true;  // else in cast regions alone
+  bool everywhere = true;  // false: only in cast regions
   at::ScalarType low = at::kHalf;
   WeightCache* cache = nullptr;
   py::object owner;  // of `cache`
 };
-Casts& casts = *new Casts;  // for good: Python is gone when globals are destroyed
+Casts& casts = *new Casts;  // never destroyed: Python is gone when globals are destroyed
 
-// amp_engine/casting/regions.py: the type of CPU autocast marks the float and cast regions of this thread.
+// The type of CPU autocast marks the float and cast regions of this thread: amp_engine/casting/regions.py.
 bool casts_here() {
   at::ScalarType const region = at::autocast::get_autocast_dtype(at::kCPU);
   return casts.everywhere ? region != at::kFloat : region == at::kDouble;
@@ -73,16 +73,16 @@ bool casts_here() {
 
 bool is_sequence(PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); }
 
-// An exact list or tuple: its items.
+// The items of an exact list or tuple.
 PyObject** items(PyObject* sequence, size_t& count) {
   count = size_t(Py_SIZE(sequence));
   return PyList_CheckExact(sequence) ? reinterpret_cast<PyListObject*>(sequence)->ob_item
                                      : reinterpret_cast<PyTupleObject*>(sequence)->ob_item;
 }
 
-// What a look at the arguments finds.
+// The properties of a call's arguments.
 struct Found {
-  bool odd = false;  // Python must see to it: subclasses, nested tensors, `out`, sequences of unusual types
+  bool odd = false;  // needs the Python wrapper: subclasses, nested tensors, `out`, sequences of unusual types
   bool float32 = false, half = false, bfloat16 = false, wide = false, scalar = false;
   bool autograd = false;  // a graph may be made
 
@@ -104,7 +104,7 @@ struct Found {
   }
 };
 
-// The type that a function is told to compute in, as softmax(x, dtype=...) is, if it is one that is cast.
+// The `dtype` keyword of a call, as in softmax(x, dtype=...), if that type is castable.
 template <class A>
 std::optional<at::ScalarType> dtype_argument(A const& args) {
   for (size_t i = args.positional(); i < args.size(); ++i) {
@@ -116,7 +116,7 @@ std::optional<at::ScalarType> dtype_argument(A const& args) {
   return std::nullopt;
 }
 
-// Whether it is told any, by name or position.
+// True if the call has any dtype, by name or position.
 template <class A>
 bool told_dtype(A const& args) {
   for (size_t i = 0; i < args.size(); ++i) {
@@ -147,7 +147,7 @@ void look_at_items(PyObject* sequence, Found& found) {
     if (THPVariable_CheckExact(tensors[i])) {
       found.note(THPVariable_Unpack(tensors[i]));
     } else if (i == 0 && !THPVariable_Check(tensors[i])) {
-      return;  // of numbers
+      return;  // a sequence of numbers
     } else {
       found.odd = true;
       return;
@@ -160,13 +160,13 @@ bool is_number_or_text(PyObject* object) {
          PyBool_Check(object);
 }
 
-// At what is no exact tensor.
+// For objects that are not exact tensors.
 void look_at(PyObject* arg, Found& found) {
   if (is_sequence(arg)) {
     look_at_items(arg, found);
   } else {
     static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
-    found.odd |= PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(arg)), name) != 0;  // a tensor, or takes its part
+    found.odd |= PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(arg)), name) != 0;  // a tensor, or acts as one
   }
 }
 
@@ -185,8 +185,7 @@ Found look(A const& args) {
   return found;
 }
 
-// Whether tensors are not what they seem, or calls of theirs are watched: function and dispatch modes, functorch,
-// torch.jit.trace.
+// True if tensors may be wrappers, or if calls are traced: function and dispatch modes, functorch, torch.jit.trace.
 bool has_modes() {
   constexpr c10::DispatchKeySet odd{c10::DispatchKey::Python,
                                     c10::DispatchKey::PythonTLSSnapshot,
@@ -206,10 +205,10 @@ bool may_keep(at::Tensor const& weight) {
   if (!weight.is_cuda()) {
     return true;
   }
-#ifdef AMP_WITH_CUDA  // a captured graph would take the copy for a constant
+#ifdef AMP_WITH_CUDA  // a captured graph would treat the copy as a constant
   cudaStream_t const stream = c10::cuda::getCurrentCUDAStream(weight.get_device());
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (stream) {  // the default one is never captured
+  if (stream) {  // the default stream is never captured
     C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
   }
   return status == cudaStreamCaptureStatusNone;
@@ -218,8 +217,8 @@ bool may_keep(at::Tensor const& weight) {
 #endif
 }
 
-// `object`, an exact tensor, in type `to`: a new reference, or null if it is of that type or of one that is never cast.
-// Weights are found in `cache`, if there is one.
+// Casts `object`, an exact tensor, to type `to`. Returns a new reference, or null if it has this type or one that is
+// never cast. If there is a `cache`, weights are looked up there.
 PyObject* cast_object(PyObject* object, at::ScalarType to, WeightCache* cache) {
   at::Tensor const& tensor = THPVariable_Unpack(object);
   at::ScalarType const type = tensor.scalar_type();
@@ -233,11 +232,11 @@ PyObject* cast_object(PyObject* object, at::ScalarType to, WeightCache* cache) {
     }
     return cache->cast(tensor, to).tensor.release().ptr();
   }
-  // A microsecond, or a launch: to let others run would take a tenth more.
+  // The cast takes a microsecond, or is a launch. Releasing the GIL would take a tenth more.
   if (tensor.is_cuda() || (tensor.is_cpu() && tensor.numel() <= 8192)) {
     return THPVariable_Wrap(cast(tensor, to));
   }
-  at::Tensor const held = tensor;  // of which another thread may deprive the object, by torch.utils.swap_tensors
+  at::Tensor const held = tensor;  // torch.utils.swap_tensors in another thread may take the tensor from the object
   at::Tensor result;
   {
     py::gil_scoped_release const no_gil;
@@ -263,7 +262,7 @@ PyObject* cast_items(PyObject* sequence, at::ScalarType to, WeightCache* cache) 
   if (!any) {
     return nullptr;
   }
-  // A cast lets other threads run, which may change a list, and collections of garbage, which may see a result.
+  // During a cast other threads may change a list, and garbage collections may see a result that is not complete.
   c10::SmallVector<py::object, 8> tensors;
   for (size_t i = 0; i < count; ++i) {
     tensors.push_back(py::reinterpret_borrow<py::object>(given[i]));
@@ -306,7 +305,7 @@ PyObject* call(Function const& function, A& args) {
     return args.call(function.reference);
   }
   Found const found = look(args);
-  if (!casts.on) {  // any more: a look at a type may run Python
+  if (!casts.on) {  // no longer: the check of a type may run Python
     return args.call_original(function.original, function.direct);
   }
   if (found.odd) {
@@ -317,7 +316,8 @@ PyObject* call(Function const& function, A& args) {
       if (auto const type = dtype_argument(args)) {
         cast_all(args, 0, *type);
       } else if (found.float32 || (casts.low == at::kHalf ? found.bfloat16 : found.half)) {
-        // A cast may let other threads run, which put other casts in force, or none: this call keeps to its own.
+        // During a cast other threads may put other casts, or none, in force. This call keeps the cache that it began
+        // with.
         py::object const owner = casts.owner;
         cast_all(args, 0, casts.low, casts.caching ? casts.cache : nullptr);
       }
@@ -361,13 +361,13 @@ PyObject* call(Function const& function, A& args) {
       break;
     }
   }
-  if (function.is_matmul || (found.autograd && c10::GradMode::is_enabled())) {  // the graph will save some
+  if (function.is_matmul || (found.autograd && c10::GradMode::is_enabled())) {  // the graph will save some arguments
     args.hold();
   }
   return args.call_original(function.original, function.direct);
 }
 
-// HANDLE_TH_ERRORS without its buffer for warnings, which the function that is called on has, too.
+// HANDLE_TH_ERRORS without its buffer for warnings, because the called function has one, too.
 template <class F>
 PyObject* guarded(F f) {
   try {
@@ -378,7 +378,7 @@ PyObject* guarded(F f) {
   }
 }
 
-// --- functions of modules: builtins, whose `__self__` is this object ----------------------------------------------
+// --- functions of modules: builtins whose `__self__` is this object -----------------------------------------------
 
 struct FunctionObject {
   PyObject_HEAD
@@ -399,7 +399,8 @@ PyObject* call_direct_function(PyObject* self, PyObject* tuple, PyObject* dict) 
   });
 }
 
-// A builtin is pickled as getattr(__self__, __name__): its __self__ as the module, so that this loads without us.
+// A builtin is pickled as getattr(__self__, __name__). This pickles __self__ as the module, so loading needs no
+// extension.
 PyObject* reduce(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   py::object const import = py::module_::import("importlib").attr("import_module");
@@ -417,9 +418,9 @@ PyType_Spec spec{"amp_engine._C.PatchedFunction", sizeof(FunctionObject), 0,
                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
 PyTypeObject* function_type = nullptr;
 
-// --- methods of torch.Tensor: method descriptors, which are told of `self` only; a C function each ------------------
+// --- methods of torch.Tensor: method descriptors, which get no object but `self`, so each has its own C function ----
 
-std::deque<Function> functions;  // for good, as the patched functions are made once in a process
+std::deque<Function> functions;  // never destroyed: patched functions are made once per process
 std::array<Function*, 512> methods{};
 size_t method_count = 0;
 
@@ -439,7 +440,7 @@ size_t method_count = 0;
   });
 }
 
-// One of each for every method; the two above are not inlined into a thousand of them, which takes minutes to compile.
+// One of each for every method. The two functions above are not inlined: a thousand copies take minutes to compile.
 template <size_t i>
 PyObject* thunk(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* names) {
   return call_method(*methods[i], self, args, positional, names);
@@ -459,7 +460,8 @@ std::array<std::pair<PyCFunction, PyCFunction>, sizeof...(i)> thunks_of(std::ind
   return {std::pair{c_function(&thunk<i>), c_function(&direct_thunk<i>)}...};
 }
 
-// The way into `original`, if it is a builtin (or a method, where patched as one) that takes tuple and dictionary.
+// The C function of `original`, if it takes a tuple and a dictionary. `original` must be a builtin, or a method
+// descriptor if it is patched as a method.
 Direct direct_into(PyObject* original, bool as_method) {
   auto const takes = [](PyMethodDef const* method) {
     return (method->ml_flags & ~(METH_STATIC | METH_CLASS)) == (METH_VARARGS | METH_KEYWORDS);
@@ -493,7 +495,7 @@ Function& make(py::object original, py::object reference, std::string name, std:
                                          std::move(doc), std::move(module), Kind(i), torch_promotes, is_matmul, {}});
 }
 
-// `fast` takes arguments as METH_FASTCALL, `direct` as METH_VARARGS has them.
+// `fast` has the arguments of METH_FASTCALL, `direct` those of METH_VARARGS.
 void define(Function& f, PyCFunction fast, PyCFunction direct) {
   bool const is_direct = f.direct.function != nullptr;
   f.definition = {f.name.c_str(), is_direct ? direct : fast, (is_direct ? METH_VARARGS : METH_FASTCALL) | METH_KEYWORDS,

@@ -1,4 +1,4 @@
-// A patched function: looks at its tensor arguments, casts, calls on.
+// A patched function checks its tensor arguments, casts them, and calls the original.
 #pragma once
 
 #include <Python.h>
@@ -7,7 +7,7 @@
 
 namespace amp_engine::patch {
 
-// Adds WeightCache, patched_function, patched_method and the switches of the casts in force to the module.
+// Adds WeightCache, patched_function, patched_method, put_in_force and put_out_of_force to the module.
 void bind(pybind11::module_& m);
 
 }  // namespace amp_engine::patch

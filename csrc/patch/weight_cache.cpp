@@ -22,7 +22,7 @@ namespace {
 
 py::object wrap(at::Tensor const& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
 
-// Nodes are held by std::shared_ptr before torch 2.13, by c10::intrusive_ptr since.
+// Nodes are held by std::shared_ptr before torch 2.13, and by c10::intrusive_ptr since.
 template <class Pointer, class Node>
 Pointer make_node() {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
@@ -32,7 +32,7 @@ Pointer make_node() {
   }
 }
 
-// An alias of `copy` whose autograd node is the one of weight.to(low).
+// Returns an alias of `copy` with the autograd node of weight.to(low).
 at::Tensor connect(at::Tensor const& copy, at::Tensor const& weight) {
   using namespace torch::autograd;
   using ToCopy = generated::ToCopyBackward0;
@@ -46,7 +46,7 @@ at::Tensor connect(at::Tensor const& copy, at::Tensor const& weight) {
 
 at::Tensor copied(at::Tensor const& weight, at::ScalarType low, at::Tensor memory) {
   std::optional<py::gil_scoped_release> no_gil;
-  if (!weight.is_cuda()) {  // there it is a launch
+  if (!weight.is_cuda()) {  // on a GPU it is only a launch
     no_gil.emplace();
   }
   c10::NoGradGuard const no_grad;
@@ -70,7 +70,7 @@ WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
   bool const connected = keeps && weight.requires_grad();
   bool const is_there = found != entries_.end() && !found->second.is_left && found->second.copy.scalar_type() == low;
   bool const is_current = is_there && WeightCache::is_current(found->second, weight, low);
-  if (!is_current && !keeps) {  // it would hold memory through evaluation
+  if (!is_current && !keeps) {  // the copy would hold memory through evaluation
     return {wrap(copied(weight, low, {})), true};
   }
   if (is_current) {
@@ -92,16 +92,16 @@ WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
 
 void WeightCache::after_backward() {
   ++changes_;
-  // What is discarded may run Python that comes back here.
+  // Freeing these may run Python that calls this class.
   std::vector<Entry> discarded;
   std::vector<Alias> aliases;
   for (auto it = entries_.begin(); it != entries_.end();) {
     Entry& entry = it->second;
-    // A copy that no step writes yet is kept until the step that may follow now.
+    // A copy that no step has written yet is kept for the step that may follow now.
     if ((entry.stepped || entry.state == State::current) && !entry.weight.expired()) {
       aliases.push_back(std::move(entry.connected));
       aliases.push_back(std::move(entry.plain));
-      // A step that writes the copy now does not know of what was written meanwhile.
+      // A step that is writing the copy now does not know of writes in the meantime.
       bool const stays = entry.state != State::wrong && entry.writer != Writer::step;
       entry.state = stays ? State::outdated : State::wrong;
       ++it;
@@ -121,7 +121,8 @@ void WeightCache::discard_orphans() {
       continue;
     }
     held.emplace_back(entry.weight.lock());
-    // One reference is ours; one the tensor's, which holds its object for as long as others in C++ hold the tensor.
+    // One reference is ours, and one is the tensor's, which holds its object as long as other C++ code holds the
+    // tensor.
     if (py::object const object = wrap(held.back()); Py_REFCNT(object.ptr()) == 2) {
       edges.push_back(std::move(entry.connected));
     }
@@ -152,7 +153,7 @@ WeightCache::Handed WeightCache::copies(std::vector<at::Tensor> const& weights, 
     if (found == entries_.end()) {
       continue;
     }
-    if (found->second.is_left) {  // the same for ever, since a graph's step and an eager one share a table
+    if (found->second.is_left) {  // never changes, because a graph's step and an eager one share a table
       if (found->second.copy.defined()) {
         handed.copies.back() = found->second.copy;
       }
@@ -160,7 +161,7 @@ WeightCache::Handed WeightCache::copies(std::vector<at::Tensor> const& weights, 
     }
     if (found->second.writer == Writer::step) {
       found->second.state = State::wrong;
-      if (found->second.step != unfinished) {  // two write the weight at once: neither knows what will be there
+      if (found->second.step != unfinished) {  // two steps write the weight at once: neither knows the result
         continue;
       }
       found->second.writer = Writer::none;
@@ -194,7 +195,7 @@ void WeightCache::written(std::vector<at::Tensor> const& weights, uint64_t step)
     }
     Entry& entry = found->second;
     bool const is_ours = entry.writer == Writer::step && entry.step == step;
-    // Else another thread made this one, or may have written the weight, meanwhile.
+    // Otherwise another thread has made this copy, or may have written the weight in the meantime.
     if (is_ours && entry.state != State::wrong && is_sole(weight) && is_watched(storage_of(weight))) {
       entry.copy.unsafeGetTensorImpl()->bump_version();
       stamp(entry, weight);
@@ -249,7 +250,8 @@ WeightCache::Alias WeightCache::alias(at::Tensor tensor) {
   return {std::move(object), std::move(tensor)};
 }
 
-// In the same memory where nobody else holds it: a step's table points there. Kept only where writes will be seen.
+// Reuses the copy's memory if nothing else holds it, because a step's table points there. Keeps the copy only if
+// writes will be detected.
 at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
   c10::InferenceMode const off(false);
   Impl* const key = weight.unsafeGetTensorImpl();
@@ -285,7 +287,7 @@ at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
     sweep();
   }
   found = entries_.find(key);
-  if (changes_ != changes) {  // it may be of what the weight was, and is good for this call alone
+  if (changes_ != changes) {  // the copy may be of earlier values: only this call uses it
     if (found != entries_.end() && found->second.copy.is_same(copy)) {
       found->second.writer = Writer::none;
     }
@@ -295,7 +297,7 @@ at::Tensor WeightCache::renew(at::Tensor const& weight, at::ScalarType low) {
     found = entries_.emplace(key, Entry{WeakImpl(weight.getIntrusivePtr())}).first;
   }
   Entry& entry = found->second;
-  // All at once: to free one lets other threads come, which would leave an alias of the copy that was.
+  // Both at once: freeing one lets other threads run, and they could leave an alias of the replaced copy.
   std::pair<Alias, Alias> const discarded{std::move(entry.connected), std::move(entry.plain)};
   at::Tensor const replaced = std::exchange(entry.copy, copy);
   entry.version = version;

@@ -1,4 +1,4 @@
-// Low-precision copies of FP32 weights. amp_engine/casting/cache.py says what is promised.
+// Low-precision copies of FP32 weights. amp_engine/casting/cache.py documents the guarantees.
 #pragma once
 
 #include <Python.h>
@@ -16,43 +16,44 @@ class WeightCache {
  public:
   struct Cast {
     pybind11::object tensor;
-    bool was_made;  // rather than found
+    bool was_made;  // false: it was found
   };
 
-  // How many copies are the casts of their weights now.
+  // The number of copies that are casts of their weights now.
   size_t size() const;
 
-  // What `cast` would find, with its edge where that is needed, as a new reference; null where it would make something.
+  // The tensor that `cast` would find, with its autograd edge if needed, as a new reference. Null if `cast` would make
+  // it.
   PyObject* find(at::Tensor const& weight, at::ScalarType low);
 
-  // The weight in type `low`; gradients flow to the weight.
+  // Returns the weight in type `low`. Gradients flow to the weight.
   Cast cast(at::Tensor weight, at::ScalarType low);
 
-  // Anybody may have written any weight: no copy is a cast any more. Those that a step writes, or may write next, keep
-  // their memory.
+  // After a backward other code may have written any weight, so no copy is a cast any more. Copies that a step writes,
+  // or may write next, keep their memory.
   void after_backward();
 
-  // Free the weights that nobody but their own casts keeps alive. Only where a tensor that C++ holds keeps the
-  // reference count of its Python object up.
+  // Frees the weights that only their own casts keep alive. Only for versions of torch in which a tensor that C++ holds
+  // keeps a reference to its Python object.
   void discard_orphans();
 
-  // Discard everything.
   void clear();
 
   struct Handed {
-    uint64_t step;  // by which `written` knows it
+    uint64_t step;  // identifies the step in calls of `written`
     std::vector<std::optional<at::Tensor>> copies;
   };
 
-  // For a step that writes copies beside the weights: the copy of each weight that has one, exact as of now, whose
-  // memory no graph and no other step holds. `unfinished` is a step that ended without a word, or 0.
+  // For a step that writes copies together with the weights. Returns the copy of each weight that has one. The copies
+  // are exact now, and no graph and no other step holds their memory. `unfinished` is a step that ended without a call
+  // of `written`, or 0.
   Handed copies(std::vector<at::Tensor> const& weights, uint64_t unfinished);
 
-  // The step has written the weights, and what it was handed: casts of their weights until anybody else may write.
+  // The step has written the weights and the copies that it got. These are casts until other code may write.
   void written(std::vector<at::Tensor> const& weights, uint64_t step);
 
-  // A CUDA graph writes the weights at each replay, of which nobody is told: no copy of them is read any more. Steps are
-  // handed what they were handed last.
+  // A CUDA graph writes the weights at each replay, and nothing reports that. So copies of these weights are never read
+  // again. Steps get the same copies as the last time.
   void leave(std::vector<at::Tensor> const& weights);
 
  private:
@@ -61,29 +62,30 @@ class WeightCache {
 
   enum class State : char { current, outdated, wrong };
 
-  // Who may write a copy while other threads run.
+  // The code that may write a copy while other threads run.
   enum class Writer : char { none, renewal, step };
 
-  // An alias of a copy. With the object's reference alone to its tensor, each call's own would come and go as the first
-  // beside it, for which torch takes the GIL and counts the object's references; so there is one that stays.
+  // An alias of a copy. `tensor` is a second reference that stays. Without it, the reference of each call would come
+  // and go as the first one besides the Python object's, and for that torch takes the GIL and counts the object's
+  // references.
   struct Alias {
     pybind11::object object;
     at::Tensor tensor{};
   };
 
   struct Entry {
-    WeakImpl weight;  // keeps the key unique, not the weight alive
+    WeakImpl weight;  // keeps the key unique, but not the weight alive
     at::Tensor copy{};
     uint32_t version = 0;  // of the weight when it was copied
     uint32_t copy_version = 0;
     void const* address = nullptr;
     State state = State::current;
     Writer writer = Writer::none;
-    uint64_t step = 0;     // which one, where a step is the writer
-    bool stepped = false;  // a step writes it
-    bool is_left = false;  // for good, see `leave`
-    // Aliases of `copy`, so that its storage tells whether a graph holds one: without gradient, and with an autograd
-    // edge to the weight, which keeps the weight alive, and its Python object.
+    uint64_t step = 0;     // number of the step, if the writer is a step
+    bool stepped = false;  // steps write this copy
+    bool is_left = false;  // permanently, see `leave`
+    // Aliases of `copy`, so that the use count of its storage tells whether a graph holds one. `plain` has no gradient.
+    // `connected` has an autograd edge to the weight, which keeps the weight and its Python object alive.
     Alias plain, connected;
   };
 
@@ -95,11 +97,11 @@ class WeightCache {
   void discard_aliases(at::Tensor const& weight);
   void sweep();
 
-  // Whatever makes or frees a Python object lets other threads, and collections of garbage, come here: entries are
-  // found again after it, and freed when the table is whole.
+  // Making or freeing a Python object lets other threads and garbage collections call this class. So the methods look
+  // entries up again after that, and free objects only when the table is whole.
   ska::flat_hash_map<Impl*, Entry> entries_;
-  // Counts what may make a copy wrong that is just being made: weights that may have been written, or a step that was
-  // given memory.
+  // Counts events that can make a copy wrong while it is being made: possible writes of weights, and steps that
+  // got copies.
   uint64_t changes_ = 0;
   uint64_t steps_ = 0;
   size_t sweep_at_ = 64;

@@ -1,10 +1,10 @@
 """Compiles each kernel for sm_80 and sm_90 and prints what it costs: `python csrc/tools/report.py`.
 
-Exits with 1 where a kernel spills, has a stack frame, lets fewer blocks onto a multiprocessor than it was designed
-for, reads or writes through generic addresses (LD, ST instead of LDG, STG), touches more sectors than its bytes fill,
-or has too few loads in flight. Needs nvcc, not a GPU. The machine code is read with nvdisasm, from the toolkit or from
-Triton's wheel; without one, loops are not looked at, and addresses in the PTX, which is said so.
-`--table docs/cuda_kernels.md` writes the report there.
+Exits with 1 if a kernel spills registers, has a stack frame, fits fewer blocks on a multiprocessor than it was designed
+for, uses generic addresses (LD, ST instead of LDG, STG), touches more sectors than its bytes fill, or has too few loads
+in flight. Needs nvcc, but no GPU. Reads the machine code with nvdisasm, from the toolkit or from Triton's wheel.
+Without it, the report says so, takes addresses from the PTX, and leaves out the loops.
+`--table docs/cuda_kernels.md` writes the table to that file.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ FOLDER = Path(__file__).parents[1] / "cuda"
 ARCHITECTURES = ("sm_80", "sm_90")
 FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-I", str(FOLDER.parent)]
 
-# Of the kernels that come by every element: threads in a block, and resident blocks that each was designed for.
+# For kernels that visit every element: the threads of a block, and the resident blocks that each is designed for.
 THREADS = dict.fromkeys(("apply", "update", "narrow", "narrow_apply"), 512)
-OTHER_THREADS = 256  # of blocks that sum
+OTHER_THREADS = 256  # in blocks that sum
 BLOCKS = {
     **{"map<Check>": 5, "map": 4, "apply": 2, "update": 2, "moments": 3},
     **{"narrow": 2, "narrow_apply": 2, "narrow_moments": 2},
 }
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS = 65536  # per multiprocessor
 MOST_THREADS = 2048
 
-# What memory delivers to a multiprocessor of an H200 while one load takes: 4.2 TB/s over 132, and 800 ns under load, an
-# estimate. An A100 delivers 19 bytes/ns to each.
+# Bytes that memory delivers to a multiprocessor of an H200 during one load: 4.2 TB/s over 132 multiprocessors, for
+# 800 ns, an estimate of a load's time under load. An A100 delivers 19 bytes/ns to each multiprocessor.
 DEMAND = 31.8 * 800
 LEAST_IN_FLIGHT = (
-    1.5  # of that, for a block also computes and stores; the update was slower on an H200 with twice as much
+    1.5  # times DEMAND, because a block also computes and stores; with twice as much, the update was slower on an H200
 )
-MOST_SECTORS = 16  # of 32 bytes, to 512 bytes
+MOST_SECTORS = 16  # of 32 bytes, per 512 bytes
 
 HEAD = """\
 # What the CUDA kernels cost
@@ -61,7 +61,7 @@ bytes. All of it is the compiler's word and read from the machine code; nothing 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over elements: bytes of its widest load, most loads and bytes in flight, sectors to 512 bytes."""
+    """A loop over elements: bytes of its widest load, most loads and bytes in flight, sectors per 512 bytes."""
 
     width: int
     loads: int
@@ -71,7 +71,7 @@ class Loop:
 
 @dataclass
 class Kernel:
-    """One kernel in one architecture. Registers per thread; stack and spills in bytes per thread."""
+    """One kernel for one architecture. Registers are per thread; stack and spills are in bytes per thread."""
 
     name: str
     architecture: str
@@ -82,26 +82,26 @@ class Kernel:
 
     @property
     def designed_blocks(self) -> int | None:
-        """How many blocks shall fit on a multiprocessor; None for kernels that do not come by every element."""
+        """The number of blocks that must fit on a multiprocessor; None for kernels that do not visit every element."""
         return BLOCKS.get(self.name) or BLOCKS.get(self.name.partition("<")[0])
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """The threads of a block."""
         return THREADS.get(self.name.partition("<")[0], OTHER_THREADS)
 
     @property
     def blocks(self) -> int:
-        """How many fit. Registers are given out by eights."""
+        """The number of blocks that fit on a multiprocessor. Registers are allocated in units of eight."""
         return min(MOST_THREADS // self.threads, REGISTERS // (-(-self.registers // 8) * 8 * self.threads))
 
     def in_flight(self, loop: Loop) -> float:
-        """A loop's bytes in flight on a multiprocessor, of which 1 fills the memory's demand."""
+        """The loop's bytes in flight on a multiprocessor, relative to DEMAND."""
         return loop.bytes * self.threads * self.blocks / DEMAND
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with it, in words."""
+        """The faults of the kernel, in words."""
         faults = [f"a stack frame of {self.stack} bytes"] if self.stack else []
         faults += [f"{self.spills} bytes of spills"] if self.spills else []
         if self.designed_blocks:
@@ -116,7 +116,7 @@ class Kernel:
 
     @property
     def rows(self) -> list[str]:
-        """Its rows of the table."""
+        """The rows of the kernel in the table."""
         start = f"| {self.name} | {self.architecture} | {self.registers} | {self.spills} |"
         if not self.designed_blocks:
             return [f"{start} - |{' - |' * 5}"]
@@ -143,34 +143,34 @@ def kernel_name(mangled: str) -> str:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One of the machine code; `goes_on`: whether the next one may follow it."""
+    """An instruction of the machine code. `goes_on` is True if the next instruction may follow."""
 
     opcode: str
     registers: tuple[int, ...]
-    base: int | None  # of a global access: the register of its address, and what is added to that
+    base: int | None  # for a global access: the register of its address; `offset` is added to it
     offset: int
     targets: tuple[str, ...]
     goes_on: bool
 
     @property
     def width(self) -> int:
-        """Bytes of a thread's global access."""
+        """The bytes that a global access moves per thread."""
         match = re.search(r"\.(?:U|S)?(8|16|64|128)(?:\.|$)", self.opcode)
         return int(match[1]) // 8 if match else 4
 
     @property
     def is_load(self) -> bool:
-        """Whether it loads from global memory."""
+        """True if it loads from global memory."""
         return self.opcode.startswith("LDG")
 
     @property
     def is_store(self) -> bool:
-        """Whether it stores there."""
+        """True if it stores to global memory."""
         return self.opcode.startswith("STG")
 
 
 def instruction(text: str) -> Instruction:
-    """From a line of nvdisasm, without the address in front and the semicolon."""
+    """Parses a line of nvdisasm without the address in front and the semicolon."""
     match = re.match(r"(?P<predicate>@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>.*)", text)
     assert match, text
     opcode, operands = match["opcode"], match["operands"]
@@ -187,7 +187,7 @@ def instruction(text: str) -> Instruction:
 
 
 def functions(code: str) -> dict[str, list[Instruction | str]]:
-    """Mangled names of kernels with their lines: instructions, and labels as strings; `code` is nvdisasm's."""
+    """The lines of each kernel by mangled name: instructions, and labels as strings. `code` is nvdisasm's output."""
     found: dict[str, list[Instruction | str]] = {}
     lines: list[Instruction | str] = []
     for line in code.splitlines():
@@ -202,14 +202,14 @@ def functions(code: str) -> dict[str, list[Instruction | str]]:
 
 @dataclass
 class Block:
-    """Instructions that follow one another, and the numbers of the blocks that may come next."""
+    """Consecutive instructions, and the indices of the blocks that may follow."""
 
     instructions: list[Instruction]
     next: list[int] = field(default_factory=list)
 
 
 def blocks_of(lines: list[Instruction | str]) -> list[Block]:
-    """The flow graph of a function; the first block is its entry."""
+    """The control flow graph of a function. The first block is the entry."""
     blocks, labels = [Block([])], dict[str, int]()
     for line in lines:
         if isinstance(line, str):
@@ -229,7 +229,7 @@ def blocks_of(lines: list[Instruction | str]) -> list[Block]:
 
 
 def innermost_loops(blocks: list[Block]) -> list[tuple[int, set[int]]]:
-    """Heads and members of the natural loops that hold no other."""
+    """Heads and members of the natural loops that contain no other loop."""
     everything = set(range(len(blocks)))
     before: list[list[int]] = [[i for i in everything if j in blocks[i].next] for j in range(len(blocks))]
     dominators = [{0} if i == 0 else everything for i in range(len(blocks))]
@@ -253,10 +253,10 @@ def innermost_loops(blocks: list[Block]) -> list[tuple[int, set[int]]]:
 
 
 def most_in_flight(blocks: list[Block], head: int, members: set[int]) -> tuple[int, int]:
-    """Bytes and number of the loads of one round that nothing has waited for, at their most over all branches.
+    """Bytes and number of the loads of one round that nothing has waited for yet: the maximum over all branches.
 
-    Branches of a few loads are predicates in the machine code. Loads of opposite predicates are told by their
-    registers: of float32 or of a 16-bit type, they are the same.
+    In the machine code, short branches are predicates. Loads of opposite predicates, such as those of float32 and of a
+    16-bit type, write the same registers, so only one of them is counted.
     """
     most = (0, 0)
     start: tuple[int, frozenset[tuple[int, int]]] = (head, frozenset())
@@ -271,7 +271,7 @@ def most_in_flight(blocks: list[Block], head: int, members: set[int]) -> tuple[i
             loads = {(r, n) for r, n in loads if touched.isdisjoint(range(r, r + -(-n // 4)))}
             if one.is_load:
                 loads.add((one.registers[0], one.width))
-                # Of as many bytes in fewer loads, the latter.
+                # At equal bytes, fewer loads count.
                 most = max(most, (sum(n for _, n in loads), -len(loads)))
         for i in blocks[number].next:
             state = (i, frozenset(loads))
@@ -282,14 +282,15 @@ def most_in_flight(blocks: list[Block], head: int, members: set[int]) -> tuple[i
 
 
 def most_sectors(blocks: list[Block], members: set[int]) -> int:
-    """Sectors that a warp's access touches for each 512 bytes, at their most, where addresses are aligned.
+    """The most sectors that a warp's access touches per 512 bytes, if addresses are aligned.
 
-    Two accesses from one register less than a warp's bytes apart belong to one thread: the next thread is further on.
+    Two accesses with the same address register that are less than a warp's bytes apart belong to one thread. The
+    addresses of the next thread come after both.
     """
     most = 0
     for stores in (False, True):
         places: dict[tuple[int, int, int], set[int]] = {}
-        writes: Counter[int] = Counter()  # how often each register was given a value
+        writes: Counter[int] = Counter()  # number of writes to each register
         for one in (one for i in sorted(members) for one in blocks[i].instructions):
             if one.base is not None and (one.is_store if stores else one.is_load):
                 places.setdefault((one.base, writes[one.base], one.width), set()).add(one.offset)
@@ -305,7 +306,7 @@ def most_sectors(blocks: list[Block], members: set[int]) -> int:
 
 
 def loops_of(lines: list[Instruction | str]) -> list[Loop]:
-    """The loops of a kernel that load elements: at least four, for loops over chunks load less."""
+    """The loops of a kernel that load elements: at least four, because loops over chunks load less."""
     found = []
     blocks = blocks_of(lines)
     for head, members in innermost_loops(blocks):
@@ -318,7 +319,7 @@ def loops_of(lines: list[Instruction | str]) -> list[Loop]:
 
 
 def disassembler() -> str | None:
-    """The path of an nvdisasm."""
+    """The path of nvdisasm, or None."""
     if found := shutil.which("nvdisasm"):
         return found
     spec = importlib.util.find_spec("triton")
@@ -332,13 +333,13 @@ def disassembler() -> str | None:
 
 
 def compiler_version() -> str:
-    """Of nvcc, such as "13.0.88"."""
+    """The version of nvcc, such as "13.0.88"."""
     text = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
     return text.split(", V")[1].split()[0]
 
 
 def is_generic_or_local(access: str) -> bool:
-    """Whether an instruction uses a generic address or a thread's own memory."""
+    """True if an instruction uses a generic address or local memory."""
     if access.isupper():
         return access.split(".")[0] in ("LD", "ST", "LDL", "STL")
     return not {"global", "param", "shared", "const"} & set(access.split("."))
@@ -346,7 +347,7 @@ def is_generic_or_local(access: str) -> bool:
 
 @dataclass
 class Report:
-    """All kernels; `accesses`: how often each kind of memory instruction occurs."""
+    """All kernels. `accesses` counts each kind of memory instruction."""
 
     kernels: list[Kernel]
     accesses: Counter[str]
@@ -354,7 +355,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong, in words."""
+        """The faults of all kernels, in words."""
         faults = [f"{k.name}, {k.architecture}: {fault}" for k in self.kernels for fault in k.faults]
         faults += [f"{n} times {access}" for access, n in self.accesses.items() if is_generic_or_local(access)]
         if not self.accesses:
@@ -376,7 +377,7 @@ class Report:
 
 
 def compiled(source: Path, architecture: str, folder: Path) -> Report:
-    """One file for one architecture."""
+    """Compiles one file for one architecture."""
     cubin = folder / f"{source.stem}.{architecture}.cubin"
     command = ["nvcc", *FLAGS, "-cubin", f"-arch={architecture}", "-Xptxas", "-v", "-o", str(cubin), str(source)]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -387,7 +388,7 @@ def compiled(source: Path, architecture: str, folder: Path) -> Report:
         if match := re.search(r"Compiling entry function '(\w+)'", line):
             kernel = kernels[match[1]] = Kernel(kernel_name(match[1]), architecture)
         elif match := re.search(r"Function properties for (\w+)", line):
-            kernel = kernels.get(match[1], Kernel("", architecture))  # a function that is no kernel
+            kernel = kernels.get(match[1], Kernel("", architecture))  # a device function, not a kernel
         elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
             kernel.stack = int(match[1])
             kernel.spills = int(match[2]) + int(match[3])
@@ -408,7 +409,7 @@ def compiled(source: Path, architecture: str, folder: Path) -> Report:
 
 
 def report() -> Report:
-    """Everything, compiled two at a time."""
+    """Reports on all files, and compiles two at a time."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         sources = [(s, a) for s in sorted(FOLDER.glob("*.cu")) for a in ARCHITECTURES]
         parts = list(pool.map(lambda one: compiled(one[0], one[1], Path(folder)), sources))
@@ -417,12 +418,12 @@ def report() -> Report:
 
 
 def page(made: Report) -> str:
-    """What --table writes."""
+    """The text that --table writes."""
     return HEAD.format(version=compiler_version(), demand=f"{DEMAND / 1000:.1f}") + made.table + "\n"
 
 
 def main() -> int:
-    """Prints the report, or writes it; 1 if there is a fault."""
+    """Prints the report, and with --table writes it. Returns 1 if there is a fault."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", type=Path, help="a file to write the table to")
     path = parser.parse_args().table

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_engine import Engine
 from amp_engine.diagnosis.find_overflow import OverflowSource
-from amp_engine.diagnosis.post_mortem import OverflowRecord
+from amp_engine.diagnosis.post_mortem import OverflowRecord, likely_cause
 from amp_engine.stepping import evidence
 
 
@@ -307,6 +307,28 @@ def test_weights_that_no_checked_gradient_has_spoiled_point_behind_the_check(eng
     assert (record.cause, record.only_checked) == ("weights", True)
     assert "look at what changes gradients after scale_loss" in str(record)
     assert "learning rate" in str(record)
+
+
+def test_weights_that_are_spoiled_after_a_skipped_step_point_behind_the_check(engine: Engine) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    engine.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for step in range(3):
+        with engine.scale_loss(model(torch.ones(3, 4)).float().mean() * (1e9 if step == 0 else 1), optimizer) as scaled:
+            scaled.backward()
+        for one in engine.master_params(optimizer):
+            if step == 1:
+                one.grad = torch.full_like(one, math.nan)
+        optimizer.step()
+        optimizer.zero_grad()
+    first, last = engine.overflow_report()
+    assert (first.skipped, first.cause, last.cause, last.only_checked) == (True, "backward", "weights", True)
+
+
+def test_a_loss_that_is_not_finite_on_another_rank_is_a_cause_elsewhere() -> None:
+    facts = {"has_gradient": True, "has_bad_weights": False, "traced_to": None}
+    assert likely_cause(0.5, [], rank_losses=[0.5, math.nan], **facts) == "elsewhere"
+    assert likely_cause(0.5, [], rank_losses=[0.5, None], **facts) == "backward"
 
 
 # ---- find_overflow

@@ -4,11 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "checks.h"

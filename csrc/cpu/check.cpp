@@ -1,6 +1,4 @@
 // check and axpby: map the elements of a list of tensors, and sum the inputs.
-#include <limits>
-
 #include "cpu/chunk_kernels.h"
 #include "cpu/parallel.h"
 

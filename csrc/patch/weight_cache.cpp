@@ -68,8 +68,7 @@ WeightCache::Cast WeightCache::cast(at::Tensor weight, at::ScalarType low) {
   auto found = entries_.find(weight.unsafeGetTensorImpl());
   bool const keeps = c10::GradMode::is_enabled();
   bool const connected = keeps && weight.requires_grad();
-  bool const is_there = found != entries_.end() && !found->second.is_left && found->second.copy.scalar_type() == low;
-  bool const is_current = is_there && WeightCache::is_current(found->second, weight, low);
+  bool const is_current = found != entries_.end() && WeightCache::is_current(found->second, weight, low);
   if (!is_current && !keeps) {  // the copy would hold memory through evaluation
     return {wrap(copied(weight, low, {})), true};
   }

@@ -41,8 +41,6 @@ T const* pointer(std::optional<at::Tensor> const& t) {
   return t ? t->const_data_ptr<T>() : nullptr;
 }
 
-void* written_memory(std::optional<at::Tensor> const& t) { return t ? t->mutable_data_ptr() : nullptr; }
-
 template <class T>
 T* mutable_pointer(std::optional<at::Tensor> const& t) {
   return t ? t->mutable_data_ptr<T>() : nullptr;
@@ -313,18 +311,20 @@ StepTable::StepTable(Formula formula, OptionalTensors weights, OptionalTensors c
   }
   bool const streamed = device.is_cpu() && stream_copies.value_or(cpu::outgrows_caches(bytes));
   for (size_t t = 0; t < n; ++t) {
+    Entry const weight = written(weights_[t]), copy = written(copies_[t]);
+    Entry const state1 = written(state1_[t]), state2 = written(state2_[t]);
     Row& row = lists_.rows[t];
-    row = Row{written_memory(weights_[t]),
-              written_memory(state1_[t]),
-              written_memory(state2_[t]),
-              written_memory(copies_[t]),
+    row = Row{weight.data,
+              state1.data,
+              state2.data,
+              copy.data,
               numels[t],
               groups[t],
-              weights_[t] ? type_of(*weights_[t]) : Type::float32,
-              copies_[t] ? type_of(*copies_[t]) : Type::float32,
+              weight.type,
+              copy.type,
               chunking_->first_chunk[t],
               uint32_t(chunks_of(numels[t])),
-              state1_[t] ? type_of(*state1_[t]) : Type::float32,
+              state1.type,
               streamed};
     narrow_ |= row.copy_type == Type::remainder || row.state_type != Type::float32;
   }

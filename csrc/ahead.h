@@ -85,6 +85,18 @@ void for_each(List const& tensors, Visit const& visit) {
   }
 }
 
+// True if test(i, tensor) is true for a tensor. Does not visit the tensors after that one.
+template <class Test>
+bool any_of(Tensors const& tensors, Test const& test) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    ask_ahead(tensors, i);
+    if (test(i, *tensors[i])) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // Like `ask_ahead`, for a loop that also reads the gradient of each tensor.
 inline void ask_ahead_for_gradients(Tensors const& tensors, size_t i) {
   constexpr size_t kAhead = 3;

@@ -52,13 +52,7 @@ void Marks::take(size_t i, Marks const& other, size_t j) {
 }
 
 bool Marks::have_moved(Tensors const& tensors) const {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    ask_ahead(tensors, i);
-    if (has_moved(i, *tensors[i])) {
-      return true;
-    }
-  }
-  return false;
+  return any_of(tensors, [&](size_t i, at::Tensor const& t) { return has_moved(i, t); });
 }
 
 bool Marks::has_moved(size_t i, at::Tensor const& t) const { return Stamp::of(t) != stamps_[i]; }
@@ -79,13 +73,7 @@ GradientMarks::GradientMarks(Tensors const& params) {
 }
 
 bool GradientMarks::have_moved(Tensors const& params) const {
-  for (size_t i = 0; i < params.size(); ++i) {
-    ask_ahead(params, i);
-    if (GradientStamp::of(*params[i]) != stamps_[i]) {
-      return true;
-    }
-  }
-  return false;
+  return any_of(params, [&](size_t i, at::Tensor const& param) { return GradientStamp::of(param) != stamps_[i]; });
 }
 
 std::vector<std::pair<size_t, bool>> GradientMarks::moved(Tensors const& params) const {
@@ -149,13 +137,7 @@ OptionalTensors where(std::string const& mask, OptionalTensors const& tensors) {
 }
 
 bool any_gradient(Tensors const& tensors) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    ask_ahead(tensors, i);
-    if (grad_of(*tensors[i]).defined()) {
-      return true;
-    }
-  }
-  return false;
+  return any_of(tensors, [](size_t, at::Tensor const& t) { return grad_of(t).defined(); });
 }
 
 void watch_gradients([[maybe_unused]] Tensors const& params) {
@@ -171,14 +153,10 @@ void watch_gradients([[maybe_unused]] Tensors const& params) {
 
 bool are_gradients_unwritten([[maybe_unused]] Tensors const& params) {
 #if AMP_HAS_MATERIALIZER
-  for (size_t i = 0; i < params.size(); ++i) {
-    ask_ahead(params, i);
-    at::Tensor const& grad = grad_of(*params[i]);
-    if (grad.defined() && !(has_memory(grad) && is_sole(grad) && is_watched(storage_of(grad)))) {
-      return false;
-    }
-  }
-  return true;
+  return !any_of(params, [](size_t, at::Tensor const& param) {
+    at::Tensor const& grad = grad_of(param);
+    return grad.defined() && !(has_memory(grad) && is_sole(grad) && is_watched(storage_of(grad)));
+  });
 #else
   return false;
 #endif

@@ -30,7 +30,7 @@ inline void ask_for_tensor(at::Tensor const& t) {
 // Prefetches the objects that a tensor points to. Reads the tensor itself.
 inline void ask_for_parts(at::Tensor const& t) {
   c10::TensorImpl const& impl = *t.unsafeGetTensorImpl();
-  void const* counter;  // the only, private member of a VariableVersion
+  void const* counter;  // the only member of a VariableVersion, which is private
   static_assert(sizeof(c10::VariableVersion) == sizeof counter);
   std::memcpy(&counter, &impl.version_counter(), sizeof counter);
   __builtin_prefetch(counter);

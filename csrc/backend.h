@@ -46,7 +46,7 @@ struct CheckArgs {
   float const* a;        // out = x * a; null: 1
   bool reciprocal;       // out = x * (1 / a) instead of x * a, with 1 / a rounded once from float64
   float const* clip_norm;  // out = x * min(1, max_norm / (clip_norm + 1e-6)) instead, only where nothing is checked;
-  double max_norm;         // null: not clipped
+  double max_norm;         // null clip_norm: not clipped
   float const* b;        // axpby: out = fma(a, x, b * y)
   Partial* partials;     // [n_chunks], scratch; null: nothing is checked, and all members below are ignored
   Sums sums;

@@ -178,7 +178,7 @@ WeightCache::Handed WeightCache::copies(std::vector<at::Tensor> const& weights, 
       found->second.writer = Writer::step;
       found->second.step = handed.step;
       handed.copies.back() = copy;
-    } else {  // another thread's by now
+    } else {  // another thread has taken or replaced the copy
       found->second.state = State::wrong;
     }
   }

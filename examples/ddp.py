@@ -33,7 +33,7 @@ for step in range(201):
     for i in range(ACCUMULATE):
         x = torch.rand(64, 1, device=device) * 6 - 3
         is_last = i + 1 == ACCUMULATE
-        # Gradients that no_sync leaves for the next reduction must stay scaled, as those are that it will join.
+        # Gradients that no_sync leaves for the next reduction must stay scaled, like those that it adds them to.
         with contextlib.nullcontext() if is_last else ddp.no_sync():
             loss = nn.functional.mse_loss(ddp(x), x.sin()) / ACCUMULATE
             with amp.scale_loss(loss, optimizer, delay_unscale=not is_last) as scaled_loss:

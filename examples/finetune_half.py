@@ -49,7 +49,7 @@ if options.checkpoint is None:
     torch.save(base.bfloat16().state_dict(), options.checkpoint)
 
 # ---------------------------------------------------------------------------------------------
-# the model arrives in bfloat16: nothing is to be cast before `initialize`, and the optimizer is made as ever
+# the model arrives in bfloat16: cast nothing before `initialize`, and make the optimizer as usual
 
 model = gpt().bfloat16()
 model.load_state_dict(torch.load(options.checkpoint))
@@ -69,7 +69,7 @@ for step in range(options.steps):
         print(f"step {step + 1:4}  mean loss of 20 steps {sum(losses[-20:]) / 20:.4f}")
 
 # ---------------------------------------------------------------------------------------------
-# what goes to others is bfloat16 again: the masters, rounded once
+# other programs get bfloat16 again: the masters, rounded once
 
 exported = amp.export_state_dict(model, dtype=torch.bfloat16)
 torch.save(exported, options.save)

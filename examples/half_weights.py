@@ -1,11 +1,11 @@
-"""What half weights lose, and FP32 masters keep: one small GPT, trained three times from the same bfloat16 weights.
+"""Half weights lose small updates, FP32 masters keep them: one small GPT, trained three times from the same weights.
 
     python -m examples.half_weights
     python -m examples.half_weights --plot half_weights.png    # the losses as curves; needs matplotlib
 
-In FP32 (O0), in bfloat16 with FP32 masters (O5), and in bfloat16 as it is. A step of Adam is about as long as the
-learning rate; the numbers of bfloat16 near 1, where the weights of norms are, lie 0.004 apart, and what is shorter than
-half of that is lost. The text is that of help('topics'), in Python's own installation.
+From bfloat16 weights it is trained in FP32 (O0), in bfloat16 with FP32 masters (O5), and in pure bfloat16. A step of
+Adam is about as long as the learning rate; the numbers of bfloat16 just below 1, where the weights of norms are, lie
+0.004 apart, and a step shorter than half of that is lost. The text is that of help('topics') in Python's installation.
 """
 
 import argparse
@@ -35,7 +35,7 @@ RUNS = {"FP32": "O0", "bfloat16, FP32 masters": "O5", "pure bfloat16": None}
 
 
 def train(level: str | None) -> tuple[list[float], float, float]:
-    """The losses; the share of all weights, and of norm weights, that are what they were before."""
+    """Return the losses, and the shares of all weights and of norm weights that have not changed."""
     torch.manual_seed(0)
     model = GPT(len(topics.vocabulary), options.length, layers=2, width=options.width, heads=4)
     model.to(device, torch.bfloat16)  # as a checkpoint in bfloat16 arrives

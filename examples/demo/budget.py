@@ -1,4 +1,4 @@
-"""The demo's time: how much each row may take, by what was measured of it."""
+"""The demo's time: how much each row may take, by measurements."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ MeasureFn = Callable[[Layer, torch.dtype, torch.device], float]
 
 
 def type_of(opt_level: str) -> torch.dtype:
-    """What a level computes in."""
+    """The type that a level computes in."""
     if opt_level == "O0":
         return torch.float32
     return torch.float16 if opt_level in HALF_LEVELS else torch.bfloat16
@@ -83,7 +83,7 @@ class Budget:
                 self._layers[key] = self._measure(task.layer, key[1], self._device)
 
     def step_seconds(self, task: Task, opt_level: str) -> float:
-        """What a step of the row takes: as seen in the same type, or else foretold."""
+        """Seconds that a step of the row takes: as seen in the same type, or else foretold."""
         dtype = type_of(opt_level)
         if (task.name, dtype) in self._steps:
             return self._steps[task.name, dtype]
@@ -148,7 +148,7 @@ class Budget:
 
 
 def even_share(costs: Iterable[float], seconds: float) -> float:
-    """The most that one may take, so that all together take `seconds`: who needs less leaves it to the others."""
+    """The most that one may take, so that all together take `seconds`: a row that needs less leaves it to the rest."""
     share, waiting = 0.0, sorted(costs)
     while waiting:
         share = seconds / len(waiting)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Interrupt:
-    """As a context: notes a SIGINT, and leaves the next to the system, which ends the program at once."""
+    """A context that notes a SIGINT, and leaves the next to the system, which ends the program at once."""
 
     STATUS = 130  # of a shell, for a program that ended by SIGINT
     WORD = "interrupted"

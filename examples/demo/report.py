@@ -53,7 +53,7 @@ def _cell(form: str, value: float | None) -> str:
 
 
 def render_notes(rows: Sequence[Row], where: str) -> str:
-    """What the columns mean and what this run showed; `where` is "this CPU" or the like."""
+    """The meaning of the columns, and what this run showed; `where` is "this CPU" or the like."""
     notes = [
         f"""\
 loss: training, mean of the last {FINAL_STEPS} steps.  metric: held-out, accuracy or bits per
@@ -76,7 +76,7 @@ and optimizer state, at their largest; gradients and activations are not in it."
 
 
 def _short_rows(rows: Sequence[Row]) -> list[str]:
-    """A line for each row that is not whole, or for several in succession of which the same is to be said."""
+    """A line for each row that is not whole, or one for several in succession that share it."""
     lines = []
     for (task, steps, note), group in groupby(rows, key=lambda row: (row.task, row.steps, row.note)):
         if note is not None:

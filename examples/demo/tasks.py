@@ -1,4 +1,4 @@
-"""What the demo trains: a model, its batches, its held-out metric, its levels."""
+"""The tasks of the demo: a model, its batches, its held-out metric, its levels."""
 
 import math
 from collections.abc import Callable

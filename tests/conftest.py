@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is no garbage: nobody who looks through all objects of the process has to look at it."""
+    """Freeze imported objects, which are no garbage: walks through all objects of the process then skip them."""
     gc.collect()
     gc.freeze()
 

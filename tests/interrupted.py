@@ -37,14 +37,14 @@ LEVEL = "O2"
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """One run, as it is asked for.
+    """An order for one run.
 
     Attributes:
         path: the checkpoint, from which the run resumes if it is there, and which it writes after each step.
         last: the step after which it ends.
         kill_before: the number of the operation of its first save before which it kills itself, from 0.
         kill_after: seconds after its start, or after the beginning of its first save, at which it is killed.
-        saving: which of the two.
+        saving: True if `kill_after` counts from the beginning of the first save.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """The outcome of a run.
 
     Attributes:
         digests: of everything, by the number of steps done; the first is what was resumed from.
@@ -143,7 +143,7 @@ def operations(kill_before: int | None, say: Any) -> Iterator[None]:
 
 
 def main() -> None:
-    """For each order on standard input one run, and its outcome on standard output."""
+    """Run once for each order on standard input; print its outcome."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:  # what torch and we import late, once for all forks
         for last in (1, 2):
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def start(order: Order) -> Outcome:
-    """One run in a fork of this process."""
+    """Start one run in a fork of this process."""
     reading, writing = os.pipe()
     began = time.monotonic()
     pid = os.fork()
@@ -216,7 +216,7 @@ class Nursery:
         )
 
     def run(self, path: Path, last: int, **keywords: Any) -> Outcome:
-        """One run of `Order(path, last, ...)`, to its end."""
+        """Run `Order(path, last, ...)` to its end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(dataclasses.asdict(Order(str(path), last, **keywords))) + "\n")

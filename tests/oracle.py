@@ -78,7 +78,7 @@ class Float64Training:
         self.model = copy.deepcopy(self.model).double()
 
     def step(self, *batches: object) -> list[float]:
-        """One update with the gradients of all `batches` summed; returns their losses."""
+        """Take one update with the gradients of all `batches` summed; return their losses."""
         self.model.zero_grad()
         losses = []
         for batch in batches:
@@ -106,7 +106,7 @@ def relative_error(values: Iterable[Tensor], truth: Iterable[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Scale:
-    """What a dynamic loss scaler remembers: the scale and how many backwards in a row were clean."""
+    """The state of a dynamic loss scaler: the scale and how many backwards in a row were clean."""
 
     loss_scale: float
     unskipped: int

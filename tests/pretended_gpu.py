@@ -45,7 +45,7 @@ class PretendedGpu(TorchDispatchMode):
         self.is_trapped = True
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the memory of the GPU."""
+        """True if a tensor is in the memory of the GPU."""
         return _key(tensor) in self._memory
 
     def put(self, tensor: Tensor) -> None:

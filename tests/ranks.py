@@ -22,7 +22,7 @@ FRESH.set_forkserver_preload(
 
 def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
     """
-    What run(rank) returns on each of the ranks, which are fresh processes on one thread of torch each.
+    Return the results of run(rank) on the ranks, which are fresh processes on one thread of torch each.
 
     run:   a function of a module, since the processes import it by name. What it returns goes through torch.save.
     """
@@ -34,7 +34,7 @@ def on_ranks(run: Callable[[int], Any], ranks: int) -> list[Any]:
 
 
 def _on_rank(run: Callable[[int], Any], rank: int, ranks: int, port: int) -> bytes:
-    gc.freeze()  # what was imported: nobody has to look through it
+    gc.freeze()  # imported objects: collections need not look through them
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
     try:
@@ -66,7 +66,7 @@ class Messages(TorchDispatchMode):
 
 
 def _bytes(argument: Any) -> int:
-    """Of a tensor, or a list of tensors; 0 of anything else."""
+    """Return the bytes of a tensor, or a list of tensors; 0 for anything else."""
     if isinstance(argument, torch.Tensor):
         return argument.nbytes
     return sum(map(_bytes, argument)) if isinstance(argument, (list, tuple)) else 0

@@ -1,4 +1,4 @@
-"""What many tests need: one backward, one step, and a picture of model and optimizer to compare bit by bit."""
+"""Shared by many tests: one backward, one step, and a picture of model and optimizer to compare bit by bit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OPTIMIZER_HOOKS = (
 
 
 def momentum_sgd(params: Any) -> Optimizer:
-    """What most tests step with."""
+    """Return the optimizer of most tests."""
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
@@ -79,7 +79,7 @@ def started(
 
 
 def backward(loss: Tensor, optimizers: Any, *, overflow: bool = False, engine: Any = amp, **keywords: Any) -> None:
-    """One backward inside `scale_loss`; with `overflow` every gradient is inf or nan."""
+    """Run one backward inside `scale_loss`; with `overflow` every gradient is inf or nan."""
     with engine.scale_loss(loss, optimizers, **keywords) as scaled_loss:
         (scaled_loss * float("inf") if overflow else scaled_loss).backward()
 
@@ -93,7 +93,7 @@ def train(
     first: int = 0,
     engine: Any = amp,
 ) -> list[float]:
-    """One step per letter of `outcomes`: `c` clean, `o` overflowing. Returns the losses.
+    """Take one step per letter of `outcomes`: `c` clean, `o` overflowing. Return the losses.
 
     The batch depends on the number of the step only, which starts at `first`.
     """
@@ -108,7 +108,7 @@ def train(
 
 
 def step_beside(task: Any, model: nn.Module, optimizer: Optimizer, bare: Optimizer, index: int) -> None:
-    """One step of `optimizer` on a batch, and one of `bare`, which is not in amp's care, with the same gradients."""
+    """Take a step of `optimizer` on a batch, and one of `bare`, which amp does not know, with the same gradients."""
     optimizer.zero_grad()
     backward(task.loss(model, task.batch(index)), optimizer)
     for ours, theirs in zip(group_params(optimizer), group_params(bare), strict=True):
@@ -143,7 +143,7 @@ def frozen(value: Any) -> Any:
 
 
 def assert_same_step(optimizer: Any, actual: Any, expected: Any) -> None:
-    """What torch.optim computes: the same bits, but for rounding where the native kernels step Adam."""
+    """Assert that steps are those of torch.optim: the same bits, up to rounding where the native kernels step Adam."""
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and kernels.has_native(torch.device("cpu")):
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-7)
     else:

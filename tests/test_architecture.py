@@ -60,7 +60,7 @@ def tree(path):
 
 
 class ImportsForCheckers(Imports):
-    """And those for type checkers alone."""
+    """Collects also imports for type checkers alone."""
 
     def visit_If(self, node):
         self.generic_visit(node)
@@ -162,7 +162,7 @@ NOT_OURS = {
 
 
 def assigned_attributes(node):
-    """Every attribute that is assigned to or deleted in `node`."""
+    """Return every attribute that is assigned to or deleted in `node`."""
     return [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)]
 
 

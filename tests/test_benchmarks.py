@@ -1,4 +1,4 @@
-"""What the benchmarks compare is the same work; nothing here looks at a clock."""
+"""The benchmarks compare the same work; nothing here looks at a clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEP_KEYS = ["case", "ours_us", "peer", "peer_us", "ratio", "bytes_per_param", "
 
 
 def result(case: dispatch.Against, side: int, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """What the call of one side returns where it is timed."""
+    """Return the result of the call that one side times."""
     call: list[str] = []
     monkeypatch.setattr(dispatch, "_block", lambda source: call.append(source))
     with dispatch.sides(case)[side]():

@@ -1,4 +1,4 @@
-"""What setup.py builds and refuses, and what the package says of it, without compiling anything."""
+"""setup.py builds or refuses, and the package says which, without compiling anything."""
 
 import importlib.util
 import json

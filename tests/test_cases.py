@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test are run, where not all are."""
+"""A parametrized test of which not all cases are run gets the right ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make clients` accepts, and what not."""
+"""Records that `make clients` accepts, and records that it refuses."""
 
 import sys
 

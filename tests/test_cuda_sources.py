@@ -86,7 +86,7 @@ def compiled(report):
 @pytest.mark.slow
 @needs_nvcc
 def test_kernels_neither_spill_nor_waste_memory(compiled):
-    """With an nvdisasm also: no generic addresses, at most 16 sectors for 512 bytes, twice the demand in flight."""
+    """With an nvdisasm, also: no generic addresses, at most 16 sectors for 512 bytes, twice the demand in flight."""
     assert not compiled.faults
 
 

@@ -62,7 +62,7 @@ SHELL = [block for block in BLOCKS if block.language == "sh"]
 
 
 class Net(nn.Module):
-    """What the documents call `model`."""
+    """The `model` of the documents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class MyFunction(torch.autograd.Function):
 
 
 def names_of(folder: Path) -> dict[str, Any]:
-    """What the code of a document finds there: names that it uses and does not make."""
+    """Return the names that the code of a document uses and does not make."""
     torch.manual_seed(0)
     model, other = Net(), Net()
     optimizer, other_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
@@ -153,7 +153,7 @@ def an_apex_that_goes() -> Iterator[None]:
 
 @pytest.fixture
 def checkpoint(tmp_path) -> None:
-    """What the documents load, of an earlier run."""
+    """The checkpoint of an earlier run, which the documents load."""
     names = names_of(tmp_path)
     model, optimizer = amp.initialize(names["model"], names["optimizer"], opt_level="O2", verbosity=0)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}

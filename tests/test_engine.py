@@ -1,4 +1,4 @@
-"""What an engine does with optimizers that overlap, repeat, or are not its own."""
+"""An engine and optimizers that overlap, repeat, or are not its own."""
 
 import gc
 import inspect
@@ -441,7 +441,7 @@ def test_a_float64_gradient_beyond_float32_is_finite(engine):
 
 
 class HeldUp(nn.Linear):
-    """Once, when it is cast, it waits for another thread, which may itself wait for the engine."""
+    """When it is cast for the first time, it waits for another thread, which may itself wait for the engine."""
 
     def __init__(self):
         super().__init__(4, 2)

@@ -61,7 +61,7 @@ print("left:", [name for name in names if "gloo" in name])
 
 
 def printed_by_ranks(tmp_path: Path, *command: str) -> list[list[str]]:
-    """What each of two ranks printed, in lines."""
+    """Return the lines that each of two ranks printed."""
     logs = tmp_path / "logs"  # a file for each: lines that two write to one pipe can run into each other
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=1", "--log-dir", logs]
     subprocess.run([sys.executable, *launcher, *command], cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)

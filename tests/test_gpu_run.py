@@ -94,7 +94,7 @@ def test_make_gpu_goes_through_all_parts_and_reports_a_stage_that_went_wrong(tmp
 
 
 def test_a_part_that_is_killed_leaves_what_it_has_found(tmp_path):
-    """By its second stage, which kills it as nothing can be that is caught."""
+    """The second stage kills the part in a way that it cannot catch."""
     part = parts(tmp_path, simulated=True)[0]
     first, second, *others = [stage.name for stage in part.stages]
     row = json.dumps({"stage": first, "case": "a case", "what": "ours", "ms": 1.5})
@@ -186,7 +186,7 @@ def test_an_extension_that_fits_is_taken_and_any_other_compiled(tmp_path, monkey
 
 
 def test_what_is_carried_is_compiled_for_that_gpu_and_fits_there(tmp_path, monkeypatch, capsys):
-    """By a setup.py that compiles nothing."""
+    """A setup.py that compiles nothing stands in for the build."""
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc/a.cpp").touch()
     (tmp_path / "toolchain.py").touch()
@@ -232,7 +232,7 @@ def test_a_stage_that_overruns_is_ended_with_what_it_started_and_the_rest_goes_o
         tmp_path,
     )
     assert [o.outcome for o in outcomes] == [OVERRAN, FAILED, FAILED, FAILED, OK]
-    assert time.monotonic() - start < 55  # nobody waited for the child's 60 s
+    assert time.monotonic() - start < 55  # the run did not wait for the child's 60 s
     assert "why" in outcomes[1].tail
     assert outcomes[-1].note == "fine"
     log = (tmp_path / "log").read_text()
@@ -407,7 +407,7 @@ def test_lines_of_the_variants_become_rows(tmp_path):
 
 
 def test_variants_are_compiled_for_the_gpu_that_is_there_and_run(tmp_path):
-    """By an nvcc that makes a program which prints how it was compiled."""
+    """A stand-in for nvcc makes a program that prints how it was compiled."""
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     (home / "include").mkdir()
@@ -479,7 +479,7 @@ def test_clocks_are_those_under_load():
 
 
 class FakeQueue:
-    """What torch.cuda has of clocks, for a device that does what it is given at once, but waits while it is told to."""
+    """The clocks of torch.cuda, for a device that does its work at once, but waits while it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ms, self.queued_by_host, self.waits = 0.0, True, []

@@ -1,4 +1,4 @@
-"""What objects of a user refer to."""
+"""The objects that a user's objects refer to."""
 
 from __future__ import annotations
 

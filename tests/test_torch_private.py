@@ -29,7 +29,7 @@ SET_BY_US = {"_warned_capturable_if_run_uncaptured", "_metadata"}
 
 
 def resolved(entry: PrivateName) -> Any:
-    """What the name stands for. Raises AttributeError."""
+    """Return what the name stands for. Raises AttributeError."""
     if entry.owner is not None:
         return getattr(OWNERS[entry.owner], entry.name)
     parts = entry.name.split(".")

@@ -16,7 +16,7 @@ SUFFIX = EXTENSION_SUFFIXES[0]
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """Two packages as pip builds them, for torch 2.97.1 and 2.99.0. For an extension stands a text, its torch."""
+    """Two packages as pip builds them, for torch 2.97.1 and 2.99.0. A text, its torch, stands for an extension."""
     monkeypatch.delenv("AMP_ENGINE_BUILD", raising=False)
     packages = []
     for version in ("2.97.1+cu130", "2.99.0+cpu"):
@@ -35,7 +35,7 @@ def packages(tmp_path, monkeypatch):
 
 
 def load(package, version, monkeypatch):
-    """What _native.py does at an import with this torch."""
+    """Load an extension as _native.py does at an import with this torch."""
     monkeypatch.setattr(torch, "__version__", version)
     extension = _native.find(package, version)
     return _native.load(extension, _native.read_record(extension))

@@ -1,4 +1,4 @@
-"""What type checkers are to know of amp_engine: checked by `make lint`, never run."""
+"""Calls whose types type checkers must know: checked by `make lint`, never run."""
 
 from collections import OrderedDict
 from typing import Any
@@ -26,7 +26,7 @@ def one(model: nn.Linear, optimizer: SGD) -> None:
 
 
 def several(models: list[nn.Linear], optimizers: list[SGD | Adam], optimizer: Adam) -> None:
-    """So do lists."""
+    """Lists keep their types, too."""
     assert_type(amp.initialize(models), list[nn.Linear])
     assert_type(amp.initialize(models, optimizer), tuple[list[nn.Linear], Adam])
     assert_type(amp.initialize(models, optimizers), tuple[list[nn.Linear], list[SGD | Adam]])
@@ -55,7 +55,7 @@ def save(model: nn.Linear, optimizer: SGD) -> None:
 
 
 def look(writer: SummaryWriter) -> None:
-    """What a run tells about itself."""
+    """Read what a run tells about itself."""
     with amp.explain() as explanation, amp.step_times() as times:
         pass
     assert_type(amp.receipt(), Receipt)

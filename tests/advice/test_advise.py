@@ -426,7 +426,7 @@ def test_a_script_that_does_not_end_is_ended_with_what_it_started(work, monkeypa
     )
 
     class Started:
-        """As time: the deadline has come once the script has started its child."""
+        """Stands in for `time`: the deadline has come once the script has started its child."""
 
         @staticmethod
         def monotonic() -> float:
@@ -442,7 +442,7 @@ def test_a_script_that_does_not_end_is_ended_with_what_it_started(work, monkeypa
 
 
 def is_running(stat: Path) -> bool:
-    """Whether the process of this file of /proc is there, and not dead."""
+    """True if the process of this file of /proc is there, and not dead."""
     try:
         return stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

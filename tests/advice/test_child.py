@@ -1,4 +1,4 @@
-"""What a trial does in the process of a script, before that: modules that stand in for torch, numpy and amp_engine."""
+"""A trial in the process of a script, before the script runs: modules that stand in for torch, numpy and amp_engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which arguments of a script's `initialize`, and of its policy, a trial at another level keeps."""
+"""A trial at another level keeps the arguments of a script's `initialize`, and of its policy, that fit the level."""
 
 from __future__ import annotations
 

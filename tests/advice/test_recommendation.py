@@ -1,4 +1,4 @@
-"""Which level the figures speak for: every rule on figures made by hand."""
+"""The level that the figures speak for: every rule on figures made by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOAT16 = ("O1", "O2", "O3")
 
 
 def level(name: str, speed: float = 1.0, memory: float = 1.0, **changed: Any) -> Figures:
-    """One that trains as O0 does, at another speed and size."""
+    """A level that trains as O0 does, at another speed and size."""
     fields: dict[str, Any] = {
         "level": name,
         "dtype": "float16" if name in FLOAT16 else "bfloat16",

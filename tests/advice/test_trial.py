@@ -90,7 +90,7 @@ def train(engine: Any, model: nn.Module, optimizer: Optimizer, steps: int = 9) -
 
 
 def script(bench: Bench, steps: int = 100, backwards: int = 1, **options: Any) -> tuple[nn.Module, Optimizer]:
-    """What a training script does. Each step takes ten seconds of the clock."""
+    """Run as a training script would. Each step takes ten seconds of the clock."""
     engine = bench.engine
     model, optimizer = engine.initialize(*parts(), **options)
     x, y = torch.randn(16, 4), torch.randn(16, 2)
@@ -346,7 +346,7 @@ def test_what_close_takes_along_is_kept(bench):
     kept = script(one, steps=3, verbosity=0, loss_scale=amp.DynamicLossScale(init_scale=2.0**24))
     skips = one.engine.backwards.all[0].pending.skips
     one.engine.close()
-    kept[1].step()  # is nobody's business any more
+    kept[1].step()  # does not count any more
     assert not kept[1]._optimizer_step_post_hooks
     script(one, steps=2, verbosity=0)
     one.engine.write()

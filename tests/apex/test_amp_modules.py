@@ -243,7 +243,7 @@ def test_the_lists_say_what_is_cast() -> None:
 
 @pytest.mark.parametrize("when", ["before initialize", "after initialize"])
 def test_a_function_that_is_moved_between_lists_is_cast_as_the_new_one_says(when: str) -> None:
-    """As the Tacotron 2 family does it, at the top of the script."""
+    """The Tacotron 2 family moves functions so, at the top of the script."""
     lists = module(".lists.functional_overrides")
     if when == "after initialize":
         amp.initialize(MLP.model(), opt_level="O1", verbosity=0)

@@ -34,7 +34,7 @@ LR, EPS = 1e-2, 1e-4
 
 
 def half_at(level: str, name: str, value: Tensor) -> bool:
-    """Whether apex kept this entry in half: batch norm stayed in FP32 at O2."""
+    """True if apex kept this entry in half: batch norm stayed in FP32 at O2."""
     return value.is_floating_point() and (level == "O3" or (level == "O2" and not name.startswith("1.")))
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_apex_resumes_at_any_level(written_at: str, level: str, 
 @pytest.mark.parametrize("first", ["initialize", "load"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_the_first_step_after_the_resume_is_that_of_adam_with_these_moments(level: str, first: str) -> None:
-    """In FP32, from the gradient of the resumed step: the update of step 41."""
+    """It is in FP32, from the gradient of the resumed step: the update of step 41."""
     saved = written_by_apex("O2")
     model, optimizer = resumed(saved, level, first)
     with amp.scale_loss(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer) as scaled_loss:

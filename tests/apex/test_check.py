@@ -25,7 +25,7 @@ def script(tmp_path):
 
 
 def expected(source):
-    """What the comments say: `# name: verdict; name: verdict`."""
+    """Return the verdicts in the comments, `# name: verdict; name: verdict`."""
     return {
         (str(number), *entry.strip().rsplit(": ", 1))
         for number, line in enumerate(source.splitlines(), 1)

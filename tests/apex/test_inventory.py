@@ -151,7 +151,7 @@ def test_a_module_under_the_name_of_an_object_gives_its_own_names_as_well():
 
 
 def _is_borrowed(value):
-    """Whether a name of a package is there only because the package imported it for its own work."""
+    """True if a name of a package is there only because the package imported it for its own work."""
     if inspect.ismodule(value):
         return not value.__name__.startswith("amp_engine.apex.")
     module = getattr(value, "__module__", None) or ""

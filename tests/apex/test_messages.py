@@ -233,7 +233,7 @@ def test_a_foreign_object_in_a_list_is_named(place: str) -> None:
 
 
 class FP16_Optimizer:  # noqa: N801
-    """By its name, as apex's own wrapper: fp16_utils.FP16_Optimizer."""
+    """Named like apex's own wrapper, fp16_utils.FP16_Optimizer."""
 
 
 @pytest.mark.parametrize("in_a_list", [False, True])

@@ -36,7 +36,7 @@ def test_the_class_is_found_in_the_submodule():
 
 
 def test_clipping_by_the_applier_clips():
-    """What clients do with it: a norm, then a scale."""
+    """Clients take a norm, then scale by it."""
     flag = torch.zeros(1, dtype=torch.int32)
     grads = [torch.full((3,), 3.0), torch.full((2, 2), 4.0)]
     norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [grads], False)

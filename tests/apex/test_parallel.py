@@ -39,7 +39,7 @@ def on_two_ranks(run: Callable[[int], Any]) -> Callable[[int], Any]:
 
 
 def run_scenarios(rank: int) -> dict[str, Any]:
-    """One of the processes: what each scenario returned, or raised."""
+    """Run in one of the processes; return what each scenario returned, or raised."""
     warnings.simplefilter("error")
     results: dict[str, Any] = {}
     for name, run in SCENARIOS.items():
@@ -53,7 +53,7 @@ def run_scenarios(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    """What the scenarios returned on each rank."""
+    """The results of the scenarios on each rank."""
     return on_ranks(run_scenarios, RANKS)
 
 
@@ -100,7 +100,7 @@ def training(rank: int) -> dict[Any, Any]:
 def test_two_ranks_end_alike_and_as_one_process_on_the_joined_batch(
     level: str, variant: str, ranks: list[dict[str, Any]]
 ) -> None:
-    """Each rank started from weights of its own, of which rank 0's were broadcast."""
+    """Each rank starts from weights of its own, and rank 0's are broadcast."""
     first, second = (rank["training"][level, variant] for rank in ranks)
     assert_bitwise(first, second)
     model = MLP.model(seed=0)
@@ -148,7 +148,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(level: str, ranks: list[
 
 
 class Product(nn.Module):
-    """Its gradient is its input."""
+    """A module whose gradient is its input."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

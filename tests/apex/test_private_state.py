@@ -390,7 +390,7 @@ def test_lazy_init_called_false_has_writes_through_data_taken_over_once(level: s
     first, *_, last, _ = masters(optimizer)
     assert first.unique().tolist() == [0.5]
     exact[0, 0] = 0.25
-    assert_bitwise(last, exact)  # what nobody wrote did not go through half
+    assert_bitwise(last, exact)  # elements that were not written did not go through half
 
 
 def test_lazy_init_called_may_be_set_to_true() -> None:
@@ -408,7 +408,7 @@ def test_lazy_init_called_may_be_set_to_true() -> None:
 def own_scale_loss(
     loss: Tensor, optimizers: Any, loss_id: int = 0, delay_unscale: bool = False, delay_overflow_check: bool = False
 ) -> Iterator[Tensor]:
-    """What people built on apex's private state, to change something about scale_loss."""
+    """A scale_loss as scripts built it on apex's private state, to change something about it."""
     if not _amp_state.opt_properties.enabled:
         yield loss
         return
@@ -577,7 +577,7 @@ def test_a_body_that_raised_in_ones_own_scale_loss_leaves_nothing_behind(level: 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_step_finds_gradients_that_were_declared_scaled(level: str) -> None:
-    """The first loss scaler counts, as nobody named another."""
+    """The first loss scaler counts, as no other is named."""
     ends = []
     for declared in (False, True):
         model, optimizer = started(level, loss_scale=2.0**10)

@@ -1,4 +1,4 @@
-"""What the capture of a CUDA graph would break on is refused before it does, and nothing has changed then."""
+"""A call that would break the capture of a CUDA graph is refused before it does, and has changed nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
 
 
 class OwnStep(torch.optim.SGD):
-    """What the kernels do not step, since it might compute anything."""
+    """The kernels do not step this class, since it might compute anything."""
 
 
 def sgd(params: Any) -> Optimizer:

@@ -239,7 +239,7 @@ def test_a_named_tuple_is_refused_with_what_to_save_in_its_place(path: Path) -> 
 
 
 class OfTheProgram:
-    """No value that torch.load(weights_only=True) knows."""
+    """A value that torch.load(weights_only=True) does not know."""
 
 
 @pytest.mark.parametrize("value", [OfTheProgram(), OfTheProgram, {"deep": [OfTheProgram()]}, lambda: 0])

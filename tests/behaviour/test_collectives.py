@@ -40,7 +40,7 @@ def detached(model: nn.Module) -> None:
 
 
 def as_horovod(model: nn.Module) -> None:
-    """Its `broadcast_parameters`: starts them all, then waits for them all."""
+    """Broadcast like Horovod's `broadcast_parameters`: start all, then wait for all."""
     handles = [dist.broadcast(param.data, 0, async_op=True) for _, param in sorted(model.named_parameters())]
     for handle in handles:
         handle.wait()
@@ -72,7 +72,7 @@ def torch_ddp(model: nn.Module) -> None:
 
 
 def model_averager(model: nn.Module) -> None:
-    """What `PeriodicModelAverager` calls, for one type at a time: it makes one vector of the parameters."""
+    """Average as `PeriodicModelAverager` does, for one type at a time: one vector is made of the parameters."""
     for dtype in dict.fromkeys(param.dtype for param in model.parameters()):
         average_parameters((p for p in list(model.parameters()) if p.dtype == dtype), dist.group.WORLD)
 
@@ -126,7 +126,7 @@ def cases() -> Iterator[tuple[str, str, str, Sync]]:
 
 
 def run_cases(rank: int) -> dict[Any, Any]:
-    """One of the processes: what its weights and masters are after each sync, and after a step on the same batch."""
+    """Run in one of the processes; return weights and masters after each sync, and after a step on the same batch."""
     warnings.simplefilter("error")
     results: dict[Any, Any] = {}
     for level, name, when, sync in cases():
@@ -299,7 +299,7 @@ def test_a_weight_that_a_collective_wrote_is_cast_anew(group: None, level: str) 
 
 @pytest.mark.parametrize("level", FUNCTION_LEVELS)
 def test_a_backend_is_given_weights_whose_memory_was_asked_for(group: None, level: str) -> None:
-    """It asks in a thread of its own, and torch takes care of no two threads that ask at once."""
+    """The backend asks in a thread of its own, and torch does not guard against two threads that ask at once."""
     model, optimizer = started(level)
     train(MLP, model, optimizer, "c")
     inputs, weight, address = MLP.batch()[0], model[0].weight, model[0].weight.data_ptr()

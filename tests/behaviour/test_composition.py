@@ -53,7 +53,7 @@ def trained(level: str, wrap: Any = lambda model: model) -> tuple[list[Tensor], 
 @pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize("level", LEVELS)
 def test_distributed_data_parallel_around_the_returned_model_trains(level: str) -> None:
-    """Its broadcast writes the half parameters, so masters may start from the rounded values."""
+    """The wrapper's broadcast writes the half parameters, so masters may start from the rounded values."""
     plain, _ = trained(level)
     parallel, saved = trained(level, DistributedDataParallel)
     tolerance = 1e-2 if level in ("O3", "O4", "O5") else 1e-3
@@ -592,7 +592,7 @@ def write_the_same(param: nn.Parameter) -> None:
 @pytest.mark.parametrize("change", [move, write, write_the_same])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_half_parameter_moved_or_written_between_steps_trains_on(level: str, change: Any) -> None:
-    """Its master follows at the next `scale_loss`, which stands between forward and backward: no write there."""
+    """The master follows at the next `scale_loss`, which stands between forward and backward: no write there."""
     model = MLP.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)

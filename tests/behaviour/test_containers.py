@@ -1,4 +1,4 @@
-"""What a cast model takes and gives: containers keep their types, floating tensors change theirs, the rest passes."""
+"""Inputs and outputs of a cast model: containers keep their types, floating tensors change theirs, the rest passes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Parent:
 
 
 class ModelOutput(collections.OrderedDict):
-    """What the models of Hugging Face give: a mapping, a tuple and an object with attributes in one."""
+    """An output like those of Hugging Face's models: a mapping, a tuple and an object with attributes in one."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -425,7 +425,7 @@ def test_what_cannot_be_built_anew_passes_as_it_is(name: str, level: str) -> Non
 
 
 class OfAttrs:
-    """As `@attrs.frozen` makes classes, which keeps their fields in `__attrs_attrs__`."""
+    """A class like those of `@attrs.frozen`, which keep their fields in `__attrs_attrs__`."""
 
     __slots__ = ("index", "position")
     __attrs_attrs__ = (types.SimpleNamespace(name="position"), types.SimpleNamespace(name="index"))

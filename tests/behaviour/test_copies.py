@@ -122,7 +122,7 @@ def test_an_averaged_model_averages_and_saves_its_own_values(level: str) -> None
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_an_average_of_checkpoints_follows_the_exact_masters(level: str) -> None:
-    """What timm's EMA does: it averages the entries of state_dict."""
+    """timm's EMA averages the entries of state_dict."""
     model, optimizer = started(level)
     average = {name: value.clone() for name, value in model.state_dict().items()}
     exact = dict(zip(dict(model.named_parameters()), masters(optimizer), strict=True))

@@ -235,7 +235,7 @@ def test_lbfgs_runs_its_closure_where_there_is_nothing_to_scale(level: str) -> N
 
 
 class NeedsClosure(torch.optim.SGD):
-    """As LBFGS, by another name of its own."""
+    """An optimizer like LBFGS, under another name."""
 
     def step(self, grad_closure: Any) -> Any:  # type: ignore[override]
         grad_closure()
@@ -365,7 +365,7 @@ def test_a_step_sees_no_casts_at_o1() -> None:
 
     class Multiplies(CountsInGroup):
         def step(self, closure: Any = None) -> None:
-            if group_params(self):  # a step without parameters is nobody's step
+            if group_params(self):  # a step without parameters does not count
                 seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
             super().step()
 
@@ -386,7 +386,7 @@ def test_the_value_of_a_real_step_is_free_and_of_a_skipped_one_none() -> None:
 
 
 class Meter:
-    """What an optimizer may hold that is no container."""
+    """An object that is no container, for an optimizer to hold."""
 
     def __init__(self) -> None:
         self.total = torch.zeros(2)
@@ -405,7 +405,7 @@ class Slotted:
 
 
 def counting() -> tuple[Callable[[], Any], Callable[[], None]]:
-    """What was counted, and what counts: in a variable, in a default and on itself."""
+    """Return a function that gives the counts, and one that counts: in a variable, in a default and on itself."""
     number = 0
 
     def counter(_total: list[int] = []) -> None:  # noqa: B006
@@ -634,7 +634,7 @@ def test_hooks_run_once_and_in_their_order_and_give_their_arguments_on(level: st
 
 
 class TakesFactor(torch.optim.SGD):
-    """Its step has an argument of its own."""
+    """An optimizer whose step has an argument of its own."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -832,7 +832,7 @@ class Perturbing:
 def perturbed_losses(
     model: nn.Module, wrapper: Any, optimizer: Optimizer | None, call: Callable[[Tensor], Tensor] | None = None
 ) -> list[float]:
-    """Of six steps; without `optimizer` in plain torch."""
+    """Return the losses of six steps; without `optimizer` in plain torch."""
     losses = []
     inputs, targets = MLP.batch()
     for _ in range(6):

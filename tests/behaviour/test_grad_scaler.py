@@ -27,7 +27,7 @@ def batch(i: int, factor: float = 1.0) -> Tensor:
 
 
 def by_scaler(body: nn.Module, head: nn.Module, optimizers: list[Any], scaler: Any, i: int, factor: float) -> None:
-    """One step of torch's own example: accumulation, clipping, two optimizers."""
+    """Take one step of torch's own example: accumulation, clipping, two optimizers."""
     for k in range(2):
         scaler.scale(head(body(batch(2 * i + k, factor))).square().mean() / 2).backward()
     for optimizer in optimizers:

@@ -49,7 +49,7 @@ def assert_close(actual: list[Tensor], truth: list[Tensor], tolerance: float = 0
 
 
 def assert_left_nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """After a step one master, and one parameter that has one, show a tiny gradient, and no other has any."""
+    """Assert that a step left a tiny gradient in one master and in one parameter that has one, and no other."""
     own = {id(param) for param in model.parameters()}
     masters = [param for param in group_params(optimizer) if id(param) not in own]
     for params in (masters, [param for param in model.parameters() if param.dtype != torch.float32]):
@@ -865,7 +865,7 @@ def test_a_group_added_later_is_trained_like_the_others(level: str, when: str) -
     if when == "between backwards":
         backward(NORMED_MLP.loss(model, NORMED_MLP.batch()), optimizer)
     model[0].zero_grad()
-    model[1].zero_grad()  # scaled: nobody owned these until now
+    model[1].zero_grad()  # scaled: no optimizer owned these until now
     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.05})
     optimizer.add_param_group({"params": model[1].weight})
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1, 1]
@@ -1226,7 +1226,7 @@ def test_zero_grad_after_a_backward_reaches_what_torch_has_it_reach(level: str, 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("how", LATE)
 def test_zero_grad_in_the_body_of_another_optimizers_loss_is_heeded(level: str, how: str) -> None:
-    """As a generator's loop does with what its loss left in the discriminator."""
+    """A generator's loop zeroes so what its loss left in the discriminator."""
     if level in MASTER_LEVELS:
         pytest.skip("masters take gradients of losses that list their optimizer")
     torch.manual_seed(0)
@@ -1426,7 +1426,7 @@ def test_at_a_scale_of_one_the_loss_itself_may_be_run() -> None:
 
 
 def gathered(level: str | None, when: str, kind: type[torch.optim.Optimizer], overflow: bool = False) -> Tensor:
-    """How far the weight of a head moves by what three backwards at three scales left before it was stepped."""
+    """Return how far the weight of a head moves by gradients that three backwards at three scales left in it before."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = kind(model[0].parameters(), lr=0.1)
@@ -1537,7 +1537,7 @@ def test_a_group_that_is_taken_out_and_put_back_steps_the_unscaled_sum(level: st
 
 
 def joined(level: str | None, then: str) -> list[Tensor]:
-    """How far a model is moved by a step; its head joins the optimizer after a first backward."""
+    """Return how far a step moves a model whose head joins the optimizer after a first backward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
@@ -1715,7 +1715,7 @@ def test_what_is_frozen_through_the_groups_gets_no_gradient_and_is_not_stepped(l
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_each_of_two_optimizers_of_a_parameter_reads_what_it_was_told(level: str) -> None:
-    """As LightningModule.toggle_optimizer and untoggle_optimizer write it."""
+    """LightningModule.toggle_optimizer and untoggle_optimizer write it so."""
     model = MLP.model()
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     amp.initialize(model, [first, second], opt_level=level, verbosity=0)

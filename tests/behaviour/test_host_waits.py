@@ -1,4 +1,4 @@
-"""Where no kernels are compiled, an iteration on a GPU asks the GPU nothing.
+"""Without compiled kernels an iteration on a GPU asks the GPU nothing.
 
 torch.optim's own steps, which then are taken, cannot skip on the GPU: the host waits for the decision of each backward.
 """
@@ -32,7 +32,7 @@ def model_on(gpu: PretendedGpu) -> nn.Module:
 
 
 def trained(gpu: PretendedGpu, level: str, make: Callable[[Any], Any], **options: Any) -> int:
-    """How often the host waited for an event in STEPS."""
+    """Return how often the host waited for an event in STEPS."""
     model = model_on(gpu)
     optimizer = make(model.parameters())
     gpu.is_trapped = False

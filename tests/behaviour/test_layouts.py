@@ -37,7 +37,7 @@ def network() -> nn.Module:
 
 
 def iterate(model: nn.Module, optimizer: Optimizer, bare: Optimizer | None, index: int) -> None:
-    """One step of `optimizer`, and of `bare` with the same gradients."""
+    """Take one step of `optimizer`, and of `bare` with the same gradients."""
     images = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(index))[:, : model[0].weight.shape[1]]
     backward(model(images).float().square().mean(), optimizer)
     if bare is not None:

@@ -1,4 +1,4 @@
-"""A master's `.grad` is made when somebody looks at it; whoever looks, edits or copies sees what apex showed."""
+"""A master's `.grad` is made when it is read; code that reads, edits or copies it sees what apex showed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def look(optimizer: Optimizer) -> None:
 
 
 def seen_backward(model: nn.Module, optimizers: Any, loss: Tensor, **keywords: Any) -> dict[str, Tensor]:
-    """One backward; the half gradients of this backward alone, as they stood in the body, still scaled."""
+    """Run one backward; return its half gradients, as they were in the body, still scaled."""
     with amp.scale_loss(loss, optimizers, **keywords) as scaled_loss:
         scaled_loss.backward()
         return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -465,7 +465,7 @@ def test_a_gradient_that_autograd_left_in_a_master_is_added_to() -> None:
 
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_gradients_first_looked_at_in_inference_mode_can_be_edited_outside(backwards: int) -> None:
-    """As a logger of gradient norms does, before the script clips or goes on adding up."""
+    """A logger of gradient norms reads them so, before the script clips or goes on adding up."""
     model, optimizer = pending()
     with torch.inference_mode():
         look(optimizer)
@@ -764,7 +764,7 @@ def test_a_scale_set_by_the_user_after_the_exit_does_not_touch_pending_gradients
 @pytest.mark.filterwarnings("ignore:Gradients of the model were written")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gradients_that_are_views_of_a_bucket_keep_the_values_of_the_exit(name: str) -> None:
-    """As DistributedDataParallel(gradient_as_bucket_view=True) leaves them; the bucket is written again later."""
+    """DistributedDataParallel(gradient_as_bucket_view=True) leaves such views; the bucket is written again later."""
 
     def run(*, buckets: bool) -> list[Tensor]:
         model, optimizer = started("O2", OPTIMIZERS[name])

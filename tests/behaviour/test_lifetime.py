@@ -206,7 +206,7 @@ def test_losses_outside_of_a_model_that_lives_go_on_being_cast(level: str) -> No
 
 
 def test_a_model_that_is_gone_before_anything_was_cast_was_a_switch(level: str) -> None:
-    """As in apex; until something else is initialized."""
+    """As in apex, the casts stay until something else is initialized."""
     amp.initialize(MLP.model(), opt_level=level, verbosity=0)
     gc.collect()
     for _ in range(2):
@@ -313,7 +313,7 @@ def test_an_initialize_that_will_feel_them_says_so_once_a_call(
 
 
 def test_a_model_under_the_name_of_the_one_before_is_free_of_its_casts(level: str) -> None:
-    """Which is there until the call returns."""
+    """The model before is there until the call returns."""
     model = amp.initialize(MLP.model(), opt_level=level, verbosity=0)
     model = amp.initialize(MLP.model(), opt_level="O0", verbosity=0)
     assert not is_cast()

@@ -281,7 +281,7 @@ def test_masters_saved_through_dcp_load_at_another_level(tmp_path: Path, level: 
 
 
 class Sometimes(nn.Module):
-    """Of its parts one was never used yet, and one is frozen."""
+    """A model with one part that was never used yet, and one that is frozen."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

@@ -251,7 +251,7 @@ def test_larc_around_it_steps() -> None:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """As timm's: without hooks of its own."""
+    """A Lookahead like timm's, without hooks of its own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

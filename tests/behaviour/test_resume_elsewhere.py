@@ -84,7 +84,7 @@ class Run:
             self.scaler.update()
 
     def move_scale(self) -> None:
-        """As overflows would have."""
+        """Move the scale as overflows would have."""
         if self.scaler is not None:
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": MOVED, "_growth_tracker": COUNT})
         elif self.program in DYNAMIC_LEVELS:
@@ -223,7 +223,7 @@ def test_what_a_scaler_was_told_counts_and_not_what_its_level_does(
 
 
 def test_a_dynamic_scale_that_had_moved_before_starts_anew_from_a_static_one() -> None:
-    """What is resumed depends on what was saved, and not on what was there."""
+    """The resumed scale depends on the saved one, and not on the scale that was there."""
     state = written_by("O5")
     started("O2")
     amp._amp_state.loss_scalers[0]._loss_scale, amp._amp_state.loss_scalers[0]._unskipped = 2.0, 99
@@ -307,7 +307,7 @@ def test_a_scale_that_is_not_taken_is_said(capsys: Any, saved: Any, resumed_at: 
 
 @pytest.mark.parametrize("level", DYNAMIC_LEVELS)
 def test_our_entries_are_read_by_the_loader_that_apex_had(level: str) -> None:
-    """It took the two numbers by their keys, from each entry whose key has "loss_scaler" in it, and no other key."""
+    """apex took the two numbers by their keys, from each entry whose key has "loss_scaler" in it, and no other key."""
     state = written_by(level, num_losses=2)
     assert all("loss_scaler" in key for key in state)
     assert [(entry["loss_scale"], entry["unskipped"]) for entry in state.values()] == [(MOVED, COUNT)] * 2

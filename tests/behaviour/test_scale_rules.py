@@ -86,7 +86,7 @@ def test_a_bound_may_be_written_as_none() -> None:
 
 
 def gradient(scaler: LossScaler, magnitude: float) -> bool:
-    """One backward whose largest unscaled gradient is this; whether it overflows, as float16 does."""
+    """Run one backward whose largest unscaled gradient is this; return whether it overflows, as float16 does."""
     snapshot = scaler.snapshot()
     largest = torch.tensor(magnitude * scaler.loss_scale()).half().float()
     scaler.record_(~largest.isfinite())
@@ -337,7 +337,7 @@ def test_a_damaged_memory_is_refused_before_anything_is_loaded(bad: dict[str, An
 
 
 class Split(nn.Module):
-    """Each rank's gradient is of another size, and there is nothing that would reduce it."""
+    """Each rank's gradient is of another size, and is not reduced."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

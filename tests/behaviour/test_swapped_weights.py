@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Average:
-    """What diffusers' EMAModel does with `model.parameters()`."""
+    """An average like diffusers' EMAModel, of `model.parameters()`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shadow = [p.detach().float() * 1.25 + 0.001 for p in model.parameters()]

@@ -31,7 +31,7 @@ class Ends(nn.Module):
 
 
 class Around(nn.Module):
-    """A module of somebody else's around two that are initialized."""
+    """A foreign module around two that are initialized."""
 
     def __init__(self, one: nn.Module, two: nn.Module) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ VARIANTS: dict[str, Make] = OPTIMIZERS | {
 
 
 def grouped(params: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
-    """Two groups: matrices, and the rest."""
+    """Return two groups: matrices, and the rest."""
     params = list(params)
     return [{"params": [p for _, p in params if p.ndim == 2]}, {"params": [p for _, p in params if p.ndim != 2]}]
 
@@ -107,7 +107,7 @@ def started(
 
 
 def seen_backward(model: nn.Module, optimizer: Optimizer, loss: Tensor) -> dict[Tensor, Tensor]:
-    """One backward; the half gradients as they stood in the body, still scaled."""
+    """Run one backward; return the half gradients as they were in the body, still scaled."""
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
         return {param: param.grad.clone() for param in model.parameters() if param.grad is not None}
@@ -200,7 +200,7 @@ def test_weights_and_state_are_those_of_the_bare_optimizer(name: str, level: str
 
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
 def test_a_differentiable_step_fails_as_in_torch(name: str) -> None:
-    """It cannot write to leaves that require a gradient, and nothing of it is left behind."""
+    """The step cannot write to leaves that require a gradient, and leaves nothing behind."""
     make = getattr(torch.optim, name)
     model, optimizer = started(lambda params: make(params, lr=0.1, differentiable=True))
     before, halves = masters(optimizer), frozen(list(model.parameters()))
@@ -425,7 +425,7 @@ def copied_inner_dicts(optimizer: Optimizer) -> None:
 
 
 def swapped_inner_dicts(optimizer: Optimizer) -> None:
-    """Of two parameters of one shape: 1 is the first bias of NormedMlp's second group, 2 the batch norm's."""
+    """Swap the state of the first bias of NormedMlp's second group and the batch norm's, which have one shape."""
     alike = [p for p in group_params(optimizer) if p.shape == (16,)]
     first, second = (optimizer.state[p] for p in alike[:2])
     optimizer.state[alike[0]], optimizer.state[alike[1]] = second, first
@@ -798,7 +798,7 @@ def test_frozen_parameters_rest_with_their_state_and_go_on_afterwards(name: str)
 
 
 def test_freezing_between_exit_and_step_does_not_take_the_gradient_back() -> None:
-    """As in torch, where an optimizer looks at `.grad` only."""
+    """In torch, too, an optimizer looks only at `.grad`."""
     pair = Lockstep("SGD momentum")
     pair.step()
     pair.exit()
@@ -1101,7 +1101,7 @@ def test_two_engines_step_side_by_side() -> None:
 
 
 class Late:
-    """Whether flags have come from the device."""
+    """`known` is True once flags have come from the device."""
 
     def __init__(self) -> None:
         self.known = False
@@ -1109,7 +1109,7 @@ class Late:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
-    """No flag is known to the host until `late.known` says so; waiting for one gives it as ever."""
+    """The host knows no flag until `late.known` says so; waiting for a flag gives it as ever."""
     late, is_known = Late(), HostNumbers.is_known
     monkeypatch.setattr(HostNumbers, "is_known", lambda flag: late.known and is_known(flag))
     monkeypatch.setattr(Outcome, "has_arrived", property(lambda outcome: late.known and outcome.is_known()))
@@ -1188,7 +1188,7 @@ def test_one_overflow_among_the_backwards_of_a_step_skips_it(outcomes: str, clip
 @pytest.mark.usefixtures("arrival")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_skip_stands_until_the_step(set_to_none: bool) -> None:
-    """As in apex: zero_grad and a clean backward do not take it back."""
+    """As in apex, zero_grad and a clean backward do not take it back."""
     model, optimizer = started(OPTIMIZERS["AdamW"])
     train(NORMED_MLP, model, optimizer, "c")
     before = optimizer_values(optimizer)
@@ -1408,7 +1408,7 @@ def test_exit_clip_and_step_wait_for_nothing(
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What was printed since, but for what is known of each overflow."""
+    """Return the lines printed since the last call, without post-mortems."""
     return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("Amp post-mortem")]
 
 

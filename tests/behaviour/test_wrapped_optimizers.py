@@ -122,7 +122,7 @@ both = pytest.mark.parametrize("shape", WRAPPERS)
 
 
 def wrapped(shape: str, optimizer: Optimizer) -> Any:
-    """One that torch, too, can step: its zero_grad() has the class look into dictionaries that this one lacks."""
+    """Return a wrapper that torch, too, can step: zero_grad() looks into dictionaries that the class does not make."""
     wrapper = WRAPPERS[shape](optimizer)
     wrapper._optimizer_step_pre_hooks, wrapper._optimizer_step_post_hooks = {}, {}
     return wrapper
@@ -422,7 +422,7 @@ def test_a_group_that_is_added_later_has_masters_in_both(level: str, shape: str)
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_values_lent_to_the_model_through_data_are_left_alone_by_a_forward(level: str) -> None:
-    """As an average of weights is, for an evaluation."""
+    """An average of weights is lent so, for an evaluation."""
     model, optimizer = started("timm", level)
     train(MLP, model, optimizer, "cc")
     model(MLP.batch()[0])

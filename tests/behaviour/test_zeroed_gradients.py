@@ -20,7 +20,7 @@ from tests.support import MASTER_LEVELS, assert_bitwise
 
 
 class Parts(nn.Module):
-    """Of whose parts a loss reaches some; `never` is reached by none."""
+    """A loss reaches some of the parts; `never` is reached by none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What it costs a clean step that overflows can be explained: `make bench` writes build/bench/diagnosis.json.
+"""The cost of explanations of overflows in a clean step: `make bench` writes build/bench/diagnosis.json.
 
-A step of two layers of 16, in one thread of a CPU, where Python is nearly all of it, as it is and without all that only
-the post-mortem and the history of the scale ask for. Both are the same model in the same process.
+A step of two layers of 16, in one thread of a CPU, where Python is nearly all of it, is timed as it is and without all
+that only the post-mortem and the history of the scale ask for. Both are the same model in the same process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def clean_step(level: str) -> Iterator[Step]:
 
 @contextmanager
 def undiagnosed() -> Iterator[None]:
-    """After a step in here nobody can say more of it than that it was skipped."""
+    """In this context a step leaves nothing that would explain its skip."""
 
     def nothing(*_: object) -> None:
         return None
@@ -91,7 +91,7 @@ def timed(step: Step, around: Callable[[], AbstractContextManager[None]]) -> Ite
 
 
 def compare(level: str, rounds: int) -> Judged:
-    """Both in turn. The median counts: the lower quartile of ratios so near to 1 would be that of the noise."""
+    """Run both in turn. The median counts: the lower quartile of ratios so near to 1 would be that of the noise."""
     with clean_step(level) as step:
         mine, bare = interleaved([partial(timed, step, around) for around in (nullcontext, undiagnosed)], rounds)
     record = judged(f"a clean step of two layers, {level}", mine, "the same step undiagnosed", bare, LIMIT)

@@ -1,8 +1,8 @@
-"""What O4's casts cost per call, against torch.autocast and against wrappers in Python.
+"""The cost of O4's casts per call, against torch.autocast and against wrappers in Python.
 
 `make bench` writes build/bench/dispatch.json. Tensors are tiny, so a call is hardly more than its dispatch. The sides
 of a case take turns in one process, in one thread, with gradients enabled. Times are CPU time: one thread waits for
-nothing, and the wall clock counts whoever else wants the core. The 25th percentile over the rounds counts.
+nothing, and the wall clock counts other programs on the core. The 25th percentile over the rounds counts.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def sides(case: Against) -> tuple[Contestant, Contestant]:
 
 
 def measure(case: Against | Added, rounds: int) -> Judged:
-    """One record."""
+    """Return one record."""
     if isinstance(case, Against):
         mine, theirs = interleaved(sides(case), rounds)
         return judged(case.name, mine, case.peer, theirs, case.limit)

@@ -1,4 +1,4 @@
-"""What the host does in a step, whatever the device: `make bench` writes build/bench/host.json.
+"""The host's time in a step, whatever the device: `make bench` writes build/bench/host.json.
 
 Tensors have one element each, so that hardly any arithmetic is in it: what is left is Python, the loops over lists of
 tensors, and the tables that a kernel is given. On a GPU it is the step where tensors are many or small: `make gpu`
@@ -89,7 +89,7 @@ def medians(level: str, count: int, rounds: int, device: torch.device = CPU) -> 
 
 
 def measured(level: str, count: int, rounds: int) -> HostRecord:
-    """One record."""
+    """Return one record."""
     return HostRecord(f"{level}, {count} tensors", **medians(level, count, rounds), limit_us=LIMITS_US[count])
 
 

@@ -18,7 +18,7 @@ class ContestantError(Exception):
 
 
 def race(contestants: Sequence[Contestant], rounds: int, warmup: int = 2) -> list[list[float]]:
-    """What the block of each contestant returned in each round. One runs at a time.
+    """Return the results of each contestant's block in each round. One runs at a time.
 
     Contestants are forked, so they start from the same memory at the same addresses. A round runs the block of each
     once, every other round in reverse, so that all see the same neighbours.
@@ -62,7 +62,7 @@ def race(contestants: Sequence[Contestant], rounds: int, warmup: int = 2) -> lis
 
 
 def interleaved(contestants: Sequence[Contestant], rounds: int, warmup: int = 2) -> list[list[float]]:
-    """As `race`, but all contestants take turns in one process, each in its context while its block runs.
+    """Like `race`, but all contestants take turns in one process, each in its context while its block runs.
 
     Two processes differ by a few percent for as long as they live. This one is started anew for each call: CPython
     gives a class a limited number of version tags, and torch.Tensor, patched too often, loses the caches of its
@@ -103,11 +103,11 @@ def _take_turns(contestants: Sequence[Contestant], rounds: int, warmup: int, end
 
 def _serve(contestant: Contestant, end: Connection, of_parent: Sequence[Connection]) -> None:
     for pipe in of_parent:
-        pipe.close()  # else nobody would hear that the parent is gone
+        pipe.close()  # else the child would not hear that the parent is gone
     try:
         with contestant() as block:
             gc.collect()
-            gc.freeze()  # else whoever imported more collects more
+            gc.freeze()  # else a contestant that imported more collects more
             end.send(0.0)
             while end.recv() == "go":
                 end.send(block())

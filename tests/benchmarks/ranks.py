@@ -1,4 +1,4 @@
-"""What a step sends and keeps on each rank, counted on ranks of Gloo: `python -m tests.benchmarks.ranks`.
+"""Bytes that a step sends and keeps on each rank, counted on ranks of Gloo: `python -m tests.benchmarks.ranks`.
 
 Nothing is timed. Bytes are those of the tensors that collectives were called with; what of them goes over a link is
 ring arithmetic, see docs/how_it_grows.md.
@@ -70,7 +70,7 @@ def step_of(kind: str, level: str) -> Step:
 
 
 def _reduced(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What DistributedDataParallel does in C++ without a hook, where nothing of it is seen."""
+    """Reduce as DistributedDataParallel does in C++ without a hook, where nothing of it is seen."""
     buffer: Tensor = bucket.buffer()
     work = dist.all_reduce(buffer.div_(dist.get_world_size()), async_op=True)
     assert work is not None
@@ -83,7 +83,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def steps(rank: int) -> dict[tuple[str, str], tuple[int, list[tuple[str, int]], int]]:
-    """Each case, as plain values."""
+    """Return each case, as plain values."""
     return {case: tuple(step_of(*case)) for case in CASES}
 
 
@@ -108,7 +108,7 @@ def hops(ranks: int) -> int:
 
 
 def measured_table() -> list[str]:
-    """On ranks of Gloo."""
+    """Return the table that is counted on ranks of Gloo."""
     lines = []
     for ranks in (2, 4):
         results = on_ranks(steps, ranks)[0]
@@ -120,7 +120,7 @@ def measured_table() -> list[str]:
 
 
 def modelled_table(params: float = 1e9) -> list[str]:
-    """For a model of `params` parameters, in GB."""
+    """Return the table for a model of `params` parameters, in GB."""
     lines = []
     for ranks in (8, 64, 512, 4096):
         rows = [modelled(kind, "O2", ranks) for kind in ("DDP", "FSDP2")]

@@ -81,7 +81,7 @@ def stream(count: int, numel: int) -> Run:
 
 
 def kernels_alone(count: int, numel: int, dtype: torch.dtype, rounds: int) -> Record:
-    """Both passes without what Python does around them, against the stream."""
+    """Compare both passes, without the Python around them, with the stream."""
     masters = [torch.randn(numel) * 0.02 for _ in range(count)]
     gradients = [torch.randn(numel).to(dtype) for _ in range(count)]
     moments = [[torch.zeros(numel) for _ in range(count)] for _ in range(2)]
@@ -109,7 +109,7 @@ def kernels_alone(count: int, numel: int, dtype: torch.dtype, rounds: int) -> Re
 
 
 def compare(count: int, numel: int, dtype: torch.dtype, rounds: int) -> Record:
-    """One record."""
+    """Return one record."""
     gradients = [torch.randn(numel).to(dtype) for _ in range(count)]
     runs = [f(count, numel, dtype, gradients) for f in (ours, peer)]
     mine, theirs, plain = interleaved([*runs, stream(count, numel)], rounds)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved rounds, and records as data."""
+"""Shared by the benchmarks: interleaved rounds, and records as data."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile")
 
 
 def machine() -> dict[str, Any]:
-    """What the records were measured on."""
+    """The machine that the records were measured on."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     found = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     fields = {key.strip(): value.strip() for key, value in found.items()}

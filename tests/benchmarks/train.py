@@ -70,7 +70,7 @@ class Case:
     compiled: bool = False
 
     def peer(self) -> str:
-        """What ours is compared with."""
+        """The peer that ours is compared with."""
         scaler = " + GradScaler" if self.dtype is torch.float16 else ""
         return f"{'compiled ' * self.compiled}autocast{scaler} + AdamW(fused)"
 

@@ -12,7 +12,7 @@ from amp_engine.casting import FunctionCasts, function_casts
 
 @pytest.fixture
 def native() -> bool:
-    """Whether the compiled wrappers cast. With AMP_ENGINE_BUILD=none the same tests run over those of Python."""
+    """True if the compiled wrappers cast. With AMP_ENGINE_BUILD=none the same tests run over those of Python."""
     return function_casts.CASTS is not None
 
 

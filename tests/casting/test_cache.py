@@ -1,4 +1,4 @@
-"""A cast of a weight is made once an iteration and is never stale, whoever writes the weight and however."""
+"""A cast of a weight is made once an iteration and is never stale, however the weight is written."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def awaited(work: Any) -> None:
 
 
 def part(w: Tensor) -> Tensor:
-    """Of [4, 3]: what a rank gives to it, [2, 3]."""
+    """Return the part [2, 3] that a rank gives to w [4, 3]."""
     return w.detach()[2 * rank() :][:2] + 1.0
 
 
@@ -87,7 +87,7 @@ COLLECTIVES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def is_fresh(model: nn.Linear, low: torch.dtype) -> bool:
-    """In training, in evaluation, and in training after it."""
+    """True if the weight is fresh in training, in evaluation, and in training after it."""
     with amp.disable_casts(), torch.no_grad():
         expected = X.to(low) @ model.weight.to(low).t()
     outputs = [model(X)]
@@ -98,7 +98,7 @@ def is_fresh(model: nn.Linear, low: torch.dtype) -> bool:
 
 
 def run(this_rank: int) -> dict[Any, tuple[bool, bool]]:
-    """One of the processes: writes after which collectives the weight was new, and after which it was used."""
+    """Run in one of the processes; write after which collectives the weight was new, and after which it was used."""
     warnings.simplefilter("ignore")
     results = {}
     for level in FUNCTION_LEVELS:

@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a call gave: types of the results (None: an error), operators on the way."""
+    """The outcome of a call: types of the results (None: an error), operators on the way."""
 
     results: tuple[torch.dtype, ...] | None
     operators: tuple[tuple[str, tuple[torch.dtype, ...]], ...] = ()
@@ -266,7 +266,7 @@ def words(types_: tuple[torch.dtype, ...] | None) -> str:
 
 
 def difference(autocast: Outcome, here: Outcome) -> tuple[str, str] | None:
-    """How the two are told in the docs; None where they are the same."""
+    """Return the words for both in the docs; None if the outcomes are equal."""
     if autocast.results != here.results:
         return words(autocast.results), words(here.results)
     if autocast.operators == here.operators:
@@ -276,7 +276,7 @@ def difference(autocast: Outcome, here: Outcome) -> tuple[str, str] | None:
 
 
 class Measured(NamedTuple):
-    """What the sweep found."""
+    """The findings of the sweep."""
 
     differences: set[tuple[str, str, str, str]]  # function, types of the arguments, under autocast, under O1
     compared: set[str]

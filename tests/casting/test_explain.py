@@ -423,7 +423,7 @@ def test_forwards_in_a_closure_and_of_averages_are_told(
 
 @pytest.mark.skipif(CASTS is None, reason="the wrappers are not compiled (python -m amp_engine info)")
 def test_compiled_wrappers_never_cast_for_observers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of an explanation as well, when nobody observes any more and torch is still patched."""
+    """This holds at the end of an explanation as well, when no observer is left and torch is still patched."""
     seen, put_in_force = [], CASTS.put_in_force
     monkeypatch.setattr(CASTS, "put_in_force", lambda *args: (put_in_force(*args), seen.append(F.linear(X, X).dtype)))
     with amp.explain():

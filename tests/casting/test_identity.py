@@ -1,4 +1,4 @@
-"""What stands in torch's place is, to everything that looks at it, torch's own function."""
+"""A patched function looks like torch's own to all code that inspects it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPERATORS = [name for name in SHIPPED["Tensor"] if name.startswith("__")]
 
 @pytest.fixture(params=LISTED)
 def patched(request: pytest.FixtureRequest, casts: FunctionCasts) -> dict[str, tuple[Any, Any]]:
-    """By name what stands in one namespace while casts are installed, and what torch shipped."""
+    """Return, by name, the functions of one namespace while casts are installed, and those that torch shipped."""
     space, _ = LISTED[request.param]
     found = {name: (getattr(space, name), shipped) for name, shipped in SHIPPED[request.param].items()}
     assert all(ours is not shipped for ours, shipped in found.values())
@@ -38,7 +38,7 @@ def patched(request: pytest.FixtureRequest, casts: FunctionCasts) -> dict[str, t
 
 
 def failing(patched: dict[str, tuple[Any, Any]], holds: Callable[[Any, Any], bool]) -> dict[str, str]:
-    """For which names `holds(ours, shipped)` does not hold, and why."""
+    """Return the names for which `holds(ours, shipped)` does not hold, and why."""
     wrong = {}
     for name, (ours, shipped) in patched.items():
         try:

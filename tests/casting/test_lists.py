@@ -1,4 +1,4 @@
-"""Which function runs in which type, by calling them: inputs FP32 and low, then the type of the result."""
+"""Each listed function is called with FP32 and low inputs; the type of the result shows the type that it ran in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user decides for one function: registered, decorated, through the environment; and the way back."""
+"""A user's decisions for one function: registered, decorated, through the environment; and the way back."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_the_environment_becomes_registrations_and_removals() -> None:
 
 @pytest.mark.parametrize("first", ["register", "initialize"])
 class TestRegistered:
-    """Before or after `initialize`; `close` takes it back."""
+    """A function may be registered before or after `initialize`; `close` takes it back."""
 
     def start(self, first: str, level: str, module: Any, name: str) -> None:
         if first == "initialize":

@@ -136,7 +136,7 @@ def test_casts_whose_installation_fails_leave_those_before_in_force(low: torch.d
 def test_an_interrupt_while_torch_is_patched_leaves_nothing_half_done(
     doing: str, after: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the assignment number `count` to one of torch's attributes."""
+    """The interrupt comes at the assignment number `count` to one of torch's attributes."""
     before, calls = picture(), []
 
     def interrupted(*args: Any) -> None:
@@ -177,7 +177,7 @@ def test_patches_of_one_name_are_undone_last_first() -> None:
     assert calls == [2]
 
 
-# --- functions that somebody kept -----------------------------------------------------------------
+# --- functions that a program kept ----------------------------------------------------------------
 
 KEPT = {"builtin": (F, "gelu"), "python": (F, "softmax"), "torch": (torch, "mm"), "functional": (torch, "norm")}
 

@@ -43,7 +43,7 @@ def state(kind: str, *shape: int, dtype: torch.dtype) -> Any:
 
 
 def positive(module: nn.Module) -> nn.Module:
-    """All pre-activations on one side of relu's kink, where rounding changes no gradient."""
+    """Keep all pre-activations on one side of relu's kink, where rounding changes no gradient."""
     for p in module.parameters():
         p.data.abs_()
     return module

@@ -91,7 +91,7 @@ def test_what_a_script_calls_is_cast_and_gives_float32(model: Model, level: str,
 
 
 def everywhere(model: Model, level: str, call: Callable[[Any], Tensor]) -> Tensor:
-    """What `call` gives where functions are cast in the whole process."""
+    """Return the result of `call` where functions are cast in the whole process."""
     other = Model()
     other.load_state_dict(model.state_dict())
     amp.close()

@@ -52,7 +52,7 @@ def in_threads(*targets: Callable[[], Any]) -> list[Any]:
 
 
 def test_a_call_keeps_the_casts_that_it_began_under(casts: FunctionCasts) -> None:
-    """What frees a tensor in the midst of a call may switch casts off, as other threads may."""
+    """Freeing a tensor in the midst of a call may switch casts off, as other threads may."""
     layer = nn.Linear(4, 4)
     freed = []
 
@@ -105,7 +105,7 @@ def test_casts_that_go_while_arguments_are_looked_at_are_gone(casts: FunctionCas
 
 
 def dropped_engine(level: str = "O4") -> None:
-    """An engine that nobody closes, in a cycle, as one that a trainer object holds is."""
+    """Drop an engine without closing it, in a cycle like that of one in a trainer object."""
     engine: Any = Engine()
     engine.itself = engine
     engine.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
@@ -166,7 +166,7 @@ def test_a_collection_does_not_wait_for_a_thread_that_patches_torch() -> None:
         assert in_threads(patching, collecting)[0]
     finally:
         gc.enable()
-    FunctionCasts(torch.float16).remove()  # as whoever had the lock would
+    FunctionCasts(torch.float16).remove()  # as the thread with the lock would
     assert torch.mm is MM
 
 
@@ -210,7 +210,7 @@ def test_an_engine_that_is_collected_as_another_one_gives_its_lock_back_leaves_n
 
 @pytest.mark.parametrize("whose", ["this thread", "another thread"])
 def test_casts_that_end_while_dynamo_compiles_wait_for_it(whose: str) -> None:
-    """Its caches go with them, and must not go in the midst; nor may a finalizer wait."""
+    """Dynamo's caches go with the casts, and must not go in the midst; nor may a finalizer wait."""
     from torch._dynamo.convert_frame import compile_lock
 
     model = nn.Linear(4, 4)
@@ -637,7 +637,7 @@ def test_a_fork_waits_for_a_thread_that_holds_the_lock_of_the_casts(casts: Funct
 
 
 def forked_while(pause_at: str, count: int, work: Callable[[], Any], look: Callable[[], Any]) -> Any:
-    """What `look` returns in a child that is forked while `work` runs in another thread.
+    """Return the result of `look` in a child that is forked while `work` runs in another thread.
 
     `work` is held at the call number `count` of the function `pause_at` of the patch_torch.
     """
@@ -680,7 +680,7 @@ PLACES = [("_patch_lists", 2), ("know_originals", 1), ("setattr", 1), ("setattr"
 
 
 def state_of_torch() -> list[Any]:
-    """Whether it is as it ships, or else patched as a whole; what functions do; and what is left after `close`."""
+    """Return if torch is as it ships, or patched as a whole; what functions do; and what is left after `close`."""
     is_whole = patched_names() in ([], WHOLLY_PATCHED)
     dtype = torch.mm(X, X).dtype
     weight = nn.Parameter(X.clone())
@@ -847,7 +847,7 @@ def test_an_error_in_a_patched_function_leaves_casts_on_and_the_next_call_right(
 
 
 def test_a_call_within_a_call_has_arguments_of_its_own(casts: FunctionCasts) -> None:
-    """As many arguments, so that any storage for them is the same; a hook on what a graph saves runs inside."""
+    """A hook on saved tensors makes the inner call, with as many arguments: any storage for them would be shared."""
     x, y, weight = torch.full((2, 2), 2.0), torch.full((2, 2), 3.0), nn.Parameter(torch.ones(2, 2))
     within: list[Tensor] = []
 

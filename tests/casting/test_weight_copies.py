@@ -1,4 +1,4 @@
-"""Half copies of weights are never stale, whoever writes the weight, and cost nothing in a steady iteration.
+"""Half copies of weights are never stale, however the weight is written, and cost nothing in a steady iteration.
 
 Weights, inputs and gradients are small integers wherever two results are compared: every sum of them is exact in
 float16 and bfloat16, in any order, and a stale copy is off by a whole number.
@@ -124,7 +124,7 @@ def total(output: Tensor) -> Tensor:
 
 
 def iterate(model: nn.Module, optimizer: Optimizer, x: Tensor = X) -> None:
-    """One step by at most the learning rate: weights stay small."""
+    """Take one step of at most the learning rate, so that weights stay small."""
     optimizer.zero_grad()
     backward(total(model(x)), optimizer)
     clamp_gradients(optimizer)
@@ -138,7 +138,7 @@ def clamp_gradients(optimizer: Optimizer) -> None:
 
 
 def fresh(model: Net, x: Tensor = X) -> Tensor:
-    """What `model(x)` is with casts made this very moment, by hand."""
+    """Return `model(x)` with casts made this very moment, by hand."""
     low = HALF[amp.current_engine().policy.opt_level]
 
     def cast(p: Tensor | None) -> Tensor | None:
@@ -153,7 +153,7 @@ def fresh(model: Net, x: Tensor = X) -> Tensor:
 
 
 def assert_fresh(model: Net) -> None:
-    """In training, in evaluation, and in training after it."""
+    """Assert that copies are fresh in training, in evaluation, and in training after it."""
     expected = fresh(model)
     assert_bitwise(model(X), expected)
     with torch.no_grad():
@@ -289,7 +289,7 @@ def swapped(p: nn.Parameter) -> None:
 
 
 def version_put_back(p: nn.Parameter) -> None:
-    """As FSDP, functional optimizers and distributed samplers do, lest autograd complain."""
+    """Write as FSDP, functional optimizers and distributed samplers do, lest autograd complain."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(p):
         p.fill_(2.0)
 
@@ -520,7 +520,7 @@ def test_a_forward_without_gradients_anywhere_in_an_iteration(point: str, name: 
 
 
 def test_a_model_that_is_frozen_after_inference_mode_trains_what_comes_before_it(level: str) -> None:
-    """What a forward in inference mode left must not be saved by a graph, which refuses inference tensors."""
+    """A graph must not save a copy that a forward in inference mode left, since it refuses inference tensors."""
     model, optimizer = initialized(level)
     iterate(model, optimizer)
     with torch.inference_mode():
@@ -638,7 +638,7 @@ def test_a_replaced_parameter_is_seen(level: str) -> None:
 def test_a_weight_that_a_cuda_graph_steps_is_cast_at_each_use_and_its_steps_keep_their_table(
     level: str, native: bool
 ) -> None:
-    """Nobody sees replays. A rebuilt table would have step counts of its own, and cannot be made in a capture."""
+    """Replays are not seen. A rebuilt table would have step counts of its own, and cannot be made in a capture."""
     if not native:
         pytest.skip("only the compiled kernels can be captured")
     model, optimizer = initialized(level, OPTIMIZERS["AdamW"])
@@ -999,7 +999,7 @@ def test_the_weights_are_those_of_the_same_training_with_casts_by_hand(level: st
 
 
 def casts_of(shapes: set[tuple[int, ...]], run: Callable[[], Any]) -> int:
-    """How many casts of tensors of these shapes torch makes in `run`."""
+    """Return how many casts of tensors of these shapes torch makes in `run`."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiled:
         run()
     return sum(event.name == "aten::_to_copy" and tuple(event.input_shapes[0]) in shapes for event in profiled.events())
@@ -1147,7 +1147,7 @@ def test_a_graph_over_a_frozen_weight_has_the_weight_it_ran_with(level: str) -> 
 
 
 def test_collections_of_garbage_while_weights_are_cast_change_nothing(level: str) -> None:
-    """Each new object may set one off, and it drops the copies of models that are gone."""
+    """Each new object may set off a collection, which drops the copies of models that are gone."""
     initialized(level)
     threshold = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
@@ -1170,7 +1170,7 @@ def test_collections_of_garbage_while_weights_are_cast_change_nothing(level: str
 
 
 def in_another_thread(run: Callable[[], Any]) -> Any:
-    """What `run` returns there; its error is raised here."""
+    """Return the result of `run` in another thread; its error is raised here."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result(60.0)
 
@@ -1263,7 +1263,7 @@ def test_a_graph_has_the_weights_it_ran_with_though_another_thread_runs_and_step
 
 
 def test_a_write_in_the_midst_of_a_call_that_casts_the_weight_is_seen(casts: FunctionCasts) -> None:
-    """What frees a tensor while a weight is cast may write the weight, as other threads may."""
+    """Freeing a tensor while a weight is cast may write the weight, as other threads may."""
     weight = nn.Parameter(torch.zeros(3, 3))
     written = []
 
@@ -1311,7 +1311,7 @@ def test_a_step_of_another_thread_is_not_taken_for_one_that_told_what_it_wrote(l
 
 
 def test_two_optimizers_that_step_one_weight_at_once_leave_no_copy_behind(level: str) -> None:
-    """Each is handed what it may write alone, and neither's word counts for what the other has written since."""
+    """Each may write only its own copy, which does not count as current if the other has written since."""
     model, optimizer = initialized(level)
     for _ in range(2):
         iterate(model, optimizer)

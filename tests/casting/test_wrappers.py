@@ -1,4 +1,4 @@
-"""What a wrapper does to arguments, shown on functions that return what they were given."""
+"""Wrappers cast arguments, as functions show that return what they were given."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def check_refusals(level: str, folder) -> None:
 
 
 def check_saved(folder, model: GPT2LMHeadModel, level: str) -> None:
-    """What was saved is what was trained, in FP32, tied weights once."""
+    """Check that the saved weights are the trained ones, in FP32, tied weights once."""
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
     loaded = GPT2LMHeadModel.from_pretrained(folder)
     wanted = amp.export_state_dict(model, None if level == "O3" else torch.float32)
@@ -132,7 +132,7 @@ def check_saved(folder, model: GPT2LMHeadModel, level: str) -> None:
 
 
 def check_saved_without_trainer(folder, model: GPT2LMHeadModel, level: str) -> None:
-    """In FP32 it is what was trained, else rounded to what the model computes in; after `close` in its own type."""
+    """The saved model is the trained one in FP32, else rounded to the model's types; after `close` in its own type."""
     own, exact = amp.export_state_dict(model), amp.export_state_dict(model, None if level == "O3" else torch.float32)
     model.save_pretrained(folder)
     check_equal(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32), exact)

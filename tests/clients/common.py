@@ -1,4 +1,4 @@
-"""What the programs share: their arguments, their text, and the record that the driver reads."""
+"""Shared by the programs: their arguments, their text, and the record that the driver reads."""
 
 import argparse
 import json

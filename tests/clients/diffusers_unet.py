@@ -80,7 +80,7 @@ def check_skips(level: str) -> None:
 
 
 def check_average(loop: Loop, folder) -> None:
-    """It is that of FP32 weights, the model computes with it until `restore`, and the file has it exactly."""
+    """The average is that of FP32 weights, the model computes with it until `restore`, and the file has it exactly."""
     is_half = all(p.dtype != torch.float32 for p in amp.master_params(loop.optimizer))
     if not is_half:  # O3 has no masters
         assert all(map(torch.equal, loop.ema.shadow_params, loop.expected.shadow_params))

@@ -124,7 +124,7 @@ class Run:
 
 @dataclass
 class Row:
-    """What a run gave. `complaint` is empty where all is well."""
+    """The result of a run. `complaint` is empty where all is well."""
 
     client: str
     version: str
@@ -295,7 +295,7 @@ def judge(run: Run, runs: dict[Run, Future[dict[str, Any]]]) -> Row:
 
 
 def judge_losses(level: str, losses: Sequence[float], difference: float) -> str:
-    """What is wrong with the losses of a run from the start, "" if nothing."""
+    """Complaint about the losses of a run from the start; empty if there is none."""
     bad = [step for step, loss in enumerate(losses) if not math.isfinite(loss)]
     if bad:
         return f"loss {bad[0]} of {len(losses)} is {losses[bad[0]]}"
@@ -310,7 +310,7 @@ def judge_losses(level: str, losses: Sequence[float], difference: float) -> str:
 
 
 def judge_resumed(run: Run, record: dict[str, Any], whole: dict[str, Any]) -> str:
-    """What is wrong with a run from a checkpoint, compared with the run that wrote it, "" if nothing."""
+    """Complaint about a run from a checkpoint, compared with the run that wrote it; empty if there is none."""
     losses = record["losses"]
     if not 0 < len(losses) < len(whole["losses"]):
         return f"{len(losses)} losses after the checkpoint, {len(whole['losses'])} in all"

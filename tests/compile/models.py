@@ -1,4 +1,4 @@
-"""What is compiled: models that meet every list of O1, built without a weight that is used twice.
+"""Models to compile, which meet every list of O1, and use no weight twice.
 
 A weight that is used twice has one cast in eager mode and two in a graph, and so another order of its gradient's sum.
 """

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class Run(NamedTuple):
-    """What some steps of training left: losses, outputs, gradients of the first step, weights, buffers."""
+    """The results of some steps: losses, outputs, gradients of the first step, weights, buffers."""
 
     losses: list[Tensor]
     outputs: list[Tensor]

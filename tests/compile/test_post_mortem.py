@@ -1,4 +1,4 @@
-"""What is said of an overflow in what torch.compile compiled."""
+"""Post-mortems of overflows in compiled models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cause is named of a loss or a gradient that is not finite, and what is said not to be known."""
+"""The named cause of a loss or a gradient that is not finite, and the causes that are said not to be known."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def net() -> nn.Sequential:
 def trained(
     engine: Engine, model: nn.Module, loss_fn: Callable[[int], Tensor], steps: int, level: str = "O2", **keywords: Any
 ) -> list[OverflowRecord]:
-    """What is known of so many steps."""
+    """Return the records of overflows after so many steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     engine.initialize(model, optimizer, opt_level=level, **keywords)
     for step in range(steps):

@@ -56,7 +56,7 @@ def ends(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def saved_and_resumed(folder: str, rank: int) -> list[list[Any]]:
-    """For each case, how the run that went on ended, and the one that resumed."""
+    """Return for each case the end of the run that went on, and of the one that resumed."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     results = []
     for i, (level, kind) in enumerate(CASES):

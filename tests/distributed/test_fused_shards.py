@@ -32,7 +32,7 @@ def net() -> nn.Module:
 
 
 def stepped(rank: int) -> dict[Any, Any]:
-    """Of each case: whole weights after steps of the shards and of the whole; what is kept of shards."""
+    """Return for each case whole weights after steps of the shards and of the whole, and the state of the shards."""
     results: dict[Any, Any] = {}
     for level in LEVELS:
         for name, make in OPTIMIZERS.items():

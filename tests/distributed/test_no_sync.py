@@ -135,7 +135,7 @@ def test_who_reduces_by_hand_never_meets_the_refusal(level: str) -> None:
 
 @pytest.mark.usefixtures("one_process_group")
 def test_another_optimizers_wrapper_is_no_concern() -> None:
-    """Of two halves of a GAN, one is under `no_sync` while the other is trained."""
+    """One half of a GAN is under `no_sync` while the other is trained."""
     _, ddp, optimizer = started("O2")
     _, other, other_optimizer = started("O2")
     for index in range(2):

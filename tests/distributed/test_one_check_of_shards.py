@@ -48,7 +48,7 @@ def batch(rank: int) -> Tensor:
 
 
 def exit_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> int:
-    """How many operations the exit takes."""
+    """Return how many operations the exit takes."""
     seen = Operations()
     with amp.scale_loss(model(batch(rank)).float().square().mean(), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -58,7 +58,7 @@ def exit_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> in
 
 
 def counts(rank: int) -> dict[Any, list[int]]:
-    """Of each level: operations of an exit, and of one whose gradients are added to earlier ones, by layers."""
+    """Return for each level the operations of an exit, and of one that adds to earlier gradients, by layers."""
     found: dict[Any, list[int]] = {}
     for level in LEVELS:
         for count in (2, 9):

@@ -33,7 +33,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def poison(model: torch.nn.Module, value: float) -> None:
-    """As a broken reduction, or memory, would: in one element of one gradient, after all ranks have the same."""
+    """Poison one element of one gradient, after all ranks have the same, as a broken reduction, or memory, would."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     random.choice(gradients).view(-1)[0] = value
 
@@ -172,7 +172,7 @@ def said(rank: int, ranks: int) -> dict[Any, Any]:
 
 
 def kinds(ranks: list[dict[Any, Any]], case: str) -> list[list[str]]:
-    """For each rank the first word of each line."""
+    """Return for each rank the first word of each line."""
     return [[line.split()[0] if "Amp" not in line else line.split()[1] for line in one[case]] for one in ranks]
 
 

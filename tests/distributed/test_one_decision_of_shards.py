@@ -125,7 +125,7 @@ def sharded(make: Callable[[str], nn.Module], level: str) -> dict[str, Any]:
 
 
 def sent(model: nn.Module, optimizer: Any, data_rank: int) -> list[tuple[str, int]]:
-    """What one rank sends from the exit of `scale_loss` to the end of the step."""
+    """Return what one rank sends from the exit of `scale_loss` to the end of the step."""
     seen = Messages()
     with ExitStack() as counted:
         with amp.scale_loss(model(batch(data_rank)).float().square().mean(), optimizer) as scaled_loss:

@@ -1,4 +1,4 @@
-"""What `initialize(process_group=...)` takes, and what of shards is refused."""
+"""`initialize(process_group=...)` takes only groups with this rank; LARC of shards is refused."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def begun(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def passed_on(rank: int, folder: Path, before: int) -> dict[str, Any]:
-    """What the ranks before have saved, as these find it, and saved again by these."""
+    """Return the checkpoint of `before` ranks as these ranks load it, after they have saved it again."""
     results = {}
     for level in LEVELS:
         model, optimizer = made(level, seed=before)

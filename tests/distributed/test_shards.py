@@ -73,7 +73,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def iterate(model: nn.Module, optimizer: Any, named: Any = None, in_care: bool = True) -> None:
-    """One step on the same data on all ranks; `named` is what scale_loss is told."""
+    """Take one step on the same data on all ranks; scale_loss gets `named`."""
     torch.manual_seed(1)
     loss = model(torch.randn(4, 8)).float().square().mean()
     if in_care:
@@ -111,7 +111,7 @@ def first_sharded(shard: Callable[..., nn.Module], level: str, make: Any = adamw
 
 
 def then_sharded(shard: Callable[..., nn.Module], level: str, first: str, **options: Any) -> Any:
-    """What the first use, a scale_loss or a step, says after an initialize of the whole model; None if nothing."""
+    """Return the error of the first scale_loss or step after an initialize of the whole model; None if none."""
     model = base()
     optimizer = adamw(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)

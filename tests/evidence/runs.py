@@ -57,7 +57,7 @@ def in_process(run: Run) -> dict:
 
 
 def setting(row: dict) -> dict[str, object]:
-    """With whose change a row is out of date."""
+    """Return the settings whose change puts a row out of date."""
     task = TASKS[row["task"]]
     recipe = [task.batch_size, task.steps, task.learning_rate, task.weight_decay]
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "recipe": recipe}

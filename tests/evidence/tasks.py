@@ -208,5 +208,5 @@ def _train(model: nn.Module, task: Task, level: str, seed: int) -> None:
 
 
 def _factor(step: int, steps: int) -> float:
-    """Of the learning rate: up over the first tenth of the steps, then down to 0."""
+    """Factor of the learning rate: up over the first tenth of the steps, then down to 0."""
     return min(1.0, 10 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))

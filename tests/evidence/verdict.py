@@ -54,7 +54,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def compare(rows: Iterable[Mapping[str, object]]) -> Iterator[Comparison]:
-    """One comparison for each task and level of the rows, O0 first."""
+    """Return one comparison for each task and level of the rows, O0 first."""
     of_run: dict[tuple[str, str], dict[int, Mapping]] = {}
     for row in rows:
         of_run.setdefault((row["task"], row["level"]), {})[row["seed"]] = row

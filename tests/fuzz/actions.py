@@ -1,4 +1,4 @@
-"""What a user may do, and how the reference changes by it.
+"""The actions of a user, and how the reference changes by them.
 
 An action is a function of the world and of small numbers, which it takes modulo what there is, so that it means
 something wherever it stands: sequences can be shortened. Where it has no meaning it does nothing.
@@ -261,7 +261,7 @@ def hold(world: World, which: int, seed: int) -> None:
 
 @action(1, loss_id=3)
 def backward_held(world: World, loss_id: int) -> None:
-    """That backward: of the weights that the forward ran with."""
+    """Run the backward of a held loss, with the weights that its forward ran with."""
     if not world.held or world.is_open():
         return
     o, ours, plain = world.held.pop()
@@ -271,7 +271,7 @@ def backward_held(world: World, loss_id: int) -> None:
 
 @action(8, which=MANY, how=["", "", "None", "closure=None"])
 def step(world: World, which: int, how: str = "") -> None:
-    """With the arguments that trainers pass."""
+    """Step with the arguments that trainers pass."""
     o = which % len(world.optimizers)
     args, kwargs = {"None": ((None,), {}), "closure=None": ((), {"closure": None})}.get(how, ((), {}))
     world.optimizers[o].step(*args, **kwargs)
@@ -365,7 +365,7 @@ def set_scale(world: World, which: int, scale: float) -> None:
 
 @action(1.5, which=MANY, seed=SEED, scale=[2.0**3, 2.0**8, 2.0**12], delay=[0, 1])
 def windows_apart(world: World, which: int, seed: int, scale: float, delay: int) -> None:
-    """Two optimizers whose windows open at different scales, and one loss for both: seldom drawn by itself."""
+    """Open windows of two optimizers at different scales, and take one loss for both: seldom drawn by itself."""
     if len(world.optimizers) < 2 or world.is_open():
         return
     a, b = which % 2, 1 - which % 2
@@ -492,14 +492,14 @@ def write_param_hidden(world: World, which: int, seed: int, how: str) -> None:
 
 @action(1, which=MANY)
 def keep_data(world: World, which: int) -> None:
-    """A `.data` view that somebody writes through later."""
+    """Keep a `.data` view, to write through later."""
     name = pick(world, which)
     world.kept[name] = (world.params[name].data, world.ref.params[name].data)
 
 
 @action(2, which=MANY, seed=SEED)
 def write_kept_data(world: World, which: int, seed: int) -> None:
-    """Which no version tells, and nothing is asked of torch by."""
+    """Write through a kept view, which moves no version and does not ask torch for memory."""
     if not world.kept:
         return
     name = pick(world, which, list(world.kept))
@@ -563,7 +563,7 @@ def drop_gradient(world: World, which: int) -> None:
 
 @action(2, which=MANY, how=["halve", "replace", "transpose", "negative", "zero", "add"])
 def edit_gradient(world: World, which: int, how: str) -> None:
-    """What users do to a gradient between backward and step."""
+    """Edit a gradient between backward and step, as users do."""
     name = trainable(world, which)
     if name is None or world.is_open() or world.ref.entry(name).grad is None:
         return
@@ -614,7 +614,7 @@ def register_hook(world: World, which: int, how: str) -> None:
 
 @action(0.7, which=MANY)
 def remove_hook(world: World, which: int) -> None:
-    """One of them."""
+    """Remove one of the hooks."""
     if world.hooks:
         o, handle = world.hooks.pop(which % len(world.hooks))
         place = [other for other, _ in world.hooks[: which % (len(world.hooks) + 1)]].count(o)
@@ -688,7 +688,7 @@ def move_between_groups(world: World, which: int) -> None:
 
 @action(0.7, which=MANY)
 def remove_param(world: World, which: int) -> None:
-    """One entry leaves its group, with its state."""
+    """Remove one entry from its group, with its state."""
     o = which % len(world.optimizers)
     names = world.ref.groups[o]
     if world.is_open() or len(world.ref.names(o)) < 2:
@@ -706,7 +706,7 @@ def remove_param(world: World, which: int) -> None:
 
 @action(1, which=MANY, how=["clear inner", "pop one", "clear all", "new dict", "replace", "in place"])
 def change_state(world: World, which: int, how: str) -> None:
-    """What scripts do to `optimizer.state` to reset or edit moments."""
+    """Reset or edit moments in `optimizer.state`, as scripts do."""
     o = which % len(world.optimizers)
     for optimizer in (world.optimizers[o], world.ref.optimizers[o]):
         if how == "clear inner":
@@ -741,7 +741,7 @@ def pack(world: World) -> Any:
 
 @action(1)
 def save(world: World) -> None:
-    """To be loaded later. The reference saves masters for what has one."""
+    """Save, to load later. The reference saves masters where there are any."""
     ref = world.ref
     if ref.regrouped:
         return
@@ -860,7 +860,7 @@ def copy_model(world: World, which: int, seed: int) -> None:
             p.fill_(1.0)
     twin(x)
     world.outputs(m, seed, True)
-    with torch.no_grad():  # batch norms moved in one of the two more often: as the reference's
+    with torch.no_grad():  # ours or theirs moved more often: compare both
         for ours, theirs in zip(world.models[m].buffers(), world.ref.models[m].buffers(), strict=True):
             world.same(ours, theirs, f"buffers of m{m} beside its copy")
 
@@ -882,7 +882,7 @@ def layout(world: World, which: int, last: int) -> None:
 
 @action(1, which=MANY, how=["zero", "none", "halve"])
 def edit_model_gradient(world: World, which: int, how: str) -> None:
-    """Of the model's own gradients after `scale_loss`: where there is a master it has no effect."""
+    """Edit the model's own gradients after `scale_loss`: where there is a master it has no effect."""
     name = pick(world, which)
     if world.is_open() or world.ref.params[name].grad is None:
         return
@@ -903,7 +903,7 @@ def edit_model_gradient(world: World, which: int, how: str) -> None:
 
 @action(1.5, which=MANY, seed=SEED, what=["iterate", "iterate", "backward", "step", "forward", "write"])
 def in_another_thread(world: World, which: int, seed: int, what: str) -> None:
-    """Which comes and goes, so that what torch keeps a thread is new."""
+    """Run in a thread that comes and goes, so that what torch keeps for each thread is new."""
     runs: dict[str, Callable[[], None]] = {
         "iterate": lambda: iterate(world, which, seed, True),
         "backward": lambda: run_backward(world, [which % len(world.optimizers)], seed, 0, False, "", 0),

@@ -24,7 +24,7 @@ def load(ref: Reference, exact: dict[str, Tensor], buffers: list[list[Tensor]]) 
 
 
 def resume(ref: Reference) -> None:
-    """From a checkpoint of now, without gradients."""
+    """Resume from a checkpoint of now, without gradients."""
     for o in range(len(ref.groups)):
         ref.settle(o)
         ref.write_back(o)

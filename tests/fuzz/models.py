@@ -19,7 +19,7 @@ from tests.optimizers import formulas
 
 
 class Plain(nn.Module):
-    """What the models have in common: parts that can be run alone, and casts by hand."""
+    """Shared by the models: parts that can be run alone, and casts by hand."""
 
     half: torch.dtype | None = None
     shape: tuple[int, ...] = (3, 4)
@@ -126,7 +126,7 @@ class KeepsState(Optimizer):
         self.renew()
 
     def renew(self) -> None:
-        """As it was made."""
+        """Go back to the initial state."""
         self.norm = torch.zeros(1)
         self.seen: list[Tensor] = []
         self.counts = {"steps": torch.zeros(()), "by": [0]}
@@ -134,7 +134,7 @@ class KeepsState(Optimizer):
         self.random = random.Random(2)
 
     def own(self) -> list[Any]:
-        """What it keeps, to be compared."""
+        """Return the optimizer's own state, to be compared."""
         return [self.norm, *self.seen, self.counts["steps"], self.counts["by"][0], self.random.getstate()[1][-1]]
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ class KeepsState(Optimizer):
 
 
 class ByFormula(Optimizer):
-    """One of tests/optimizers/formulas.py as an optimizer of torch."""
+    """A formula of tests/optimizers/formulas.py as an optimizer of torch."""
 
     def __init__(self, params: Any, name: str, **settings: Any) -> None:
         self.formula = formulas.FORMULAS[name]

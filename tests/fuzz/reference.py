@@ -68,7 +68,7 @@ class Reference:
         return [name for group in self.groups[o] for name in group]
 
     def entry(self, name: str) -> nn.Parameter:
-        """What the optimizer steps."""
+        """Return the weight that the optimizer steps."""
         return self.masters[name] if name in self.masters and name not in self.added else self.params[name]
 
     def forward(self, m: int, x: Tensor, *args: Any) -> Tensor:
@@ -113,7 +113,7 @@ class Reference:
         self.relaid.difference_update(self.names(o))
 
     def settle(self, o: int) -> None:
-        """What will be stepped or saved, also by what the user wrote unseen, if that was asked for."""
+        """Bring masters up to date before a step or a save, also with unseen writes, if that was asked for."""
         self.scan(o)
         self.refresh(o)
         if self.adopt:
@@ -258,7 +258,7 @@ class Reference:
             window.zeroed = True
 
     def zero_grad_in_body(self, o: int, set_to_none: bool, is_reentered: bool, heed: bool) -> None:
-        """Before a backward begins: what earlier ones left goes; of an open window when it is looked at next."""
+        """Zero before a backward begins: earlier gradients go; those of an open window when it is looked at next."""
         window = self.windows[o]
         if is_reentered:
             self.zero_grad(o, set_to_none)

@@ -19,7 +19,7 @@ class Scaler:
     ceiling: float
     unskipped: int = 0
     overflowed: bool = False  # in a backward that was not checked yet
-    writes: int = 0  # of a dynamic scale, to the same value too: whoever does not ask the device cannot tell
+    writes: int = 0  # of a dynamic scale, to the same value too: only the device could tell these apart
 
     def set(self, scale: float) -> None:
         self.scale, self.writes = scale, self.writes + 1

@@ -32,7 +32,7 @@ BETWEEN = {
 
 @dataclass
 class Sequence:
-    """How it starts, and what is done then: (action, its numbers, whether gradients and state are looked at after)."""
+    """How a run starts, and its actions: (action, its numbers, whether gradients and state are looked at after)."""
 
     start: dict[str, Any]
     actions: list[tuple[str, dict[str, Any], bool]]
@@ -85,7 +85,7 @@ def draw(seed: int, without: Collection[str] = (), level: str | None = None) -> 
 
 
 def run(sequence: Sequence) -> str | None:
-    """What went wrong, and at which action; None if nothing did."""
+    """Return the failure of the sequence, and its action; None if there is none."""
     torch.manual_seed(0)
     place = "start"
     try:

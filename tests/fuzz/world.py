@@ -41,7 +41,7 @@ class World:
         self.optimizers = self._make_optimizers()
         self.saved: list[Any] = []
         self.held: list[Any] = []  # losses without their backward yet
-        self.attic: list[Any] = []  # what nobody closed
+        self.attic: list[Any] = []  # engines that were not closed
         self.kept: dict[str, tuple[Tensor, Tensor]] = {}  # `.data` of parameters
         self.averages: dict[int, tuple[Any, dict[str, Tensor]]] = {}  # of models, and what their weights are to be
         self.hooks: list[tuple[int, Any]] = []  # the user's, before steps: of which optimizer, and their handles
@@ -131,7 +131,7 @@ class World:
         return [p for group in self.optimizers[o].param_groups for p in group["params"]]
 
     def entry(self, name: str) -> nn.Parameter | None:
-        """What amp's optimizer steps of a parameter; None if it has none."""
+        """Return the weight that amp's optimizer steps for a parameter; None if there is none."""
         for o in range(len(self.optimizers)):
             for own, entry in zip(self.ref.names(o), self.entries(o), strict=True):
                 if own == name:
@@ -146,7 +146,7 @@ class World:
         return self.start["optimizers"][o][1]
 
     def is_open(self, o: int | None = None) -> bool:
-        """Whether a window of scaled gradients is open."""
+        """True if a window of scaled gradients is open."""
         return any(window is not None for i, window in enumerate(self.ref.windows) if o is None or i == o)
 
     def outputs(self, m: int, seed: int, *args: Any) -> tuple[Tensor, Tensor]:
@@ -251,7 +251,7 @@ class World:
                     self.same(mine[key], value, f"state {key!r} of {name}")
 
     def is_finite(self) -> bool:
-        """Whether there is something left to compare."""
+        """True if there is something left to compare."""
         return all(bool(p.isfinite().all()) for side in (self.params, self.ref.params) for p in side.values())
 
     def close(self) -> None:

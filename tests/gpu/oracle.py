@@ -28,7 +28,7 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, h: Adam) -> Stat
 
 
 def sgd(p: Tensor, g: Tensor, buffer: Tensor, unused: Tensor, step: int, h: Sgd) -> State:
-    """As torch.optim.SGD documents it."""
+    """One step of SGD as torch.optim.SGD documents it."""
     g = -g if h.maximize else g
     if not h.decay_after_momentum:
         g = g + h.weight_decay * p

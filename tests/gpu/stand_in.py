@@ -1,4 +1,4 @@
-"""What tests and measurements call of torch.cuda, for the CPU: a device that has done its work when a call returns."""
+"""The functions of torch.cuda that tests and measurements call, for a CPU: work is done when a call returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cuda_of(device: torch.device) -> Any:
 
 
 def captured(body: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """What replays `body`, captured in a CUDA graph and let go of. On the stand-in it is `body` itself."""
+    """Return a replay of `body`, captured in a CUDA graph and let go of. On the stand-in it is `body` itself."""
     if device.type != "cuda":
         return body
     torch.cuda.synchronize()
@@ -70,7 +70,7 @@ class Event:
 
 
 class Runtime:
-    """What starts and stops a profiler."""
+    """Starts and stops a profiler."""
 
     def cudaProfilerStart(self) -> None:
         pass

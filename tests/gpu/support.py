@@ -1,4 +1,4 @@
-"""What the GPU tests share: the device, tensors at any alignment, twins on the CPU, and a count of kernel launches.
+"""Shared by the GPU tests: the device, tensors at any alignment, twins on the CPU, and a count of kernel launches.
 
 Where torch finds no GPU, or GPU_TESTS=stand-in, the CPU stands in for one: kernels are compared with themselves, but
 what the tests call, expect and tolerate is tried out. GPU_TESTS=gpu asks for a GPU: without one no test is run.
@@ -62,7 +62,7 @@ def on_gpu(value: object, device: torch.device = GPU) -> object:
 
 
 def assert_same_bits(ours: object, theirs: object, what: str = "") -> None:
-    """That tensors on any devices hold equal values, or equal NaNs; through sequences."""
+    """Assert that tensors on any devices hold equal values, or equal NaNs; through sequences."""
     if isinstance(ours, Tensor):
         assert isinstance(theirs, Tensor)
         assert ours.dtype == theirs.dtype
@@ -79,14 +79,14 @@ def assert_same_bits(ours: object, theirs: object, what: str = "") -> None:
 
 
 def assert_rounded(ours: Tensor, exact: Tensor, slack: float = 1e-6) -> None:
-    """That `ours` is the float64 value `exact`, but for rounding to its type and `slack` of float32 arithmetic."""
+    """Assert that `ours` is the float64 value `exact`, up to rounding to its type and `slack` of float32 arithmetic."""
     rtol = {torch.float32: slack, torch.float16: 2.0**-11 + slack, torch.bfloat16: 2.0**-8 + slack}[ours.dtype]
     torch.testing.assert_close(ours.cpu().double(), exact, rtol=rtol, atol=slack)
 
 
 @contextmanager
 def no_sync() -> Iterator[None]:
-    """Any host sync that PyTorch knows of raises; on the stand-in nothing does."""
+    """In this context any host sync that PyTorch knows of raises; on the stand-in nothing does."""
     cuda.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "a prototype feature"
@@ -98,7 +98,7 @@ def no_sync() -> Iterator[None]:
 
 
 def captured(body: Callable[[], object]) -> Callable[[], object]:
-    """What replays `body`, captured in a CUDA graph and let go of. On the stand-in it is `body` itself."""
+    """Return a replay of `body`, captured in a CUDA graph and let go of. On the stand-in it is `body` itself."""
     return stand_in.captured(body, GPU)
 
 
@@ -110,7 +110,7 @@ def calls(body: Callable[[], object]) -> list[str]:
 
 
 def launches(body: Callable[[], object]) -> int:
-    """How many kernels `body` launches."""
+    """Return how many kernels `body` launches."""
     return _launches(calls(body))
 
 

@@ -56,7 +56,7 @@ class Iteration:
         self.one = torch.ones((), device=GPU)
 
     def backward(self):
-        """Up to the end of the body of scale_loss, which is returned."""
+        """Run up to the end of the body of scale_loss, which is returned."""
         self.optimizer.zero_grad()
         context = self.engine.scale_loss(self.loss, self.optimizer)
         torch.autograd.grad(context.__enter__(), self.loss, self.one)
@@ -122,7 +122,7 @@ class Ops(TorchDispatchMode):
 @pytest.mark.skipif(not kernels.has_native(GPU), reason="needs compiled kernels")
 @pytest.mark.parametrize("count", [3, 300])
 def test_an_iteration_is_six_launches(count, monkeypatch):
-    """As far as a CPU can tell. From zero_grad to the step, with clipping."""
+    """From zero_grad to the step, with clipping, as far as a CPU can tell."""
     with Engine() as engine, Ops() as ops:
         for owner, name, launched in (
             (kernels.ListCheck, "run", CHECK_LAUNCHES),
@@ -289,7 +289,7 @@ def test_a_captured_function_reads_tables_that_its_call_left_behind():
 
 @pytest.mark.parametrize(("kind", "h"), CASES)
 def test_a_captured_step_outlives_its_table(kind, h):
-    """What the table had on the GPU is freed, and others have that memory when the graph is replayed."""
+    """The table's memory on the GPU is freed, and used by others when the graph is replayed."""
     on_cpu = problem(kind, (31, 4096, 40000), momentum=kind != "sgd" or h.momentum != 0)
     ours = on_cpu.on_gpu()
     inv_scale = torch.tensor(INV_SCALE, device=GPU)
@@ -385,7 +385,7 @@ def test_addresses_that_change_while_the_host_runs_ahead():
 
 @pytest.mark.parametrize("on_side_stream", [False, True])
 def test_gradients_written_after_the_exit_change_nothing_on_any_stream(on_side_stream):
-    """What torch copies before such a write is ordered with the stream that the backward ran on."""
+    """torch orders the copies before such a write with the stream that the backward ran on."""
     torch.manual_seed(0)
     width = 64 if STANDS_IN else 4096
     model = torch.nn.Linear(width, width, device=GPU)
@@ -424,7 +424,7 @@ def test_work_is_queued_on_the_current_stream():
 
 @pytest.mark.parametrize("is_view", [False, True])
 def test_a_gradient_is_held_in_order_of_any_stream(is_view):
-    """Also one that is a view of a bucket."""
+    """The gradient may be a view of a bucket."""
     bucket, stream = torch.zeros(2 << 20, device=GPU), cuda.Stream()
     param = torch.nn.Parameter(torch.zeros(1 << 20, device=GPU))
     param.grad = bucket[1 << 20 :] if is_view else torch.zeros(1 << 20, device=GPU)

@@ -1,10 +1,10 @@
-"""What `make gpu` runs: four parts, each within ten minutes on a machine with a GPU (tests/gpu_run/parts.py).
+"""The program of `make gpu`: four parts, each within ten minutes on a machine with a GPU (tests/gpu_run/parts.py).
 
 Stages run whatever became of those before them, each for so long at most; the status is 1 at the end if one of them
 failed. In the folder --out: A.log has what part A prints, A.jsonl each result as it comes, A.clocks.csv the GPU's
 clocks, A.json what became of the stages, gpu.md all parts that lie there as tables. All of it is whole after each
 stage, whatever ends the run. `--simulate` goes through the same stages on a machine without a GPU, tiny, on the CPU,
-which stands in for one: what is called of torch.cuda is tests/gpu/stand_in.py.
+which stands in for one: tests/gpu/stand_in.py has the functions of torch.cuda.
 """
 
 from __future__ import annotations

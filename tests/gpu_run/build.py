@@ -25,7 +25,7 @@ RECORD = EXTENSION.with_suffix(".json")  # of setup.py: the mode and torch's ver
 
 
 def sources_hash() -> str:
-    """Of the C++ code and of the two files that say how it is compiled."""
+    """Return a hash of the C++ code and of the two files that say how it is compiled."""
     digest = hashlib.sha256()
     code = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
     for path in (*code, ROOT / "setup.py", ROOT / "toolchain.py"):
@@ -34,7 +34,7 @@ def sources_hash() -> str:
 
 
 def read_record() -> dict[str, Any]:
-    """What is written beside the extension; {} where there is none."""
+    """Return the record beside the extension; {} if there is none."""
     try:
         return dict(json.loads(RECORD.read_text())) if EXTENSION.exists() else {}
     except (OSError, ValueError):
@@ -69,7 +69,7 @@ def carry(capability: str) -> None:
 
 
 def loaded() -> str:
-    """What `python -m amp_engine info` says of the compiled kernels."""
+    """Return what `python -m amp_engine info` says of the compiled kernels."""
     info = output(sys.executable, "-m", "amp_engine", "info", limit=60.0)
     lines = [line.removeprefix("kernels").strip() for line in info.splitlines() if line.startswith("kernels")]
     return lines[0] if lines else "unknown"

@@ -1,4 +1,4 @@
-"""What the kernels move, by the hardware's counters: bytes of DRAM a parameter, sectors a request.
+"""The traffic of the kernels by the hardware's counters: bytes of DRAM a parameter, sectors a request.
 
 Without arguments it runs itself under `ncu`, which is no failure where it is absent or refused. Only what lies between
 cudaProfilerStart and Stop is measured. Clocks are left alone.

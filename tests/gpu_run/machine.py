@@ -1,4 +1,4 @@
-"""What the machine is, as far as programs say, and what its clocks did meanwhile."""
+"""The machine, as far as programs tell, and its clocks meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDLE = 0x1  # of the reasons: no work
 
 
 def output(*command: str, limit: float = 20.0) -> str:
-    """What a program prints, or "" where it cannot run."""
+    """Return the output of a program; empty if it cannot run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=limit)
     except (OSError, subprocess.SubprocessError):
@@ -31,7 +31,7 @@ def output(*command: str, limit: float = 20.0) -> str:
 
 
 def query(*names: str) -> str:
-    """What nvidia-smi says of the first GPU."""
+    """Return what nvidia-smi says of the first GPU."""
     return output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0")
 
 
@@ -122,7 +122,7 @@ def summary(stage: str, samples: list[list[str]]) -> Row:
 
 
 def installed(package: str) -> str:
-    """Its version, or "none"."""
+    """Return its version, or "none" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -62,7 +62,7 @@ def summary(report: dict[str, Any]) -> Row:
 
 
 def section(report: dict[str, Any]) -> str:
-    """What one report has, as tables."""
+    """Return one report as tables."""
     return "\n" + "\n\n".join(_blocks(report)) + "\n"
 
 

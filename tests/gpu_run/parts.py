@@ -47,7 +47,7 @@ def marked_cuda() -> list[str]:
 
 
 def parts(folder: Path, simulated: bool) -> list[Part]:
-    """All parts, in order; `simulated`: tiny, on the CPU. Results of part A go to A.jsonl in the folder."""
+    """Return all parts, in order; `simulated`: tiny, on the CPU. Results of part A go to A.jsonl in the folder."""
     tiny = ["--device", "cpu", "--tiny"] if simulated else []
     lenient = [*LENIENT, *["--cases", "one"] * simulated]
     # Without a GPU the tests are to fail, not to try another device.

@@ -1,4 +1,4 @@
-"""What the measuring stages share: arguments, time left, cases one of which may fail, memory given back in between."""
+"""Shared by the measuring stages: arguments, time left, cases that may fail, memory given back in between."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESERVE = 6.0  # seconds before the limit at which no case is begun any more
 
 @dataclass
 class Task:
-    """What a stage was asked for.
+    """The task of a stage.
 
     Attributes:
         rows: where results go.
@@ -45,7 +45,7 @@ class Task:
 
     @property
     def cuda(self) -> Any:
-        """What of torch.cuda is called for this device."""
+        """Return the functions of torch.cuda for this device."""
         return cuda_of(self.device)
 
     def left(self) -> float:

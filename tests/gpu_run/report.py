@@ -1,4 +1,4 @@
-"""What was found: results as they come, a line of JSON each, and what became of the stages."""
+"""The findings: results as they come, a line of JSON each, and the outcomes of the stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rows:
         self._path, self._stage = path, stage
 
     def add(self, case: str, what: str, **numbers: Any) -> None:
-        """One row. Numbers that are None are left out."""
+        """Add one row. Numbers that are None are left out."""
         row = {"stage": self._stage, "case": case, "what": what}
         row |= {name: value for name, value in numbers.items() if value is not None}
         shown = "  ".join(f"{name} {cell(name, row[name])}" for name in list(row)[3:])
@@ -56,7 +56,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class Report:
-    """What became of the stages of a part, as JSON beside its rows.
+    """The outcomes of the stages of a part, as JSON beside its rows.
 
     Attributes:
         rows_file: where the stages append what they find.
@@ -69,7 +69,7 @@ class Report:
         self._file, self._part, self._about = folder / f"{part.name}.json", part, about
 
     def write(self, clocks: Sequence[Row]) -> None:
-        """Write it anew. A reader sees the old file or the new one, and so does whoever kills this process."""
+        """Write it anew. A reader sees the old file or the new one, whole, also if this process is killed."""
         stages = [asdict(outcome) for outcome in self.outcomes]
         for stage in self._part.stages[len(stages) :]:
             stages.append({"stage": stage.name, "outcome": UNFINISHED})

@@ -36,7 +36,7 @@ def command(tool: str) -> list[str]:
 
 
 def verdict(output: str, code: int | None) -> tuple[str, bool]:
-    """What became of a tool, and whether that is a failure. `code` is None where it ran out of time."""
+    """Return the outcome of a tool, and whether it is a failure. `code` is None where it ran out of time."""
     found = [int(number) for number in SUMMARY.findall(output)]
     if any(found):
         return f"{sum(found)} errors", True
@@ -61,7 +61,7 @@ def main() -> None:
     if not shutil.which(SANITIZER):
         return rows.add("small cases", f"{SANITIZER} is not installed")
     end = time.monotonic() + float(os.environ.get("GPU_RUN_SECONDS", "600")) - RESERVE
-    # Each tensor in memory of its own, so that what lies behind it is nobody's.
+    # Each tensor in memory of its own, so that no other tensor lies behind it.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
     outputs = {tool: Path(f"build/sanitizer-{tool}.log") for tool in TOOLS}
     Path("build").mkdir(exist_ok=True)

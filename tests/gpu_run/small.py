@@ -29,7 +29,7 @@ def values(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0
 
 
 def step(kind: str, device: torch.device) -> None:
-    """Two steps of one formula over all sizes, types and alignments."""
+    """Take two steps of one formula over all sizes, types and alignments."""
     mixed = list(product(SIZES, kernels.FLOATS, (0, 1)))
     gradients = [values(n, dtype, device, offset) for n, dtype, offset in mixed]
     weights = [values(n, torch.float32, device, offset) for n, _, offset in mixed]

@@ -39,7 +39,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a stage.
+    """The outcome of a stage.
 
     Attributes:
         stage: its name.

@@ -121,7 +121,7 @@ class Kernels:
         )
 
     def all(self) -> None:
-        """Both passes and the scale between them."""
+        """Measure both passes and the scale between them."""
         self.check()
         kernels.update_scale_(
             self._scale,
@@ -144,7 +144,7 @@ def replayed(run: Run, device: torch.device) -> Run:
 
 
 def adamw(params: Iterator[nn.Parameter]) -> Optimizer:
-    """What is stepped unless a case says otherwise."""
+    """Return the optimizer that is stepped unless a case says otherwise."""
     return torch.optim.AdamW(params, lr=LEARNING_RATE)
 
 
@@ -156,7 +156,7 @@ def ours(
     optimizer_of: Callable[[Iterator[nn.Parameter]], Optimizer] = adamw,
     zeroed: bool = True,
 ) -> Run:
-    """One step at `level` from the end of the backward on, until `stack` is closed.
+    """Return one step at `level` from the end of the backward on, until `stack` is closed.
 
     O1 unscales in place, the same gradients again and again: there the scale is 1.
     """
@@ -351,7 +351,7 @@ class Cases:
             self._race.run(f"AdamW, O1, {shape}", shape.total, contestants, 2.5)
 
     def kernels_as_a_graph(self) -> None:
-        """Both passes captured."""
+        """Measure both passes, captured."""
         shape = self.shape(300, self._largest)
         bare = Kernels(shape, "adam", torch.float16)
         self.graph(f"kernels, adam, float16, as a graph, {shape}", bare.all, shape)
@@ -374,7 +374,7 @@ class Cases:
         self._race.run(case, shape.total, [Contestant("ours, replayed", again, CHECK + UPDATE["adam"])], 1.0)
 
     def ceilings(self) -> None:
-        """What else the device does at best."""
+        """Measure other bandwidths that the device reaches at best."""
         n = 1_000 if self._task.tiny else self._largest
         x = torch.randn(n, device=self._task.device)
         contestants = [Contestant("read", lambda: x.sum(), 4.0)]

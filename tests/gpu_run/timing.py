@@ -29,7 +29,7 @@ WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStrea
 
 @dataclass(frozen=True)
 class Contestant:
-    """What takes turns with others.
+    """A piece of work that takes turns with others.
 
     Attributes:
         what: its name in the report.
@@ -86,7 +86,7 @@ class Clock:
 
 
 def counts(calls: Sequence[str]) -> dict[str, int]:
-    """How many of these calls of CUDA launch kernels, how many wait for the device, and how many there are."""
+    """Return how many of these calls of CUDA launch kernels, how many wait for the device, and how many there are."""
     return {
         "launches": sum("Launch" in call for call in calls),
         "syncs": sum(call in WAITS for call in calls),

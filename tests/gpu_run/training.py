@@ -176,7 +176,7 @@ def contestant(example: Example, who: str, device: torch.device, how: str = "") 
 
 @contextmanager
 def tf32(allowed: bool | None) -> Iterator[None]:
-    """Whether FP32 products may be TF32; None: torch's defaults, which are TF32 for convolutions alone."""
+    """Allow TF32 for FP32 products, or not; None: torch's defaults, which allow it for convolutions alone."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     if allowed is not None:
         torch.set_float32_matmul_precision("high" if allowed else "highest")
@@ -254,7 +254,7 @@ class Training:
 
 
 def case_of(example: Example, how: str) -> str:
-    """What a row is about."""
+    """Return the name of a row."""
     return f"{example.name}, {how}" if how else example.name
 
 

@@ -24,7 +24,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """To the bit, but for the payload of NaNs."""
+    """True if values are equal to the bit, up to the payload of NaNs."""
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and same_bits(a.nan_to_num(0.5), b.nan_to_num(0.5))
 
 
@@ -34,7 +34,7 @@ def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 @dataclass
 class Arena:
-    """Makes tensors that lie at odd addresses inside of larger buffers, and knows if somebody wrote beside them."""
+    """Makes tensors that lie at odd addresses inside of larger buffers, and notices writes beside them."""
 
     seed: int = 0
     buffers: list[tuple[Tensor, Tensor, int, int]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Arena:
 
 @dataclass
 class Rows:
-    """What one step takes, in every combination of gradient, weight and copy type."""
+    """The rows of one step, in every combination of gradient, weight and copy type."""
 
     grads: list[Tensor | None]
     params: list[Tensor]

@@ -1,4 +1,4 @@
-"""Which backend computes where, and that both offer everything."""
+"""The backend is chosen by the device, and both backends offer everything."""
 
 from types import SimpleNamespace
 

@@ -72,7 +72,7 @@ def test_rounding_by_chance_is_exact_in_the_mean_and_keeps_what_bfloat16_holds()
 
 
 class Tensors:
-    """What a table is made of, twice the same: as float32, and in halves."""
+    """The tensors of a table, twice the same: as float32, and in halves."""
 
     def __init__(self, formula: str, moments: torch.dtype, shapes: list[tuple[int, ...]]) -> None:
         generator = torch.Generator().manual_seed(1)

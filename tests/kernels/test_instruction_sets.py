@@ -36,7 +36,7 @@ def streamed_rows() -> Rows:
 
 
 def stepped(formula: str, stream_copies: bool) -> list[Tensor]:
-    """What two steps write, of a table that writes its copies so."""
+    """Return the tensors that two steps write, of a table that writes its copies so."""
     r = streamed_rows()
     second = r.second if formula in ("adam", "lamb") else [None] * 36
     steps = _native.module.StepTable(
@@ -53,7 +53,7 @@ def stepped(formula: str, stream_copies: bool) -> list[Tensor]:
 
 
 def outcome() -> list[Tensor]:
-    """What every operation writes and returns."""
+    """Return what every operation writes and returns."""
     results = []
     for formula, h in ARGUMENTS.items():
         r = rows(Arena(), SCALE)

@@ -99,7 +99,7 @@ def test_nothing_is_clipped_of_a_list_that_is_refused():
 
 
 def test_each_device_has_a_check_of_its_own(monkeypatch):
-    """What a GPU keeps between calls is of its own tensors, and the list of another one would put it out of date."""
+    """A check keeps tensors on its GPU between calls, which the list of another GPU would put out of date."""
     made = []
 
     class Check:

@@ -22,7 +22,7 @@ def arena():
 
 @pytest.fixture
 def mixed(arena):
-    """Every type in every size, in one list."""
+    """Return every type in every size, in one list."""
     return [arena.randn(n, dtype) for n in SIZES for dtype in FLOATS]
 
 

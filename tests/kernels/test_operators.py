@@ -27,7 +27,7 @@ def scalar(value=0.5):
 
 
 def step_arguments(formula):
-    """As the operator takes them: one gradient missing, one copy, all options that matter to this formula."""
+    """Arguments for the operator: one gradient missing, one copy, all options that matter to this formula."""
     weights = tensors(FLOAT, FLOAT, HALF)
     grads = tensors(HALF, FLOAT, HALF)
     grads[1] = None

@@ -167,7 +167,7 @@ READ = [
 
 
 def beside_each_other(distance, dtypes=(torch.float32, torch.float32)):
-    """Two tensors of shape [4, 6]; the second begins so many bytes after the first."""
+    """Return two tensors of shape [4, 6]; the second begins so many bytes after the first."""
     memory = torch.ones(300, dtype=torch.uint8)
     spans = [(100, dtypes[0]), (100 + distance, dtypes[1])]
     return [memory[at : at + 24 * dtype.itemsize].view(dtype).view(4, 6).fill_(1) for at, dtype in spans]
@@ -185,7 +185,7 @@ def test_memory_that_overlaps_partly(op, first, second):
 
 @pytest.mark.parametrize(("op", "first", "second"), READ)
 def test_memory_that_is_written_and_read_elsewhere(op, first, second):
-    """Of another index, or of the same but shifted, which is no work in place."""
+    """The memory is of another index, or of the same but shifted, which is no work in place."""
     for place, distance in ((2, 0), (0, 40)):
         lists = lists_of(op)
         lists[first][0], lists[second][place] = beside_each_other(distance)

@@ -74,7 +74,7 @@ def states(r: Rows) -> list[oracle.State]:
 def assert_stepped(
     formula: str, r: Rows, old: list[oracle.State], factors: list[float], hs: list[dict], counts
 ) -> None:
-    """Each row that has a gradient went from `old` to where float64 goes."""
+    """Assert that each row with a gradient went from `old` to where float64 goes."""
     true_grads = [None if g is None else g.double() * f for g, f in zip(r.grads, factors, strict=True)]
     norm_of_all = oracle.norm([g for g in true_grads if g is not None])
     for i, g in enumerate(true_grads):
@@ -442,7 +442,7 @@ def test_the_address_of_a_tensor_changes_no_bit(formula):
 
 @NATIVE
 def test_lamb_takes_no_more_scratch_than_its_tensors(backend):
-    """And not a chunk, which is 128 KB, for each of them."""
+    """A chunk for each of them would be 128 KB."""
     n = 1000
     grads, weights, first, second = ([torch.ones(10) for _ in range(n)] for _ in range(4))
     lamb = kernels.step_table("lamb", weights, [None] * n, first, second, [0] * n, torch.zeros(n))

@@ -33,7 +33,7 @@ def sgd(p: Tensor, g: Tensor, state: State, t: int, given: Settings) -> Tensor:
 
 
 def _moments(p: Tensor, g: Tensor, state: State, t: int, given: Settings, entering: float) -> tuple[Tensor, Tensor]:
-    """Both moments of Adam, divided by 1 - beta^t; the gradient enters the first one times `entering`."""
+    """Return both moments of Adam, divided by 1 - beta^t; the gradient enters the first one times `entering`."""
     beta1, beta2 = given["betas"]
     m = state["exp_avg"] = beta1 * state.get("exp_avg", torch.zeros_like(p)) + entering * g
     v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", torch.zeros_like(p)) + (1 - beta2) * g * g

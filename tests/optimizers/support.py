@@ -82,7 +82,7 @@ def give(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
 
 
 def run(optimizer: Optimizer, steps: Iterable[int], after: Callable[[int], None] = lambda index: None) -> None:
-    """One step with each of these gradients."""
+    """Take one step with each of these gradients."""
     params = group_params(optimizer)
     for index in steps:
         give(params, gradients(params, index))
@@ -105,7 +105,7 @@ def update_error(values: Sequence[Tensor], truth: Sequence[Tensor], start: Seque
 def assert_rounded_once(
     values: Sequence[Tensor], truth: Sequence[Tensor], start: Sequence[Tensor], where: str = ""
 ) -> None:
-    """Every value is as near to the truth as its type allows, but for float32's own rounding of the step."""
+    """Assert that values are as near to the truth as their types allow, up to float32's own rounding of the step."""
     for index, (value, exact, old) in enumerate(zip(values, truth, start, strict=True)):
         if not value.numel():
             continue
@@ -125,7 +125,7 @@ def assert_follows(
     where: str = "",
     params: Sequence[Tensor] | None = None,
 ) -> None:
-    """One step from the optimizer's weights, and `truth`'s own state, is the true one rounded once.
+    """Assert that one step from the optimizer's weights, and `truth`'s state, is the true one rounded once.
 
     `params` are those of `truth`, if the optimizer has not all of them yet.
     """

@@ -260,7 +260,7 @@ def test_masters_of_its_own_are_saved_and_resumed() -> None:
 
 
 def test_a_half_weight_that_the_user_wrote_is_where_its_own_master_goes_on() -> None:
-    """As after `model.load_state_dict`."""
+    """`model.load_state_dict` writes so."""
     params = parameters([(6,)], torch.float16)
     optimizer = made("FusedAdam", params, capturable=True, master_weights=True)
     run(optimizer, range(2))

@@ -67,7 +67,7 @@ def test_loading_in_the_middle_of_a_run_goes_back_to_there(name: str) -> None:
 
 @EVERY
 def test_a_saved_state_dict_does_not_change_when_training_goes_on_from_it(name: str) -> None:
-    """As with torch, state tensors are shared with `state_dict`, but loading one elsewhere leaves it alone."""
+    """As with torch, state tensors are shared with `state_dict`, but loading it elsewhere leaves it alone."""
     params, others = parameters(), parameters()
     first, second = made(name, params), made(name, others)
     run(first, range(2))

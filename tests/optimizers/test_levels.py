@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def fused(name: str, model: nn.Module) -> Optimizer:
-    """Two groups: matrices, and vectors without weight decay."""
+    """Return an optimizer of two groups: matrices, and vectors without weight decay."""
     params = list(model.parameters())
     groups = [
         {"params": [param for param in params if param.ndim > 1]},
@@ -277,7 +277,7 @@ def test_close_after_training_gives_back_masters_hooks_and_state_and_training_go
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @EVERY
 def test_a_step_of_masters_is_the_step_of_float32_copies(name: str, level: str, looked_at: bool) -> None:
-    """Half gradients read straight by the step, or float32 ones that somebody looked at first, to the same end."""
+    """The step may read half gradients directly, or float32 ones that were read before, with equal results."""
     model, optimizer = started(name, level)
     params = [param for group in ("2d", "1d") for param in model.parameters() if (param.ndim > 1) == (group == "2d")]
     copies = [nn.Parameter(master) for master in masters(optimizer)]
@@ -308,7 +308,7 @@ def test_a_step_of_masters_is_the_step_of_float32_copies(name: str, level: str, 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 @EVERY
 def test_clipping_and_accumulating_reach_the_step(name: str, level: str) -> None:
-    """Two backwards and a clip through `master_params`, beside the same done by hand."""
+    """Two backwards and a clip through `master_params` equal the same done by hand."""
     model, optimizer = started(name, level)
     copies = [nn.Parameter(master) for master in masters(optimizer)]
     sizes = [len(group["params"]) for group in optimizer.param_groups]

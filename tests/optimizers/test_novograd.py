@@ -85,7 +85,7 @@ def test_the_second_moment_is_the_norm_and_not_its_square() -> None:
 
 
 def as_apex(optimizer: torch.optim.Optimizer, params: list[Any], steps: int) -> dict[str, Any]:
-    """What apex would have saved: the norms of half parameters, then of float32 ones, in the group."""
+    """Return what apex would have saved: the norms of half parameters, then of float32 ones, in the group."""
     saved = copy.deepcopy(optimizer.state_dict())
     norms: list[list[torch.Tensor]] = [[], []]
     for index, param in enumerate(params):

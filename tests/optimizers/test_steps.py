@@ -1,4 +1,4 @@
-"""What holds for the steps of all five: groups, types, layouts, sizes, missing gradients, closures, schedulers."""
+"""The steps of all five optimizers: groups, types, layouts, sizes, missing gradients, closures, schedulers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_group_added_after_construction_is_stepped(name: str, when: int) -> No
 
 @EVERY
 def test_a_parameter_that_moves_to_the_next_group_is_stepped_by_its_settings(name: str) -> None:
-    """All parameters of an optimizer, one after another, are the same as before."""
+    """After the move the list of all parameters of the optimizer is the same as before."""
     for kind in [CLASSES[name], *TORCHS_OF.get(name, [])]:
         moved, there = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
         optimizer = kind([{"params": [nn.Parameter(torch.ones(3)), moved]}, {"params": [there], "lr": 0.25}], lr=1.0)

@@ -33,7 +33,7 @@ class Room:
         return Backward(self.scaler, 0, self.scaler.snapshot())
 
     def accumulate(self, *grads: Any) -> None:
-        """What a backward leaves in the parameters: scaled, of their types; None leaves one alone."""
+        """Accumulate as a backward does: scaled, in the parameters' types; None leaves a parameter alone."""
         for p, grad in zip(self.params, grads, strict=True):
             if grad is not None:
                 scaled = torch.full_like(p, 8.0 * grad)

@@ -43,7 +43,7 @@ def test_a_parameter_that_is_the_loss_itself() -> None:
 
 @pytest.mark.parametrize("value", [1.0, math.inf])
 def test_weights_whose_memory_was_released_before_the_backward_are_not_read(value: float) -> None:
-    """As FSDP releases it. Reading them, or running the formulas that do, would end the process."""
+    """FSDP releases it so. Reading them, or running the formulas that do, would end the process."""
     layer, norm = nn.Linear(4, 4), nn.RMSNorm(4)
     x = torch.ones(2, 4, requires_grad=True)
     result = norm(layer(x * value))

@@ -1,4 +1,4 @@
-"""What the host learns of a backward, and when."""
+"""The numbers of a backward on their way to the host: the flag, norms and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a step is skipped: who decides it, when the host hears of it, and what is said once."""
+"""Decisions to skip a step: who makes them, when the host hears of them, and what is said once."""
 
 from __future__ import annotations
 

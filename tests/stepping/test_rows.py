@@ -1,4 +1,4 @@
-"""What an optimizer steps: rows with and without masters, and what the kernels find in them."""
+"""An optimizer steps rows with and without masters, and the kernels find their gradients in slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from amp_engine.stepping.master_parameter import MasterParameter
 
 
 def slots_of(room: Any) -> list[str]:
-    """Of each row what a step finds: "held" is scaled still, "foreign" is one that the kernels may not take."""
+    """Return the slot of each row: "held" is scaled still, "foreign" is one that the kernels may not take."""
     return [Slot(kind).name.lower() for kind in room.rows.step_input().slots]
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong in threads by chance only: `make stress ROUNDS=2000`.
+"""Faults that threads meet only by chance: `make stress ROUNDS=2000`.
 
 `make test` does not run this file. Each test has a form there that needs no luck, in tests/casting/test_safety.py and
 test_weight_copies.py. Every loop here has a fixed length.

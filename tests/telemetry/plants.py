@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Over the sequence: [batch, time, channels]."""
+    """A convolution over the sequence: [batch, time, channels]."""
 
     def __init__(self, conv: nn.Module) -> None:
         super().__init__()

@@ -237,7 +237,7 @@ def test_checkpointed_modules_are_compared_once() -> None:
 
 def test_modules_that_run_other_kernels_in_half_are_judged_by_what_they_gave() -> None:
     class Other(nn.Module):
-        """As an LSTM on a CPU: one operation in FP32, others in half."""
+        """Like an LSTM on a CPU: one operation in FP32, others in half."""
 
         def forward(self, x: Tensor) -> Tensor:
             return x.exp() if x.dtype is torch.float32 else ((x.cosh() + x.sinh()) + 1000.0).sub(1000.0)

@@ -95,7 +95,7 @@ def assert_the_saved_policy_is_enough(model: nn.Module, batch: Batch, found: Any
 
 def test_two_that_suffice_only_together_are_found_among_many() -> None:
     class Together(nn.Module):
-        """Two parts of one sum: its digits are there if both terms are."""
+        """Two parts of one sum, whose digits are there only if both terms are."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -305,7 +305,7 @@ def test_a_notebook_and_a_receipt_show_it(tmp_path: Path) -> None:
 
 
 def refs_of_a_run(level: str) -> list[Any]:
-    """Of a weight, and of a result of a function that raised."""
+    """Return weak references to a weight, and to a result of a function that raised."""
     with Engine() as engine:
         model, _ = started(level, engine=engine)
         results: list[Any] = []

@@ -1,4 +1,4 @@
-"""The loss scale over backwards: what is kept, what is counted, and that nobody is asked for it."""
+"""The history of the loss scale keeps and counts backwards, and never asks the device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_has_not_arrived_is_waited_for_by_nobody_but_who_says_so() -> None:
         history.note(0, one)
     assert history.track(0).backwards == 0
     assert [one.questions for one in late] == [0, 0, 0], "nothing is asked on the way"
-    late[0].has_arrived = True  # by whoever decides on the step
+    late[0].has_arrived = True  # by the code that decides on the step
     late[2].has_arrived = True
     early = Late(False, 4.0)
     early.has_arrived = True

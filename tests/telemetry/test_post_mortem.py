@@ -1,4 +1,4 @@
-"""What is said of an overflow: the cause, and the module where it began, for ten kinds of layers at four levels."""
+"""The post-mortem names the cause, and the module where the overflow began, for ten kinds of layers at four levels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Run:
         self.index += 1
 
     def plant(self, bad: str) -> OverflowRecord:
-        """What is known of a third batch in which something goes wrong."""
+        """Return the record of a third batch in which something goes wrong."""
         self.step()
         self.step()
         assert len(self.engine.overflow_report()) == 0
@@ -394,7 +394,7 @@ def test_a_softmax_is_not_blamed_for_what_it_was_given(level: str, kind: str) ->
 
 
 class Sums(nn.Module):
-    """As in a UNet: the convolution overflows, and a linear layer is added to it."""
+    """As in a UNet, the convolution overflows, and a linear layer is added to it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ def test_a_clock_does_not_see_it() -> None:
 
 
 def history_of_a_rehearsed_rank(rank: int) -> dict[str, Any]:
-    """What the history has of two steps and a batch that is run once more, whose overflow other ranks agree on."""
+    """Return the history of two steps and of a batch that is run once more, whose overflow other ranks agree on."""
     found = {}
     for level in ("O1", "O2"):
         with Engine() as engine:
@@ -141,7 +141,7 @@ def drawn(generators: dict[str, Any]) -> list[float]:
 
 
 class FailingError(Exception):
-    """What a step function raises."""
+    """The error that a step function raises."""
 
 
 LOOKS: dict[str, Callable[[Engine, Callable[[], Any]], Any]] = {
@@ -199,7 +199,7 @@ class Loop:
         self.inputs = torch.ones(2, 4, requires_grad=True)
 
     def step(self) -> None:
-        """One iteration."""
+        """Take one step."""
         self.optimizer.zero_grad()
         self.model.eval()
         backward(NORMED_MLP.loss(self.model, NORMED_MLP.batch(0)), self.optimizer, engine=self.engine)
@@ -224,7 +224,7 @@ class Loop:
             torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
 
     def state(self) -> Any:
-        """All that a step moves."""
+        """Return all that a step moves."""
         return frozen(
             [
                 [dict(one.state_dict()) for one in (self.model, self.average, self.own_average, self.other)],

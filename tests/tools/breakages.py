@@ -44,7 +44,7 @@ FIRST = 20  # as many tests run before the others that reach a breakage
 
 @dataclass
 class Record:
-    """What one test did in the unbroken tree."""
+    """The record of one test in the unbroken tree."""
 
     seconds: float
     reached: set[str]
@@ -53,7 +53,7 @@ class Record:
 
 @dataclass
 class Result:
-    """What the tests said of one breakage; `by` is empty if they said nothing."""
+    """The tests' answer to one breakage; `by` is empty if they said nothing."""
 
     name: str
     by: str
@@ -131,7 +131,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 class Session:
-    """What is done in a folder, and what is to be done."""
+    """The work in a folder: what is done, and what is to be done."""
 
     def __init__(
         self, of: Path, out: Path, breakages: list[Breakage], arguments: list[str], workers: int, at_most: int
@@ -141,7 +141,7 @@ class Session:
         self.results_file = out / "results.jsonl"
 
     def tests(self) -> dict[str, Record]:
-        """All tests, after one run of them in a tree that notes what they reach, or after an earlier one."""
+        """Return all tests, after one run of them in a tree that notes what they reach, or after an earlier one."""
         records = self.out / "reached"
         done = records / "done"
         if not done.exists():
@@ -178,7 +178,7 @@ class Session:
         (records / "left_out.txt").write_text("\n".join(sorted(left_out)))
 
     def results(self) -> dict[str, Result]:
-        """What is known by now."""
+        """Return the results so far."""
         if not self.results_file.exists():
             return {}
         lines = self.results_file.read_text().splitlines()
@@ -237,7 +237,7 @@ def noticed(status: int | None, started: list[str], failed: list[str]) -> str:
 
 
 def read_records(files: Iterable[Path]) -> dict[str, Record]:
-    """What each test reached. What was reached while nothing was tested is under the name ''."""
+    """Return what each test reached. Code reached while nothing was tested is under the name ''."""
     tests: dict[str, Record] = {}
     for file in files:
         for line in file.read_text().splitlines():
@@ -267,7 +267,7 @@ def in_order(tests: dict[str, Record], name: str) -> list[str]:
 
 
 def line_of(breakage: Breakage, result: Result | None) -> str:
-    """One line of the report."""
+    """Return one line of the report."""
     before, after = (_short(text) for text in (breakage.before, breakage.after))
     what = f"{breakage.name} {breakage.path}:{breakage.line} {breakage.operator}: {before} -> {after}"
     if result is None:

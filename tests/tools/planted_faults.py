@@ -1,4 +1,4 @@
-"""How well overflows are explained: about a hundred faults planted in small models of many families, each line judged.
+"""Judge explanations of overflows: about 180 faults planted in small models of many families, each line judged.
 
 By hand, in two minutes: `python -m tests.tools.planted_faults [-v] [words of names]`. A line is right if it says all
 that its fault asks for, wrong if it says as a fact what is not so, and vague else. See "Faults that are planted" in
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Without a cast to float32, as in early Llamas."""
+    """A norm without a cast to float32, as in early Llamas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Llama(Gpt):
 
 
 class T5(Gpt):
-    """With a bias by buckets of distances, whose table holds the log of 0 and does not use it."""
+    """T5's attention with a bias by buckets of distances, whose table holds the log of 0 and does not use it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class ResNet(Regression):
 
 
 class UBlock(nn.Module):
-    """As in diffusion models: the embedding of the time is added between two convolutions."""
+    """As in diffusion models, the embedding of the time is added between two convolutions."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Run:
         return self
 
     def find(self, loss: Callable[[], Tensor] | None = None) -> list[str]:
-        """What `find_overflow` says of a loss, or else of the batch of the newest step."""
+        """Return what `find_overflow` says of a loss, or else of the batch of the newest step."""
         return [str(self.engine.find_overflow(loss or (lambda: self.model.loss(self.index))))]
 
 
@@ -310,7 +310,7 @@ def fault(
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What the engine says inside."""
+    """Collect what the engine says inside."""
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -893,7 +893,7 @@ def the_receipt_and_the_report_number_alike(level: str) -> list[str]:
 
 
 def said_on_rank(rank: int, kind: str) -> list[str]:
-    """What a rank of two says of a fault on rank 1."""
+    """Return what a rank of two says of a fault on rank 1."""
     torch.manual_seed(0)
     with heard() as lines, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -80,7 +80,7 @@ def condition_lines(source: str) -> set[int]:
 
 
 def trace(level: str, iteration: int = 5) -> Trace:
-    """What that iteration runs at a level."""
+    """Return the trace of that iteration at a level."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -1,4 +1,4 @@
-"""One wheel from several, each of which was compiled for another torch."""
+"""Make one wheel of several, each of which was compiled for another torch."""
 
 from __future__ import annotations
 

@@ -230,9 +230,10 @@ class World:
                 plain.grad.copy_(entry.grad)
 
     def _check_state(self, o: int) -> None:
+        near = (2e-5, 1e-9) if o in self.inexact or o in self.ref.clipped else (0.0, 0.0)
         if isinstance(self.optimizers[o], KeepsState):
             for mine, theirs in zip(self.optimizers[o].own(), self.ref.optimizers[o].own(), strict=True):
-                self.same(mine, theirs, f"what optimizer {o} keeps")
+                self.same(mine, theirs, f"what optimizer {o} keeps", *near)
         ours, plain = (side.state_dict()["state"] for side in (self.optimizers[o], self.ref.optimizers[o]))
         by_formula = self.kinds[o] in ("fused lamb", "fused novograd", "fused adagrad")
         for index, name in enumerate(self.ref.names(o)):
@@ -240,7 +241,7 @@ class World:
             if set(mine) != set(theirs) and not (by_formula and set(theirs) <= set(mine)):
                 raise MismatchError(f"state of {name}: {sorted(mine)}, expected {sorted(theirs)}")
             for key, value in theirs.items():
-                rtol, atol = (2e-5, 1e-9) if o in self.inexact or o in self.ref.clipped else (0.0, 0.0)
+                rtol, atol = near
                 if isinstance(value, Tensor) and isinstance(mine[key], Tensor):
                     if o in self.ref.clipped and value.dtype in (torch.float16, torch.bfloat16):
                         # At O3 state is made of gradients in half, which clip as in _check_gradients.

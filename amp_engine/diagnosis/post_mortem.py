@@ -31,6 +31,10 @@ _UNKNOWN = (
     "Why is not known: an overflow at this scale, or nan at any scale, as of a derivative that is not defined (sqrt of "
     "0) or of a value that the loss hides.  amp.find_overflow(step_fn) tells."
 )
+_SINCE_THE_CHECK = (
+    "No step was taken on a gradient that was not finite when it was checked: look at what changes gradients after "
+    "scale_loss (a norm of 0 in a clipping of your own), at the learning rate, and at what else writes weights."
+)
 
 
 class Place(NamedTuple):
@@ -307,7 +311,7 @@ def _what_happened(record: OverflowRecord) -> str:
     if record.cause == "weights":
         why = f"  {_outgrown(record)}" if record.outgrown else ""
         if record.only_checked and not record.outgrown:
-            why = f"  {_since_the_check()}"
+            why = f"  {_SINCE_THE_CHECK}"
         return f"{numbers}  Parameters are not finite: {some(record.weights)}.{why}"
     if record.cause == "elsewhere" and record.parameter is not None:
         return numbers
@@ -330,13 +334,6 @@ def _outgrown(record: OverflowRecord) -> str:
         f"Their FP32 masters are finite, and beyond float16's 65504: {named}.  Train on in bfloat16 (opt_level='O5'), "
         "keep the module in FP32 (amp.keep_float), or go back to a checkpoint, with weight decay or a lower learning "
         "rate."
-    )
-
-
-def _since_the_check() -> str:
-    return (
-        "No step was taken on a gradient that was not finite when it was checked: look at what changes gradients after "
-        "scale_loss (a norm of 0 in a clipping of your own), at the learning rate, and at what else writes weights."
     )
 
 
@@ -442,7 +439,7 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
     elif record.weights:
         cure = _outgrown(record) if record.outgrown else "Go back to a checkpoint."
         if record.only_checked and not record.outgrown:
-            cure += f"  {_since_the_check()}"
+            cure += f"  {_SINCE_THE_CHECK}"
         remedy = f"Weights are not finite, so no scale can help: {some(record.weights)}.  {cure}"
     elif record.cause in ("data", "forward"):
         where = f"  {record.why}." if record.why else ""

@@ -36,13 +36,12 @@ def operation(
         name = function.__name__
         reference = torch.no_grad()(function)
 
-        def computing(device: str) -> Callable[..., Any]:
-            module = NATIVE.get(device)
+        def computing(tensor: Tensor | None) -> Callable[..., Any]:
+            module = NATIVE.get("cpu" if tensor is None else tensor.device.type)
             return reference if module is None else getattr(module, name)
 
         def compute(first: Tensor | Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Any:
-            tensor = _one_of(first)
-            return computing("cpu" if tensor is None else tensor.device.type)(first, *args, **kwargs)
+            return computing(_one_of(first))(first, *args, **kwargs)
 
         @wraps(function)
         def call(first: Tensor | Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +49,7 @@ def operation(
             if is_traced(tensor):
                 found = call_operator(name, first, *args, **kwargs)
             else:
-                found = computing("cpu" if tensor is None else tensor.device.type)(first, *args, **kwargs)
+                found = computing(tensor)(first, *args, **kwargs)
             return found if returns is None else returns(*found)
 
         define(name, compute, schema, fake)

@@ -208,7 +208,7 @@ def update_scale_(
     check_scalars(
         "update_scale_", device, torch.int32, growth_tracker=growth_tracker, hysteresis_tracker=hysteresis_tracker
     )
-    check_vector("update_scale_", "outcome", outcome, 4, torch.float32, device)
+    check_vector("update_scale_", "outcome", outcome, 4, device)
     bad = found_inf != 0
     if inv_scale_used is not None:
         inv_scale_used.copy_(scale.double().reciprocal())

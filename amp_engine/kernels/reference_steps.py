@@ -42,8 +42,8 @@ class StepTable:
         _check_halves(weights, copies, state1, state2)
         if len(groups) != n:
             raise AmpValueError(f"StepTable: groups has {len(groups)} entries, but weights has {n}.")
-        check_vector("StepTable", "steps", steps, n, torch.float32, device)
-        check_vector("StepTable", "norms", norms, n, torch.float32, device)
+        check_vector("StepTable", "steps", steps, n, device)
+        check_vector("StepTable", "norms", norms, n, device)
         if FORMULAS[formula].keeps_norm and norms is None:
             raise AmpValueError(f"StepTable: novograd keeps norms; pass a float32 tensor of shape [{n}].")
         self._name, self._formula = formula, FORMULAS[formula]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_engine.errors import AmpValueError
+from amp_engine.ground.dtypes import dtype_name
 from amp_engine.kernels.backend import TensorList
 from amp_engine.kernels.layout import FLOATS, address_of, is_dense, is_lazy, same_layout
 
@@ -107,19 +108,21 @@ def check_scalars(
         if scalar is not None and (
             scalar.numel() != 1 or scalar.dtype != dtype or (device is not None and scalar.device != device)
         ):
-            raise AmpValueError(f"{op}: {name} is {_text(scalar)}, but must be one {_type_name(dtype)}{where}.")
+            raise AmpValueError(f"{op}: {name} is {_text(scalar)}, but must be one {dtype_name(dtype)}{where}.")
         if scalar is not None and is_lazy(scalar):
             raise AmpValueError(f"{op}: {name} is {_text(scalar)}{_LAZY_REFUSED}")
 
 
-def check_vector(op: str, name: str, vector: Tensor | None, n: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise AmpValueError if `vector` is neither None nor a contiguous `dtype` tensor of shape [n] on `device`."""
+def check_vector(op: str, name: str, vector: Tensor | None, n: int, device: torch.device) -> None:
+    """Raise AmpValueError if `vector` is neither None nor a contiguous float32 tensor of shape [n] on `device`."""
     if vector is not None and (
-        vector.shape != (n,) or vector.dtype != dtype or vector.device != device or not vector.is_contiguous()
+        vector.shape != (n,)
+        or vector.dtype is not torch.float32
+        or vector.device != device
+        or not vector.is_contiguous()
     ):
         raise AmpValueError(
-            f"{op}: {name} is {_text(vector)}, but must be a contiguous {_type_name(dtype)} tensor of shape [{n}] on "
-            f"{device}."
+            f"{op}: {name} is {_text(vector)}, but must be a contiguous float32 tensor of shape [{n}] on {device}."
         )
     if vector is not None and is_lazy(vector):
         raise AmpValueError(f"{op}: {name} is {_text(vector)}{_LAZY_REFUSED}")
@@ -146,7 +149,7 @@ def _is_same(a: Tensor, b: Tensor | None) -> bool:
 
 def _check_tensor(place: str, tensor: Tensor, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
     if tensor.dtype not in dtypes:
-        names = [_type_name(dtype) + ", for remainders" * (dtype is torch.int16) for dtype in dtypes]
+        names = [dtype_name(dtype) + ", for remainders" * (dtype is torch.int16) for dtype in dtypes]
         allowed = ", ".join(names[:-1]) + " or " * (len(names) > 1) + names[-1] + "."
         raise AmpValueError(f"{place} is {_text(tensor)}, but the type must be {allowed}")
     if tensor.layout is not torch.strided:
@@ -159,12 +162,7 @@ def _check_tensor(place: str, tensor: Tensor, device: torch.device, dtypes: Sequ
         raise AmpValueError(f"{place} is {_text(tensor)}{_LAZY_REFUSED}")
 
 
-def _type_name(kind: torch.dtype | torch.layout) -> str:
-    return str(kind).removeprefix("torch.")
-
-
 def _text(tensor: Tensor) -> str:
-    strides = (
-        f"strides {list(tensor.stride())}" if tensor.layout is torch.strided else f"layout {_type_name(tensor.layout)}"
-    )
-    return f"a {_type_name(tensor.dtype)} tensor of shape {list(tensor.shape)} and {strides} on {tensor.device}"
+    layout = str(tensor.layout).removeprefix("torch.")
+    strides = f"strides {list(tensor.stride())}" if tensor.layout is torch.strided else f"layout {layout}"
+    return f"a {dtype_name(tensor.dtype)} tensor of shape {list(tensor.shape)} and {strides} on {tensor.device}"

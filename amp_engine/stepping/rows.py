@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from amp_engine.errors import AmpStateError
 from amp_engine.ground import devices
-from amp_engine.ground.dtypes import is_low_precision
+from amp_engine.ground.dtypes import dtype_name, is_low_precision
 from amp_engine.ground.torch_private import disable_dynamo
 from amp_engine.kernels import tensor_lists
 from amp_engine.kernels.backend import TensorList
@@ -477,7 +477,7 @@ class MasterRows(Rows):
         for p in unmastered.values():
             if id(p) in self._by_param and id(self._by_param[id(p)].weight) in entries:
                 raise AmpStateError(
-                    f"A {str(p.dtype).removeprefix('torch.')} parameter of shape {tuple(p.shape)} was added to "
+                    f"A {dtype_name(p.dtype)} parameter of shape {tuple(p.shape)} was added to "
                     f"{type(self._live_optimizer()).__name__}, which already steps its FP32 master.  Leave it out of "
                     "add_param_group()."
                 )

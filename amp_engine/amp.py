@@ -74,7 +74,7 @@ def _of_current_engine(function: Callable[Concatenate[Engine, P], R]) -> Callabl
         if keywords and not takes_any_keyword:
             check_keywords(f"amp.{name}", keywords, [p.name for p in parameters])
         engine = _amp_state.engine
-        # The engine's own: its class, or somebody who stands in for a method, may have another one.
+        # The engine's own method: its class, or code that replaced the method, may have another one.
         return getattr(engine, name)(*args, **keywords) if is_method else function(engine, *args, **keywords)
 
     call.__qualname__ = name
@@ -125,7 +125,7 @@ class GradScaler(_grad_scaler.GradScaler):
         scaler.update()
 
     Args:
-        optimizers: those that its losses may reach; none: all initialized ones.
+        optimizers: that its losses may reach; none: all initialized ones.
         loss_id: the number of the loss's scaler.
 
     Where gradients overflow, every optimizer that the loss reaches skips its step. The scale moves once for the

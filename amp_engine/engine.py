@@ -296,7 +296,7 @@ class Engine:
             loss: any shape, any floating type.
             optimizers: all with parameters that the loss reaches: one, a list, or none; None only at a scale of 1.
                 "reached" finds them in the graph of the loss, where one optimizer costs microseconds, and of several
-                those that are not reached cost a walk through all of it.
+                each unreached one costs a walk through all of it.
             loss_id: the number of its scaler.
             model: ignored, as in apex.
             delay_unscale: leave the gradients scaled; the next `scale_loss` without it unscales the sum.

@@ -22,7 +22,7 @@ class GradScaler:
 
     Args:
         engine: gives the engine; asked at each call, so that `initialize` may come later.
-        optimizers: those that losses may reach; none: all initialized ones.
+        optimizers: that losses may reach; none: all initialized ones.
         loss_id: the number of the loss's scaler.
     """
 

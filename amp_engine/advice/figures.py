@@ -35,7 +35,7 @@ class Figures:
         level: its name.
         dtype: its low-precision type; None at O0.
         error: what the script printed at its end if it failed.
-        steps, skips: numbers of the steps, and of those that were skipped.
+        steps, skips: numbers of steps, and of skipped steps.
         is_finite: True if all losses were finite.
         difference: of the losses from O0's, as `loss_difference` says; None if there is nothing to compare.
         agrees: True if the difference is within the limit.

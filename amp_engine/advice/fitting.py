@@ -23,7 +23,7 @@ def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], li
     property that `Policy.complaints` is about, and a loss scale where the level scales no losses.
 
     Args:
-        arguments: those that were passed, by name.
+        arguments: the passed ones, by name.
         level: of the trial, or a recipe, which runs at O0.
 
     Returns:

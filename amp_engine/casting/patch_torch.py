@@ -86,7 +86,7 @@ def discard(casts: Casts) -> None:
 
 
 def remove_discarded() -> None:
-    """Remove what finalizers could not remove under a lock: casts, and those that only observe, for nobody.
+    """Remove what finalizers could not remove under a lock: casts, and observing ones without an observer.
 
     Call it after a lock is released.
     """

@@ -48,7 +48,7 @@ class OverflowSource:
         parameter: name of a parameter that the operation uses, if it does; of the buffer.
         kind: "inf" or "nan".
         elements: how many were not finite.
-        numel: of how many; of a sparse tensor those that it stores.
+        numel: of how many; of a sparse tensor, stored ones.
         dtype: of the result.
         largest_input: largest finite magnitude among the inputs of the operation; None where it has no number.
         loss: before scaling; None if it was never seen.
@@ -388,7 +388,7 @@ def find_overflow(
 
 
 def _floats(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The values of floating tensors on this rank; of sparse ones, those that are stored."""
+    """The values of floating tensors on this rank; of sparse ones, the stored values."""
     found = [local_of(one.detach()) for one in tensors if one is not None and one.is_floating_point()]
     return [one for one in map(stored, found) if one.numel()]
 

@@ -238,7 +238,7 @@ def growth_of(loss: float | None, earlier: Sequence[float]) -> float | None:
 def has_exploded(loss: float | None, earlier: Sequence[float]) -> bool:
     """True if losses rise step after step, as where training diverges.
 
-    One bad batch after many good ones is one rise, and so are batches that are all far worse than those that a model
+    One bad batch after many good ones is one rise, and so are batches that are all far worse than any that a model
     was trained on. A loss that is not finite is higher than any other.
     """
     growth = growth_of(loss, earlier)

@@ -97,7 +97,7 @@ def put_back(
                 stack.callback(_restore, param, _copied(param))
         _keep_tensors(stack, found, {id(one) for one in looked_after})
         for p in (*own.values(), *others.values()):
-            # With the values of those that are views: the next backward writes DistributedDataParallel's buckets.
+            # With the values of views: the next backward writes DistributedDataParallel's buckets.
             values = None if p.grad is None or p.grad._base is None else p.grad.clone()
             stack.callback(_restore_gradient, p, p.grad, values)
             p.grad = None

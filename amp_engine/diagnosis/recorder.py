@@ -27,7 +27,7 @@ class Recorder(DispatchMode):
     """Calls its own methods as a batch is run inside of `following`: `given` and `gave`, and `run`.
 
     Args:
-        models: that are followed with all modules in them, but those that torch.jit has compiled, which run no hooks.
+        models: followed with all modules in them, except modules compiled by torch.jit, which run no hooks.
 
     Attributes:
         sees_operations: `run` is to be called as well, which costs a call of Python for each operation.

@@ -2,7 +2,7 @@
 
 Relative errors in norm, ||a - b|| / ||b||, with the 2-norm over all elements: N. J. Higham, Accuracy and Stability of
 Numerical Algorithms, 2nd edition, SIAM 2002, section 6.2 (norms) and 1.2 (relative error). Differences are taken in
-float32 (float64 where one of the two is), sums of squares in float64, or in float32 where a device has no float64.
+float32 (float64 if either is), sums of squares in float64, or in float32 where a device has no float64.
 """
 
 from __future__ import annotations

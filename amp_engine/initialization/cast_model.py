@@ -144,7 +144,7 @@ class CastModel:
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
         self._handles: list[RemovableHandle] = []
         self._follows_masters = False
-        # The modules whose forwards cast, with their casts, and those that they had before.
+        # The modules whose forwards cast, with their casts, and the casts that they had before.
         self._cast_modules: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
         try:
             casts_inputs = False

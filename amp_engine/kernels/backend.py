@@ -26,7 +26,7 @@ class Checks(NamedTuple):
 
 
 class Held(Protocol):
-    """Gradients that are held for a step, one or none in each of n rows: their values stay, whoever writes them.
+    """Gradients that are held for a step, one or none in each of n rows; writes to the gradients do not change them.
 
     From torch 2.13 on a gradient is held by a reference, and its storage copied before that is written: once for all
     views of a bucket of DDP, and on a GPU in order of the writer's stream, in a capture as well. Memory of numpy or
@@ -68,7 +68,7 @@ class Gradients(NamedTuple):
         tensors: n; None for a parameter without gradient, and where it is held.
         accesses: n; how the kernels can reach each: NONE, OWN, SHARED or OTHER of layout.py.
         devices: devices of the gradients that the kernels can reach, each once.
-        held: those that were to be held and that the kernels can reach; None if none were to be held.
+        held: the gradients to hold that the kernels can reach; None if none were to be held.
     """
 
     tensors: TensorList

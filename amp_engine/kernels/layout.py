@@ -1,4 +1,4 @@
-"""Layouts of tensors in memory, and tests for those that the kernels can read and write."""
+"""Layouts of tensors in memory, and tests of what the kernels can read and write."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def access_of(grad: Tensor, param: Tensor) -> int:
 
 
 def devices_of(tensors: Sequence[Tensor | None], accesses: bytes) -> list[torch.device]:
-    """Return the devices of those `tensors` that the kernels can reach, each once."""
+    """Return the devices of the `tensors` that the kernels can reach, each once."""
     return list(
         dict.fromkeys(t.device for t, how in zip(tensors, accesses, strict=True) if t is not None and how != OTHER)
     )

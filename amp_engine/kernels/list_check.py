@@ -1,4 +1,4 @@
-"""Pass 1 of a step: checks every gradient once, and unscales those that users read."""
+"""Pass 1 of a step: checks every gradient once, and unscales what users read."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Held:
 
 
 def gradients(params: Sequence[Tensor], mask: bytes | None = None) -> Gradients:
-    """Return the gradients, the kernels' access to each, their devices, and those that are held."""
+    """Return the gradients, the kernels' access to each, their devices, and the held ones."""
     grads: list[Tensor | None] = [_GRAD.__get__(p) for p in params]
     accesses = bytes(NONE if g is None else access_of(g, p) for p, g in zip(params, grads, strict=True))
     devices = devices_of(grads, accesses)

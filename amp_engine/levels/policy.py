@@ -58,8 +58,8 @@ class Policy:
     def override(self, **overrides: object) -> Policy:
         """A copy with every override that is not None.
 
-        Raises AmpTypeError or AmpValueError for a value that no policy can hold. Whether the fields fit
-        each other is `complaints`'s to say.
+        Raises AmpTypeError or AmpValueError for a value that no policy can hold. `complaints` tells if the fields fit
+        each other.
         """
         given = {name: value for name, value in overrides.items() if value is not None}
         if "cast_model_type" in given and given["cast_model_type"] is not False:

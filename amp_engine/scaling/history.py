@@ -24,7 +24,7 @@ class Point:
     Attributes:
         backward: its number in its engine, from 1, or among those of its loss if it has none; 0 is the beginning.
         scale: the scale after it.
-        overflows: of this backward, and of those before it that were thinned out.
+        overflows: of this backward, and of thinned-out ones before it.
     """
 
     backward: int

@@ -433,7 +433,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def saved_by(node: Node) -> list[Tensor]:
-    """Return the tensors that `node` saved for the backward, but those that it saved through hooks."""
+    """Return the tensors that `node` saved for the backward, except through hooks."""
     return [saved for _, saved in _saved(node)[0]]
 
 

@@ -64,7 +64,7 @@ def _owner(key: int) -> Owner | None:
     return None if ref is None else ref()
 
 
-_MARK = "_amp_is_copied_master"  # an attribute of copies, also of those that come out of a pickle
+_MARK = "_amp_is_copied_master"  # an attribute of copies, unpickled ones too
 _COPIES: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 _PICKLED: list[bool] = []  # not empty if a master was pickled
 

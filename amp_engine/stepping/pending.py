@@ -152,7 +152,7 @@ class Pending:
         self._last = LastStep()
 
     def hear(self, wait: bool) -> None:
-        """Report steps that the device decided: those that the host knows, or all with `wait`."""
+        """Report the steps that the device decided, as far as the host knows; with `wait` all of them."""
         while self._undecided and (wait or _are_known(self._undecided[0])):
             self._conclude(self._undecided.popleft())
 

@@ -158,7 +158,7 @@ class Rows:
             self._halves.judge(self._live_optimizer())
 
     def _note_moves(self, earlier: Columns) -> None:
-        """Note the parameters that joined with a gradient, and those that left."""
+        """Note the parameters that joined with a gradient, and parameters that left."""
         now = set(map(id, self.columns.params))
         # Only departed ones are referenced: `torch.utils.swap_tensors` refuses a parameter that has weak references.
         self._departed = {key: ref for key, ref in self._departed.items() if ref() is not None}
@@ -329,7 +329,7 @@ class Rows:
         if self.masters:
             had = self._has_gradients() if step is None else step.slots
             self.ledger.spent.spend(had, self.columns.master_mask)
-        self.discard_parameter_gradients()  # first: then nothing else has the memory of those that are held
+        self.discard_parameter_gradients()  # first: then nothing else has the memory of held ones
         if keeps_masters:
             kept = [m.weight for m in self.masters if m.gradient() is not None]
             self.ledger.spent.watch(min(kept, key=Tensor.numel) if kept else None)

@@ -44,7 +44,7 @@ class _Others:
 
     Attributes:
         low: the parameters that would get a master.
-        rows: the rows of those that would not.
+        rows: the rows of the others.
         stepped: weak references to optimizers that step some of them.
         changes: the count of `Unlisted.changes` when they were found.
     """
@@ -72,7 +72,7 @@ class Unlisted:
 
     Args:
         models: gives the initialized models. Parameters that any other module has registered since the first of them
-            count, too, and those that have been in an optimizer, unless another engine has them.
+            count, too, and so do parameters that left an optimizer, unless another engine has them.
         optimizers: gives the initialized optimizers.
 
     Attributes:

@@ -342,7 +342,7 @@ class Window:
             backward: shared by all optimizers of this `scale_loss`.
             check: False to record no overflow in the scaler.
             unscaled: ids of parameters whose gradients another optimizer of this backward has unscaled in
-                place; those that are unscaled here are added. None if there is no other optimizer.
+                place; the ones of this window are added. None if there is no other optimizer.
         """
         self._stop_waiting()
         self._take_back()

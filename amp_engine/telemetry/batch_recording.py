@@ -86,7 +86,7 @@ class Follower(Recorder):
         self._has_begun = False
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Look at an operation, but for those that only move numbers."""
+        """Look at an operation, unless it only moves numbers."""
         name: str = func.overloadpacket.__name__
         given = _floats(tensors_in((args, kwargs)))
         outputs = _floats(tensors_in(written_arguments(func, args, kwargs)))

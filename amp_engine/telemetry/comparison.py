@@ -100,7 +100,7 @@ class LevelComparison(Paged):
         gradient_error: of the gradients of all parameters as one vector, unscaled: ||a - b|| / ||b||.
         loss_scale: that the level's loss was multiplied by.
         overflowed: its gradients are not finite at that scale, while the loss is.
-        operations: those that were paired; not finite first, then by growth.
+        operations: the paired ones; not finite first, then by growth.
         modules: that have operations of their own, by the largest growth of one.
         parameters: by error.
         unmatched: how many operations of the level the reference has not, so that nothing is known of them.

@@ -246,7 +246,7 @@ def find_fp32_modules(
 
 
 def _candidates(modules: Sequence[ComparedModule], policy: RunPolicy) -> tuple[list[str], list[str]]:
-    """The modules to try, the most suspicious first; and those that have more suspicious ones in them."""
+    """The modules to try, the most suspicious first; and modules that have more suspicious ones in them."""
     names = [m.module for m in modules if m.module and m.in_low_precision and m.module not in policy.keep_float]
     later = [name for i, name in enumerate(names) if any(other.startswith(f"{name}.") for other in names[:i])]
     return [name for name in names if name not in later], later

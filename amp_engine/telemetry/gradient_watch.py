@@ -73,7 +73,7 @@ class GradientWatch(Paged):
         print(watch)                      # the newest backward, a line for each parameter
         for record in watch.records: ...
 
-    Norm and largest magnitude are those that the check of `scale_loss` found, where it looks; the shares take some
+    Norm and largest magnitude are what the check of `scale_loss` found, where it looks; the shares take some
     passes over the gradients. All of it stays on the device until it is read, and nothing is done for the other
     backwards. The record of one of several backwards before a step is of the sum so far. No host sync before `records`
     is read. A backward that a CUDA graph captures is left out.

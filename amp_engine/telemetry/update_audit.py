@@ -72,8 +72,8 @@ class UpdateAudit(Paged):
     Args:
         optimizers: one, or several in a list or tuple. Wrappers without hooks of their own stand for what they wrap.
         every: look at each how-manieth step, the first one included.
-        models: one, or several in a list or tuple, whose parameter names are used. Default: those that were
-            initialized. Of other parameters the names that the groups have count, else places in the groups.
+        models: one, or several in a list or tuple, whose parameter names are used. Default: the
+            initialized ones. Of other parameters the names that the groups have count, else places in the groups.
 
     Raises AmpTypeError or AmpValueError for other arguments, AmpStateError where it is entered twice.
     """
@@ -440,7 +440,7 @@ def _numbers(step: _Step, after: Sequence[Tensor]) -> list[list[float]]:
 
 @torch.no_grad()
 def _five(before: Tensor, wanted: Tensor, after: Tensor) -> Tensor:
-    """Sums of |wanted| and of |wanted - got|, the median of |wanted| / spacing, small changes, those that moved."""
+    """Sums of |wanted| and |wanted - got|, median of |wanted| / spacing, numbers of small changes wanted and made."""
     size = wanted.abs()
     got = after.to(wanted.dtype) - before.to(wanted.dtype)
     ratio = size / spacing(before)

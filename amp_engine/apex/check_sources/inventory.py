@@ -2,8 +2,8 @@
 
 Names are written as a script would: `apex.amp.scale_loss`; `optimizer.` stands for any object, in front of what
 `amp.initialize` adds to it; `f(keyword=)` is a keyword of `f`; a last `*` is any ending; indices are left out, so
-that `amp._amp_state.loss_scalers[0]._loss_scale` is `apex.amp._amp_state.loss_scalers._loss_scale`. Names of the
-private parts of apex are those that scripts were seen to use.
+that `amp._amp_state.loss_scalers[0]._loss_scale` is `apex.amp._amp_state.loss_scalers._loss_scale`. Of the
+private parts of apex, the names are here that scripts were seen to use.
 """
 
 from __future__ import annotations

@@ -15,6 +15,10 @@ from amp_engine.stepping.master_parameter import copied_masters, is_copied_maste
 from amp_engine.stepping.rows import Rows
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, AmpGradientWarning, stacklevel=3)
+
+
 class WrittenGradients:
     """Warns, in the first steps, of the model's own gradients that were written since the last backward.
 
@@ -39,25 +43,21 @@ class WrittenGradients:
         if before is None or not rows.gradients_written_since(before):
             return
         self._looks = 0
-        warnings.warn(
+        _warn(
             "Gradients of the model were written (clipped, edited, or reached by another backward) between "
             f"amp.scale_loss and {type(optimizer).__name__}.step(), which steps those of its FP32 masters: it has "
             "no effect.  To clip call amp.clip_grad_norm_(optimizer, max_norm); for anything else write to `.grad` "
-            "of what amp.master_params(optimizer) gives.  This is said once.",
-            AmpGradientWarning,
-            stacklevel=2,
+            "of what amp.master_params(optimizer) gives.  This is said once."
         )
 
 
 def warn_of_unseen_gradients(optimizer: Optimizer, rows: Rows) -> None:
     """Warn of a backward outside of `scale_loss`, whose gradients never reach the masters."""
     if any(m.param.grad is not None and not m.is_held() and m.gradient() is None for m in rows.masters):
-        warnings.warn(
+        _warn(
             f"{type(optimizer).__name__}.step() found gradients of a backward() outside of amp.scale_loss, "
             "which never reach the FP32 masters that it steps.  Use `with amp.scale_loss(loss, optimizer) as "
-            "scaled_loss: scaled_loss.backward()`, at a scale of 1 too.",
-            AmpGradientWarning,
-            stacklevel=2,
+            "scaled_loss: scaled_loss.backward()`, at a scale of 1 too."
         )
 
 
@@ -72,11 +72,7 @@ def warn_of_copied_masters(optimizer: Optimizer) -> None:
     _LOOKED_AT.add(optimizer)
     copies = [p for group in optimizer.param_groups for p in group["params"] if is_copied_master(p)]
     if copies and all(p.grad is None for p in copies):
-        warnings.warn(
-            f"{copied_masters(optimizer)}  Its step() changed no model, and found no gradient.",
-            AmpGradientWarning,
-            stacklevel=2,
-        )
+        _warn(f"{copied_masters(optimizer)}  Its step() changed no model, and found no gradient.")
 
 
 class MissingGradients:
@@ -101,14 +97,12 @@ class MissingGradients:
         if self._is_unscaled_said:
             return
         self._is_unscaled_said = True
-        warnings.warn(
+        _warn(
             f"Gradients of {type(optimizer).__name__} came in the body of `with amp.scale_loss(loss, optimizer) as "
             "scaled_loss`, and no backward of scaled_loss ran there.  The exit divides them by the loss scale, which "
             "nothing has multiplied them by unless you did.  Write scaled_loss.backward() in place of a backward of "
             "another loss or of parts of this one, such as l1.backward(); l2.backward() where loss is l1 + l2.  This "
-            "is said once.",
-            AmpGradientWarning,
-            stacklevel=2,
+            "is said once."
         )
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
@@ -132,11 +126,9 @@ class MissingGradients:
         )
         why = no_backward if bodies == {False} else zeroed
         why = f"{no_backward}; or {zeroed}" if None in bodies else why
-        warnings.warn(
+        _warn(
             f"{type(optimizer).__name__}.step() finds no gradient after `with amp.scale_loss(loss, optimizer) as "
-            f"scaled_loss`, and changes nothing.  Why: {why}.  This is said once.",
-            AmpGradientWarning,
-            stacklevel=2,
+            f"scaled_loss`, and changes nothing.  Why: {why}.  This is said once."
         )
 
 
@@ -158,25 +150,21 @@ class WrittenParameters:
             if rows.splits
             else "Write what amp.master_params(optimizer) gives instead: forwards of the model see it"
         )
-        warnings.warn(
+        _warn(
             f"Low-precision parameters of the model were written before each of the last 4 steps of {name}.  Its "
             "FP32 masters take what was written, which is rounded: updates that are smaller than such a parameter can "
-            f"hold are lost.  {write}.",
-            AmpGradientWarning,
-            stacklevel=2,
+            f"hold are lost.  {write}."
         )
 
 
 def warn_of_written_masters(optimizer: Optimizer) -> None:
     """Warn of masters that were written since the step, unseen by the forward of a loss."""
     name = type(optimizer).__name__
-    warnings.warn(
+    _warn(
         f"FP32 masters of this {name} were written, as SAM does, and this loss was computed with the weights of "
         "before: earlier, by parts of the model, or by a compiled one.  From the next forward on the model and its "
         "modules see what is written; where the model is compiled, call optimizer._master_params_to_model_params() "
-        "after you write masters.  This is said once.",
-        AmpGradientWarning,
-        stacklevel=2,
+        "after you write masters.  This is said once."
     )
 
 

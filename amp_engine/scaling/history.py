@@ -14,7 +14,7 @@ LIMIT = 1000
 
 KEPT_LOSSES = 64
 
-_LET_WAIT = 64  # backwards whose flags nobody has asked for by then are asked for
+_LET_WAIT = 64  # if more backwards wait for their flags, these are asked for
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Track:
     """One loss and its scale.
 
     Args:
-        scale: of the first backward; None: nobody knows.
+        scale: of the first backward; None if it is not known.
 
     Attributes:
         scale: after the last backward that the host knows of.

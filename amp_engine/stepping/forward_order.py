@@ -217,7 +217,10 @@ class _Search:
         """Return the first of these operations that was given -inf which is no mask, with that input."""
         for node, name, saved in self._odd:
             takes_it = node in behind and not _is_result(name) and name_of(node) not in _TAKE_MASKS
-            if takes_it and (saved.grad_fn is None or not _has_fill(self._behind(_maker(saved.grad_fn)))):
+            if takes_it and (
+                saved.grad_fn is None
+                or not any(name_of(one) in _FILL_MASKS for one in self._behind(_maker(saved.grad_fn)))
+            ):
                 return node, saved
         return None
 
@@ -262,7 +265,7 @@ class _Search:
         for node, name, saved in self._odd:
             if node in own and not (node in reasons and _is_result(name)) and _spoils(node):
                 return None, self.origin_of(node, saved)
-        # Nobody means squares beyond the type, even where the loss hides them.
+        # Squares beyond the type are a mistake even where the loss hides them.
         sure = [reason for node, reason in reasons.items() if _spoils(node)]
         return next(iter([*sure, *filter(is_of_range, reasons.values())]), None), None
 
@@ -325,10 +328,6 @@ def _spoils(node: Node) -> bool:
 def _when(node: Node, saved: Tensor) -> float:
     """The number of the operation that made a tensor that `node` saved, or right before `node` itself."""
     return node._sequence_nr() - 0.5 if saved.grad_fn is None else _maker(saved.grad_fn)._sequence_nr()
-
-
-def _has_fill(behind: list[Node]) -> bool:
-    return any(name_of(node) in _FILL_MASKS for node in behind)
 
 
 def _only_of_a_parameter(node: Node) -> bool:

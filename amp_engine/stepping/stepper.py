@@ -413,7 +413,10 @@ class Stepper:
         rows.follow()
         self._written_parameters.warn(optimizer, rows)
         # Plan once, before the decision: a group that joins between two plans could be stepped on inf.
-        planned = None if fused is None else self._plan(fused)
+        planned = None
+        if fused is not None:
+            step = rows.step_input()
+            planned = shards.plan(fused, step) if rows.columns.has_shards else fused.plan(step)
         if planned is None or not planned.is_current:  # model.half() may have been called
             rows.look_at_types()
             rows.judge_half()
@@ -481,11 +484,6 @@ class Stepper:
             self.rows.ledger.spent.hear()
             self.rows.discard_master_gradients()
         self._left_gradients = False
-
-    def _plan(self, fused: FusedStep) -> StepInput | None:
-        """Plan the step for the kernels; None if only the class's own step can do it."""
-        step = self.rows.step_input()
-        return shards.plan(fused, step) if self.rows.columns.has_shards else fused.plan(step)
 
     def _step_fused(self, fused: FusedStep, step: StepInput, flags: Sequence[Tensor], casts: Casts) -> None:
         """Pass 2: unscale, clip, step and write the model's weights at once; do nothing if one of `flags` is != 0."""

@@ -320,7 +320,7 @@ class _Followed:
         try:
             unhooked_step(self.optimizer)(double, *args[1:], **kwargs)
             copies = [*twins.values(), *(twin.grad for twin in twins.values()), *_state_of(double), *values]
-            return twins, _bytes_of(copies)
+            return twins, sum(one.numel() * one.element_size() for one in copies if isinstance(one, Tensor))
         finally:
             set_random_state(random)
             discard_ghost(double)
@@ -419,10 +419,6 @@ def _widen_state(double: Optimizer) -> None:
 
 def _state_of(double: Optimizer) -> list[Any]:
     return [value for values in double.state.values() if isinstance(values, dict) for value in values.values()]
-
-
-def _bytes_of(values: Iterable[Any]) -> int:
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
 
 
 def _numbers(step: _Step, after: Sequence[Tensor]) -> list[list[float]]:

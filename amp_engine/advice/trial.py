@@ -216,12 +216,8 @@ class TrialEngine(Engine):
         self._own[-1].append((begin, step_times.now()))
 
     def _seconds(self) -> list[float]:
-        def between(begin: Any, end: Any) -> float:
-            host, device = step_times.seconds_between(begin, end)
-            return host if device is None else device
-
-        pairs = zip(self._ends, self._ends[1:], self._own[1:], strict=False)
-        return [between(before, end) - sum(between(*one) for one in own) for before, end, own in pairs]
+        elapsed, pairs = step_times.elapsed, zip(self._ends, self._ends[1:], self._own[1:], strict=False)
+        return [elapsed(before, end) - sum(elapsed(*one) for one in own) for before, end, own in pairs]
 
 
 @torch.no_grad()

@@ -218,49 +218,22 @@ def update_scale_(
         outcome[3].copy_(torch.zeros_like(scale) if loss is None else loss)
         found_inf.zero_()
     if dynamic:
-        _move_scale(
-            scale,
-            growth_tracker,
-            bad,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            min_scale,
-            max_scale,
-            hysteresis_tracker,
-            hysteresis,
-        )
+        wide, backs_off = scale.double(), bad
+        if hysteresis_tracker is not None:
+            left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
+            hysteresis_tracker.copy_(left)
+            backs_off = bad & (left <= 0)
+        clean = torch.where(bad, 0, growth_tracker + 1)
+        grows = clean >= growth_interval
+        backed_off = (wide * backoff_factor).clamp(min=min_scale).float()
+        grown = (wide * growth_factor).clamp(max=max_scale).float()
+        raised = grows & ~bad & torch.isfinite(grown)
+        scale.copy_(torch.where(backs_off, backed_off, torch.where(raised, grown, scale)))
+        growth_tracker.copy_(torch.where(grows, 0, clean))
     else:
         growth_tracker.add_(1)
     if outcome is not None:
         outcome[1].copy_(scale)
-
-
-def _move_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    bad: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis_tracker: Tensor | None,
-    hysteresis: int,
-) -> None:
-    wide = scale.double()
-    backs_off = bad
-    if hysteresis_tracker is not None:
-        left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
-        hysteresis_tracker.copy_(left)
-        backs_off = bad & (left <= 0)
-    clean = torch.where(bad, 0, growth_tracker + 1)
-    grows = clean >= growth_interval
-    backed_off = (wide * backoff_factor).clamp(min=min_scale).float()
-    grown = (wide * growth_factor).clamp(max=max_scale).float()
-    raised = grows & ~bad & torch.isfinite(grown)
-    scale.copy_(torch.where(backs_off, backed_off, torch.where(raised, grown, scale)))
-    growth_tracker.copy_(torch.where(grows, 0, clean))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -71,17 +71,12 @@ def check_apart(
         written, read: lists by name, of dense tensors; None takes no part.
         outputs: written tensors; each may be the tensor that is read under its index.
     """
+    n = len(written)
     ranges = [
-        _Range(tensor, rank, i, name, True)
-        for rank, (name, tensors) in enumerate(written.items())
+        _Range(tensor, rank, i, name, is_written=rank < n)
+        for rank, (name, tensors) in enumerate([*written.items(), *read.items()])
         for i, tensor in enumerate(tensors)
-        if _has_memory(tensor)
-    ]
-    ranges += [
-        _Range(tensor, rank, i, name, False)
-        for rank, (name, tensors) in enumerate(read.items(), start=len(written))
-        for i, tensor in enumerate(tensors)
-        if _has_memory(tensor) and not (i < len(outputs) and _is_same(tensor, outputs[i]))
+        if _has_memory(tensor) and not (rank >= n and i < len(outputs) and _is_same(tensor, outputs[i]))
     ]
     furthest: dict[bool, _Range] = {}  # the ranges that end last: of memory that is written (True), and that is read
     for one in sorted(ranges, key=lambda r: r.begin):

@@ -42,6 +42,12 @@ def seconds_between(start: Any, end: Any) -> tuple[float, float | None]:
     return end[0] - start[0], device
 
 
+def elapsed(start: Any, end: Any) -> float:
+    """Seconds on the GPU where there is one, else on the host. Waits for the later event."""
+    host, device = seconds_between(start, end)
+    return host if device is None else device
+
+
 class StepTimes(Paged):
     """Measures how much of the iterations inside of `with amp.step_times() as times:` is spent in amp.
 

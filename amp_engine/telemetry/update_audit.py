@@ -456,9 +456,5 @@ def spacing(values: Tensor) -> Tensor:
 
 
 def _seconds(marks: tuple[Any, ...]) -> float:
-    """Time of the audit in one step, on the GPU where there is one."""
-    total = 0.0
-    for begin, end in (marks[:2], marks[2:]):
-        host, device = step_times.seconds_between(begin, end)
-        total += host if device is None else device
-    return total
+    """Time of the audit in one step, before and after it."""
+    return step_times.elapsed(*marks[:2]) + step_times.elapsed(*marks[2:])

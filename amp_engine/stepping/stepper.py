@@ -175,7 +175,7 @@ class Stepper:
         self.rows.scan()
         self._check_gathered(self.window.backward.snapshot)
         joined, self.rows.joined = self.rows.joined, []
-        own, scale = self.window.backward.snapshot, self.gathered_scale()
+        own, scale = self.window.backward.snapshot, self.gathered_scale() if joined else None
         for p in joined:
             grad, earlier = p.grad, None if self.rows.master_of(p) is None else scale
             if grad is None or (earlier is not None and earlier.equals(own)):

@@ -1,4 +1,4 @@
-"""Step hooks of an optimizer: the pre-hook does the whole step, and torch goes on with a ghost."""
+"""Step hooks of an optimizer: the pre-hook does the whole step, then torch calls `step` on a ghost."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from amp_engine.stepping.stepper import Stepper
 CLOSURE_REFUSED = "Currently, Amp does not support closure use with optimizers."
 
 
-# The hooks of every optimizer that an engine looks after.
+# Optimizer -> its StepHook, for every optimizer of an engine.
 _HOOKS: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepHook]] = weakref.WeakKeyDictionary()
 _HANDLES: list[RemovableHandle] = []  # the handle of `_before_hooks`, while _HOOKS or copied masters exist
 
 
 def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run before the optimizer's own hooks: they may move then, but not while torch iterates over them."""
+    """Global pre-hook. torch runs it before the optimizer's own hooks, so it may still change their order."""
     if torch.compiler.is_compiling():
         return
     ref = _HOOKS.get(optimizer)
@@ -52,7 +52,7 @@ def _add(optimizer: Optimizer, hook: StepHook) -> None:
 
 
 def remove_hooks(optimizer: Optimizer) -> None:
-    """Have torch call nothing of ours for `optimizer`."""
+    """Remove all of our hooks for `optimizer`."""
     ref = _HOOKS.pop(optimizer, None)
     if ref is not None and (hook := ref()) is not None:
         hook.remove()
@@ -60,8 +60,8 @@ def remove_hooks(optimizer: Optimizer) -> None:
 
 
 def remove_unused() -> None:
-    """Have torch call nothing of ours if no optimizer with an engine is left, and no copied master."""
-    # Not at the collection of the last optimizer, which may happen while torch iterates over these hooks.
+    """Remove the global pre-hook if neither an optimizer of an engine nor a copied master is left."""
+    # Not called when the last optimizer is collected, which may happen while torch iterates over these hooks.
     while _HANDLES and not (_HOOKS or has_copied_masters()):
         _HANDLES.pop().remove()
 
@@ -74,13 +74,13 @@ def _be_first(handle: RemovableHandle) -> None:
 
 
 class StepHook:
-    """The hooks of one optimizer, which owns them. No method of the optimizer is replaced.
+    """The hooks of one optimizer. The optimizer owns this object; none of its methods is replaced.
 
     Args:
         stepped: does the step.
-        backwards: unscales gradients that are still scaled before the step. While its scaling is active `step(closure)`
-            is an error, since the backward in a closure would come after the decision to skip. Its casts are off during
-            a step; a fused step also writes their copies of FP32 parameters.
+        backwards: unscales gradients that are still scaled before the step. While its `scaling` is active,
+            `step(closure)` is an error, since the backward in a closure would come after the decision to skip. Its
+            `casts` are off during a step; a fused step also writes the casts' copies of FP32 parameters.
     """
 
     def __init__(self, stepped: Stepper, backwards: ScaledBackwards) -> None:
@@ -102,7 +102,7 @@ class StepHook:
         _add(optimizer, self)
 
     def before_hooks(self, optimizer: Optimizer) -> None:
-        """Let the user's hooks (clipping, logging) run first, and see gradients where the step will find them."""
+        """Put our pre-hook behind the user's (clipping, logging), and gradients where the step will read them."""
         own, everyones = optimizer._optimizer_step_pre_hooks, _HANDLES[0].hooks_dict_ref()
         if self._is_stepping or (len(own) == 1 and everyones is not None and len(everyones) == 1):
             return  # the user has no hooks
@@ -112,7 +112,7 @@ class StepHook:
             self._step_hook = optimizer.register_step_pre_hook(self._before_step)
 
     def _prepare(self) -> None:
-        """Unscale gradients that are still scaled. Raises AmpStateError where no step is possible."""
+        """Unscale gradients that are still scaled. Raises AmpStateError if no step is allowed."""
         self._refuse_in_body()
         self._stepped.check_first_use()
         self._backwards.close_windows_into(self._stepped)
@@ -134,7 +134,7 @@ class StepHook:
             handle.remove()
 
     def _before_inner_step(self, inner: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a separate step of an inner optimizer: no skip and no write into the model would follow it."""
+        """Raise AmpStateError for a separate step of an inner optimizer: it is not skipped, and misses the model."""
         stepped = self._stepped
         is_ours = stepped.rows.makes_masters or stepped.needs_kernels or self._backwards.scaling.is_active
         if self._is_stepping or not is_ours or self._backwards.get(inner) is not None:
@@ -147,7 +147,7 @@ class StepHook:
         )
 
     def _before_load(self, optimizer: Optimizer, state_dict: Any) -> None:
-        # torch casts loaded state to the type of the entries of the groups: masters must be there first.
+        # torch casts loaded state to the types of the parameters in the groups, so masters must replace them first.
         if self._stepped.rows.makes_masters:
             self._stepped.rows.scan()
 
@@ -167,7 +167,7 @@ class StepHook:
         casts_off = self._backwards.casts.off()
         is_own = stepped.rows.makes_masters or stepped.needs_kernels
         has_closure = callable(args[1] if len(args) > 1 else kwargs.get("closure"))
-        # Nothing is to be added to torch's own step; at O4 the forward in a closure wants its casts.
+        # torch's own step needs nothing from us. At O4 the forward in a closure needs the casts, so they stay on.
         if not is_own and not is_scaled and (has_closure or (casts_off is None and not stepped.is_pending)):
             stepped.rows.judge_half()
             stepped.pending.taken_unseen()
@@ -178,7 +178,7 @@ class StepHook:
                 "and backward with amp.scale_loss yourself, then call step() without arguments."
             )
         stepped.look_at_gradients()
-        # Only its own step knows its arguments, and the attributes that torch.amp.GradScaler sets.
+        # Only the class's own step handles arguments, and the attributes that torch.amp.GradScaler sets.
         fused = fused_step_of(optimizer)
         is_plain = _says_nothing(optimizer, args, kwargs) and not hasattr(optimizer, "found_inf")
         with nullcontext() if casts_off is None else casts_off:
@@ -192,7 +192,7 @@ class StepHook:
     def _ghost(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_its_groups: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments that torch goes on with."""
+        """Return the arguments with which torch then calls `step`: a ghost as the optimizer."""
         double = self._ghosts.of(args, kwargs, steps_its_groups)
         if not steps_its_groups:
             self._random = random_state()
@@ -207,7 +207,7 @@ class StepHook:
 
 
 def _says_nothing(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if the call is like `step()`: each further argument is None, and the step accepts it."""
+    """True if the call means the same as `step()`: each argument is None, and `step` accepts it."""
     if len(args) == 1 and not kwargs:
         return True
     if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -216,6 +216,6 @@ def _says_nothing(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
         return True
     try:
         inspect.signature(unhooked_step(optimizer)).bind(*args, **kwargs)
-    except TypeError:  # its own step raises this before it does anything
+    except TypeError:  # the class's own step will raise this before it does anything
         return False
     return True

@@ -1,4 +1,4 @@
-"""Backwards of scaled losses, for one optimizer or several: open windows, and close them together."""
+"""Scaled backwards for one optimizer or several: opens their windows, and closes them together."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ScaledBackwards:
     """The scaled backwards of all optimizers of an engine, and the only way to begin one.
 
     Args:
-        scaling: tells if static scales skip, and which were reported.
-        casts: the function casts, which are told of the end of each backward.
+        scaling: knows if static scales skip, and which of them were reported to overflow.
+        casts: the function casts; their `after_backward` is called at the end of each backward.
         models: gives the initialized models.
 
     Attributes:
-        events: tell observers of each backward; replaced while a batch is rehearsed.
+        events: notify observers of each backward; replaced during a rehearsal.
     """
 
     def __init__(self, scaling: Scaling, casts: Casts, models: Callable[[], Sequence[nn.Module]]) -> None:
@@ -54,7 +54,7 @@ class ScaledBackwards:
     @property
     def optimizers(self) -> list[Optimizer]:
         """Every optimizer that was added."""
-        # Not by iteration over the dictionary, which an `initialize` in another thread may make longer.
+        # No iteration over the dictionary itself: an `initialize` in another thread may add to it.
         return [optimizer for ref in self._stepped.keyrefs() if (optimizer := ref()) is not None]
 
     @property
@@ -84,7 +84,7 @@ class ScaledBackwards:
 
     @contextmanager
     def rehearsal(self) -> Iterator[Events]:
-        """Rehearse: inside no step is taken, and only observers of the yielded Events are told of backwards."""
+        """Return a context in which no step is taken, and backwards notify only observers of the yielded Events."""
         before = self.events, self.evidence.is_rehearsal
         self.events, self.evidence.is_rehearsal = Events(), True
         try:
@@ -101,7 +101,7 @@ class ScaledBackwards:
             )
 
     def _passes_through(self, scaler: LossScaler, stepped: Sequence[Stepper]) -> bool:
-        """True if nothing is to be scaled, checked or moved: O0, O3 and O4 unless the user asked for more."""
+        """True if there is nothing to scale, check or update: at O0, O3 and O4, unless the user asked for more."""
         return (
             scaler.is_identity
             and self.scaling.skips is not Skips.ALWAYS
@@ -134,7 +134,7 @@ class ScaledBackwards:
         self._close_left_open(stepped)
 
     def look_at_gathered(self, stepped: Stepper, is_stepping: bool = False) -> None:
-        """Check gradients of `stepped` that no check saw, by an empty backward."""
+        """Run an empty backward, to check gradients of `stepped` that no check saw."""
         stepped.rows.scan()
         if not stepped.window.is_closed or not stepped.has_gathered(is_stepping):
             return
@@ -151,36 +151,36 @@ class ScaledBackwards:
         delay_overflow_check: bool = False,
         loss: Tensor | None = None,
     ) -> None:
-        """Unscale and check gradients, then move the scale; discard gradients if that fails. No host sync.
+        """Unscale and check gradients, then update the scale; if that raises, discard gradients. No host sync.
 
-        If other ranks are to agree, the scale moves when it is read, or when the step needs the decision.
+        If ranks must agree, the scale is updated when it is read, or when the step needs the decision.
 
         Args:
-            loss: the last loss, whose graph tells the order of the parameters; None if it is not known.
+            loss: the last loss, whose graph has the order of the parameters; None if unknown.
         """
         scaler = backward.scaler
         scaler.settle()
         backward.skips = scaler.dynamic or self.scaling.skips_static(any(one.rows.makes_masters for one in stepped))
         check = backward.skips or backward.loss_id not in self.scaling.reported
         unscaled: set[int] | None = set() if len(stepped) > 1 else None
-        # No agreement where an overflow is only reported: a rank that has reported one checks no more, and others would
-        # wait for it. Most processes have no ranks, and make no list of their groups.
+        # Ranks do not agree on an overflow that is only reported: a rank that has reported one stops checking, and the
+        # others would wait for it. Most processes have no ranks, and skip the list of groups.
         agrees = backward.skips and has_ranks()
         groups = list(dict.fromkeys(group for one in stepped for group in one.ranks.groups())) if agrees else []
-        # A backward with `delay_unscale` closes once for each optimizer.
+        # Reset, since a backward with `delay_unscale` is closed once for each optimizer.
         backward.update = None
         backward.may_update = (
             check and len(stepped) == 1 and not groups and scaler.auto is None and not delay_overflow_check
         )
-        squares: list[list[Tensor]] = []  # for each optimizer the sums of squares from its checks
+        squares: list[list[Tensor]] = []  # for each optimizer, the sums of squares from its checks
         try:
             for one in stepped:
                 earlier = len(backward.checked)
                 one.close_window(backward, check, unscaled)
-                # Of shards no rank has the sums.
+                # No rank has the sums over whole DTensors.
                 found = [] if one.rows.columns.has_shards else backward.checked[earlier:]
                 squares.append([checked.checks.sum_squares for checked in found])
-        except BaseException:  # out of memory, say: no gradient stays scaled
+        except BaseException:  # such as out of memory: no gradient may stay scaled
             for one in stepped:
                 one.window.discard_backward()
             raise
@@ -231,7 +231,7 @@ class ScaledBackwards:
         return [one for one in others if any(map(one.shares_parameters_with, stepped))]
 
     def close_loss(self, loss_id: int) -> None:
-        """Unscale all that backwards of this loss have left scaled. One decision on the scale, and on the steps."""
+        """Unscale all gradients that backwards of this loss left scaled. Those of one scale share one decision."""
         left = [one for one in self.all if one.window.is_left_open and one.window.backward.loss_id == loss_id]
         while left:
             scale = left[0].window.backward.snapshot
@@ -240,15 +240,15 @@ class ScaledBackwards:
             left = [one for one in left if one.window.is_left_open]
 
     def _close_left_open(self, stepped: Stepper, others: Sequence[Stepper] = ()) -> None:
-        """Close the windows of `stepped` and `others`, and all left-open ones that share parameters with one of them.
+        """Close the windows of `stepped` and `others`, and left-open ones of optimizers that share their parameters.
 
         Args:
-            others: left open, with gradients of the same loss and scale.
+            others: their windows are left open, with gradients of the same loss and scale.
         """
         if stepped.window.is_closed:
             return  # never opened, or closed with another window
         together = [stepped, *others]
-        for one in together:  # which grows
+        for one in together:  # grows in this loop
             found = [other for other in self._windows_into([one]) if other.window.is_left_open]
             together += [other for other in found if other not in together]
         for one in together:
@@ -256,19 +256,19 @@ class ScaledBackwards:
         self.close_windows(together, stepped.window.backward)
 
     def begin(self, stepped: Sequence[Stepper], scaler: LossScaler, loss_id: int) -> Backward:
-        """Return a backward of a loss before its windows are opened; it takes the scale of a window that is left open.
+        """Return the Backward of a loss, whose windows are opened next. It takes the scale of a window left open.
 
-        A loss has one scale. Gradients that were left with another scale are unscaled now, as before a step, and so
-        are those of an optimizer that shares parameters with one whose window is closed.
-        Raises AmpStateError, before anything is changed, for gradients of another loss_id, and for parameters that an
-        optimizer shares with one whose `scale_loss` has not been left.
+        All gradients of a loss have one scale. Gradients that were left with another scale are unscaled now, as before
+        a step, and so are those of an optimizer that shares parameters with one whose window is closed.
+        Raises AmpStateError, before anything is changed, for gradients left by another loss_id, and for parameters that
+        an optimizer shares with one whose `scale_loss` body still runs.
         """
         opened = [one for one in stepped if not one.window.is_closed]
         others = self._windows_into(stepped)
         if not opened and not others:  # nearly always
             return Backward(scaler, loss_id, scaler.snapshot())
         if any(one.window.is_in_body for one in opened):
-            return Backward(scaler, loss_id, scaler.snapshot())  # the entry refuses it
+            return Backward(scaler, loss_id, scaler.snapshot())  # `enter_backward` refuses it
         for other in others:
             if other.window.is_in_body:
                 raise AmpStateError(
@@ -306,7 +306,7 @@ class ScaledBackwards:
 
 
 class ContextOfLoss:
-    """The context that `scale_loss` gives. Used as the scaled loss it says in an AttributeError how to get one."""
+    """The context that `scale_loss` returns. Its AttributeError says how to get the scaled loss."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -318,16 +318,16 @@ class ContextOfLoss:
 
 
 class Disabled(ContextOfLoss, nullcontext[Tensor]):
-    """The context of a `scale_loss` with enabled=False, which gives the loss as it is."""
+    """The context of a `scale_loss` with enabled=False, which gives the loss unchanged."""
 
 
 class ScaledBackward(ContextOfLoss):
-    """The context of one `scale_loss`. A generator would cost a loop of tiny steps a percent.
+    """The context of one `scale_loss`. A generator would cost a loop of tiny steps 1 % more time.
 
-    Gives `loss.float() * scale`. The exit unscales and checks gradients and moves the scale, or with `delay_unscale`
-    leaves them scaled. If the body raises, gradients are put back as they were at the entry.
+    Gives `loss.float() * scale`. The exit unscales and checks gradients and updates the scale; with `delay_unscale` it
+    leaves gradients scaled. If the body raises, gradients are put back as they were at the entry.
 
-    Raises AmpStateError at the entry, with nothing changed, where gradients would have two scales. No host sync.
+    The entry raises AmpStateError, with nothing changed, if gradients would have two scales. No host sync.
     """
 
     def __init__(
@@ -347,21 +347,21 @@ class ScaledBackward(ContextOfLoss):
         self._loss_id = loss_id
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
-        self._hook: RemovableHandle | None = None  # of the scaled loss, while that lives
-        self._hook_of_loss: RemovableHandle | None = None  # until the exit
-        self._is_left = False  # True once gradients of the scaled loss come too late to be unscaled
+        self._hook: RemovableHandle | None = None  # on the scaled loss, while that lives
+        self._hook_of_loss: RemovableHandle | None = None  # on the unscaled loss, until the exit
+        self._is_left = False  # True from the exit on
         self._has_begun = False  # True once a backward of the scaled loss has begun
-        self._has_passed_by = False  # True once a backward of the unscaled loss has begun before that
-        self._is_on_its_way = False  # True while a backward of the scaled loss has not reached the unscaled one
-        # Marks of gradients from when a backward of the unscaled loss began after one of the scaled loss.
+        self._has_passed_by = False  # True if a backward of the unscaled loss began before any of the scaled loss
+        self._is_on_its_way = False  # True while a backward of the scaled loss has not reached the unscaled loss
+        # Marks of gradients, taken when a backward of the unscaled loss begins after one of the scaled loss.
         self._passed: list[tensor_lists.GradientMarks] | None = None
-        self._is_mixed = False  # True if gradients of both arrived
+        self._is_mixed = False  # True if a backward of the unscaled loss left gradients
 
     def __enter__(self) -> Tensor:
         loss, scaler, events = self._loss, self._scaler, self._backwards.events
         for tell in events.entering.observers:
             tell(self)
-        self._backwards.unlisted.exit()  # for a body around this one, which no longer looks at them
+        self._backwards.unlisted.exit()  # for a body around this one, which stops tracking unlisted gradients here
         scaler.to(loss.device)
         self._backward = backward = self._backwards.begin(self._stepped, scaler, self._loss_id)
         entered: list[Stepper] = []
@@ -408,7 +408,7 @@ class ScaledBackward(ContextOfLoss):
         self._is_on_its_way = False
 
     def _look_at_passed(self) -> None:
-        """Note if a backward of the unscaled loss has left gradients. `torch.autograd.grad` leaves none."""
+        """Record if a backward of the unscaled loss left gradients. `torch.autograd.grad` leaves none."""
         if self._has_passed_by and not self._has_begun:
             self._is_mixed |= any(one.window.has_arrived() for one in self._stepped)
         elif self._passed is not None:
@@ -419,7 +419,7 @@ class ScaledBackward(ContextOfLoss):
         windows = [one.window for one in self._stepped] + self._backwards.unlisted.windows
         have_earlier = [window.begin() for window in windows]
         if any(have_earlier):
-            after_backward(lambda: after_backward(self._end_windows))  # last: reducers write gradients in theirs
+            after_backward(lambda: after_backward(self._end_windows))  # after the callbacks in which reducers write
 
     def _end_windows(self) -> None:
         for window in [one.window for one in self._stepped] + self._backwards.unlisted.windows:
@@ -431,7 +431,7 @@ class ScaledBackward(ContextOfLoss):
             one.window.discard_backward()
 
     def _refuse_unscaled(self) -> None:
-        """Put gradients back and raise AmpStateError if a backward of the unscaled loss has left some."""
+        """If a backward of the unscaled loss left gradients, put earlier ones back and raise AmpStateError."""
         self._look_at_passed()
         if self._is_mixed:
             self._discard(self._stepped)
@@ -489,7 +489,7 @@ class ScaledBackward(ContextOfLoss):
 
 
 class PassedThrough(ContextOfLoss):
-    """The context of a `scale_loss` in which nothing is scaled, checked or moved."""
+    """The context of a `scale_loss` that neither scales the loss, nor checks gradients, nor updates the scale."""
 
     def __init__(self, backwards: ScaledBackwards, loss: Tensor, stepped: Sequence[Stepper], loss_id: int) -> None:
         self._backwards = backwards

@@ -1,4 +1,4 @@
-"""One optimizer in the care of an engine: its window around a backward, and its step, taken or skipped."""
+"""One optimizer of an engine: its window around each backward, and its step, which is taken or skipped."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ class Casts(Protocol):
         """Return a context that turns the casts off in this thread; None if there are none."""
 
     def after_backward(self) -> None:
-        """Discard all copies: a backward is over, and any weight may have been written."""
+        """Discard all copies: after a backward any weight may have been written."""
 
     def copies(self, weights: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
-        """Return the copies that a step is to write beside the weights; None if there are no casts."""
+        """Return the copies that a step must write along with the weights; None if there are no casts."""
 
     def written(self, weights: Sequence[Tensor]) -> None:
-        """Keep the copies of these weights: a step wrote both, and no other weight."""
+        """Keep the copies of these weights: a step wrote these weights with their copies, and no other weights."""
 
 
 class Stepper:
-    """One optimizer in the care of an engine.
+    """One optimizer of an engine.
 
     Args:
         optimizer: its groups have the weights of `rows`.
         scaling: gives the scaler of gradients without a named scaler.
-        events: observers of these are told of skipped steps, and of masters that were written outside of steps.
-        ranks: the ranks that train with this one; None to find them from the rows.
-        check: called with this object before its first `scale_loss` or step; raises AmpStateError.
+        events: notify observers of skipped steps, and of masters that were written outside of steps.
+        ranks: the ranks that train with this one; if None, found from the rows.
+        check: called with this object before its first `scale_loss` or step; may raise AmpStateError.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Stepper:
         rows.scan()
         self.window = Window(rows)
         self.pending = Pending(events)
-        self.backward_seen = False  # since the last step
+        self.backward_seen = False  # True if there was a backward since the last step
         self._events = events
-        self._check: Callable[[Stepper], None] | None = check  # until the first use
-        # Called with parameters that joined with a gradient while others are scaled; raises AmpStateError.
+        self._check: Callable[[Stepper], None] | None = check  # None after the first use
+        # Called with parameters that joined with a gradient while the scale is not 1; may raise AmpStateError.
         self.check_gathered: Callable[[Optimizer, Sequence[nn.Parameter]], None] = lambda optimizer, joined: None
         # Gives the scale of gradients that low-precision parameters gathered before they had masters; None for 1. All
         # other gathered gradients are unscaled.
@@ -87,22 +87,22 @@ class Stepper:
         self.needs_kernels = False  # True if only the kernels can do its step (split masters, bfloat16 moments)
         self._scaling = scaling
         self._is_wrapped = False
-        self._is_captured = False  # True if a backward of these gradients is in a CUDA graph
+        self._is_captured = False  # True if a CUDA graph has a backward that left present gradients
         self._with_masters: tuple[Columns, Tensor] | None = None
         self._ids: tuple[Columns, frozenset[int]] | None = None
-        self._unchecked: Sequence[nn.Parameter] = ()  # parameters whose gradients another loss left
-        self._has_left = False  # True if the last step may have been skipped, and left the model's gradients
+        self._unchecked: Sequence[nn.Parameter] = ()  # parameters that may have gradients that no check saw
+        self._has_left = False  # True if the last step may have been skipped, which leaves the model's gradients
         self._written_gradients = gradient_warnings.WrittenGradients()
         self._written_parameters = gradient_warnings.WrittenParameters()
         self.missing_gradients = gradient_warnings.MissingGradients()
         self._is_clipped = False  # True if gradients were clipped in an earlier iteration
-        self._clipping = kernels.ListCheck()  # its own one: its uploads stay on the GPU
+        self._clipping = kernels.ListCheck()  # not shared, so that its uploads stay on the GPU
         self.ranks = Ranks(rows) if ranks is None else ranks
         self._left_gradients = False  # True if masters still have gradients of the last step, for a wrapper to read
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer; it outlives every call that needs it."""
+        """The optimizer. Callers keep it alive."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
@@ -113,7 +113,7 @@ class Stepper:
         return bool(self.pending.backwards) or not self.window.is_closed
 
     def wrapped_by(self, wrapper: Optimizer) -> None:
-        """Keep gradients after a step, and expect written masters: `wrapper`, which calls `step`, may use both."""
+        """Let `wrapper`, which calls `step`, read masters' gradients after a step and write masters outside of it."""
         self._is_wrapped = True
         self.rows.wrapped_by(wrapper)
 
@@ -122,14 +122,14 @@ class Stepper:
         self.adopts_next = is_wanted
 
     def require_kernels(self, moment_dtype: torch.dtype) -> None:
-        """Have only the kernels do the step, with moments in `moment_dtype`."""
+        """Require that the kernels do each step, with moments in `moment_dtype`."""
         fused = fused_step_of(self.optimizer)
         assert fused is not None, "checked with the request"
         fused.require(moment_dtype)
         self.needs_kernels = True
 
     def check_first_use(self) -> None:
-        """Before a `scale_loss` or step: raise AmpStateError if something since its creation forbids the first use."""
+        """Before the first `scale_loss` or step: raise AmpStateError if a change since the creation forbids it."""
         if self._check is not None:
             self.rows.look_at_types()  # model.half() may have been called
             self._check(self)
@@ -138,13 +138,13 @@ class Stepper:
     # Around a backward.
 
     def enter_backward(self, backward: Backward, waits: bool = False) -> None:
-        """Entry of `scale_loss`: look for new parameters and foreign writes, open the window, or enter it again.
+        """Entry of `scale_loss`: look for new parameters and foreign writes, then open or re-enter the window.
 
         Raises AmpStateError inside of a body, before anything is changed.
 
         Args:
             backward: has the scale of the gradients to come.
-            waits: True if the window is told when a backward begins.
+            waits: True if `window.begin` will be called when a backward begins.
         """
         if self.window.is_in_body:
             raise AmpStateError(
@@ -169,7 +169,7 @@ class Stepper:
         return is_held or tensor_lists.any_gradient(self.rows.columns.weight_handle)
 
     def join_open_window(self) -> None:
-        """Scale gradients of joined parameters like the others in a window that was left open."""
+        """If the window was left open, scale the gradients of joined parameters by the scale of its gradients."""
         if not self.window.is_left_open:
             return
         self.rows.scan()
@@ -188,7 +188,7 @@ class Stepper:
             self.check_gathered(self.optimizer, [p for p in self.rows.joined if p.grad is not None])
 
     def close_window(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
-        """Exit of `scale_loss`: unscale and check, except what another optimizer of it has done. No host sync."""
+        """Exit of `scale_loss`: unscale and check gradients, except of parameters in `unscaled`. No host sync."""
         self.window.close(backward, check, unscaled)
         if self._is_clipped and (found := self.rows.ledger.slots.check) is not None and found.unscaled is not None:
             found.unscaled.watch()
@@ -206,25 +206,25 @@ class Stepper:
         self.adopts_next = False
 
     def is_given_gradients(self) -> None:
-        """Note gradients from the backward of a loss that does not list this optimizer, to check before a step."""
+        """Note that a loss which does not list this optimizer left gradients, to be checked before a step."""
         self._unchecked = self.rows.columns.plain
 
     def has_gathered(self, is_stepping: bool = False) -> bool:
         """True if there is a gradient that no check of this optimizer saw, as of the last scan.
 
         Args:
-            is_stepping: True if a step comes next: gradients that a skipped step left, and that were not zeroed, count
-                then.
+            is_stepping: True if a step comes next; then gradients count that a skipped step left and that were not
+                zeroed.
         """
         if is_stepping and self._has_left and tensor_lists.any_gradient(self.rows.columns.plain_handle):
             return True
-        for p in self._unchecked:  # no generator: asked before each step
+        for p in self._unchecked:  # not any(): runs before each step, and a generator is slower
             if p.grad is not None:
                 return True
         return bool(self.rows.joined)
 
     def _take_gathered(self, scaler: LossScaler) -> None:
-        """Give new masters the gradients that their parameters gathered, and count an overflow. No host sync."""
+        """Give new masters the gradients that their parameters gathered, and record an overflow. No host sync."""
         joined, self.rows.joined = self.rows.joined, []
         scale = self.gathered_scale()
         for p in joined:
@@ -241,7 +241,7 @@ class Stepper:
         return not self.param_ids().isdisjoint(other.param_ids())
 
     def param_ids(self) -> frozenset[int]:
-        """Ids of the model's parameters in the groups, into which a backward accumulates."""
+        """Return the ids of the model's parameters in the groups, into which a backward accumulates."""
         self.rows.scan()
         columns = self.rows.columns
         if self._ids is None or self._ids[0] is not columns:
@@ -264,10 +264,10 @@ class Stepper:
                 tell()
         self.look_for_parameters()
 
-    # Around a backward in a foreign `scale_loss`, which names the scaler at its exit, and decides on the skip.
+    # Around a backward in a foreign `scale_loss`, which names the scaler at its exit, and decides itself on the skip.
 
     def prepare_backward(self) -> None:
-        """Entry: open the window, or enter it again. Raises AmpStateError inside of a body."""
+        """Entry: open or re-enter the window. Raises AmpStateError inside of a body."""
         if self.window.is_in_body:
             raise AmpStateError(
                 f"_prepare_amp_backward() was called for {type(self.optimizer).__name__} inside of an `with "
@@ -283,7 +283,7 @@ class Stepper:
             scaler.to(weight.device)
         self.window.claim(Backward(scaler, 0, scaler.snapshot()))
         self.close_window(self.window.backward, True)
-        agree(self.ranks.groups(), scaler.found_inf)  # the caller reads it next
+        agree(self.ranks.groups(), scaler.found_inf)  # the caller reads found_inf next
 
     def set_left_open(self, value: bool) -> None:
         """Declare the present gradients scaled or unscaled, without a check."""
@@ -311,7 +311,7 @@ class Stepper:
         tensor_lists.discard_gradients(self.rows.columns.plain)
 
     def _adopt_gradients(self) -> None:
-        """Ensure an open window, if need be around the present gradients."""
+        """If the window is closed, open it around the present gradients, as scaled ones."""
         if self.window.is_closed:
             self._discard_left_gradients()
             self.rows.ledger.slots.check = None
@@ -325,14 +325,14 @@ class Stepper:
     # Clipping.
 
     def grad_norm(self, norm_type: float) -> Tensor | None:
-        """Return the norm of all unscaled gradients, not to be written: float32, shape []. No host sync.
+        """Return the norm of all unscaled gradients, which the caller must not write: float32, shape []. No host sync.
 
-        It is the norm from the last backward's check if no gradient was written since. Held gradients belong to us
-        alone. Gradients of rows without masters are watched from the second call on, where torch tells of writes; else
-        they are read once more, since collectives, NumPy and writes through `.data` move no version.
+        The norm comes from the last backward's check if no gradient was written since. No other code can write held
+        gradients. Gradients of rows without masters are watched from the second call on, if torch reports writes;
+        else they are read again, since collectives, NumPy and writes through `.data` move no version.
 
-        None if gradients hold more or other than that backward, or for a norm other than 2 and infinity. Call after a
-        scan.
+        Returns None if the gradients are not exactly those of that backward, or if `norm_type` is neither 2 nor
+        infinity. Call after a scan.
         """
         check = self.rows.whole_check()
         if check is None or self.rows.ledger.slots.norm is not None or norm_type not in (2.0, math.inf):
@@ -361,7 +361,7 @@ class Stepper:
         return self._with_masters[1]
 
     def clip_grads_with_norm_(self, norm: Tensor, max_norm: float) -> None:
-        """Multiply gradients by `min(1, max_norm / (norm + 1e-6))`; masters' in the step. Call after `grad_norm`.
+        """Multiply gradients by `min(1, max_norm / (norm + 1e-6))`, held ones in the step. Call after `grad_norm`.
 
         Nothing may write `norm` before the step.
         """
@@ -375,10 +375,10 @@ class Stepper:
     def look_at_gradients(self) -> None:
         """Before a step: discard gradients of an earlier step, and warn of gradients that never reach the masters.
 
-        Raises AmpStateError where torch.amp.GradScaler is to step such gradients.
+        Raises AmpStateError if torch.amp.GradScaler is about to step such gradients.
         """
         if self._left_gradients and not self.backward_seen and self.rows.has_parameter_gradients():
-            self._discard_left_gradients()  # of an unseen backward: no earlier gradient stands for it
+            self._discard_left_gradients()  # else they would pass for the gradients of this unseen backward
         self.pending.hear(wait=False)
         optimizer = self.optimizer
         if hasattr(optimizer, "found_inf"):
@@ -387,26 +387,26 @@ class Stepper:
             self._written_gradients.warn(optimizer, self.rows)
 
     def hide_spent(self) -> None:
-        """Take away the gradients that were shown to `zero_grad`, so that hooks and the step do not see them."""
+        """Remove the gradients that are shown for `zero_grad`, so that hooks and the step do not see them."""
         if not self._left_gradients:
             self.rows.ledger.spent.hear()
 
     def refuse_foreign_scaler(self) -> None:
-        """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
+        """Raise AmpStateError if torch.amp.GradScaler is about to step gradients that never reached the masters."""
         if not self.backward_seen:
             gradient_warnings.refuse_foreign_scaler(self.optimizer, self.rows)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], fused: FusedStep | None, casts: Casts) -> None:
-        """Skip, or step: by the kernels, or by the class's own step on FP32 gradients. Call after a scan.
+        """Skip the step, or do it by the kernels or by the class's own step on FP32 gradients. Call after a scan.
 
         Args:
             args, kwargs: the arguments of the optimizer's `step`, the optimizer first.
             fused: the fused step of its class, or None.
             casts: a fused step writes their copies of FP32 parameters.
 
-        Waits for the device if the host has to decide and does not know yet. Raises AmpStateError if the kernels are
-        needed and cannot do the step, for a low-precision weight that is refused, and for a CUDA graph whose replay
-        would miss the decision.
+        Waits for the device if the host must decide and does not know the flags yet. Raises AmpStateError if the
+        kernels are needed and cannot do the step, for a low-precision weight that is refused, and for a CUDA graph
+        whose replay would miss the decision.
         """
         optimizer, rows = args[0], self.rows
         rows.judge_half()
@@ -427,7 +427,7 @@ class Stepper:
             self._refuse_capture()
         backward_seen, self.backward_seen, self._is_captured = self.backward_seen, False, False
         streams = rows.ledger.slots.streams
-        # A wrapper goes on after this step by the gradients that it finds, so the host decides.
+        # A wrapper continues after this step with the gradients that it finds, so the host must decide.
         decision = self.pending.decide(on_device=planned is not None and not self._is_wrapped)
         try:
             if isinstance(decision, Skip) or decision.flags:
@@ -448,7 +448,7 @@ class Stepper:
             rows.ledger.slots.check = None
 
     def _refuse_capture(self) -> None:
-        """Raise AmpStateError in the capture of a CUDA graph: the host decides here, and a replay does not ask it."""
+        """Raise AmpStateError in the capture of a CUDA graph: the host decides here, and a replay skips the host."""
         weights = self.rows.columns.weights
         if self.pending.backwards and weights and devices.is_capturing(weights[0].device):
             raise AmpStateError(
@@ -459,7 +459,7 @@ class Stepper:
             )
 
     def _refuse_half_a_capture(self) -> None:
-        """Raise AmpStateError outside of the CUDA graph that has the backward: a replay does not tell the host."""
+        """Raise AmpStateError if a CUDA graph has the backward and not the step: a replay does not tell the host."""
         if not (self.backward_seen and self._is_captured):
             return
         weights = self.rows.columns.weights
@@ -486,7 +486,7 @@ class Stepper:
         self._left_gradients = False
 
     def _step_fused(self, fused: FusedStep, step: StepInput, flags: Sequence[Tensor], casts: Casts) -> None:
-        """Pass 2: unscale, clip, step and write the model's weights at once; do nothing if one of `flags` is != 0."""
+        """Pass 2: unscale, clip, step and write the model's parameters; do nothing if one of `flags` is != 0."""
         found_inf = None
         for flag in flags:
             found_inf = flag if found_inf is None else torch.maximum(found_inf, moved(flag, found_inf.device))
@@ -522,7 +522,7 @@ class Stepper:
     # The end.
 
     def release(self) -> None:
-        """Give the optimizer its own parameters back. Its hooks are gone by now."""
+        """Put the model's parameters back into the optimizer's groups. Call after its hooks were removed."""
         if not self.window.is_closed:
             self.window.discard()
         self.pending.hear(wait=True)

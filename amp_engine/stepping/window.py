@@ -1,7 +1,7 @@
-"""The window of one optimizer around a backward: set gradients aside, check, unscale, accumulate.
+"""The window of one optimizer around a backward: sets earlier gradients aside; checks, unscales and accumulates.
 
-`scale_loss` opens a window at its entry and closes it at its exit; `delay_unscale=True` leaves it open for the
-next. While it is open, `.grad` holds only scaled gradients of this window.
+`scale_loss` opens a window at its entry. Its exit closes the window, or with `delay_unscale=True` leaves it open for
+the next `scale_loss`. While a backward runs in a window, `.grad` holds only scaled gradients of this window.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from amp_engine.stepping.spent import Sentinel, Zeroed
 
 
 class State(Enum):
-    """State of a window. A closed one has put its gradients into the slots, and may open again before the step."""
+    """State of a window. Closing puts gradients into the slots; the window may open again before the step."""
 
     CLOSED = "closed"
-    OPEN = "open"  # the body of a `scale_loss` runs, whose exit will close it, or leave it open
-    PREPARED = "prepared"  # a foreign `scale_loss` runs, which may never end
+    OPEN = "open"  # the body of a `scale_loss` runs, whose exit will close the window or leave it open
+    PREPARED = "prepared"  # a foreign `scale_loss` runs, whose exit may never come
     LEFT_OPEN = "left open"  # between two bodies
 
-    # Enum hashes in Python, which is slow: states are hashed four times an iteration.
+    # Enum's own hash is Python code, which is slow: states are hashed four times an iteration.
     __hash__ = object.__hash__
 
 
@@ -55,27 +55,27 @@ class Window:
     def __init__(self, rows: Rows) -> None:
         self.state = State.CLOSED
         self._rows = rows
-        self._backward: Backward | None = None  # while it is not closed
+        self._backward: Backward | None = None  # None while the window is closed
         # True if the backward of these gradients is known. If not, `_backward` stands in until `claim`.
         self._is_claimed = False
         self._list_check = kernels.ListCheck()
-        # Unscaled gradients of earlier backwards, by id of the parameter that the optimizer steps.
+        # Unscaled gradients of earlier backwards, by id of the weight.
         self._earlier: dict[int, Tensor] = {}
-        self._looks_at_earlier = False  # True if no check since the last step may have seen them
-        # While left open: gradients of plain parameters; plain parameters that meanwhile show a gradient from before
-        # the window, for zero_grad to reach; and the smallest master, whose gradient tells of a zero_grad.
+        self._looks_at_earlier = False  # True if a check since the last step may have missed some of `_earlier`
+        # While left open: `_left` has gradients of plain parameters; `_showing` has plain parameters that show a
+        # gradient from before the window, which zero_grad can then reach; `_sentinel` is the smallest master.
         self._left: list[Sentinel] = []
         self._showing: list[nn.Parameter] = []
         self._sentinel: Sentinel | None = None
         # After re-entry: marks of the gradients that a backward would add to.
         self._reentered: tensor_lists.GradientMarks | None = None
-        # In a body: True until a backward of its loss begins, with marks of the model's gradients from the entry. They
-        # stay in place until then, for `zero_grad()` to reach.
+        # In a body, until a backward of its loss begins: `_waits` is True, and `_at_entry` has marks of the model's
+        # gradients. Until then gradients from before the entry stay in `.grad`, where `zero_grad()` can reach them.
         self._waits = False
         self._at_entry: tensor_lists.GradientMarks | None = None
-        self._is_reentered = False  # True if this body goes on with a window that was left open
-        # In a body, to notice a `zero_grad()` after a backward: the smallest master, and marks of the model's gradients
-        # after a backward that is to be added to earlier ones.
+        self._is_reentered = False  # True if this body continues a window that was left open
+        # In a body, to detect a `zero_grad()` after a backward: `_mark` is the smallest master, and `_ended` has marks
+        # of the model's gradients at the end of a backward whose gradients will be added to earlier ones.
         self._mark: Sentinel | None = None
         self._ended: tensor_lists.GradientMarks | None = None
         self._smallest: tuple[Columns, Sentinel] | None = None
@@ -97,25 +97,25 @@ class Window:
 
     @property
     def backward(self) -> Backward:
-        """The backward of its gradients, which has their scale. Raises AmpStateError if the window is closed."""
+        """The backward of the present gradients, with their scale. Raises AmpStateError if the window is closed."""
         if self._backward is None:
             raise AmpStateError("A window that is closed has no backward.")
         return self._backward
 
     def may_belong_to(self, scaler: LossScaler) -> bool:
-        """True if its gradients may be of a loss of `scaler`; False if unclaimed and the stand-in has another."""
+        """False if the backward is only a stand-in with another scaler; else gradients may be of a loss of `scaler`."""
         return self._is_claimed or self.backward.scaler is scaler
 
     def open(self, backward: Backward, waits: bool = False, looks_at_earlier: bool = False) -> None:
-        """Entry of `scale_loss`: set present gradients aside, or go on with a window that was left open.
+        """Entry of `scale_loss`: set present gradients aside, or continue a window that was left open.
 
         Raises AmpStateError inside of a body.
 
         Args:
-            backward: has the scale of the gradients to come. If the window was left open it keeps the scale of its
-                own backward, and takes all else from this one: `initialize` may have made a new scaler since.
-            waits: True if `begin` will be called when a backward begins. Nothing is set aside before.
-            looks_at_earlier: True to check gradients that are set aside, too, when they are added to.
+            backward: has the scale of the gradients to come. A window that was left open keeps the scale of its own
+                backward, and takes all else from this one, since `initialize` may have made a new scaler.
+            waits: True if `begin` will be called when a backward begins. Nothing is set aside before that.
+            looks_at_earlier: True to also check the gradients that are set aside, when new ones are added to them.
         """
         self._enter(State.OPEN, backward, waits, looks_at_earlier)
         self.claim(backward)
@@ -137,14 +137,14 @@ class Window:
         return has_earlier
 
     def end(self) -> None:
-        """At the end of that backward: from now on a `zero_grad` means earlier gradients, too."""
+        """At the end of that backward: from now on a `zero_grad` also affects the gradients that were set aside."""
         if self.is_in_body and not self._waits:
             self._ended = tensor_lists.gradient_marks(self._rows.columns.param_handle)
 
     def _set_out(self) -> None:
         at_entry = self._end_wait()
         if self._rows.ledger.spent.hear():
-            at_entry = None  # a step discarded all that masters had
+            at_entry = None  # a step discarded all gradients of masters
         if self._is_reentered:
             self._take_back()
             self._reentered = tensor_lists.gradient_marks(self._rows.columns.param_handle)
@@ -158,7 +158,7 @@ class Window:
         return at_entry
 
     def _moved(self, marks: tensor_lists.GradientMarks | None) -> list[tuple[int, bool]]:
-        """Return the rows whose gradients moved since, each with True if it had one; none if other rows were marked."""
+        """Return rows whose gradients moved since `marks`, each with True if it had one; [] if the rows are others."""
         if marks is None or marks.params is not self._rows.columns.param_handle or not marks.have_moved():
             return []
         return marks.moved()
@@ -172,7 +172,7 @@ class Window:
     def has_arrived_unseen(self) -> bool:
         """True if gradients came or were written in a body without a backward of its loss. Waits for the device."""
         if self._is_reentered:
-            return False  # there are gradients of an earlier body, too
+            return False  # `.grad` also has gradients of an earlier body
         columns = self._rows.columns
         if not self._waits:
             return tensor_lists.any_gradient(columns.param_handle)
@@ -181,7 +181,7 @@ class Window:
         return any(row not in zeroed and columns.params[row].grad is not None for row, _ in moved)
 
     def prepare(self, stand_in: Backward, looks_at_earlier: bool = False) -> None:
-        """Entry of a foreign `scale_loss`, which will call `claim`. Raises AmpStateError inside of a body."""
+        """Entry of a foreign `scale_loss`, whose exit calls `claim`. Raises AmpStateError inside of a body."""
         self._enter(State.PREPARED, stand_in, looks_at_earlier=looks_at_earlier)
 
     def adopt(self, stand_in: Backward) -> None:
@@ -196,7 +196,7 @@ class Window:
             self.discard()  # the foreign `scale_loss` raised, and never closed it
         is_reentered = self.is_left_open
         if not is_reentered:
-            self._rows.materialize()  # this backward is added to these
+            self._rows.materialize()  # new gradients will be added to these
         self._become(state)
         self._is_reentered = is_reentered
         self._waits, self._at_entry = True, None
@@ -205,7 +205,7 @@ class Window:
             self._looks_at_earlier = looks_at_earlier
             columns = self._rows.columns
             if not (columns.asks or tensor_lists.any_gradient(columns.param_handle)):
-                self._waits = False  # nothing is to be set aside
+                self._waits = False  # there is nothing to set aside
             elif waits and not columns.asks:
                 self._at_entry = tensor_lists.gradient_marks(columns.param_handle)
                 return
@@ -214,14 +214,14 @@ class Window:
 
     def _set_aside(self) -> None:
         columns = self._rows.columns
-        self._rows.discard_parameter_gradients()  # of an earlier step, still scaled
+        self._rows.discard_parameter_gradients()  # they are of an earlier step, and still scaled
         for p in columns.plain if columns.asks or tensor_lists.any_gradient(columns.plain_handle) else ():
             if p.grad is not None:
                 self._earlier[id(p)] = arithmetic.own_memory(p.grad)
                 p.grad = None
 
     def _heed_zeros(self, moved: list[tuple[int, bool]]) -> None:
-        """Discard masters' gradients where the model's were zeroed in the body: `model.zero_grad()` means both."""
+        """Discard masters' gradients where parameters' were zeroed in the body: `model.zero_grad()` applies to both."""
         for row in self._zeroed(moved):
             self._heed_zero_of(row)
 
@@ -238,7 +238,7 @@ class Window:
         return [row for row, grad in grads if grad is None or arithmetic.is_zero(grad)]
 
     def _mark_smallest(self) -> None:
-        """Have the smallest master show a gradient, to notice a zero_grad(), which does not reach the model's own."""
+        """Have the smallest master show a gradient, to detect a zero_grad(), which misses the parameters' gradients."""
         columns = self._rows.columns
         if self._smallest is None or self._smallest[0] is not columns:
             self._smallest = columns, Sentinel(_smallest_of(self._rows.masters))
@@ -246,7 +246,7 @@ class Window:
         self._mark.show()
 
     def _heed_zero_grad(self) -> None:
-        """Discard the gradients that a `zero_grad()` since the last backward of this body means."""
+        """Apply a `zero_grad()` since the last backward of this body to all gradients that it should have reached."""
         (mark, ended), self._mark, self._ended = (self._mark, self._ended), None, None
         heard = Zeroed.NO if mark is None else mark.hear()
         if heard is Zeroed.GONE:
@@ -265,7 +265,7 @@ class Window:
             self._heed_zero_of(row)
         rows = columns.plain_rows if is_of_masters else range(len(columns.params))
         if zeroed and not any(columns.params[row].grad is not None for row in set(rows).difference(zeroed)):
-            # All were zeroed, so gradients that this body has not reached are meant, too.
+            # All were zeroed, so this applies to earlier gradients that this body has not reached, too.
             is_in_place = any(columns.params[row].grad is not None for row in zeroed)
             self._earlier = {key: torch.zeros_like(g) for key, g in self._earlier.items()} if is_in_place else {}
             if not is_of_masters:
@@ -292,7 +292,7 @@ class Window:
             p.grad = grad
 
     def claim(self, backward: Backward) -> None:
-        """Set the backward, whose scaler is told of an overflow; a scale that is known already stays."""
+        """Set the backward, whose scaler records overflows. A window that has a known scale keeps it."""
         if self._is_claimed:
             earlier, backward = self.backward, Backward(backward.scaler, backward.loss_id, self.backward.snapshot)
             earlier.give_loss(backward)
@@ -311,7 +311,7 @@ class Window:
         """Exit with `delay_unscale`: gradients stay scaled and accumulate in place.
 
         Args:
-            last: the backward of this body; None if it is not known.
+            last: the backward of this body; None if unknown.
         """
         self._stop_waiting()
         self._become(State.LEFT_OPEN)
@@ -333,16 +333,16 @@ class Window:
             self._sentinel.show()
 
     def close(self, backward: Backward, check: bool, unscaled: set[int] | None = None) -> None:
-        """Exit: afterwards `.grad` of every stepped weight is, or gives, the unscaled gradient in its own type.
+        """Exit: from now on `.grad` of every weight is, or makes when read, the unscaled gradient in the weight's type.
 
-        Checks the gradients of this window, and unchecked earlier ones that they are added to. The checks go into
-        `backward`, held gradients into the slots of the rows. No host sync.
+        Checks the gradients of this window, and earlier ones if a check may have missed some. Puts the checks into
+        `backward`, and held gradients into the slots of the rows. No host sync.
 
         Args:
             backward: shared by all optimizers of this `scale_loss`.
             check: False to record no overflow in the scaler.
             unscaled: ids of parameters whose gradients another optimizer of this backward has unscaled in
-                place; the ones of this window are added. None if there is no other optimizer.
+                place; the ids of those that are unscaled here are added. None if there is no other optimizer.
         """
         self._stop_waiting()
         self._take_back()
@@ -401,7 +401,7 @@ class Window:
         """Check the gradients on one device, and unscale in place those of rows without a master.
 
         Args:
-            updates: True to update the scale as well, if it is on this device.
+            updates: True to also update the scale, if it is on this device.
         """
         if not is_only:
             elsewhere = [row for row, g in enumerate(grads) if g is not None and g.device != device]
@@ -424,9 +424,9 @@ class Window:
         return checked, norm
 
     def _to_hold(self, columns: Columns, totals: Mapping[int, Tensor]) -> bytes | None:
-        """Return a mask of the rows to hold: of masters without a gradient; None if there are no masters.
+        """Return a mask of rows whose gradients to hold: those of masters without a gradient; None without masters.
 
-        Clipping, zeroing or discarding the model's gradients then changes nothing of ours, as in apex.
+        Clipping, zeroing or discarding the parameters' gradients does not change held gradients, as in apex.
         """
         if not totals:
             return columns.master_mask if self._rows.masters else None
@@ -439,7 +439,7 @@ class Window:
         devices: Sequence[torch.device],
         backward: Backward,
     ) -> None:
-        """Unscale gradients, and add them to the gradients that masters of the same rows have already."""
+        """Unscale gradients, and add them to the gradients that the masters of the same rows have already."""
         added = [(row, total, g) for row, total in totals.items() if (g := grads[row]) is not None]
         for device in devices:
             inv_scale = moved(backward.snapshot.inv_scale, device)
@@ -452,7 +452,7 @@ class Window:
             if alike:
                 _, sums, grads_here = zip(*alike, strict=True)
                 kernels.axpby_(sums, grads_here, sums, inv_scale, None)
-            for row, _, g in others:  # a layout that only a user makes
+            for row, _, g in others:  # their layout comes from user code
                 arithmetic.accumulate(
                     [(self._rows.columns.weights[row], arithmetic.times(g, inv_scale, torch.float32))]
                 )
@@ -460,7 +460,7 @@ class Window:
     def _close_others(
         self, arrived: list[tuple[nn.Parameter, Master | None]], backward: Backward, check: bool
     ) -> Checked:
-        """Close sparse gradients, negative views, and types that the kernels do not take, by PyTorch's operations."""
+        """Close gradients that the kernels do not take (sparse, negative views, other types), by PyTorch's operations."""
         snapshot = backward.snapshot
         device = snapshot.inv_scale.device
         looks: list[Tensor] = []  # largest magnitude, sum of squares
@@ -488,11 +488,11 @@ class Window:
         )
 
     def discard_backward(self) -> None:
-        """After the body of a `scale_loss` raised: put the gradients of its entry back.
+        """After the body of a `scale_loss` raised: put back the gradients from its entry.
 
-        The window stays open if it was and this body ran no backward. If half a backward has added to the gradients of
-        an open window they cannot be separated again, and are discarded. Edits and zeroing in a body that ran no
-        backward stay.
+        A window that was left open stays open if this body ran no backward. If part of a backward was added to the
+        gradients of such a window, they cannot be separated again, and all are discarded. If the body ran no backward,
+        its edits and zeroing of gradients stay.
         """
         if self._is_reentered and self._waits:
             self._end_wait()
@@ -534,7 +534,7 @@ class Window:
         self._become(State.CLOSED)
 
     def _take_back(self) -> None:
-        """Undo what `leave_open` set up, and heed a `zero_grad` since then."""
+        """Undo what `leave_open` set up, and apply a `zero_grad` since then."""
         for one in self._left:
             if one.hear() is not Zeroed.NO:
                 self._earlier.pop(id(one.param), None)

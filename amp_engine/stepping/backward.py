@@ -22,13 +22,13 @@ from amp_engine.stepping.slots import Checked
 
 @dataclass
 class Accumulation:
-    """The backwards of one loss for one step, which are its micro-batches.
+    """The backwards of one loss for one step: its micro-batches.
 
     Attributes:
-        count: of them.
-        bad: the number of the first whose loss was not finite, from 1; 0 without any that the host knows.
-        loss: its loss.
-        origin: the place where it stopped being finite.
+        count: number of these backwards.
+        bad: the number, from 1, of the first backward whose loss was not finite; 0 if the host knows of none.
+        loss: the loss of that backward.
+        origin: the place where that loss stopped being finite.
     """
 
     count: int = 0
@@ -40,10 +40,10 @@ class Accumulation:
 class Backward:
     """The scale of a loss, the checks of its gradients, and their outcome for the next step.
 
-    All optimizers of a `scale_loss` share one.
+    All optimizers of a `scale_loss` share one Backward.
 
     Args:
-        scaler: is told of an overflow.
+        scaler: records an overflow.
         snapshot: the scale, as it was at the entry.
 
     Attributes:
@@ -56,11 +56,11 @@ class Backward:
         elements: count of elements that are not finite in the first gradient `in_order`; None if not counted.
         skips: True if an overflow skips the step; False if it is only reported.
         reduction: lets several ranks agree on the overflow; None if this rank decides alone.
-        earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; set for "auto" alone.
-        may_update: True if the check of all gradients may also update the scale: nothing else comes between.
+        earlier_loss_is_bad: != 0 if an earlier loss of the same window was not finite; set only for "auto".
+        may_update: True if the check of all gradients may also update the scale, since nothing comes in between.
         update: the update of the scale that the check did; None if it did not.
         accumulation: the backwards of its loss for the same step.
-        micro_batches: the numbers of the first and the last of these whose gradients are checked together.
+        micro_batches: the numbers of the first and last backward of `accumulation` that are checked together.
         of_replicas: True if all ranks have the same gradients once they are reduced.
         outcome: the outcome; set by `conclude`.
     """
@@ -83,11 +83,11 @@ class Backward:
         self.reduction: Reduction | None = None
         self.may_update = False
         self.update: ScaleUpdate | None = None
-        self.is_reported = False  # True once its loss was reported, which is not finite though its gradients are
+        self.is_reported = False  # True once its loss was reported as not finite, though its gradients are finite
         self.of_replicas = False
         self.accumulation = Accumulation()
         self.micro_batches = 0, 0
-        self.number = 0  # of the scaled backwards of its engine, from 1
+        self.number = 0  # among the scaled backwards of its engine, from 1
 
     def loss_to_send(self) -> Tensor | None:
         """Return the last loss, float32 of shape [], if it is to be sent to the host; else None. No host sync."""
@@ -104,8 +104,8 @@ class Backward:
         return flag.item() != 0 if self.update is None else self.update.outcome.tolist()[0] != 0
 
     def conclude(self, outcome: Tensor) -> None:
-        """Set the outcome, after all checks: updating the scaler gave these numbers. No host sync."""
-        # The largest magnitude tells: finite gradients whose squares overflow are no overflow.
+        """Set the outcome, after all checks, from the numbers that the update of the scaler gave. No host sync."""
+        # The largest magnitude decides: finite gradients whose squares overflow are no overflow.
         self.outcome = Outcome(
             outcome,
             value=self.value,
@@ -115,13 +115,13 @@ class Backward:
         )
 
     def give_loss(self, other: Backward) -> None:
-        """Make the last loss of this one, with its value, origin and number, the last loss of `other`."""
+        """Copy the last loss to `other`, with its value, origin, number and micro-batches."""
         other.loss, other.value, other.origin, other.number = self.loss, self.value, self.origin, self.number
         other.earlier_loss_is_bad = self.earlier_loss_is_bad
         other.accumulation, other.micro_batches = self.accumulation, self.micro_batches
 
     def loss_to_tell(self) -> Tensor | float | None:
-        """Return the loss that other ranks are told: the first that is not finite, or the last. No host sync."""
+        """Return the loss to send to other ranks: the first that is not finite, or else the last. No host sync."""
         if self.accumulation.bad:
             return self.accumulation.loss
         return self.loss_to_send() if self.value is None else self.value
@@ -149,7 +149,7 @@ class Backward:
     def for_auto_scale(self, groups: Sequence[dist.ProcessGroup]) -> tuple[Tensor | None, Tensor | None]:
         """Return the inputs of an "auto" scale, over all `groups`: the largest scaled gradient, and `loss_is_bad`.
 
-        Both are float32, shape []; None if unknown. Sends one message of 8 bytes a group; else no host sync.
+        Both are float32, shape []; None if unknown. One all-reduce of 8 bytes for each group; else no host sync.
         """
         found = [checked.checks.largest.max() for checked in self.checked if len(checked.checks.largest) > 0]
         device = self.snapshot.scale.device
@@ -168,9 +168,9 @@ class Backward:
     def in_order(self, nonfinite: Sequence[tuple[Tensor, bool]]) -> list[tuple[Tensor, bool]]:
         """Return parameters, as `nonfinite` gives them, in the order of the backward.
 
-        A backward runs against the forward, so the last such parameter of the forward comes first. Without an order
-        from the graph the order of the optimizer counts. Parameters that the graph does not have are in checkpointed
-        parts if it has some.
+        A backward reverses the forward, so the parameter that the forward used last comes first. Without an order from
+        the graph, the reversed order of the optimizer is used. Parameters that are not in the graph count as used in
+        its last checkpointed part, if it has one.
         """
         hidden = self.order.get(CHECKPOINTED, (0, 0))
         places = [(self.order.get(id(param), hidden), row) for row, (param, _) in enumerate(nonfinite)]
@@ -181,7 +181,7 @@ class Backward:
 
         Waits for the device.
         """
-        # NaN has more bits than inf, so the largest magnitude is NaN if there is one.
+        # As bits NaN is larger than inf, so the largest magnitude is NaN if there is one.
         return [
             (param, math.isnan(largest))
             for checked in self.checked

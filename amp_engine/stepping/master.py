@@ -1,6 +1,6 @@
 """A low-precision parameter and its float32 master.
 
-Marks of both, taken whenever we write either, tell which is newer.
+Marks of both are taken whenever we write either, and later tell which of them other code wrote.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Ledger:
 
     Args:
         params, weights: parameters and their masters, in the same order.
-        slots: holds the low-precision gradients that stand for those of masters.
-        spent: tells which masters had a gradient before a step.
+        slots: has the held gradients.
+        spent: has the masters whose gradient a step discarded.
 
     Attributes:
         params, weights: marks of parameters and masters, taken when each pair agreed.
@@ -63,12 +63,12 @@ class Master(Exact):
     def __init__(self, param: nn.Parameter, value_f32: Tensor) -> None:
         super().__init__(param)
         self.weight = MasterParameter(value_f32, requires_grad=True)
-        self._seen_to_want = param.requires_grad  # as of the last write by a master
+        self._seen_to_want = param.requires_grad  # of the parameter, when it was last set through a master
         own(self.weight, self)
         # Optimizers read attributes that users set on parameters (`p.no_decay = True`).
         self.weight.__dict__.update(param.__dict__)
-        self.row: int | None = None  # its row as of the last scan, until which it is in no ledger
-        # True if a broadcast may have been copied into `param.data`, unseen, since master and parameter agreed.
+        self.row: int | None = None  # as of the last scan; None while the master is in no ledger
+        # True if a broadcast may have been copied into `param.data`, unnoticed, since master and parameter agreed.
         self.is_doubted = False
         keep_exact(self)
 
@@ -89,13 +89,13 @@ class Master(Exact):
         return self.row is not None and self._ledger.slots.holds(self.row)
 
     def discard_held(self) -> None:
-        """Discard the held gradient, or the zeros that stand for it, if there is one."""
+        """Discard the held gradient, or the zeros that stand for one, if any."""
         if self.row is not None:
             self._ledger.slots.empty(self.row)
             self._ledger.spent.discard(self.row)
 
     def materialize(self) -> None:
-        """Make the float32 gradient from the held one, or of zeros that stand for it, if there is one."""
+        """Make the float32 gradient from the held one, or from zeros that stand for one, if any."""
         if self.row is None:
             return
         if self._ledger.slots.holds(self.row):
@@ -105,7 +105,7 @@ class Master(Exact):
                 GRAD.__set__(self.weight, torch.zeros_like(self.weight, requires_grad=False))
 
     def wants_gradient(self) -> bool:
-        """The `requires_grad` that counts: the last one written, to the master or to its parameter."""
+        """Return the `requires_grad` that was written last, to the master or to its parameter."""
         wants = self.param.requires_grad
         return REQUIRES_GRAD.__get__(self.weight) if wants == self._seen_to_want else wants
 
@@ -119,13 +119,13 @@ class Master(Exact):
             one._seen_to_want = value
 
     def in_sync(self) -> bool:
-        """True if only we moved the parameter since it was last marked."""
+        """True if no other code moved the parameter since it was last marked."""
         return self.row is None or not self._ledger.params.has_moved(self._place)
 
     def counts(self) -> bool:
-        """True if the parameter was rounded from the master wherever it was not written since.
+        """True if each element of the parameter that was not written since was rounded from the master.
 
-        True after `param.data = x`, too, but not with several ranks, which may get different values by that.
+        True after `param.data = x`, too, but not with several ranks, where `x` may differ between them.
         """
         if self.in_sync():
             return True
@@ -151,7 +151,7 @@ class Master(Exact):
             self._ledger.weights.mark_at(self._place)
 
     def enter(self, ledger: Ledger, place: int, row: int) -> None:
-        """Move to `ledger`, which takes over the marks of an earlier one, and holds the gradient."""
+        """Move to `ledger`, which takes over the marks from an earlier ledger, and has the held gradient."""
         if self.row is not None:
             ledger.params.take(place, self._ledger.params, self._place)
             ledger.weights.take(place, self._ledger.weights, self._place)
@@ -169,9 +169,9 @@ class Master(Exact):
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Take the parameter's value if other code moved it; exact if this master, or another one of it, counts.
+        """Take the parameter's value if other code moved it; the exact value, if a master of the parameter `counts`.
 
-        Returns True if that value is rounded, and was written outside of steps.
+        Returns True if the value is rounded, and was written outside of steps.
         """
         if self.in_sync() and not self.is_doubted:
             return False
@@ -188,7 +188,7 @@ class Master(Exact):
 
     @torch.no_grad()
     def write_back_if_moved(self) -> None:
-        """Round the master into the parameter if other code wrote the master, and not the parameter."""
+        """Round the master into the parameter if other code wrote the master, but not the parameter."""
         if self.was_written() and self.in_sync():
             self.param.copy_(self.weight)
             self.mark_in_sync()
@@ -197,7 +197,7 @@ class Master(Exact):
     def adopt(self) -> None:
         """Take those elements of the parameter that differ from the rounded master.
 
-        Finds writes through `.data`, which move no version. One more read of parameter and master.
+        Finds writes through `.data`, which move no version. Costs one more read of parameter and master.
         """
         self.weight.copy_(followed(self.weight, self.param))
 
@@ -209,7 +209,7 @@ class Master(Exact):
 
 
 def materialize_held(slots: Slots, masters: Sequence[Master]) -> None:
-    """Make float32 gradients from the held ones of `masters`, and add each to what autograd wrote meanwhile.
+    """Make float32 gradients from the held ones of `masters`, and add to each what autograd wrote meanwhile.
 
     Raises AmpStateError if one is lost.
     """
@@ -272,7 +272,7 @@ def is_laid_out_as(param: Tensor, value: Tensor) -> bool:
     """True if `value` is dense, and has the order in memory of `param` unless `param` has gaps."""
     is_strided = value.layout is param.layout is torch.strided
     if is_strided and value.shape == param.shape and value.is_contiguous() and param.is_contiguous():
-        return True  # nearly all tensors are, and up to 50,000 come at once
+        return True  # the quick way for nearly all tensors, of which up to 50,000 come at once
     return (
         kernels.is_dense(value)
         and value.shape == param.shape

@@ -34,7 +34,7 @@ class Pending:
     """The backwards that are pending for the next step of one optimizer, and those of steps that the device decided.
 
     Args:
-        events: observers of these are told of skipped steps, and of backwards that only report.
+        events: notify observers of skipped steps, and of backwards that are reported without a skip.
     """
 
     def __init__(self, events: Events) -> None:
@@ -47,10 +47,10 @@ class Pending:
         self.steps = 0  # count of decided steps
         self.skips = 0  # count of skipped steps, as far as the host knows
         self._last: LastStep | tuple[list[Backward], list[Tensor] | None] = LastStep()
-        # Backwards of steps that the device decided and the host does not know yet, oldest first.
+        # Backwards of steps that the device decided, and whose decision the host does not know yet, oldest first.
         self._undecided: deque[list[Backward]] = deque()
         self._skipped = False
-        self._told: set[int] = set()  # losses whose last backward had finite gradients of a loss that is not
+        self._told: set[int] = set()  # loss_ids whose last backward had finite gradients of a loss that is not finite
         self._events = events
 
     @property
@@ -95,7 +95,7 @@ class Pending:
             squares: sums of squares of this optimizer's gradients, still scaled; None if not computed.
         """
         self._settle()
-        self._squares = [*self._squares[:1], squares]  # two entries suffice: only a single one is read
+        self._squares = [*self._squares[:1], squares]  # two entries suffice: they are read only if there is one
         self.backwards = [
             b for b in self.backwards if not b.outcome.is_known() or b.outcome.overflowed() or b.outcome.has_flushed()
         ]
@@ -178,13 +178,13 @@ class Pending:
                 tell(self.skips_in_a_row, skipping)
 
     def _heed_loss(self, backward: Backward) -> None:
-        """Report a loss that is not finite though all gradients are, once for a row of them."""
+        """Report a loss that is not finite though all gradients are; of several in a row only the first."""
         loss = backward.outcome.number()
         if loss is None or math.isfinite(loss):
             self._told.discard(backward.loss_id)
         elif backward.loss_id not in self._told:
             self._told.add(backward.loss_id)
-            if not backward.is_reported:  # by another optimizer of this loss
+            if not backward.is_reported:  # another optimizer of this loss may have reported it
                 backward.is_reported = True
                 self._report(backward)
 
@@ -194,7 +194,7 @@ class Pending:
 
 
 def _are_known(backwards: Sequence[Backward]) -> bool:
-    """True if the host knows of each backward whether it overflowed. Does not wait."""
+    """True if the host knows for each backward whether it overflowed. Does not wait."""
     for backward in backwards:  # noqa: SIM110 - a generator takes twice the time, once a step
         if not backward.outcome.is_known():
             return False

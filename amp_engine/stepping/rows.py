@@ -1,7 +1,7 @@
 """The rows of one optimizer: its weights, the model's parameters behind them, their gradients.
 
 A low-precision parameter gets a FP32 master, which replaces it in `optimizer.param_groups` and takes over its optimizer
-state, so state never passes through half. A row without a master is one whose weight is the parameter.
+state, so state never passes through half. The weight of a row without a master is the parameter itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KEEPING: weakref.WeakSet[Rows] = weakref.WeakSet()
 def follow_masters_in_eager(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: round masters that were written outside of a step (SAM, an average) into their models.
 
-    It does so for all models: that is cheaper than to find the masters of one. Does nothing in a graph.
+    It does so for all models, which is cheaper than to find the masters of one. Does nothing in a compiled graph.
     """
     if not torch.compiler.is_compiling():
         for rows in list(_KEEPING):
@@ -57,15 +57,16 @@ def follow_masters_in_eager(module: nn.Module, args: Any) -> None:
 
 @disable_dynamo
 def follow_masters(module: nn.Module, args: Any) -> None:
-    """Like `follow_masters_in_eager`, but breaks a graph: for optimizers that write masters outside of their step."""
+    """Like `follow_masters_in_eager`, but breaks a graph: for optimizers that write masters outside of steps."""
     follow_masters_in_eager(module, args)
 
 
 def announce_broadcast(numel: int) -> None:
     """Note that a tensor of `numel` elements, which is no parameter, was broadcast.
 
-    Before the first backward it may hold the model's own weights, to be copied into `param.data`. That changes nothing
-    on the sending rank, and no version elsewhere, so all ranks go on from rounded values, as in apex.
+    Before the first backward the tensor may hold parameters that a script then copies into `param.data`. The copy
+    changes nothing on the sending rank and moves no version on the others, so all ranks continue from rounded values,
+    as in apex.
     """
     for rows in list(_KEEPING):
         if rows._is_fresh:
@@ -73,18 +74,18 @@ def announce_broadcast(numel: int) -> None:
 
 
 def make_for_joined() -> None:
-    """Have parameters that joined since the last backward be kept, too; the next one reports refused parameters."""
+    """Scan all rows for parameters that joined since the last backward. The next backward reports refused ones."""
     for rows in list(_KEEPING):
         with suppress(AmpStateError):
             rows.scan()
 
 
 class Rows:
-    """The rows of one optimizer, which steps the model's parameters themselves.
+    """The rows of one optimizer that steps the model's parameters themselves.
 
     Args:
         optimizer: its groups have the weights.
-        halves: judges low-precision weights; None where they are allowed.
+        halves: judges low-precision weights; None if they are allowed.
     """
 
     makes_masters: ClassVar[bool] = False
@@ -92,7 +93,7 @@ class Rows:
     _adopt_data_writes = False  # True to compare values before each step
 
     def __init__(self, optimizer: Optimizer, halves: HalfWeights | None = None) -> None:
-        # True if the optimizer switches its parameters between training and evaluation (schedulefree and kin).
+        # True if weights may be written outside of steps: schedulefree switches them between training and evaluation.
         self.written_outside = callable(getattr(optimizer, "train", None)) and callable(
             getattr(optimizer, "eval", None)
         )
@@ -100,7 +101,7 @@ class Rows:
         self.was_rounded = False
         self.masters: list[Master] = []  # in the order of the groups
         self.scans = 0  # count of scans that found something new
-        self.joined: list[nn.Parameter] = []  # parameters that came with a gradient, until that is handled
+        self.joined: list[nn.Parameter] = []  # parameters that joined with a gradient which is not handled yet
         self._halves = halves
         self._departed: dict[int, weakref.ref[nn.Parameter]] = {}  # by id
         self._optimizer = weakref.ref(optimizer)
@@ -113,13 +114,13 @@ class Rows:
         self._exact: Mapping[int, Tensor] = {}  # until `_keep`: id of a parameter -> its value before the cast
 
     def _keep(self) -> None:
-        """Keep the values of `_exact`, and free its memory. From now on hear of broadcasts, forwards, checkpoints."""
+        """Take over the values of `_exact`. From now on forwards, broadcasts and checkpoints reach these rows."""
         self.scan()
         self._exact = {}
         _KEEPING.add(self)
 
     def doubt(self, numel: int) -> None:
-        """Take parameters as they are, if a broadcast of `numel` elements may have carried the largest of them."""
+        """Drop exact values, if a broadcast of `numel` elements may have carried the largest parameter."""
 
     @property
     def writes_parameters(self) -> bool:
@@ -131,7 +132,7 @@ class Rows:
         self.written_outside = True
 
     def scan(self) -> None:
-        """Bring the rows in line with the groups as they are now, while the optimizer lives."""
+        """Update the rows to the present groups, if the optimizer is alive."""
         optimizer = self._optimizer()
         if optimizer is not None and not self._is_scanned(optimizer.param_groups):
             self._rescan(optimizer.param_groups)
@@ -148,19 +149,19 @@ class Rows:
         return len(now) == len(self._scanned) and all(map(tensor_lists.same_objects, now, self._scanned))
 
     def look_at_types(self) -> None:
-        """Note which weights are low-precision, if that matters. A loop over all of them."""
+        """Note which weights are low-precision, if that matters. Loops over all weights."""
         if self._halves is not None:
             self._halves.look_at(self.columns.plain)
 
     def judge_half(self) -> None:
-        """Raise AmpStateError if a low-precision weight would be stepped at a level of FP32 weights. After a scan."""
+        """Raise AmpStateError if a level of FP32 weights would step a low-precision one. Call after a scan."""
         if self._halves is not None:
             self._halves.judge(self._live_optimizer())
 
     def _note_moves(self, earlier: Columns) -> None:
         """Note the parameters that joined with a gradient, and parameters that left."""
         now = set(map(id, self.columns.params))
-        # Only departed ones are referenced: `torch.utils.swap_tensors` refuses a parameter that has weak references.
+        # Weak references to departed parameters only: `torch.utils.swap_tensors` refuses a parameter that has some.
         self._departed = {key: ref for key, ref in self._departed.items() if ref() is not None}
         self._departed |= {id(p): weakref.ref(p) for p in earlier.params if id(p) not in now}
         if earlier is not NO_COLUMNS and tensor_lists.any_gradient(self.columns.param_handle):
@@ -181,17 +182,17 @@ class Rows:
         return None
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
-        """Have masters or remainders follow parameters that other code moved.
+        """Update masters or remainders of parameters that other code moved.
 
         Args:
-            adopt_data_writes: compare values as well.
+            adopt_data_writes: True to also compare values.
         """
         self._is_fresh = False
 
     def follow(self) -> None:
-        """Before a step: copy foreign writes between master and parameter; if both were written the parameter counts.
+        """Before a step: copy foreign writes between master and parameter; if both were written, from the parameter.
 
-        A step that is skipped, or has no gradient for a master, writes nothing of that master into the model.
+        A step that is skipped, or has no gradient for a master, would not write that master into the model.
         """
         self.round_written()
         self.refresh(self._adopt_data_writes)
@@ -240,7 +241,7 @@ class Rows:
         return StepInput(columns.weights, columns.weights, gradients, copies, slots, scaled, are_held=not written)
 
     def _step_gradients(self, columns: Columns, are_held: bool) -> tuple[TensorList, bytes]:
-        """Return the gradient of each row, and its kind; `are_held` is True if no master has one of its own."""
+        """Return the gradient of each row, and its Slot; `are_held` is True if no master has one of its own."""
         slots = self.ledger.slots
         held = None if slots.count == 0 else slots.held
         if held is not None and slots.is_whole and are_held and not columns.plain:
@@ -262,7 +263,7 @@ class Rows:
         return self.ledger.slots.states if self.ledger.slots.count > 0 else bytes(len(self.columns.weights))
 
     def whole_check(self) -> WholeCheck | None:
-        """Return the last check if every gradient is as it was then and no other has come; else None."""
+        """Return the last check if no gradient was written, discarded or added since; else None."""
         check = self.ledger.slots.check
         if check is None or not (
             self.ledger.slots.is_whole
@@ -278,7 +279,7 @@ class Rows:
         return tensor_lists.any_gradient(self._low)
 
     def has_master_gradients(self) -> bool:
-        """True if a master has a float32 gradient by now."""
+        """True if a master has a float32 gradient of its own."""
         return tensor_lists.any_gradient(self._high)
 
     def gradient_marks(self) -> tensor_lists.GradientMarks:
@@ -286,12 +287,12 @@ class Rows:
         return tensor_lists.gradient_marks(self._low)
 
     def gradients_written_since(self, before: tensor_lists.GradientMarks) -> bool:
-        """True if a gradient was written or replaced since `gradient_marks()`; not if it was discarded.
+        """True if a gradient was written or replaced since `gradient_marks()`; False if it was discarded.
 
-        A write through `.data` moves no version, but torch asks for it, or moves the gradient to new memory.
+        A write through `.data` moves no version, but it makes a held gradient be copied, or has new memory.
         """
         if before.params is not self._low:
-            return False  # of other rows
+            return False  # the marks are of other rows
         places = [place for place, was_there in before.moved() if was_there] if before.have_moved() else []
         params, held = self.columns.params, self.ledger.slots.held
         written = [] if held is None else [params[row] for row in held.written()]
@@ -301,14 +302,14 @@ class Rows:
         return is_written and all(len(list(masters_of(master.param))) == 1 for master in self.masters)
 
     def totals(self) -> dict[int, Tensor]:
-        """Return the float32 gradients that masters have, by row, for the kernels to add to."""
+        """Return the float32 gradients of masters, by row, in memory that the kernels can add to."""
         if not tensor_lists.any_gradient(self._high):
             return {}
         found = ((row, m.total()) for row, m in enumerate(self.columns.masters) if m is not None)
         return {row: total for row, total in found if total is not None}
 
     def materialize(self, zeros: bool = False) -> None:
-        """Make every held gradient a float32 gradient, 4 bytes an element; with `zeros` also make gradients of 0."""
+        """Make every held gradient float32, 4 bytes an element; with `zeros` also make gradients that were zeroed."""
         if self.ledger.slots.count > 0:
             materialize_held(self.ledger.slots, self.masters)
         self.ledger.slots = NO_SLOTS
@@ -321,15 +322,15 @@ class Rows:
         tensor_lists.discard_gradients(self._low)
 
     def spend_gradients(self, step: StepInput | None = None, keeps_masters: bool = False) -> None:
-        """Discard gradients after a step, but masters' with `keeps_masters`, and watch for a later `zero_grad`.
+        """Discard gradients after a step, except masters' if `keeps_masters`, and watch for a later `zero_grad`.
 
         Args:
-            step: the input of the step, if that wrote no gradient.
+            step: the input of a fused step; None after any other, which may have made or discarded gradients.
         """
         if self.masters:
             had = self._has_gradients() if step is None else step.slots
             self.ledger.spent.spend(had, self.columns.master_mask)
-        self.discard_parameter_gradients()  # first: then nothing else has the memory of held ones
+        self.discard_parameter_gradients()  # first, so that nothing else has the memory of held gradients
         if keeps_masters:
             kept = [m.weight for m in self.masters if m.gradient() is not None]
             self.ledger.spent.watch(min(kept, key=Tensor.numel) if kept else None)
@@ -347,7 +348,7 @@ class Rows:
         return bytes(map(or_, held, tensor_lists.gradients(self.columns.weight_handle).accesses))
 
     def show_spent(self) -> None:
-        """Have the smallest master and the smallest parameter whose gradients a step discarded show one."""
+        """Have the smallest master and the smallest parameter whose gradients a step discarded show tiny ones."""
         if self.masters and not devices.is_capturing(self.masters[0].weight.device):
             self.ledger.spent.show(self._smallest_spent)
 
@@ -368,7 +369,7 @@ class Rows:
         self.ledger.slots = NO_SLOTS
 
     def release(self) -> None:
-        """Give the parameters back their float32 values from where they are kept."""
+        """Undo what these rows did to parameters and groups."""
         _KEEPING.discard(self)
 
     def _live_optimizer(self) -> Optimizer:
@@ -402,7 +403,7 @@ class MasterRows(Rows):
         self._keep()
 
     def doubt(self, numel: int) -> None:
-        """Have masters take their parameters if a broadcast of `numel` elements may have carried the largest."""
+        """Have masters take their parameters, if a broadcast of `numel` elements may have carried the largest one."""
         if numel >= max((master.weight.numel() for master in self.masters), default=0):
             for master in self.masters:
                 master.is_doubted = True
@@ -425,7 +426,7 @@ class MasterRows(Rows):
                 yield state
 
     def _rescan(self, groups: list[dict[str, Any]]) -> None:
-        """Give new groups, unfrozen parameters and replaced entries masters, and take those of what left the groups.
+        """Give new, unfrozen and replaced parameters masters, and drop masters that left the groups.
 
         Raises AmpStateError, before anything is changed, for a parameter beside its own master.
         """
@@ -436,7 +437,7 @@ class MasterRows(Rows):
         if len(self.masters) < len(self._by_weight):
             stay = set(map(id, self.masters))
             for master in self._by_weight.values():
-                if id(master) not in stay:  # even if it is still held, its value is no longer the parameter's
+                if id(master) not in stay:  # even if it is still referenced: the parameter may have other values
                     discard_exact(master)
             self._by_weight = {id(m.weight): m for m in self.masters}
             self._by_param = {id(m.param): m for m in self.masters}
@@ -471,7 +472,7 @@ class MasterRows(Rows):
         return not (plain and any(is_low_precision(p) and p.requires_grad for p in plain))  # one was unfrozen
 
     def _replace(self, groups: list[dict[str, Any]]) -> None:
-        """Put masters in the place of low-precision parameters."""
+        """Replace low-precision parameters in `groups` by their masters."""
         unmastered = {id(p): p for group in groups for p in group["params"] if is_low_precision(p) and p.requires_grad}
         entries = {id(p) for group in groups for p in group["params"]} if unmastered else set()
         for p in unmastered.values():
@@ -496,7 +497,7 @@ class MasterRows(Rows):
         weights, or broadcast them, through `param.data` until then.
 
         Args:
-            adopt_data_writes: compare values as well, except for masters that were written meanwhile.
+            adopt_data_writes: True to also compare values, except of masters that were written meanwhile.
         """
         is_first = self._is_fresh
         if is_first:
@@ -538,7 +539,7 @@ class MasterRows(Rows):
                     if p in state:
                         state[master.param] = state.pop(p)
                 grad = None
-                with suppress(AmpStateError):  # it is lost
+                with suppress(AmpStateError):  # a held gradient was lost
                     grad = p.grad
                 master.param.grad = None
                 master.param.data = p.detach()
@@ -567,7 +568,7 @@ class MasterRows(Rows):
 
 
 def _zeros_like(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros with the shapes and strides of `weights`, for reading only: on one device they share memory."""
+    """Return zeros with the shapes and strides of `weights`. Do not write them: those of one device share memory."""
     sizes = dict[torch.device, int]()
     for w in weights:
         sizes[w.device] = max(sizes.get(w.device, 0), w.numel())

@@ -17,7 +17,7 @@ from amp_engine.optimizers.fused_step import Slot
 from amp_engine.scaling.snapshot import ScaleSnapshot
 from amp_engine.stepping.master_parameter import HOLDING
 
-# From the access of a weight's own gradient.
+# Translates the access of a weight's own gradient into its Slot.
 OWN_SLOTS = bytes.maketrans(
     bytes([tensor_lists.NONE, tensor_lists.OWN, tensor_lists.SHARED, tensor_lists.OTHER]),
     bytes([Slot.EMPTY, Slot.OWN, Slot.OWN, Slot.FOREIGN]),
@@ -42,7 +42,7 @@ class Unscaled(NamedTuple):
     """Gradients of parameters without masters, right after they were unscaled in place.
 
     Attributes:
-        grads: their gradients, kept alive so that no new tensor is mistaken for one of them; None elsewhere.
+        grads: n; the gradients, kept alive so that no new tensor is mistaken for one of them; None in other rows.
         marks: marks of these gradients.
     """
 
@@ -54,7 +54,7 @@ class Unscaled(NamedTuple):
         return not self.marks.have_moved()
 
     def watch(self) -> None:
-        """Have torch notice writes that move no version: by collectives, NumPy, `.data`."""
+        """Watch for writes that move no version: by collectives, NumPy, `.data`."""
         tensor_lists.watch_gradients(self.marks.params)
 
     def is_unwritten(self) -> bool:
@@ -87,7 +87,7 @@ class Slots:
     read at the step.
 
     Args:
-        held: n rows; low-precision, and scaled. None without held gradients.
+        held: n rows of low-precision, scaled gradients; None if there are none.
         scale: the scale of the held gradients.
         streams: the streams that made the held gradients, on GPUs.
 
@@ -96,7 +96,7 @@ class Slots:
         states: n; HELD or EMPTY.
         count: number of held gradients.
         is_whole: True if every gradient that was held at first is still held.
-        norm, max_norm: held gradients are still to be clipped from this norm to this maximum; None if they are not.
+        norm, max_norm: the step clips held gradients from this norm to this maximum; not clipped if `norm` is None.
         check: the result of the check, if it covered all gradients after the backward.
     """
 
@@ -129,7 +129,7 @@ class Slots:
         return None if self._scale is None or self.count == 0 else self._scale.inv_scale
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Have held gradients also multiplied by `min(1, max_norm / (norm + 1e-6))`, as torch's clip_grad_norm_ does.
+        """Have the step multiply held gradients by `min(1, max_norm / (norm + 1e-6))`, as torch's clip_grad_norm_ does.
 
         Args:
             norm: the norm of all unscaled gradients; float32, shape [].

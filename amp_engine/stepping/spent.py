@@ -1,4 +1,4 @@
-"""Gradients that tell of a `zero_grad()`, and gradients that a step has spent."""
+"""Gradients that detect a `zero_grad()`, and gradients that a step discarded."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Zeroed(Enum):
 
 
 class _Tiny(Tensor):
-    """A tiny gradient that notes when it is zeroed: to read it would wait for a GPU. What is made of it is plain."""
+    """A tiny gradient that notes when it is zeroed: a read would wait for a GPU. Its operations return plain Tensors."""
 
-    zeroed_at = -1  # its version then
+    zeroed_at = -1  # its version when it was last zeroed
 
     @classmethod
     @disable_dynamo
@@ -50,17 +50,17 @@ _ZEROING = (Tensor.zero_, torch._foreach_zero_)
 
 
 class Sentinel:
-    """The gradient that a parameter has, or a tiny one that it shows, which tells of a `zero_grad()`.
+    """The gradient that a parameter has, or a tiny one that it shows, which detects a `zero_grad()`.
 
-    Clipping does not make the gradient that a master shows 0, and it is never used. One that a low-precision parameter
-    shows is 0, as an unscaled backward may add to it.
+    A master shows a gradient that clipping does not make 0, and that no step uses. A low-precision parameter shows a
+    gradient of 0, since an unscaled backward may add to it.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
-        self._tiny: Tensor | None = None  # of class _Tiny, if the parameter's is none that computes in its own way
-        self._filled: Tensor | None = None  # its memory and version, without a class that each question goes by
-        self._fresh = 0  # the version of `_tiny` as it was made
+        self._tiny: Tensor | None = None  # a _Tiny, unless the parameter is of a Tensor subclass
+        self._filled: Tensor | None = None  # its memory and version, read without _Tiny's __torch_function__
+        self._fresh = 0  # the version of `_tiny` when it was made
         self._look()
 
     def _look(self) -> None:
@@ -72,9 +72,9 @@ class Sentinel:
         return 0 if plain is None else plain._version
 
     def show(self) -> bool:
-        """Have the parameter show a tiny gradient, unless it has one; True if it does.
+        """Have the parameter show a tiny gradient unless it has a gradient. Returns True if it shows one.
 
-        Raises RuntimeError if the memory of the parameter was replaced by one of other shape, type or device.
+        Raises RuntimeError if the memory of the parameter was replaced by one of another shape, type or device.
         """
         if GRAD.__get__(self.param) is not None:
             self._look()
@@ -89,7 +89,7 @@ class Sentinel:
         return True
 
     def hear(self) -> Zeroed:
-        """Take the tiny gradient away, and tell if a `zero_grad()` came since `show`. Waits for other writes."""
+        """Remove the tiny gradient, and return the effect of a `zero_grad()` since `show`. Waits after other writes."""
         now = GRAD.__get__(self.param)
         if now is None:
             return Zeroed.GONE
@@ -100,7 +100,7 @@ class Sentinel:
         return Zeroed.IN_PLACE if is_zeroed else Zeroed.NO
 
     def hide(self) -> None:
-        """Take the gradient away."""
+        """Remove the gradient."""
         GRAD.__set__(self.param, None)
 
 
@@ -123,11 +123,11 @@ _AS_ZERO = bytes([0]) + bytes([_ZERO]) * 255
 
 
 class Spent:
-    """The rows whose gradient a step discarded, while torch would keep it until it is zeroed or discarded.
+    """The rows whose gradient a step discarded; torch would keep the gradient until it is zeroed or discarded.
 
-    A gradient that is zeroed in place is 0 and is stepped. `zero_grad` zeroes the gradients that it finds, so from a
+    A gradient that is zeroed in place becomes 0 and is stepped. `zero_grad` zeroes only gradients that exist, so from a
     step to the next backward the smallest of these masters shows a tiny gradient, which clipping does not make 0, and
-    the smallest parameter shows one of 0.
+    the smallest parameter shows a gradient of 0.
 
     Args:
         states: n; one for each row.
@@ -135,7 +135,7 @@ class Spent:
 
     def __init__(self, states: bytes = b"") -> None:
         self.states = bytearray(states)
-        self.is_zeroed_in_place = False  # True if that is the last thing that was done to the gradients
+        self.is_zeroed_in_place = False  # True if the last `zero_grad` zeroed the gradients in place
         self._sentinels: list[Sentinel] = []
         self._chosen_for = b""
         self._chosen: list[Sentinel] = []  # for `_chosen_for`
@@ -149,11 +149,11 @@ class Spent:
         (HOLDING.add if _ZERO in self.states else HOLDING.discard)(id(self))
 
     def zero_rows(self) -> list[int]:
-        """Return the rows whose gradient is 0, unless the row has one by now."""
+        """Return the rows whose gradient is 0 unless they got a new one since."""
         return [row for row, state in enumerate(self.states) if state == _ZERO] if _ZERO in self.states else []
 
     def is_zero(self, row: int) -> bool:
-        """True if the gradient of a row is 0, unless the row has one by now."""
+        """True if the gradient of a row is 0 unless the row got a new one since."""
         return self.states[row] == _ZERO
 
     def discard(self, row: int) -> None:
@@ -214,17 +214,17 @@ class Spent:
         self._chosen_for, self._chosen = bytes(self.states), [Sentinel(p) for p in choose()]
 
     def watch(self, param: nn.Parameter | None) -> None:
-        """Watch the gradient that a parameter has and keeps, instead of shown ones, for a `zero_grad`."""
+        """Detect a `zero_grad` by the gradient that `param` has and keeps, instead of by shown ones."""
         self._sentinels = [] if param is None else [Sentinel(param)]
 
     def hide(self) -> None:
-        """Take the shown gradients away until the next step."""
+        """Remove the shown gradients until the next step."""
         for one in self._sentinels:
             one.hide()
         self._sentinels = []
 
     def hear(self) -> bool:
-        """Take the shown gradients away, and heed a `zero_grad` since. False if none was shown. May wait if zeroed."""
+        """Remove the shown gradients, and apply a `zero_grad` since. False if none was shown. May wait if zeroed."""
         if not self._sentinels:
             return False
         sentinels, self._sentinels = self._sentinels, []

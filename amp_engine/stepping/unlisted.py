@@ -1,9 +1,9 @@
 """Gradients that a scaled backward leaves in parameters that no optimizer of its loss steps.
 
 The exit unscales them like those of the loss's own optimizers: such a parameter may join an optimizer with its
-gathered gradient (`add_param_group`), or another optimizer steps it next. Nothing tells it from a parameter that is
-never stepped, and once a second backward at another scale has added to a gradient, no scale undoes it. Parameters that
-would get a master keep scaled gradients, as all low-precision gradients of the model are.
+gathered gradient (`add_param_group`), or another optimizer may step it next. It looks like a parameter that is never
+stepped, and once a backward at a second scale has added to a gradient, no factor can unscale it. Parameters that would
+get a master keep scaled gradients, like all low-precision parameters of the model.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ T = TypeVar("T")
 
 
 class _Nobody:
-    """Takes the place of an optimizer for parameters without one."""
+    """Stands in for the optimizer of parameters that have none."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": params}]
 
 
 class _Others:
-    """The parameters that some optimizers do not step.
+    """The parameters that the optimizers of a loss do not step.
 
     Attributes:
-        low: the parameters that would get a master.
-        rows: the rows of the others.
-        stepped: weak references to optimizers that step some of them.
+        low: those that would get a master.
+        rows: the rows of all others.
+        stepped: weak references to the Steppers of other optimizers, which may step some of them.
         changes: the count of `Unlisted.changes` when they were found.
     """
 
@@ -60,7 +60,7 @@ class _Others:
 
 
 class _Body(NamedTuple):
-    """The body of a `scale_loss`: parameters that it does not list, the backward, and a window of earlier gradients."""
+    """The body of a `scale_loss`: its unlisted parameters, its backward, and the window of their earlier gradients."""
 
     others: _Others
     backward: Backward
@@ -71,28 +71,28 @@ class Unlisted:
     """The unlisted parameters of one engine.
 
     Args:
-        models: gives the initialized models. Parameters that any other module has registered since the first of them
-            count, too, and so do parameters that left an optimizer, unless another engine has them.
+        models: gives the initialized models. Parameters that any other module has registered since `begin` count, too,
+            and those that have left an optimizer, unless another engine has them.
         optimizers: gives the initialized optimizers.
 
     Attributes:
-        changes: count of the times that parameters were forgotten.
+        changes: count of calls of `forget`.
     """
 
     def __init__(
         self, models: Callable[[], Iterable[nn.Module]], optimizers: Callable[[], Iterable[Optimizer]]
     ) -> None:
-        self.scale: ScaleSnapshot | None = None  # of gradients that low-precision parameters have gathered
+        self.scale: ScaleSnapshot | None = None  # the scale of gradients that low-precision parameters gathered
         self.changes = 0
         self._models, self._optimizers = models, optimizers
         self._has_scaled = False  # True once a body was entered at a scale that is not known to be 1
         self._late: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._found: dict[tuple[Any, ...], _Others] = {}
         self._alive: list[weakref.ref[Any]] = []
-        self._body: _Body | None = None  # while one runs
+        self._body: _Body | None = None  # None while no body runs
 
     def join(self) -> None:
-        """Have other engines look at what this one has, until `end`: it has models or optimizers."""
+        """Let other engines see the models and optimizers of this one, until `end`."""
         _OF_ENGINES[self] = None
 
     def begin(self) -> None:
@@ -103,7 +103,7 @@ class Unlisted:
         notice_registrations()
 
     def notice(self, module: nn.Module) -> None:
-        """A module has registered a parameter."""
+        """Note that `module` has registered a parameter."""
         self._late[module] = None
         self.forget()
 
@@ -117,13 +117,13 @@ class Unlisted:
         notice_registrations()
 
     def forget(self, *_: Any) -> None:
-        """Forget found parameters, to look for them again. Also called when a module or optimizer ends."""
+        """Forget found parameters, to look for them again. Also called when a module or optimizer is collected."""
         self.changes += 1
         self._found.clear()
         self._alive.clear()
 
     def enter(self, backward: Backward, everyone: list[Stepper]) -> None:
-        """Set unlisted gradients aside at the entry of a body, after its windows open. Does nothing without any."""
+        """At the entry of a body, after its windows were opened: set unlisted gradients aside, if there are any."""
         if not backward.snapshot.is_identity:
             self._has_scaled = True
         others = self._of(everyone)
@@ -140,8 +140,8 @@ class Unlisted:
     def check_gathered(self, optimizer: Optimizer, joined: Iterable[nn.Parameter], everyone: list[Stepper]) -> None:
         """Raise AmpStateError for a parameter that joined with a gradient which no exit can have unscaled.
 
-        It is in no module that was passed to `initialize` or made since, so nothing tells whether a scaled backward
-        left the gradient, or at which scales. Waits for the device.
+        The parameter is in no module that was passed to `initialize` or made since, so it is unknown whether a scaled
+        backward left the gradient, and at which scales. Waits for the device.
         """
         if not self._has_scaled:
             return
@@ -192,7 +192,7 @@ class Unlisted:
             window.discard_backward()
 
     def _leave(self, body: _Body) -> _Body:
-        """End the running body, and return it without what another engine has taken in since the entry."""
+        """End the running body, and return it without parameters that another engine has got since the entry."""
         self._body = None
         others = body.others
         if body.window is not None or others.changes == self.changes:
@@ -212,7 +212,7 @@ class Unlisted:
                 p.grad.mul_(moved(factor, p.grad.device))
 
     def _of(self, everyone: list[Stepper]) -> _Others | None:
-        changes = self.changes  # first: another thread may forget meanwhile
+        changes = self.changes  # read first, since another thread may call `forget` meanwhile
         key: tuple[Any, ...]  # of ids, which keep no optimizer or parameter alive
         key = (changes, *[(id(one), one.rows.scans, one.window.is_closed) for one in everyone])
         if len(_OF_ENGINES) > 1:
@@ -261,17 +261,17 @@ class Unlisted:
         return _Others(low, plain, [weakref.ref(one) for one in others], changes)
 
 
-# Of engines that have something, each to know what the others have. They may run in other threads, which change these
-# dictionaries and modules' own meanwhile: a list of one is made at once, which a loop over it is not.
+# Engines that have models or optimizers, and engines that notice registrations. Other threads may change these
+# dictionaries and those of modules: so a list is made of one, which is atomic, before a loop.
 _OF_ENGINES: weakref.WeakKeyDictionary[Unlisted, None] = weakref.WeakKeyDictionary()
 _NOTICING: weakref.WeakKeyDictionary[Unlisted, None] = weakref.WeakKeyDictionary()
-_HOOKS: list[RemovableHandle] = []  # one while there is an engine that notices registrations
+_HOOKS: list[RemovableHandle] = []  # has one handle while an engine notices registrations
 
 
 def notice_registrations() -> None:
-    """Hook into torch if an engine notices registrations, and unhook if none does.
+    """Add a hook to torch if an engine notices registrations, and remove it if none does.
 
-    An engine that is collected leaves that to the next one: it may be while torch goes through its hooks.
+    Not called when an engine is collected, which may happen while torch iterates over its hooks.
     """
     if _NOTICING and not _HOOKS:
         _HOOKS.append(register_module_parameter_registration_hook(_registered))

@@ -460,7 +460,7 @@ class Window:
     def _close_others(
         self, arrived: list[tuple[nn.Parameter, Master | None]], backward: Backward, check: bool
     ) -> Checked:
-        """Close gradients that the kernels do not take (sparse, negative views, other types), by PyTorch's operations."""
+        """Close gradients that the kernels do not take (sparse, negative views, other types) by torch's operations."""
         snapshot = backward.snapshot
         device = snapshot.inv_scale.device
         looks: list[Tensor] = []  # largest magnitude, sum of squares

@@ -1,4 +1,4 @@
-"""Clipping of gradients, by a norm that the check has computed already where it can."""
+"""Clipping of gradients, by the norm from the check if it is the norm of these gradients."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Clipped(NamedTuple):
     """The gradients that a call clips.
 
     Attributes:
-        weights: have them in their `.grad`; to be read once.
+        weights: have the gradients in `.grad`; can be iterated only once.
         involved: the Steppers of these weights.
-        is_whole: True if `involved` is one Stepper, and no weight of it is missing, nor are there others.
+        is_whole: True if `weights` are exactly those of one optimizer.
     """
 
     weights: Iterable[Tensor]
@@ -37,7 +37,7 @@ def of_optimizer(groups: Sequence[dict[str, Any]], stepped: Stepper | None) -> C
 
 
 def of_parameters(params: Sequence[Tensor], everyone: Sequence[Stepper]) -> Clipped:
-    """Return the gradients that optimizers step for `params`, which are a model's own, or masters."""
+    """Return the gradients that optimizers step for `params`, which are parameters of a model or masters."""
     weights: list[Tensor] = []
     for param in params:
         masters = [one.weight for one in masters_of(param)] if isinstance(param, nn.Parameter) else []
@@ -97,7 +97,7 @@ def clip_grad_value_(clipped: Clipped, clip_value: float) -> None:
 
 
 def _with_readable_gradients(weights: Iterable[Tensor]) -> list[Tensor]:
-    """Return `weights`; lazy gradients, which torch cannot write in a list, become clones."""
+    """Return `weights`. Replaces lazy gradients, which torch's list operators cannot write, by clones."""
     listed = [*weights]
     for weight in listed:
         if (grad := weight.grad) is not None and is_lazy(grad):

@@ -12,7 +12,7 @@ from amp_engine.kernels import tensor_lists
 from amp_engine.stepping.master import Master
 
 
-# No object for a row: at 10,000 parameters making one for each would cost more than the step.
+# A row has no object of its own: at 10,000 parameters, to make them would cost more than the step.
 class Columns(NamedTuple):
     """One row for each entry of the groups.
 
@@ -23,10 +23,10 @@ class Columns(NamedTuple):
         copies: n; the parameters that have a master, else None.
         plain: the parameters without a master.
         plain_rows: the rows of `plain`.
-        plain_mask, master_mask: n; not 0 in the rows of `plain`, and in the others.
+        plain_mask, master_mask: n; 1 in the rows of `plain` and in all others, respectively; else 0.
         has_shards: True if some of `weights` are DTensors.
         asks: True if some of `plain` compute their `.grad` when read, as masters of another optimizer do.
-        weight_handle, param_handle, plain_handle: `weights`, `params` and `plain`, in the form that loops read fastest.
+        weight_handle, param_handle, plain_handle: `weights`, `params` and `plain`, in the form that is fastest to read.
     """
 
     weights: tuple[nn.Parameter, ...]

@@ -39,18 +39,18 @@ class Events:
     """The events that observers can subscribe to.
 
     Attributes:
-        entering: gives the context of a `scale_loss` before it is entered; none of the others follows if that raises.
+        entering: gives the context of a `scale_loss` before its entry; if the entry raises, no other event follows.
         entered: gives the context, its loss and the scale, before the body runs.
         leaving: gives the context, after its body has ended or raised.
         closed: gives the rows of the optimizers and their Backward, while gradients are as the step will find them.
-            Half gradients of masters are still scaled; without a Backward nothing was scaled or checked.
+            Held gradients are still scaled. The Backward is None if nothing was scaled or checked.
         left: gives the context, after its whole exit.
         unchecked: gives number of the backward, loss_id, value and origin of a loss that is not finite and whose
-            gradients are not checked; only of the first of several in a row.
+            gradients are not checked; only for the first of several in a row.
         skipped: gives the number of steps skipped in a row, and the backwards that made the last one skip.
         reported: gives a backward whose overflow did not skip, or that left gradients of 0 at a scale too low, or whose
-            loss was not finite though its gradients were; of the last only the first of several in a row.
-        masters_written: tells that masters of an optimizer were written outside of its steps.
+            loss was not finite though its gradients were; for the last case only the first of several in a row.
+        masters_written: masters of an optimizer were written outside of its steps.
     """
 
     entering: Event[[object]] = field(default_factory=Event)

@@ -1,4 +1,4 @@
-"""Evidence from a backward, kept to explain its overflow once the host learns of it."""
+"""Evidence from a backward, kept until the host learns of an overflow and explains it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Evidence:
     """Collects evidence at no cost while all is well: on a CPU from the finished checks, on a GPU after a skip.
 
     Args:
-        scaling: tells if a loss that is not finite is to be expected.
+        scaling: knows if a loss that is not finite must be expected.
         events: the events of the engine.
 
     Attributes:
@@ -33,7 +33,7 @@ class Evidence:
         self._scaling = scaling
         self._events = events
         self._count = 0
-        # By loss_id. They hold ids of parameters, and no tensors.
+        # By loss_id. An Order has ids of parameters, and no tensors.
         self._orders: dict[int, Order] = {}
         self._losses: dict[int, HostNumbers] = {}  # losses whose gradients are not checked, on their way from a GPU
         self._told: set[int] = set()
@@ -46,10 +46,10 @@ class Evidence:
             one.clear()
 
     def enter(self, backward: Backward, loss: Tensor, accumulations: dict[int, Accumulation]) -> None:
-        """Before a backward that is checked: note where its loss stopped being finite, if the host may look.
+        """Before a backward that is checked: note where its loss stopped being finite, if the host may read the loss.
 
         Args:
-            accumulations: of the step that it is for, by loss_id.
+            accumulations: those for the same step, by loss_id.
         """
         if self.is_rehearsal:
             return
@@ -60,7 +60,7 @@ class Evidence:
         backward.accumulation = together
         backward.micro_batches = backward.micro_batches[0] or together.count, together.count
         backward.order = self._orders.get(backward.loss_id, backward.order)
-        is_here = type(loss) is Tensor and loss.is_cpu and loss.numel() == 1  # without a call
+        is_here = type(loss) is Tensor and loss.is_cpu and loss.numel() == 1  # saves a call
         if not is_here:
             backward.loss = loss.detach()
         if is_here or self._may_read(loss):
@@ -75,7 +75,7 @@ class Evidence:
         self._scaling.heard_of_loss(is_finite=True)
 
     def enter_unchecked(self, loss: Tensor, loss_id: int) -> None:
-        """Before a backward whose gradients are not checked: tell observers of a loss that is not finite."""
+        """Before a backward whose gradients are not checked: notify observers of a loss that is not finite."""
         if self.is_rehearsal:
             return
         self._count += 1
@@ -103,7 +103,7 @@ class Evidence:
         """After the checks of a backward: keep the order of its parameters, and count elements that are not finite.
 
         Args:
-            loss: its graph tells the order of the parameters; None if it is not known.
+            loss: its graph has the order of the parameters; None if unknown.
             overflowed: True if the host knows of a gradient that is not finite.
             is_in_trouble: True while steps are being skipped on a GPU.
         """

@@ -18,8 +18,8 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 # Live parameter -> weak references to the keepers of its value.
 _KEEPERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-# Begin and end of the memory of these parameters and of masters, in order; emptied when one moves, and refilled on
-# demand.
+# Begin and end of the memory of these parameters and of their masters, sorted; cleared when one may have moved, and
+# refilled on demand.
 _PLACES: list[tuple[int, int, TensorWeakRef]] = []
 
 
@@ -47,13 +47,14 @@ class Exact:
         raise NotImplementedError
 
     def counts(self) -> bool:
-        """True if the parameter was rounded from `value` wherever it was not written since."""
+        """True if each element of the parameter that was not written since was rounded from `value`."""
         return self.in_sync()
 
     def value(self) -> Tensor:
-        """Return the value before rounding, for one that counts: float32, new memory. No host sync.
+        """Return the value before rounding: float32, new memory. Call it only if `counts()`. No host sync.
 
-        An element of the parameter that is not this value rounded was written through `.data`, and counts itself.
+        Elements of the parameter that are not this value rounded were written through `.data`, and are returned as
+        they are.
         """
         raise NotImplementedError
 
@@ -62,12 +63,12 @@ class Exact:
         raise NotImplementedError
 
     def memory(self) -> Tensor | None:
-        """Return the memory of this keeper that others may write; None without any."""
+        """Return the memory of this keeper that other code may write; None if there is none."""
         return None
 
 
 def keep_exact(one: Exact) -> None:
-    """Register `one` for its parameter, behind earlier keepers, for as long as both live."""
+    """Register `one` for its parameter, behind earlier keepers, while both live."""
     _PLACES.clear()
     _KEEPERS[one.param] = [weakref.ref(other) for other in (*exact_of(one.param), one)]
 
@@ -124,7 +125,7 @@ def written_memory(tensor: Tensor) -> list[Tensor]:
     begin = tensor.data_ptr()
     end = begin + _extent(tensor)
     found = []
-    # Parameters overlap only if they are the same memory, and then begin at the same place.
+    # Parameters overlap only if they have the same memory, and then they begin at the same address.
     place = bisect_left(_PLACES, begin, key=itemgetter(1))
     while place < len(_PLACES) and _PLACES[place][0] < end:
         low, high, ref = _PLACES[place]

@@ -29,29 +29,29 @@ _PASSING = {"view", "unsafe_view", "t", "transpose", "permute", "expand", "unsqu
 _PASSING |= {"select", "slice", "split", "unbind", "as_strided", "reshape_alias"}
 _COMPILED = "CompiledFunction"
 CHECKPOINT = "CheckpointFunctionBackward"
-"""A reentrant checkpoint: its backward runs a graph of its own, which is not in that of the loss."""
-# How many operations are looked at, in search of the one behind those of which nothing was kept.
+"""The node of a reentrant checkpoint. Its backward runs a graph of its own, which is not in the graph of the loss."""
+# The largest number of operations that one search visits.
 _SEARCHED = 64
-# -inf that these give is a mask, and these take one.
+# A -inf from the first of these is a mask, and the second of these accept such a mask.
 _FILL_MASKS = {"masked_fill", "where"}
 _TAKE_MASKS = {"logsumexp", "logaddexp", "log_sigmoid", "softplus"}
-# The backward of these gives each gradient that is NaN on: of 0 as of anything.
+# The backward of these passes on each NaN of a gradient, even if it multiplies it by 0.
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution"}
-# The key, in what a node carries, of the names of tensors that `_has_hooks` gave hooks.
+# The key, in a node's metadata, of the names of saved tensors that `_has_hooks` gave hooks.
 _READ = "amp_engine.read"
 
 Order = Mapping[int, tuple[int, int]]
 CHECKPOINTED = 0
-"""The key, in an order, of the last part that a reentrant checkpoint hides with its parameters; no id is 0."""
+"""The key, in an Order, of the last reentrant checkpoint, which hides its parameters; no id is 0."""
 
 
 class Region(NamedTuple):
-    """Checkpointed operations, of which the graph has nothing.
+    """Checkpointed operations, which are not in the graph.
 
     Attributes:
-        before, after: ids of the last parameter used before them, and of the first one behind; None without any.
-        part: number of the checkpoint that gave the first value that is not finite, from 1, and
-        parts: how many there are; both 0 where the graph does not tell.
+        before, after: ids of the last parameter used before them, and of the first used after them; None without any.
+        part: number, from 1, of the checkpoint that gave the first value that is not finite; 0 if unknown.
+        parts: number of checkpoints; 0 if `part` is unknown.
     """
 
     before: int | None
@@ -69,9 +69,9 @@ class Origin(NamedTuple):
         took: the operation that took that value, if `operation` is None.
         parameter: id of a parameter that the operation used, or else of the last one used before it; None without any.
         is_parameter: True if the value from outside is that parameter itself.
-        is_exact: True if all inputs of `operation` are known to be finite. An addition, say, saves no inputs.
-        why: "log of 0 in 36 of 40 elements", where what `operation` saved tells; None elsewhere.
-        region: the checkpointed operations that it may lie in; None where it lies in none.
+        is_exact: True if all inputs of `operation` are known to be finite. An addition, for one, saves no inputs.
+        why: "log of 0 in 36 of 40 elements", if the tensors that `operation` saved show it; else None.
+        region: the checkpointed operations that may have given that value; None if there are none.
         memory: address of the value from outside, or 0.
     """
 
@@ -107,30 +107,30 @@ def origin_of_nonfinite(loss: Tensor) -> Origin | None:
     """Find the operation behind `loss` that gave the first value that is not finite, from tensors saved for backward.
 
     Call it before the backward. -inf alone counts only if nothing else is found: masks are made of it. Tensors saved
-    through hooks, as activation checkpointing saves them, are skipped, since they may be read only once. Products of
-    which an addition, say, kept nothing are made once more.
+    through hooks, as activation checkpointing saves them, are skipped, since they may be read only once. A product
+    whose result no operation saved, for instance because an addition followed, is computed again.
     Waits for the device, and reads all other saved tensors.
 
     Returns:
-        None if no saved tensor tells, or if the first value may lie inside of a compiled function.
+        None if the saved tensors do not show it, or if the first value may lie inside of a compiled function.
     """
     return _Search(loss).origin()
 
 
 class _Search:
-    """Reads what the operations behind a loss saved."""
+    """Reads the tensors that the operations behind a loss saved."""
 
     def __init__(self, loss: Tensor) -> None:
         self._loss = loss
         self._nodes = sorted(_nodes(loss), key=lambda node: node._sequence_nr())
         read = {node: _saved(node) for node in self._nodes}
         self._saved = {node: saved for node, (saved, _) in read.items()}
-        # Operations in checkpointed parts, and reentrant parts themselves.
+        # Operations in checkpointed parts, and the nodes of reentrant checkpoints.
         self._hidden = {node for node, (_, has_hooks) in read.items() if has_hooks or node.name() == CHECKPOINT}
         self._finite: set[Node] = set()  # operations whose saved results are finite
         self._has_data: set[Node] = set()  # operations that saved a finite input from outside of the graph
-        self._told: dict[Node, str] = {}  # operations whose finite inputs tell that their results are not finite
-        self._odd: list[tuple[Node, str, Tensor]] = []  # what is not finite, in the order in which it was made
+        self._told: dict[Node, str] = {}  # operation with finite inputs -> why its result is not finite
+        self._odd: list[tuple[Node, str, Tensor]] = []  # saved tensors that are not finite, in the order of the forward
         for node in self._nodes:
             nothing = why_nothing(node, name_of(node), dict(self._saved[node]))
             if nothing is not None:
@@ -142,7 +142,7 @@ class _Search:
     def _read(self, node: Node, name: str, saved: Tensor) -> None:
         if saved.is_floating_point() and not saved.isfinite().all():
             if saved.grad_fn is not None or saved.requires_grad or not _is_result(name):
-                self._odd.append((node, name, saved))  # else it is a statistic, which follows from the inputs
+                self._odd.append((node, name, saved))  # else it is a statistic, computed from the inputs
             return
         if (reason := why(NO_RESULT, node, name_of(node), name, saved.detach())) is not None:
             self._told.setdefault(node, reason)
@@ -198,9 +198,9 @@ class _Search:
         return Origin(name_of(maker), None, near, False, is_exact, reason)
 
     def _behind(self, maker: Node, through_hidden: bool = False) -> list[Node]:
-        """Return `maker`, and the operations before it of whose results nothing is known."""
+        """Return `maker`, and the operations before it whose results are unknown."""
         found, seen = [maker], {maker}
-        for node in found:  # which grows
+        for node in found:  # grows in this loop
             is_end = node in self._hidden or name_of(node) == "convolution" or len(found) > _SEARCHED
             if is_end and not through_hidden:
                 continue
@@ -214,7 +214,7 @@ class _Search:
         return found
 
     def _given_minus_inf(self, behind: list[Node]) -> tuple[Node, Tensor] | None:
-        """Return the first of these operations that was given -inf which is no mask, with that input."""
+        """Return the first of these operations that has an input of -inf which is no mask, with that input."""
         for node, name, saved in self._odd:
             takes_it = node in behind and not _is_result(name) and name_of(node) not in _TAKE_MASKS
             if takes_it and (
@@ -234,18 +234,18 @@ class _Search:
         return Origin(name_of(maker), None, near, False, why=self._told.get(maker))
 
     def _overflows(self, node: Node) -> bool:
-        """True if the operation gives something that is not finite, made once more of what it saved."""
+        """True if the result of the operation, computed again from the tensors that it saved, is not finite."""
         result = remade(node, name_of(node), {name: saved.detach() for name, saved in self._saved[node]})
         return result is not None and not bool(result.isfinite().all())
 
     def _hidden_in(self, maker: Node) -> Origin:
-        """Return the origin of a value that `maker` gave, in or right behind checkpointed parts."""
+        """Return the origin of a value that `maker` gave, in checkpointed parts or right after them."""
         inside = [one for one in self._behind(maker, through_hidden=True) if one in self._hidden]
         numbers = [one._sequence_nr() for one in inside]
         used: list[int] = []
         after = None
         for node in self._nodes:
-            # Casts and views of parameters, which save nothing, may belong to the hidden ones.
+            # Casts and views of parameters, which save nothing, may belong to the hidden operations.
             own = [one for one in parameters_of(node) if one not in used] if self._saved[node] else []
             if node._sequence_nr() < min(numbers):
                 used += own
@@ -259,13 +259,13 @@ class _Search:
         return Origin(name_of(maker), None, before, False, False, region=region)
 
     def undefined(self) -> tuple[str | None, Origin | None]:
-        """Find what makes NaN of any gradient, and of 0, as the backward goes from the loss to the input."""
+        """Find, in the order of the backward, the first cause that turns any gradient, even 0, into NaN."""
         own = [node for node in reversed(self._nodes) if node not in self._hidden and _is_of_torch(node)]
         reasons = {node: reason for node in own if (reason := self._told.get(node) or self._steep(node)) is not None}
         for node, name, saved in self._odd:
             if node in own and not (node in reasons and _is_result(name)) and _spoils(node):
                 return None, self.origin_of(node, saved)
-        # Squares beyond the type are a mistake even where the loss hides them.
+        # Squares beyond the range of their type are never meant, even if the loss hides them.
         sure = [reason for node, reason in reasons.items() if _spoils(node)]
         return next(iter([*sure, *filter(is_of_range, reasons.values())]), None), None
 
@@ -282,25 +282,25 @@ class _Search:
 
 
 def undefined_derivative(loss: Tensor) -> tuple[str | None, Origin | None]:
-    """Find what makes NaN of any gradient of a finite loss, at any scale.
+    """Find the cause that turns any gradient of a finite loss into NaN, at any scale.
 
     Call it before the backward. Waits for the device, and reads all saved tensors but those of checkpointed parts.
 
     Returns:
-        "sqrt of 0 in 3 of 4 elements", where a derivative is not defined; or the origin of a value of the forward that
-        is not finite, and that the loss does not show.
+        First "sqrt of 0 in 3 of 4 elements" if a derivative is not defined, else None. Second the origin of a value of
+        the forward that is not finite, and that the loss does not show, or None.
     """
     return _Search(loss).undefined()
 
 
 def _is_of_torch(node: Node) -> bool:
-    """True if the backward of this operation is one of torch's own formulas: no user's, and no collective."""
+    """True if the backward of this operation is one of torch's formulas, not of a user's Function or a collective."""
     return re.fullmatch(r"\w+Backward\d+", node.name()) is not None
 
 
 @torch.no_grad()
 def _spoils(node: Node) -> bool:
-    """True if the backward of `node` makes NaN of a gradient of 0, and no operation before it sets that to 0 again."""
+    """True if the backward of `node` turns a gradient of 0 into NaN, and no operation before it turns NaN into 0."""
     zeros = [torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in node._input_metadata]
     left: list[tuple[Node, Sequence[Tensor]]] = [(node, zeros)]
     for _ in range(_SEARCHED):
@@ -308,10 +308,10 @@ def _spoils(node: Node) -> bool:
             return False
         node, grads = left.pop()
         if not all(_has_memory(saved) for _, saved in _tensors_of(node)[0]):
-            return True  # its formula would read memory that is not there
+            return True  # the formula would read released memory
         try:
             gave = cast(Any, node)(*grads)
-        except (RuntimeError, TypeError):  # of an operation that takes no such gradient
+        except (RuntimeError, TypeError):  # the operation takes no such gradient
             return False
         for grad, (following, _) in zip(
             gave if isinstance(gave, tuple) else (gave,), node.next_functions, strict=False
@@ -326,7 +326,7 @@ def _spoils(node: Node) -> bool:
 
 
 def _when(node: Node, saved: Tensor) -> float:
-    """The number of the operation that made a tensor that `node` saved, or right before `node` itself."""
+    """Return the number of the operation that made a tensor which `node` saved; if none did, right before `node`'s."""
     return node._sequence_nr() - 0.5 if saved.grad_fn is None else _maker(saved.grad_fn)._sequence_nr()
 
 
@@ -369,7 +369,7 @@ def leaf_of(node: Node | None) -> Tensor | None:
 
 
 def _parameter_near(loss: Tensor, node: Node) -> int | None:
-    """Return the id of a parameter that `node` uses, also as view or cast, or else of the last one used before it."""
+    """Return the id of a parameter that `node` uses, also as view or cast; if none, of the last one used before it."""
     order = forward_order(loss)
     own = parameters_of(node)
     earlier = own or [param for param, (number, _) in order.items() if number <= node._sequence_nr()]
@@ -403,7 +403,7 @@ def _tensors_of(node: Node) -> tuple[list[tuple[str, Tensor]], bool]:
     """Return names and tensors that `node` saved for the backward, and True if it saved others through hooks."""
     found: list[tuple[str, Tensor]] = []
     has_hooks = False
-    # It stays with the graph, as another loss may have part of it.
+    # Kept in the graph, since another loss may share a part of it.
     read = cast(Any, node).metadata.setdefault(_READ, set())
     for raw_name in dir(node):
         if not raw_name.startswith("_raw_saved_"):
@@ -427,12 +427,12 @@ def _tensors_of(node: Node) -> tuple[list[tuple[str, Tensor]], bool]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """True unless the memory was released, as FSDP releases that of gathered weights between forward and backward."""
+    """True unless the memory was released, as FSDP does for gathered weights between forward and backward."""
     return tensor.layout is not torch.strided or not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
 def saved_by(node: Node) -> list[Tensor]:
-    """Return the tensors that `node` saved for the backward, except through hooks."""
+    """Return the tensors that `node` saved for the backward, except those that it saved through hooks."""
     return [saved for _, saved in _saved(node)[0]]
 
 
@@ -440,7 +440,7 @@ def _has_hooks(raw: object) -> bool:
     """True if a tensor was saved through hooks. Gives it hooks that do nothing: torch refuses a second pair."""
     try:
         raw.register_hooks(_itself, _itself)  # type: ignore[attr-defined]
-    except RuntimeError as error:  # which None raises as well, and what is freed
+    except RuntimeError as error:  # None and freed tensors raise it, too
         return "already been set" in str(error)
     return False
 
@@ -454,7 +454,7 @@ def _is_result(name: str) -> bool:
 
 
 def name_of(node: Node) -> str:
-    """Return the users' name of an operation: "max_pool2d_with_indices" for `MaxPool2DWithIndicesBackward0`.
+    """Return the name of an operation that users know: "max_pool2d_with_indices" for `MaxPool2DWithIndicesBackward0`.
 
     A user's Function keeps its name.
     """

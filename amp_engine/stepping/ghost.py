@@ -1,4 +1,4 @@
-"""A ghost: an optimizer with nothing to step. torch calls its `step` when the work is done, or must not be.
+"""A ghost: an optimizer with nothing to step. torch calls its `step` after our step, or when the step is skipped.
 
 torch lets a step pre-hook replace the arguments of the call, `self` among them. Hiding the gradients instead would
 still advance counters in the groups, and leave the gradients hidden if the step raised.
@@ -64,11 +64,11 @@ def _empty(optimizer: Optimizer) -> Optimizer:
 def _forget_hooks(double: Optimizer) -> None:
     double._optimizer_step_pre_hooks = OrderedDict()
     double._optimizer_step_post_hooks = OrderedDict()
-    # torch warns once that an optimizer whose groups are all capturable is not captured; so are all of no groups.
+    # torch warns once if all groups are capturable and the step is not captured; without groups all are.
     double._warned_capturable_if_run_uncaptured = True
 
 
-_BEHIND = "_amp_behind"  # of a ghost: its optimizer, and the copies made for it
+_BEHIND = "_amp_behind"  # a ghost's attribute: its optimizer, and the copies made for it
 
 
 class _CopiesWhenLookedAt:
@@ -77,7 +77,7 @@ class _CopiesWhenLookedAt:
     __slots__ = ()
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Bypass the optimizer's own, which might register the class."""
+        """Bypass the optimizer's own method, which might register the class of ghosts."""
 
     def __getattr__(self, name: str) -> Any:
         optimizer, copies = vars(self).get(_BEHIND, (None, None))
@@ -136,14 +136,14 @@ class _Copies:
 
     Args:
         stand_ins: True to give ghosts a throw-away parameter a group.
-        params: id of a parameter -> what ghosts have in its place, with its state. Other parameters are left out.
+        params: id of a parameter -> the parameter that replaces it in ghosts, with its state. Others are left out.
     """
 
     def __init__(self, stand_ins: bool, params: Mapping[int, nn.Parameter] = types.MappingProxyType({})) -> None:
         self._stand_ins = stand_ins
         self._params = params
         self._made: dict[int, Any] = dict(params)  # by the id of the original
-        self._originals: list[Any] = []  # kept alive, so their ids stay theirs
+        self._originals: list[Any] = []  # kept alive, so that no other object gets their ids
 
     def of(self, value: Any) -> Any:
         """Return a copy that shares nothing writable with `value`, or `value` itself if it cannot be copied."""
@@ -212,7 +212,7 @@ class _Copies:
             return self.ghost(value)
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if isinstance(value, types.BuiltinFunctionType):  # `[].append`, too
+        if isinstance(value, types.BuiltinFunctionType):  # also a method, such as `[].append`
             owner = value.__self__
             own = self.of(owner) if owner is not None and not isinstance(owner, types.ModuleType) else owner
             return value if own is owner else getattr(own, value.__name__)
@@ -280,14 +280,14 @@ class _Copies:
         return self._made[id(cell)]
 
     def _items(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Return copies of `values`; of a list of only parameters what the ghost steps in their place."""
+        """Return copies of `values`; if all of them are parameters, the parameters that the ghost steps instead."""
         listed = list(values)
         if listed and all(isinstance(value, nn.Parameter) for value in listed):
             return iter(self._stepped(listed))
         return map(self.of, listed)
 
     def _stepped(self, params: list[Any]) -> list[nn.Parameter]:
-        """Return what stands for `params`: others, a stand-in, or nothing."""
+        """Return the parameters that replace `params` in ghosts: others, one stand-in, or none."""
         if self._stand_ins:
             return [_stand_in(params)]
         return [self._params[id(p)] for p in params if id(p) in self._params]
@@ -309,7 +309,7 @@ def _stand_in(params: list[Any]) -> nn.Parameter:
 
 
 class Ghosts:
-    """The ghosts of one optimizer. Finds out once if its class needs stand-ins."""
+    """The ghosts of one optimizer. The first step finds out if its class needs stand-ins."""
 
     def __init__(self) -> None:
         self._have_stand_ins: bool | None = None

@@ -35,7 +35,7 @@ class WrittenGradients:
             self._marks = rows.gradient_marks()
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
-        """Before the step: warn of an edit since then, such as torch's clip_grad_norm_ makes."""
+        """Before the step: warn if the gradients were written since `note`, as by torch's clip_grad_norm_."""
         if self._looks == 0:
             return
         self._looks -= 1
@@ -76,12 +76,12 @@ def warn_of_copied_masters(optimizer: Optimizer) -> None:
 
 
 class MissingGradients:
-    """Warns, in the first steps, of an optimizer without gradients after a `scale_loss`; once of unscaled ones."""
+    """Warns, in the first steps, of no gradient after a `scale_loss`, and once of gradients that are not scaled."""
 
     def __init__(self) -> None:
         self._is_unscaled_said = False
         self._looks = 64
-        self._bodies: set[bool | None] = set()  # since the last step: True where a backward ran, None if unknown
+        self._bodies: set[bool | None] = set()  # the arguments of `note` since the last step
 
     def note(self, has_begun: bool | None) -> None:
         """At the exit of a `scale_loss`: note if a backward ran.
@@ -106,7 +106,7 @@ class MissingGradients:
         )
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
-        """Before the step: warn if no gradient is there after a `scale_loss`."""
+        """Before the step: warn if there is no gradient after a `scale_loss`."""
         if not self._bodies:
             return
         bodies, self._bodies = self._bodies, set()
@@ -136,7 +136,7 @@ class WrittenParameters:
     """Warns of a script that writes low-precision parameters between all steps, as SAM and weight clipping do."""
 
     def __init__(self) -> None:
-        self._steps = 0  # in a row
+        self._steps = 0  # count of steps in a row before which parameters were written
 
     def warn(self, optimizer: Optimizer, rows: Rows) -> None:
         """In a step, after masters have followed writes: warn at the fourth such step in a row."""
@@ -158,7 +158,7 @@ class WrittenParameters:
 
 
 def warn_of_written_masters(optimizer: Optimizer) -> None:
-    """Warn of masters that were written since the step, unseen by the forward of a loss."""
+    """Warn that masters were written since the step, and that the forward of a loss did not use them."""
     name = type(optimizer).__name__
     _warn(
         f"FP32 masters of this {name} were written, as SAM does, and this loss was computed with the weights of "
@@ -169,7 +169,7 @@ def warn_of_written_masters(optimizer: Optimizer) -> None:
 
 
 def refuse_foreign_scaler(optimizer: Optimizer, rows: Rows) -> None:
-    """Raise AmpStateError where torch.amp.GradScaler is to step gradients that never reached the masters."""
+    """Raise AmpStateError if torch.amp.GradScaler is about to step gradients that never reached the masters."""
     if rows.has_parameter_gradients():
         raise AmpStateError(
             f"torch.amp.GradScaler is to step {type(optimizer).__name__}, which steps FP32 masters, and the "
@@ -180,7 +180,7 @@ def refuse_foreign_scaler(optimizer: Optimizer, rows: Rows) -> None:
 
 
 def refuse_own_step(optimizer: Optimizer, fused: FusedStep | None, step: StepInput) -> NoReturn:
-    """Raise AmpStateError where only the class's own step could run, which knows no remainders or narrow moments."""
+    """Raise AmpStateError if only the class's own step could run, which handles no remainders or narrow moments."""
     reason = "step() has arguments, or torch.amp.GradScaler drives it"
     if fused is not None:
         reason = fused.obstacle(step) or "a gradient is sparse, or a setting is none that the kernels know"

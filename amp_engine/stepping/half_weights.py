@@ -26,7 +26,7 @@ class HalfWeights:
     """Refuses the low-precision weights of one optimizer, or lets them through with one warning.
 
     Args:
-        policy: the policy, which wants FP32 weights.
+        policy: a policy of FP32 weights.
         is_let_through: True if `_amp_state.allow_incoming_model_not_fp32` or `hard_override` was set.
         names: gives the names of the models' parameters, by id.
     """
@@ -37,7 +37,7 @@ class HalfWeights:
         self._known: set[int] = set()  # ids of weights that were let through
 
     def look_at(self, params: Iterable[nn.Parameter], are_cast: Container[int] = ()) -> None:
-        """Note which of `params` are low-precision. A loop over all of them.
+        """Note which of `params` are low-precision. Loops over all of them.
 
         Args:
             are_cast: ids of parameters that `initialize` gives another type; they are not noted.
@@ -88,7 +88,7 @@ def half_weights(
     names: Callable[[], Mapping[int, str]],
     are_cast: Container[int],
 ) -> HalfWeights | None:
-    """Judge the low-precision weights of `optimizer`, and return their HalfWeights; None where they are allowed.
+    """Judge the low-precision weights of `optimizer`, and return their HalfWeights; None if they are allowed.
 
     Raises AmpStateError. Changes nothing.
     """

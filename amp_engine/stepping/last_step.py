@@ -13,7 +13,7 @@ from amp_engine.scaling.outcome import Outcome
 
 
 class LastStep:
-    """The last `optimizer.step()`, as `amp.last_step(optimizer)` gives it. Reading it later gives the same.
+    """The last `optimizer.step()`, as `amp.last_step(optimizer)` returns it. Later steps do not change it.
 
     Args:
         outcomes: outcomes of the backwards that decided the step, oldest first; none if nothing was scaled or checked.
@@ -67,9 +67,9 @@ class LastStep:
     def norm(self) -> float | None:
         """2-norm of the optimizer's unscaled gradients before any clipping. Waits for the device.
 
-        Computed by the check: the root of the sum of squares in float64, over the scale. None without a check, after
-        several backwards, whose sum is not checked, and for shards, whose squares are not summed.
-        If ranks agreed on an overflow it is inf on all of them.
+        Computed by the check: the root of the sum of squares in float64, divided by the scale. None without a check,
+        after several backwards, whose sum is not checked, and for shards, whose squares are not summed.
+        If ranks agreed on an overflow, the norm is inf on all of them.
         """
         if self._squares is None or not self._outcomes:
             return None

@@ -13,39 +13,39 @@ from amp_engine.kernels import tensor_lists
 
 
 class Owner(Protocol):
-    """The interface that a master parameter asks about its gradient."""
+    """The interface of the object that a master parameter asks for its gradient."""
 
     def materialize(self) -> None:
-        """Make the float32 gradient from the held one, or of zeros that stand for it, if there is one."""
+        """Make the float32 gradient from the held one, or from zeros that stand for one, if any."""
 
     def discard_held(self) -> None:
-        """Discard the held gradient, or the zeros that stand for it, if there is one."""
+        """Discard the held gradient, or the zeros that stand for one, if any."""
 
     def wants_gradient(self) -> bool:
-        """The `requires_grad` that counts: the last one written, to the master or to its parameter."""
+        """Return the `requires_grad` that was written last, to the master or to its parameter."""
 
     def want_gradient(self, value: bool) -> None:
-        """Have `requires_grad` hold for the parameter, too."""
+        """Set `requires_grad` of the parameter, too."""
 
 
 # Id of a master weight -> its owner. Not an attribute of the weight, which would be pickled with it.
 _OWNERS: dict[int, weakref.ref[Owner]] = {}
 
 HOLDING: set[int] = set()
-"""Ids of objects that keep gradients. While empty, as from a step to the next backward, no owner is asked."""
+"""Ids of objects that keep gradients. While it is empty, as from a step to the next backward, no owner is asked."""
 
 GRAD: Any = torch.Tensor.grad
-"""The slot behind `.grad`, past any property."""
+"""torch's own `.grad`, which bypasses properties of subclasses."""
 
 
 _DATA: Any = TensorBase.data
 
 REQUIRES_GRAD: Any = TensorBase.requires_grad
-"""The slot behind `.requires_grad`, past any property."""
+"""torch's own `.requires_grad`, which bypasses properties of subclasses."""
 
 
 def own(weight: MasterParameter, owner: Owner) -> None:
-    """Have `weight` ask `owner`, for as long as that lives, about its gradient."""
+    """Have `weight` ask `owner` for its gradient, while `owner` lives."""
     ref = _OwnerRef(owner, _OwnerRef.ended)
     ref.key = id(weight)
     _OWNERS[ref.key] = ref
@@ -64,13 +64,13 @@ def _owner(key: int) -> Owner | None:
     return None if ref is None else ref()
 
 
-_MARK = "_amp_is_copied_master"  # an attribute of copies, unpickled ones too
+_MARK = "_amp_is_copied_master"  # an attribute of copies of masters, unpickled ones included
 _COPIES: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 _PICKLED: list[bool] = []  # not empty if a master was pickled
 
 
 def is_copied_master(param: Any) -> bool:
-    """True for a copy of a master, made by deepcopy or through a pickle: no model has it."""
+    """True for a copy of a master, made by deepcopy or through a pickle: no model follows it."""
     return _MARK in getattr(param, "__dict__", ())
 
 
@@ -86,7 +86,7 @@ def copied_masters(optimizer: Any) -> str:
 
 
 def has_copied_masters() -> bool:
-    """False if no copy of a master can be there."""
+    """True if copies of masters may exist."""
     return bool(_COPIES or _PICKLED)
 
 
@@ -97,7 +97,7 @@ def forget_copied_masters() -> None:
 
 
 def _gradient(weight: Tensor) -> Tensor | None:
-    key = id(weight)  # before the branch: here torch.compile, which makes gradients as it traces, gives up tracing
+    key = id(weight)  # before the branch: id() ends a trace of torch.compile, which makes gradients as it traces
     if HOLDING and (owner := _owner(key)) is not None:
         owner.materialize()
     return GRAD.__get__(weight)
@@ -112,13 +112,13 @@ def _set_gradient(weight: Tensor, value: Tensor | None) -> None:
 class MasterParameter(nn.Parameter):
     """A float32 parameter whose `.grad` is made when it is read.
 
-    After a backward the half gradient is held as it is, and the step reads that. Reading `.grad` unscales it into
+    After a backward the half gradient is held unchanged, and the step reads it. Reading `.grad` unscales it into
     4 bytes an element; assigning to `.grad` discards the held gradient. Copies and pickles are plain parameters. Writes
-    through `.data` move the version, like all others, so that the model can follow them.
+    through `.data` move the version, like all other writes, so that the model can follow them.
     """
 
     grad = property(
-        tensor_lists.gradient_getter(HOLDING, _gradient),  # `zero_grad` asks each master
+        tensor_lists.gradient_getter(HOLDING, _gradient),  # fast, since `zero_grad` reads it of each master
         _set_gradient,
         lambda weight: _set_gradient(weight, None),
         "The unscaled float32 gradient, or None.",

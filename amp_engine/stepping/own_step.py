@@ -22,7 +22,7 @@ def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 @contextmanager
 def foreach_as_by_default(optimizer: Optimizer) -> Iterator[None]:
-    """Have torch.optim choose its foreach variant on a GPU for masters, too, and not for exact Parameters alone."""
+    """Have torch.optim choose its foreach variant on a GPU for masters, too, and not only for exact Parameters."""
     groups = [
         group
         for group in optimizer.param_groups

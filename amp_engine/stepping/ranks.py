@@ -40,18 +40,18 @@ class Ranks:
         self._is_in_zero = is_in_zero
         self.in_flat_shards = in_flat_shards
         self._of_shards: tuple[Columns, list[dist.ProcessGroup]] | None = None
-        # The wrappers of its parameters: looked for at the first backward in a process group, and when one is gone.
+        # The wrappers of its parameters: searched at the first backward in a process group, and when one was freed.
         self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None
         self._local: list[weakref.ref[DistributedDataParallel]] = []  # wrappers under `no_sync` in this backward
-        self._waiting: list[weakref.ref[DistributedDataParallel]] = []  # and in an earlier one whose exit unscaled
+        self._waiting: list[weakref.ref[DistributedDataParallel]] = []  # those of earlier backwards that were unscaled
 
     def enter(self, is_first: bool, is_left_open: bool) -> None:
         """Entry of `scale_loss`: note wrappers under `no_sync`.
 
-        Raises AmpStateError if it is to reduce gradients that an earlier exit has unscaled before they were reduced.
+        Raises AmpStateError if its backward will reduce gradients that an earlier exit unscaled before a reduction.
 
         Args:
-            is_first: True for the first one since the last step.
+            is_first: True for the first backward since the last step.
             is_left_open: True if scaled gradients of an earlier backward are there.
         """
         if self._wrappers is None and not has_ranks():
@@ -99,7 +99,7 @@ class Ranks:
 
     @property
     def are_replicas(self) -> bool:
-        """True if all ranks have the same gradients once reduced: with DistributedDataParallel alone."""
+        """True if all ranks have the same gradients after the reduction: only with DistributedDataParallel."""
         return self._process_group is None and not self._groups_of_shards()
 
     @property
@@ -108,7 +108,7 @@ class Ranks:
         return self._process_group is not None
 
     def of_parts(self) -> dist.ProcessGroup | None:
-        """Return the group whose ranks step different parameters, so a norm of all sums over them; None without."""
+        """Return the group whose ranks step different parameters, so that a norm must sum over them; None if none."""
         if self._process_group is None or not has_ranks() or self._groups_of_shards():
             return None
         has_replicas = any(ref() is not None for ref in self._wrappers or ()) and not self._is_in_zero

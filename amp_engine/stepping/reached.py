@@ -1,4 +1,4 @@
-"""Which optimizers a loss reaches, read from its graph."""
+"""Finds the optimizers that a loss reaches, from its graph."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from amp_engine.stepping.stepper import Stepper
 def reached_by(loss: Tensor, everyone: Sequence[Stepper]) -> list[Stepper]:
     """Return those of `everyone` with a parameter to which a backward of `loss` gives a gradient, in their order.
 
-    Walks the graph until all are found: with one optimizer no further than to one of its parameters. Optimizers of
-    shards are found behind any loss, since a forward computes with other tensors. No host sync.
+    Walks the graph until all are found: with one optimizer, until one of its parameters is. Optimizers of shards count
+    as reached by any loss, since a forward computes with other tensors. No host sync.
     """
     if not loss.requires_grad:
         return []

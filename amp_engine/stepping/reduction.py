@@ -1,4 +1,4 @@
-"""One decision of all ranks: a sum tells if a gradient of any rank was not finite, and the losses of all."""
+"""One decision of all ranks: a sum tells each rank if gradients of any rank were not finite, and all losses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _UNKNOWN = -math.inf  # in place of a loss
 
 
 class Reduction:
-    """The ranks in some groups that found an overflow, and their losses; a sum that starts at construction.
+    """The ranks in some groups that found an overflow, and their losses; summed from construction on.
 
-    With one group, which is the rule, no rank waits before `wait`: 16 bytes a rank are on their way meanwhile. Several
-    groups are summed one after the other.
+    With one group, the usual case, no rank waits before `wait`: 16 bytes a rank are sent meanwhile. Several groups are
+    summed one after the other.
 
     Args:
         groups: at least one; on every rank in the same order.
@@ -33,8 +33,8 @@ class Reduction:
     ) -> None:
         self.is_first = all(dist.get_rank(group) == 0 for group in groups)
         self.rank = dist.get_rank(groups[0]) if len(groups) == 1 else 0
-        self._ranks = dist.get_process_group_ranks(groups[0]) if len(groups) == 1 else None  # several are not told
-        # Every rank adds its column to zeros. Every backend can sum float64, in which numbers stay as they are.
+        self._ranks = dist.get_process_group_ranks(groups[0]) if len(groups) == 1 else None
+        # Every rank adds its column to zeros. Every backend can sum float64, which holds these numbers exactly.
         self._sum = torch.zeros(2, dist.get_world_size(), dtype=torch.float64, device=found_inf.device)
         self._sum[0, dist.get_rank()] = found_inf
         self._sum[1, dist.get_rank()] = _UNKNOWN if loss is None else loss
@@ -57,7 +57,7 @@ class Reduction:
         return self._ranks is not None and bool((self._sum[0, self._ranks] != 0).all())
 
     def losses(self) -> list[float | None]:
-        """Return the loss of each rank of the only group, None where it is not known; of several groups nothing.
+        """Return the loss of each rank of the only group, None where unknown; [] with several groups.
 
         Call after `wait`; waits for the device.
         """
@@ -66,7 +66,7 @@ class Reduction:
 
 
 def agree(groups: Sequence[dist.ProcessGroup], found_inf: Tensor) -> None:
-    """Make `found_inf`, float32 of shape [], != 0 if it is so on any rank of `groups`; without groups keep it."""
+    """Make `found_inf`, float32 of shape [], != 0 if it is != 0 on any rank of `groups`; keep it without groups."""
     if groups:
         found_inf.copy_(Reduction(groups, found_inf).wait())
 

@@ -1,4 +1,4 @@
-"""Explains by the tensors that an operation saved why its result, or its derivative, is not finite."""
+"""Explains why the result or the derivative of an operation is not finite, from the tensors that it saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Values = Mapping[str, tuple[str, _Kinds]]
 _LOG: tuple[str, _Kinds] = "self", [(lambda x: x == 0, "of 0"), (lambda x: x < 0, "of negative numbers")]
 _ARC: _Kinds = [(lambda x: x.abs() > 1, "of numbers beyond 1")]
 _AT_ONE: _Kinds = [(lambda x: x.abs() == 1, "of 1 or -1")]
-NO_RESULT: Values = {  # whose results are not finite there
+NO_RESULT: Values = {  # at these values the result is not finite
     **dict.fromkeys(["log", "log2", "log10"], _LOG),
     "log1p": ("self", [(lambda x: x == -1, "of -1"), (lambda x: x < -1, "of numbers below -1")]),
     "div": ("other", [(lambda x: x == 0, "by 0")]),
@@ -27,12 +27,12 @@ NO_RESULT: Values = {  # whose results are not finite there
     "logit": ("self", [(lambda x: (x == 0) | (x == 1), "of 1 or 0")]),
     "native_batch_norm": ("running_var", [(lambda x: x < 0, "by a running_var below 0")]),
 }
-STEEP: Values = {  # whose results are finite there, and whose derivatives are not
+STEEP: Values = {  # at these values the result is finite, and the derivative is not
     "sqrt": ("result", [(lambda x: x == 0, "of 0")]),
     **dict.fromkeys(["asin", "acos"], ("self", _AT_ONE)),
 }
 _TOO_LARGE: _Kinds = [(torch.isinf, "of numbers that are too large")]
-_OF_RESULT: Mapping[str, _Kinds] = {  # what a result that is not finite tells
+_OF_RESULT: Mapping[str, _Kinds] = {  # the inputs that led to a result that is not finite
     **dict.fromkeys(["exp", "exp2", "expm1", "sinh", "cosh"], _TOO_LARGE),
     "rsqrt": [(torch.isinf, "of 0"), (torch.isnan, "of negative numbers, or of nan,")],
     "reciprocal": [(torch.isinf, "of 0, or of nearly 0,")],
@@ -51,17 +51,17 @@ _PRODUCTS: Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], str, str]] = {
 
 
 def why(values: Values, node: Node, operation: str, name: str, saved: Tensor) -> str | None:
-    """Name the values in a saved tensor that are among `values` of the operation; None without any. Waits."""
+    """Name the values in `saved` that are among `values` of the operation; None without any. Waits for the device."""
     if operation == "pow" and name == "_saved_self":
         return _why_pow(saved, float(getattr(node, "_saved_exponent", 1.0)), values is STEEP)
-    if getattr(node, "_saved_training", False):  # which divides by no running statistic
+    if getattr(node, "_saved_training", False):  # batch norm then does not divide by the running variance
         return None
     which, kinds = values.get(operation, ("", []))
     return _first_of(kinds, operation, saved) if name == f"_saved_{which}" else None
 
 
 def why_nothing(node: Node, operation: str, saved: Mapping[str, Tensor]) -> str | None:
-    """Say that the operation is a mean of nothing; None if it is not. Waits."""
+    """Say that the operation is a mean of nothing; None if it is not. Waits for the device."""
     if operation == "mean" and not hasattr(node, "_saved_dim") and getattr(node, "_saved_self_sym_numel", 1) == 0:
         return "mean of nothing"
     weight = saved.get("_saved_total_weight")
@@ -70,12 +70,12 @@ def why_nothing(node: Node, operation: str, saved: Mapping[str, Tensor]) -> str 
 
 
 def why_result(operation: str, result: Tensor) -> str | None:
-    """Name the inputs of the operation by its result, which is not finite; None if it does not tell. Waits."""
+    """Name the inputs that led to this result, which is not finite; None if unknown. Waits for the device."""
     return _first_of(_OF_RESULT.get(operation, []), operation, result)
 
 
 def why_softmax(node: Node, result: Tensor, mask: Tensor | None) -> str | None:
-    """Explain a softmax that gave NaN in whole rows; None if it did not. Waits.
+    """Explain a softmax that gave NaN in whole rows; None if it did not. Waits for the device.
 
     Args:
         mask: of a masked_fill that made its input; None without one.
@@ -93,7 +93,7 @@ def why_softmax(node: Node, result: Tensor, mask: Tensor | None) -> str | None:
 
 
 def why_mask(operation: str, result: Tensor, mask: Tensor) -> str | None:
-    """Explain a result that is -inf where a mask is, and nowhere else; None if it is not so. Waits."""
+    """Explain a result that is not finite only where a mask made it -inf; None for others. Waits for the device."""
     filled = result.isneginf()
     if not bool((filled == ~result.isfinite()).all()) or bool((filled & ~mask.expand_as(result)).any()):
         return None
@@ -101,9 +101,9 @@ def why_mask(operation: str, result: Tensor, mask: Tensor) -> str | None:
 
 
 def remade(node: Node, operation: str, saved: Mapping[str, Tensor]) -> Tensor | None:
-    """Make the result of a product or convolution once more, without its bias; None if not all of it was saved.
+    """Compute the result of a product or convolution again, without its bias.
 
-    None, too, where something saved is not finite.
+    None if not all of its inputs were saved, or if one of them is not finite.
     """
     with torch.no_grad():
         if operation in _PRODUCTS:
@@ -163,6 +163,6 @@ def _first_of(kinds: _Kinds, operation: str, x: Tensor) -> str | None:
 
 
 def _finite(saved: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """The saved tensor of this name if it is there, and finite."""
+    """Return the saved tensor of this name if it exists and is finite, else None. Waits for the device."""
     x = saved.get(f"_saved_{name}")
     return x if x is not None and bool(x.isfinite().all()) else None

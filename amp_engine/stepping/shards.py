@@ -1,4 +1,4 @@
-"""The fused step of DTensors: it steps this rank's part of each. State stays DTensors, as checkpoints need it."""
+"""The fused step of DTensors: it steps this rank's part of each. State stays in DTensors, as checkpoints need it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mark_written(weights: Sequence[Tensor]) -> None:
 
 
 def _part_of(weight: Tensor) -> Tensor:
-    """Return this rank's part of a weight: one object for as long as its memory is the same, as tables need."""
+    """Return this rank's part of a weight: the same object while its memory is the same, as tables need."""
     if not is_sharded(weight):
         return weight
     part, before = local_of(weight), _PARTS.get(weight)

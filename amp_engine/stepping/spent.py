@@ -23,7 +23,7 @@ class Zeroed(Enum):
 
 
 class _Tiny(Tensor):
-    """A tiny gradient that notes when it is zeroed: a read would wait for a GPU. Its operations return plain Tensors."""
+    """A tiny gradient that notes when it is zeroed: a read would wait for a GPU. Operations give plain Tensors."""
 
     zeroed_at = -1  # its version when it was last zeroed
 

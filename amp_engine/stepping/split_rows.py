@@ -1,8 +1,8 @@
 """Rows whose masters are in two halves: the bfloat16 parameter itself, and the 16 bits that rounding took from it.
 
 The optimizer's groups keep the model's own parameters, and there is no FP32 tensor: the kernels join both halves in
-registers. A foreign write into a parameter, as its version tells, becomes the master; a write through `.data`, which
-moves no version, leaves a master that still rounds to the parameter.
+registers. After a foreign write that moved its version, a parameter is its own master. After a write through `.data`,
+which moves no version, the master still rounds to the parameter.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Remainder(Exact):
         keep_exact(self)
 
     def in_sync(self) -> bool:
-        """True if only we wrote the parameter since the remainder was taken."""
+        """True if no other code wrote the parameter since the remainder was taken."""
         return not self._marks.has_moved(self._place)
 
     def enter(self, marks: tensor_lists.Marks, place: int) -> None:
-        """Move its mark to `marks` from now on."""
+        """Move the mark of the parameter to `marks`."""
         marks.take(place, self._marks, self._place)
         self._marks, self._place = marks, place
 
@@ -100,7 +100,7 @@ class SplitRows(Rows):
         return [one.bits for one in self._by_row if one is not None]
 
     def scan(self) -> None:
-        """Bring the rows in line with the groups as they are now; new parameters get a remainder of 0.
+        """Update the rows to the present groups; new parameters without an exact value get a remainder of 0.
 
         Raises AmpStateError, before anything is changed, for a parameter that cannot have one.
         """
@@ -125,12 +125,12 @@ class SplitRows(Rows):
         self._seen = weights
 
     def doubt(self, numel: int) -> None:
-        """Go on from rounded parameters, if a broadcast of `numel` elements may have carried the largest of them."""
+        """Drop all remainders, if a broadcast of `numel` elements may have carried the largest parameter."""
         largest = max((one.bits.numel() for one in self._by_row if one is not None), default=0)
         self._is_doubted |= numel >= largest
 
     def refresh(self, adopt_data_writes: bool = False) -> None:
-        """Set the remainder of every parameter that other code wrote to 0."""
+        """Zero the remainder of every parameter that other code wrote."""
         self.scan()
         is_first = self._is_fresh
         super().refresh(adopt_data_writes)
@@ -171,7 +171,7 @@ class SplitRows(Rows):
         self._incoming = state_dict
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        """Set moments to the saved float32 values again, which torch has rounded."""
+        """Set the moments, which torch has rounded, to the saved float32 values."""
         saved, self._incoming = self._incoming, {}
         indices = [i for group in saved["param_groups"] for i in group["params"]]
         own = [p for group in optimizer.param_groups for p in group["params"]]

@@ -61,7 +61,7 @@ class Region(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The place where a forward stopped being finite, as far as its graph tells.
+    """The place where a forward stopped being finite, as far as its graph shows.
 
     Attributes:
         operation: autograd's operation that gave the first value that is not finite, such as "softmax"; None if that

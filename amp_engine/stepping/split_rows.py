@@ -1,7 +1,7 @@
 """Rows whose masters are in two halves: the bfloat16 parameter itself, and the 16 bits that rounding took from it.
 
 The optimizer's groups keep the model's own parameters, and there is no FP32 tensor: the kernels join both halves in
-registers. After a foreign write that moved its version, a parameter is its own master. After a write through `.data`,
+registers. After a foreign write that moved its version, a parameter is the master. After a write through `.data`,
 which moves no version, the master still rounds to the parameter.
 """
 

@@ -213,8 +213,8 @@ class Stepper:
         """True if there is a gradient that no check of this optimizer saw, as of the last scan.
 
         Args:
-            is_stepping: True if a step comes next; then gradients count that a skipped step left and that were not
-                zeroed.
+            is_stepping: True if a step comes next; then gradients that a skipped step left, and that were not zeroed,
+                also count.
         """
         if is_stepping and self._has_left and tensor_lists.any_gradient(self.rows.columns.plain_handle):
             return True

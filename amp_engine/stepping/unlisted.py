@@ -43,7 +43,7 @@ class _Others:
     """The parameters that the optimizers of a loss do not step.
 
     Attributes:
-        low: those that would get a master.
+        low: the parameters that would get a master.
         rows: the rows of all others.
         stepped: weak references to the Steppers of other optimizers, which may step some of them.
         changes: the count of `Unlisted.changes` when they were found.

@@ -93,7 +93,7 @@ def patched_names() -> list[str]:
 def pristine_torch() -> Iterator[None]:
     """Seeds before the test; afterwards undoes amp and asserts that torch is as it was."""
     from amp_engine import amp
-    from amp_engine.stepping.master_parameter import forget_copied_masters
+    from amp_engine.stepping import master_parameter
 
     torch.set_num_threads(1)  # tiny models gain nothing from more, and lose tenfold on a busy machine
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes milliseconds for devices that are not there
@@ -105,7 +105,8 @@ def pristine_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # no test is told that this CPU emulates a type, unless it asks
         patch.setattr("amp_engine.ground.dtypes.cpu_flags", lambda: computes)
         yield
-    forget_copied_masters()
+    for copies in (master_parameter._COPIES, master_parameter._PICKLED):
+        copies.clear()
     amp.close()
     amp._amp_state.hard_override = False
     amp._amp_state.allow_incoming_model_not_fp32 = False

@@ -30,6 +30,11 @@ def is_sharded(param: Any) -> bool:
     return is_wrapper_subclass(param)
 
 
+def is_placed_like(one: Tensor, other: Tensor) -> bool:
+    """True if both are DTensors with the same placements."""
+    return getattr(one, "placements", 0) == getattr(other, "placements", 1)
+
+
 def steps_shards(optimizer: Optimizer) -> bool:
     """True if a parameter in the groups of `optimizer` is sharded."""
     return any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])

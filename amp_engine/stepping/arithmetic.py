@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from amp_engine import kernels
 from amp_engine.errors import AmpValueError
-from amp_engine.ground.distributed import is_sharded, local_gradient, local_of
+from amp_engine.ground.distributed import is_placed_like, is_sharded, local_gradient, local_of
 from amp_engine.kernels import tensor_lists
 
 
@@ -87,16 +87,12 @@ def accumulate(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     for param, grad in pairs:
         if param.grad is None:
             param.grad = grad
-        elif param.grad.is_sparse or grad.is_sparse or _is_placed_otherwise(grad, param.grad):
+        elif param.grad.is_sparse or grad.is_sparse or (is_sharded(grad) and not is_placed_like(grad, param.grad)):
             param.grad = param.grad + grad
         else:
             totals.append(local_of(param.grad))
             grads.append(local_of(grad))
     kernels.accumulate_(totals, grads)
-
-
-def _is_placed_otherwise(grad: Tensor, total: Tensor) -> bool:
-    return is_sharded(grad) and getattr(grad, "placements", 0) != getattr(total, "placements", 1)
 
 
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

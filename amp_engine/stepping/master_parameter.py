@@ -90,12 +90,6 @@ def has_copied_masters() -> bool:
     return bool(_COPIES or _PICKLED)
 
 
-def forget_copied_masters() -> None:
-    """Forget that copies of masters were made."""
-    _COPIES.clear()
-    _PICKLED.clear()
-
-
 def _gradient(weight: Tensor) -> Tensor | None:
     key = id(weight)  # before the branch: id() ends a trace of torch.compile, which makes gradients as it traces
     if HOLDING and (owner := _owner(key)) is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from amp_engine.ground.distributed import is_sharded, local_of
+from amp_engine.ground.distributed import is_placed_like, is_sharded, local_of
 from amp_engine.kernels.layout import address_of
 from amp_engine.optimizers.fused_step import FusedStep, Slot, StepInput
 
@@ -54,4 +54,4 @@ def _part(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     """Return this rank's part of a gradient; the whole one, which no plan takes, if it is placed unlike its weight."""
     if grad is None or not is_sharded(grad):
         return grad
-    return local_of(grad) if getattr(grad, "placements", 0) == getattr(weight, "placements", 1) else grad
+    return local_of(grad) if is_placed_like(grad, weight) else grad

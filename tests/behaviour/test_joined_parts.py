@@ -233,3 +233,15 @@ def test_modules_of_others_are_left_alone() -> None:
     assert not any(m._state_dict_hooks for m in other.modules())
     model.register_module("nothing", None)
     assert "nothing.weight" not in model.state_dict()
+
+
+def test_a_gathered_gradient_joins_where_the_run_before_alone_was_scaled() -> None:
+    model, optimizer = started("O2")
+    step("O2", model, nn.Linear(8, 8).half(), optimizer)
+    amp.close()
+    model, optimizer = started("O2")
+    param = nn.Parameter(torch.ones(8))  # of no module
+    param.grad = torch.ones(8)
+    optimizer.add_param_group({"params": [param]})
+    with amp.scale_loss(model(torch.ones(2, 8)).float().mean(), optimizer) as scaled_loss:  # raises nothing
+        scaled_loss.backward()

@@ -104,6 +104,23 @@ def test_gradients_of_parameters_are_unscaled() -> None:
     assert all((m.gradient_error or 0.0) < 1e-2 for m in found.modules)
 
 
+class Wrapped(nn.Module):
+    """As torch.compile wraps a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._orig_mod(x)
+
+
+def test_parameters_of_a_compiled_model_have_the_names_of_the_model() -> None:
+    model = Model()
+    found = amp.compare_levels(Wrapped(model), Batch(), "O5")
+    assert {p.parameter for p in found.parameters} == {name for name, _ in model.named_parameters()}
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_gradients_of_the_outputs_of_modules_are_compared(level: str) -> None:
     class Loses(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""apex's private names, which `initialize` adds to an optimizer, and scripts read, write and call."""
+"""The private names of apex that `initialize` adds to an optimizer, for scripts that read, write and call them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_on(optimizer: Any) -> bool:
 
 
 def check_names_are_free(optimizer: Any) -> None:
-    """Raise AmpStateError for an optimizer that has methods of these names already."""
+    """Raise AmpStateError if an optimizer already has an attribute of a name in METHODS."""
     for name in METHODS:
         if hasattr(optimizer, name):
             raise AmpStateError(
@@ -39,8 +39,8 @@ def check_names_are_free(optimizer: Any) -> None:
 
 
 def put_on(optimizer: Any, stepped: Stepper) -> None:
-    """Add the names to an optimizer, or to a wrapper of one, that `stepped` stands for."""
-    stash = vars(stepped.optimizer).get(STASH) or Stash(stepped)  # a wrapper has that of what is inside of it
+    """Add the names to the optimizer of `stepped`, or to a wrapper of it."""
+    stash = vars(stepped.optimizer).get(STASH) or Stash(stepped)  # a wrapper shares the stash of its optimizer
     vars(optimizer).update({STASH: stash, **{name: getattr(stash, name) for name in METHODS}})
     RefusesGradScaler.put_on(optimizer, stepped)
 
@@ -53,9 +53,9 @@ def take_off(optimizer: Any) -> None:
 
 
 class RefusesGradScaler:
-    """The attribute that torch.amp.GradScaler reads before a step: here it is false, or an error.
+    """The attribute that torch.amp.GradScaler reads before a step: it is false, or raises.
 
-    By itself GradScaler would find no gradients, and say that no inf checks were recorded. Copies are plain False.
+    Without it GradScaler would find no gradients, and say that no inf checks were recorded. Copies are plain False.
     """
 
     name = "_step_supports_amp_scaling"
@@ -66,7 +66,7 @@ class RefusesGradScaler:
 
     @classmethod
     def put_on(cls, optimizer: Any, stepped: Stepper) -> None:
-        """Have GradScaler ask, unless `optimizer` has no masters, or GradScaler's scale is its own business."""
+        """Add the attribute, unless `optimizer` has no masters or handles GradScaler's scale itself."""
         found = vars(optimizer).get(cls.name)
         if not stepped.rows.makes_masters or isinstance(found, cls) or getattr(optimizer, cls.name, False):
             return
@@ -75,7 +75,7 @@ class RefusesGradScaler:
 
     @classmethod
     def take_off(cls, optimizer: Any) -> None:
-        """Put back what was there."""
+        """Restore the attribute from before `put_on`."""
         found = vars(optimizer).get(cls.name)
         if isinstance(found, cls):
             del vars(optimizer)[cls.name]
@@ -90,7 +90,7 @@ class RefusesGradScaler:
 
 
 class Stash:
-    """`optimizer._amp_stash`: by its presence "this optimizer was initialized"; flags, and lists of parameters.
+    """`optimizer._amp_stash` has flags and lists of parameters; its presence marks an initialized optimizer.
 
     Its methods with apex's names are attributes of the optimizer, too.
     """
@@ -99,7 +99,7 @@ class Stash:
         self._stepped = stepped
 
     def _amp_lazy_init(self) -> None:
-        """Give parameters that are new masters, and masters what the model's parameters were loaded with."""
+        """Make masters for new parameters, and copy values loaded into the model's parameters to their masters."""
         self._stepped.look_for_parameters()
 
     _lazy_init_maybe_master_weights = _amp_lazy_init
@@ -121,9 +121,9 @@ class Stash:
 
     @property
     def lazy_init_called(self) -> bool:
-        """True if masters follow the model's parameters. False has the next backward compare their values.
+        """True if masters follow the model's parameters. If False, the next backward compares their values, once.
 
-        Then writes through `param.data`, which leave no other trace, go into masters, once.
+        The comparison finds writes through `param.data`, which move no version, and copies them into masters.
         """
         return not self._stepped.adopts_next
 
@@ -148,7 +148,7 @@ class Stash:
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """True if gradients were left scaled, as by `delay_unscale`, for the next backward to add to."""
+        """True if gradients were left scaled, as by `delay_unscale`, so that the next backward adds to them."""
         return self._stepped.window.is_left_open
 
     @params_have_scaled_gradients.setter
@@ -162,12 +162,12 @@ class Stash:
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[nn.Parameter]]:
-        """Per group: their masters, in the same order."""
+        """Per group: the masters of `fp16_groups`, in the same order."""
         return [[m.weight for m in group] for group in self._mastered()]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[nn.Parameter]]:
-        """Per group: what the optimizer steps without a master."""
+        """Per group: the parameters that the optimizer steps without a master."""
         find = self._stepped.rows.find
         return [[p for p in group["params"] if find(p) is None] for group in self._stepped.optimizer.param_groups]
 

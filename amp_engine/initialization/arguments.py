@@ -107,7 +107,7 @@ def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, g
     """Raise AmpStateError for a model that cannot be cast as `policy` says.
 
     Args:
-        is_scaled: True if ranks with shards would decide on overflows each by itself.
+        is_scaled: True if each rank with shards would decide on overflows by itself.
         gives_float32: True if outputs of models that are cast become FP32.
     """
     for model in models:
@@ -139,7 +139,7 @@ def check_models(models: Sequence[nn.Module], policy: Policy, is_scaled: bool, g
 
 
 def check_unwrapped(params: Sequence[nn.Parameter], policy: Policy) -> None:
-    """Raise AmpStateError if a DistributedDataParallel reduces one of `params`, which a cast gives another type."""
+    """Raise AmpStateError if a DistributedDataParallel reduces one of `params`, whose types a cast would change."""
     for wrapper in wrappers_around(params) if params else ():
         name = type(wrapper).__name__
         raise AmpStateError(
@@ -268,7 +268,7 @@ def check_narrow(
 
 
 def refuse_around_split(wrapper: Any) -> None:
-    """Raise AmpStateError for a wrapper that reads the weights in the groups, where bfloat16 halves are."""
+    """Raise AmpStateError for a wrapper that reads the weights in the groups: split masters' bfloat16 halves."""
     if not isinstance(wrapper, LARC):
         raise AmpStateError(
             f'A {type(wrapper).__name__} is around an optimizer with master_weights="split", and would go on from '
@@ -276,8 +276,8 @@ def refuse_around_split(wrapper: Any) -> None:
         )
 
 
-_INFINITE = 65520.0  # in float16: the middle of its largest number and the one that would follow
-_ZERO_IN_FLOAT16 = 2.0**-25  # half of the smallest number, and rounded to even
+_INFINITE = 65520.0  # rounds to inf in float16: midpoint of its largest number and the one that would follow
+_ZERO_IN_FLOAT16 = 2.0**-25  # half of float16's smallest number: a tie, which rounds to even, so to 0
 _HOW = {
     True: "would come after the decision to skip a step that overflowed",
     False: "would never reach the FP32 masters that it steps",
@@ -285,7 +285,7 @@ _HOW = {
 
 
 def _requires_closure(optimizer: Optimizer) -> bool:
-    """True if `step` cannot be called without a closure, as LBFGS.step."""
+    """True if `step` cannot be called without a closure, like LBFGS.step."""
     try:
         parameters = inspect.signature(optimizer.step).parameters.values()
     except (TypeError, ValueError):  # written in C
@@ -318,7 +318,7 @@ def check_wrappers(optimizers: Sequence[Any]) -> None:
 
 
 def check_loss(loss: Any, function: str, use: str) -> None:
-    """Raise AmpTypeError unless `loss` is a tensor, which `function` scales for `use`."""
+    """Raise AmpTypeError unless `loss` is a tensor; the message names `function` and `use`."""
     if not isinstance(loss, Tensor):
         raise AmpTypeError(
             f"{function}() takes the loss as a tensor, not a {type(loss).__name__}.  Pass what {use} would be "
@@ -392,7 +392,7 @@ def beyond_float16(models: Sequence[nn.Module], policy: Policy) -> list[str]:
 
 
 def zero_eps(optimizers: Sequence[Optimizer], policy: Policy) -> tuple[str, float] | None:
-    """(class, eps) of the first optimizer that adds an `eps` to float16 numbers in which it is 0; None if none does."""
+    """(class, eps) of the first optimizer whose `eps` rounds to 0 in its float16 arithmetic; None without one."""
     if policy.master_weights:
         return None
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""O0, O2, O3, O5: cast a model's parameters and buffers, keep its norms, cast what goes in and comes out."""
+"""O0, O2, O3, O5: cast a model's parameters, buffers, inputs and outputs, and keep its batch norms in FP32."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from amp_engine.stepping.rows import follow_masters, follow_masters_in_eager
 
 
 class _CastHook:
-    """A hook that `torch.jit.script` cannot compile: a hook must have the types of one `forward`."""
+    """A hook that `torch.jit.script` cannot compile, because it would need the types of one `forward`."""
 
     @property
     def __globals__(self) -> Any:
-        """Asked for by `torch.jit.script` alone. Raises AmpStateError."""
+        """Only `torch.jit.script` reads this. Raises AmpStateError."""
         raise AmpStateError(
             "torch.jit.script cannot compile the hooks by which amp.initialize casts what goes into a model and what "
             "comes out.  Call torch.jit.trace(model, example_inputs), which records the casts, or amp.close() before "
@@ -51,10 +51,10 @@ class _CastHook:
 class CastInputs(_CastHook):
     """Forward pre-hook: every floating tensor among the arguments becomes `dtype`. Picklable.
 
-    A copy of a model copies its hooks, which is how a moving average in low precision is noticed.
+    A deepcopy of a model copies its hooks, so `__deepcopy__` can warn of a moving average in low precision.
     """
 
-    __name__ = "cast_inputs"  # torch.jit asks hooks for one
+    __name__ = "cast_inputs"  # torch.jit reads the names of hooks
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -83,7 +83,7 @@ class CastOutputs(_CastHook):
 
 
 class CastModelInputs(CastInputs):
-    """Cast the inputs of a model with a forward that was assigned to the instance, and so does not cast."""
+    """Cast the inputs of a model whose `forward` was assigned to the instance, and so does not cast."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast arguments."""
@@ -91,7 +91,7 @@ class CastModelInputs(CastInputs):
 
 
 class CastModelOutputs(CastOutputs):
-    """Cast the outputs of a model with a forward that was assigned to the instance, and so does not cast."""
+    """Cast the outputs of a model whose `forward` was assigned to the instance, and so does not cast."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast the result."""
@@ -99,7 +99,7 @@ class CastModelOutputs(CastOutputs):
 
 
 class CastKeptOutputs(CastOutputs):
-    """Cast the outputs of a kept module to the model's type, but for who calls it from outside."""
+    """Cast the outputs of a kept module to the model's type, except in calls from outside of the model."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast the result."""
@@ -114,11 +114,11 @@ for _hook in (CastInputs, CastOutputs, CastModelInputs, CastModelOutputs, CastKe
 
 
 class CastModel:
-    """The casts of one model, and the way back.
+    """Casts one model, and undoes that.
 
-    The casts are part of `forward`, so all hooks see the types outside; those of a part act where it is called from
-    outside. Where the instance has a `forward` of its own, the model's last forward pre-hook and its first forward hook
-    cast in its place.
+    `forward` casts, so all hooks see inputs before their cast and outputs after theirs. A part casts only in calls from
+    outside of the model. If the instance has its own `forward`, the model's last forward pre-hook and its first forward
+    hook cast instead.
 
     Args:
         model: changed in place; its parameters stay the same objects.
@@ -126,7 +126,7 @@ class CastModel:
         keep_batchnorm_fp32: affine batch norms (BatchNormNd, SyncBatchNorm) are float32, not `dtype`. What was passed
             to `keep_float` is float32 in any case.
         output_dtype: of floating outputs; None leaves them alone.
-        saves_float32: whether `state_dict` has FP32 values, and loading them is exact, also without a cast to half.
+        saves_float32: True if `state_dict` has FP32 values, and loading them is exact, also without a cast to half.
         casts_functions: True if functions are cast inside of the forwards of the model and its parts.
     """
 
@@ -144,13 +144,13 @@ class CastModel:
         self._dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
         self._handles: list[RemovableHandle] = []
         self._follows_masters = False
-        # The modules whose forwards cast, with their casts, and the casts that they had before.
+        # Each module whose forward casts, its casts, and the casts that it had before.
         self._cast_modules: list[tuple[weakref.ref[nn.Module], ForwardCasts, ForwardCasts | None]] = []
         try:
             casts_inputs = False
             if dtype is not None:
                 _cast_each(model, cast_targets(model, dtype, keep_batchnorm_fp32))
-                casts_inputs = not is_kept(model) and not fsdp2_param_dtypes(model)  # whose policy casts inputs before
+                casts_inputs = not is_kept(model) and not fsdp2_param_dtypes(model)  # FSDP2's policy casts them
                 if casts_inputs:
                     self._handles.append(model.register_forward_pre_hook(CastModelInputs(dtype), with_kwargs=True))
                     self._handles += _cast_around_kept(model, dtype)
@@ -188,7 +188,7 @@ class CastModel:
     def follow_masters(self) -> None:
         """Round written masters into the model before each forward, a compiled one too, until `undo`.
 
-        Also before the forward of each of its modules, since a script may call one of them.
+        Each module of the model rounds its own masters before its forward, since a script may call it alone.
         """
         model = self.model
         if model is None or self._follows_masters:
@@ -200,18 +200,18 @@ class CastModel:
         self._handles.append(model.register_forward_pre_hook(follow_masters, prepend=True))
 
     def take_over(self, earlier: CastModel) -> None:
-        """Stand for `earlier`, done to the same model, as well: discard its hooks, keep its way back."""
+        """Replace `earlier` of the same model: remove its hooks, and restore its original types in `undo`."""
         before = {id(ref()): before for ref, _, before in earlier._cast_modules}
         self._cast_modules = [(ref, casts, before.get(id(ref()), own)) for ref, casts, own in self._cast_modules]
         earlier.remove_hooks()
         self._dtypes = {**self._dtypes, **earlier._dtypes}
 
     def undo(self) -> None:
-        """Remove the hooks and give each tensor that is still there the type it came with."""
+        """Remove the hooks and restore the original type of each tensor that is still in the model."""
         self.remove_hooks()
         if self.model is not None:
-            _remove(self.model, lambda hook: any(hook is ours for ours in _HOOK_FUNCTIONS))  # of parts that joined
-        if self.model is not None and not is_any_sharded(self.model):  # since: its types are the wrapper's business
+            _remove(self.model, lambda hook: any(hook is ours for ours in _HOOK_FUNCTIONS))  # of joined parts
+        if self.model is not None and not is_any_sharded(self.model):  # the wrapper decides the types of shards
             tensors = [(t, self._dtypes[n]) for n, t in _tensors(self.model) if n in self._dtypes]
             _cast_each(self.model, tensors)
 
@@ -238,7 +238,7 @@ def without_casts(model: nn.Module) -> bool:
 
 
 def _remove(model: nn.Module, is_ours: Callable[[Any], bool]) -> list[Any]:
-    """Remove such hooks from all modules of `model`, and return them."""
+    """Remove the hooks that `is_ours` accepts, and all casts, from all modules of `model`; return the hooks."""
     removed = []
     for module in model.modules():
         restore_class(module)
@@ -266,7 +266,7 @@ _HOOK_FUNCTIONS = (
 
 
 def remember(models: Sequence[nn.Module]) -> Callable[[], None]:
-    """Hold the memory of every parameter, gradient and buffer; the returned call puts it back, bit for bit."""
+    """Keep the storage of every parameter, gradient and buffer; the returned function restores it, bit for bit."""
     params = [(p, p.data, p.grad, None if p.grad is None else p.grad.data) for m in models for p in m.parameters()]
     modules = [module for m in models for module in m.modules() if not isinstance(module, torch.jit.ScriptModule)]
     buffers = [(module._buffers, dict(module._buffers)) for module in modules]
@@ -301,7 +301,7 @@ def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
 
 
 def _cast_around_kept(model: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
-    """Have modules that stay float32 take any type, and the outermost of them give `dtype`."""
+    """Make kept modules accept any type, and the outermost of them return `dtype`."""
     handles = []
     for module, is_outermost in kept_modules(model):
         handles.append(module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True))
@@ -320,7 +320,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cast_each(model: nn.Module, targets: Sequence[tuple[Tensor, torch.dtype]]) -> None:
-    # The list keeps the tensors alive, so that no id is given out twice while it is looked up.
+    # `targets` keeps the tensors alive, so that no id is reused while it is looked up.
     by_id = {id(tensor): dtype for tensor, dtype in targets}
     of_grads = [(t.grad, dtype) for t, dtype in targets if t.is_leaf and t.grad is not None]
     by_id |= {id(grad): dtype for grad, dtype in of_grads}
@@ -333,9 +333,9 @@ def _cast_each(model: nn.Module, targets: Sequence[tuple[Tensor, torch.dtype]]) 
             return tensor
         if isinstance(tensor, nn.Parameter):
             return tensor.to(by_id[id(tensor)])
-        return made.setdefault(id(tensor), tensor.to(by_id[id(tensor)]))  # a buffer of several names stays one
+        return made.setdefault(id(tensor), tensor.to(by_id[id(tensor)]))  # a buffer with several names stays one tensor
 
-    # What Module.to does, with a type per tensor: parameters stay the same objects.
+    # Like Module.to, but with a type per tensor: parameters stay the same objects.
     model._apply(cast)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):

@@ -1,15 +1,15 @@
-"""Have masters follow what a collective of torch.distributed writes into parameters.
+"""Make masters follow the writes of torch.distributed's collectives into parameters.
 
-c10d's operators write their first argument and move no version, as no operator does whose schema does not say that it
-writes. While an engine is at work, a kernel of ours does, under the dispatch key that is there for it: of the
-parameters that were written, on every rank alike, so that masters of all ranks take the same values.
+c10d's operators write their first argument without moving its version, because their schemas declare no write. While
+an engine is open, our kernel under the dispatch key ADInplaceOrView moves the versions of the written parameters, on
+every rank alike, so that masters of all ranks take the same values.
 
-The same kernel asks for the memory of what it is given before it passes it on. Backends do that in threads of their
-own, and torch takes care of no two threads that ask at once for memory that is copied on write, as that of a weight
-with a copy in half may be (casting/cache.py): "refcount >= 0 INTERNAL ASSERT FAILED".
+The kernel also requests the data pointers of copy-on-write arguments, which copies their memory, before it passes them
+on. Backends do that in threads of their own, and torch fails if two threads do it at once for the same memory:
+"refcount >= 0 INTERNAL ASSERT FAILED". A weight with a copy in half may be copy-on-write (casting/cache.py).
 
-torch's operators on lists (`_foreach_mul_`, `_fused_adam_`) get such a kernel as well: on a GPU they take the memory
-that they write as memory that they read, so a write into a gradient of the model would reach its copy-on-write clone.
+torch's operators on lists (`_foreach_mul_`, `_fused_adam_`) get such a kernel too: on a GPU they request the memory
+that they write as if they only read it, so a write into a gradient of the model would reach its copy-on-write clone.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ WRITING = (
     "reduce_scatter_tensor_coalesced_",
     "scatter_",
 )
-# And this one reads it.
+# Reads its first argument.
 READING = ("send",)
 
 
-# Versions are moved while there is one.
+# Versions are moved while this set is not empty.
 _OWNERS: weakref.WeakSet[object] = weakref.WeakSet()
 
-# Registered once and left, since torch frees a kernel that another thread may be in. Without an owner they do nothing.
+# Registered once and never removed: torch would free a kernel that another thread may run. Without owners, no-ops.
 _REGISTERED: list[object] = []
 _REGISTERING = threading.Lock()
 
 
 def watch(owner: object) -> None:
-    """Have collectives move versions until `unwatch(owner)`, or until `owner` is gone."""
+    """Make collectives move versions until `unwatch(owner)`, or until `owner` is garbage collected."""
     with _REGISTERING:
         if not _REGISTERED:
             tensor_lists.ask_for_written_lists()
@@ -108,12 +108,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _written(tensors: Iterable[Tensor], is_broadcast: bool) -> None:
-    """Move the versions of parameters that have memory where `tensors` have it."""
+    """Move the versions of parameters and masters whose memory overlaps that of `tensors`."""
     for tensor in tensors if _OWNERS else ():
         if isinstance(tensor, nn.Parameter):
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-        # Not subclasses: a fake tensor of a compiler has no memory, a distributed one not its own.
+        # Not subclasses: a compiler's fake tensor has no memory, and a distributed tensor none of its own.
         elif type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_floating_point():
             params = written_memory(tensor)
             if params:

@@ -1,4 +1,4 @@
-"""Notice who copies a cast model to average it: the copy is low-precision, and so would be the average."""
+"""Warn of code that copies a cast model to average it: the copy, and so the average, is low-precision."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WORDS = {"ema", "swa", "emas", "polyak", "teacher"}
 
 
 def warn_of_low_precision_average(dtype: torch.dtype) -> None:
-    """Called while a cast model is deepcopied: warn if what asks for the copy names itself, or it, an average.
+    """Warn, while a cast model is deepcopied, if the copying code names itself or the copy an average.
 
-    That is all there is to go by: nothing is called when the copy is updated, and an update by 1e-4 that is lost
-    leaves no trace. Copies for other ends (the best model so far) are as good as the model, and nothing is said.
+    Names are the only evidence: an update of the copy calls none of our code, and an update by 1e-4 that rounding
+    loses leaves no trace. A copy for another purpose (the best model so far) is as good as the model: no warning.
     """
     frame: FrameType | None = sys._getframe(2)
     depth = 3
@@ -31,7 +31,7 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
         return
     if not any(map(_is_average, _names(frame))):
         return
-    # Not the class that averages, but who made it.
+    # Warn at the line that makes the averaging object, not inside of its class.
     while frame.f_code.co_name == "__init__" and frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1
     warnings.warn(
@@ -45,7 +45,7 @@ def warn_of_low_precision_average(dtype: torch.dtype) -> None:
 
 
 def _names(frame: FrameType) -> Iterator[str]:
-    """The line that copies, and the functions and classes that it is in."""
+    """Yield the line that copies, and the names of the functions and classes around it."""
     yield linecache.getline(frame.f_code.co_filename, frame.f_lineno).partition("#")[0]
     caller: FrameType | None = frame
     for _ in range(2):

@@ -43,7 +43,7 @@ from amp_engine.stepping.stepper import Stepper
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """For what makes thousands of objects that stay: the collections of garbage that it sets off took half its time."""
+    """Disable garbage collection: it took half of the time of code that makes thousands of objects that stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -54,17 +54,17 @@ def _without_collections() -> Iterator[None]:
 
 
 class Initialized:
-    """Cast models and stepped optimizers, held weakly: a model or optimizer that is discarded is gone.
+    """Cast models and stepped optimizers, held by weak references, so that the script can free them.
 
     Args:
-        scaling: what losses are scaled by.
-        casts: that a step is not to meet.
-        reporter: says what was skipped.
+        scaling: the scalers.
+        casts: the function casts, which a step must not run under.
+        reporter: prints messages about skipped steps.
     """
 
     def __init__(self, scaling: Scaling, casts: EngineCasts, reporter: Reporter) -> None:
         self._cast_models: list[CastModel] = []
-        # Stepped after a cast, or by masters: what steps them when it is undone wants state of the parameters' type.
+        # Optimizers of cast parameters or masters: `release` gives their state the parameters' restored type.
         self._state_follows_cast: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaling = scaling
         self.backwards = ScaledBackwards(scaling, casts, lambda: self.models)
@@ -76,12 +76,12 @@ class Initialized:
         events.masters_written.subscribe(self._follow_masters)
         self._wrappers: weakref.WeakKeyDictionary[LARC | Optimizer, RemovableHandle | None]
         self._wrappers = weakref.WeakKeyDictionary()
-        # Modules that a policy file had kept in FP32, until `release`.
+        # Modules that a policy file keeps in FP32, until `release`.
         self.kept_by_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def models(self) -> list[nn.Module]:
-        """Every initialized model, in the order of their arrival."""
+        """Every initialized model, in the order of initialization."""
         return [m.model for m in self._cast_models if m.model is not None]
 
     def has_module(self, module: nn.Module) -> bool:
@@ -92,7 +92,7 @@ class Initialized:
     def add(self, request: Request, adopt_data_writes: bool) -> None:
         """Cast models, give optimizers masters and hooks. If anything raises, nothing has changed.
 
-        For that the memory from before the cast is held until the last optimizer is added.
+        To undo the cast, it keeps the memory from before the cast until the last optimizer is added.
         """
         models, optimizers, policy = request.models, request.optimizers, request.policy
         output_dtype = request.output_dtype
@@ -126,21 +126,21 @@ class Initialized:
             for optimizer in optimizers:
                 self._take_in(optimizer, request, exact, adopt_data_writes)
         except BaseException:
-            with ExitStack() as undo:  # each of them, whatever another one raises
+            with ExitStack() as undo:  # runs all callbacks, even if one raises
                 undo.callback(put_back)
                 for cast_model in cast_models:
                     undo.callback(cast_model.remove_hooks)
                 for optimizer in optimizers:
                     undo.callback(self._let_go, optimizer)
             raise
-        # A model that was initialized before keeps the types it first came with as its way back.
+        # `undo` restores the types from before a model's first initialization.
         for cast_model in cast_models:
             for earlier in [m for m in self._cast_models if m.model is cast_model.model]:
                 cast_model.take_over(earlier)
                 self._cast_models.remove(earlier)
         self._cast_models += cast_models
         for gone in [cast_model for cast_model in self._cast_models if cast_model.model is None]:
-            with suppress(ValueError):  # as another thread did so
+            with suppress(ValueError):  # another thread removed it
                 self._cast_models.remove(gone)
         collectives.watch(self)
         self.backwards.unlisted.begin()
@@ -149,7 +149,7 @@ class Initialized:
             self.look_after_wrapper(wrapper, optimizer)
 
     def refuse_known(self, optimizers: Sequence[Optimizer], wrappers: Iterable[Any] = ()) -> None:
-        """Raise AmpStateError for an initialized optimizer, and where names that are added are taken."""
+        """Raise AmpStateError for an optimizer that is initialized, or that has attributes of apex's names."""
         seen = {id(optimizer) for optimizer in self.backwards.optimizers}
         for optimizer in optimizers:
             if id(optimizer) in seen or apex_face.is_on(optimizer):
@@ -175,7 +175,7 @@ class Initialized:
                 f"This {type(optimizer).__name__} was not passed to amp.initialize.  Call model, optimizer = "
                 "amp.initialize(model, optimizer, opt_level=...) and hand the same optimizer to scale_loss."
             )
-        self.look_after_wrapper(optimizer, stepping)  # it may have been made after `initialize`
+        self.look_after_wrapper(optimizer, stepping)  # the wrapper may have been made after `initialize`
         return stepped
 
     def look_after(
@@ -186,15 +186,15 @@ class Initialized:
         ranks: Ranks | None = None,
         check: Callable[[Stepper], None] = lambda _: None,
     ) -> Stepper:
-        """Add an optimizer with what it steps, until `release`.
+        """Add an optimizer and its rows, until `release`.
 
         Args:
-            events: of its steps.
-            ranks: the ranks that decide on a skip together; None: as a DistributedDataParallel has them.
-            check: given it before its first `scale_loss` or step; raises AmpStateError.
+            events: notified of its steps.
+            ranks: the ranks that decide on a skip together; None: those of its DistributedDataParallel.
+            check: called with the Stepper before its first `scale_loss` or step; raises AmpStateError.
         """
         stepped = Stepper(optimizer, rows, self._scaling, events, ranks, check)
-        StepHook(stepped, self.backwards)  # which the optimizer holds
+        StepHook(stepped, self.backwards)  # the optimizer holds it
         self.backwards.add(stepped)
         apex_face.put_on(optimizer, stepped)
         return stepped
@@ -217,7 +217,7 @@ class Initialized:
     def look_after_wrapper(self, wrapper: LARC | Optimizer, inner: Optimizer) -> None:
         """Add a wrapper of an initialized optimizer, until `release`.
 
-        Gradients that `delay_unscale` left scaled are unscaled before LARC's step looks at them.
+        A hook unscales gradients that `delay_unscale` left scaled before LARC's step reads them.
         """
         if wrapper in self._wrappers:
             return
@@ -232,14 +232,14 @@ class Initialized:
                 refuse_around_split(wrapper)
             self._wrappers[wrapper] = None
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-                # torch's zero_grad() has the class's step look into these, which not every such class has. They stay.
+                # After torch's zero_grad() the class's step reads these, and not every class has them. They stay.
                 vars(wrapper).setdefault(hooks, OrderedDict())
             stepped.wrapped_by(wrapper)
             self._follow_masters()
         apex_face.put_on(wrapper, stepped)
 
     def release(self) -> None:
-        """Undo every `add`: optimizers first, whose masters go into the models as exact FP32 values."""
+        """Undo every `add`. Optimizers come first: their masters go into the models as exact FP32 values."""
         for wrapper, handle in self._wrappers.items():
             if handle is not None:
                 handle.remove()
@@ -249,7 +249,7 @@ class Initialized:
         self.backwards.unlisted.end()
         optimizers = self.backwards.optimizers
         params = [(param, param.dtype) for model in self.models for param in model.parameters()]
-        # FP32 in between, also if they are half again by then.
+        # Parameters with masters are FP32 in between, even if they end as half.
         mastered = {id(p) for one in self.backwards.all if one.rows.writes_parameters for p in one.rows.columns.params}
         for optimizer in optimizers:
             self._let_go(optimizer)
@@ -268,7 +268,7 @@ class Initialized:
         )
 
     def stepped_params(self) -> list[nn.Parameter]:
-        """The models' parameters that are stepped, each once."""
+        """The models' parameters that an optimizer steps, each once."""
         return list({id(p): p for one in self.backwards.all for p in one.rows.columns.params}.values())
 
     def _take_in(
@@ -279,7 +279,7 @@ class Initialized:
         adopt_data_writes: bool,
     ) -> None:
         policy = request.policy
-        # Shards are FP32, and masters themselves.
+        # Shards are FP32 and need no masters.
         in_shards = steps_shards(optimizer)
         is_split = policy.master_weights == "split"
         rows: Rows
@@ -306,7 +306,7 @@ class Initialized:
             raise
 
     def _follow_masters(self) -> None:
-        """Have models follow masters that are written outside of a step of theirs, if there are any."""
+        """Make models follow masters, if any of these are written outside of their optimizer's step."""
         if any(one.rows.makes_masters and one.rows.written_outside for one in self.backwards.all):
             for cast_model in self._cast_models:
                 cast_model.follow_masters()
@@ -320,15 +320,15 @@ class Initialized:
 
 
 def master_params(optimizer: Optimizer | LARC) -> Iterator[nn.Parameter]:
-    """Each parameter in the groups of `optimizer`. Raises AmpTypeError, when it is called, for no optimizer."""
+    """Iterate over the parameters in the groups of `optimizer`. The call raises AmpTypeError if it has no groups."""
     check_has_groups(optimizer, "master_params", "")
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _match_state_to_parameters(optimizer: Optimizer) -> None:
-    """State that is older than a cast takes the parameters' new type, as torch's kernels ask.
+    """Cast an optimizer's state from before a cast to the parameters' new type, which torch's kernels require.
 
-    Through the optimizer's own `load_state_dict`: one that keeps FP32 state for half parameters says so there.
+    Calls the optimizer's own `load_state_dict`, which may keep the state of half parameters in FP32.
     """
     differs = any(
         isinstance(value, Tensor) and value.is_floating_point() and value.dtype != p.dtype
@@ -338,11 +338,11 @@ def _match_state_to_parameters(optimizer: Optimizer) -> None:
     )
     if differs:
         groups, listed = optimizer.param_groups, set(map(id, master_params(optimizer)))
-        # What left the groups has no number by which `state_dict` could name it.
+        # `state_dict` has no number for a parameter that left the groups.
         left = {p: optimizer.state.pop(p) for p in [*optimizer.state] if isinstance(p, Tensor) and id(p) not in listed}
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.state.update(left)
-        optimizer.param_groups = groups  # equal to what was loaded, and the objects that others may hold
+        optimizer.param_groups = groups  # equal to the loaded ones, but other code may refer to these
 
 
 def _warn_of_lost_hooks(changed: Sequence[nn.Parameter]) -> None:

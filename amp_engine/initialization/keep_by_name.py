@@ -1,4 +1,4 @@
-"""The modules that a policy names: found in the models, kept in FP32, and given back."""
+"""Find the modules that a policy names, keep them in FP32, and undo that."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from amp_engine.levels import levels
 
 @contextmanager
 def kept(models: Any, names: Sequence[str], opt_level: str) -> Iterator[list[nn.Module]]:
-    """Keep modules in FP32; given back if the body raises.
+    """Keep modules in FP32; undone if the body raises.
 
     Args:
-        names: as `RunPolicy.keep_float`.
-        opt_level: the models are about to be initialized at.
+        names: as in `RunPolicy.keep_float`.
+        opt_level: the level at which the models are about to be initialized.
 
     Yields:
         The modules that were not kept before. Raises AmpValueError for an unknown name, AmpStateError for a part of
@@ -54,7 +54,7 @@ def kept(models: Any, names: Sequence[str], opt_level: str) -> Iterator[list[nn.
 
 
 def give_back(modules: Sequence[nn.Module]) -> None:
-    """Keep them no more."""
+    """Undo `keep_float` of `modules`."""
     for module in modules:
         keep_float(module, False)
 
@@ -63,9 +63,9 @@ def modules_named(models: Sequence[nn.Module], names: Sequence[str]) -> list[tup
     """For each name the model and the module.
 
     Args:
-        models: of several, names begin with `models[0]`.
-        names: as `named_modules` gives them, or without what torch.compile and DistributedDataParallel add to them; or
-            with that, of models that are not in them now.
+        models: if there are several, names begin with `models[0]`.
+        names: from `named_modules`. What torch.compile and DistributedDataParallel add to names may be missing, or be
+            there although the models are no longer wrapped.
 
     Raises AmpValueError for an unknown name, with similar names.
     """
@@ -95,7 +95,7 @@ def modules_named(models: Sequence[nn.Module], names: Sequence[str]) -> list[tup
 
 
 def _without_wrappers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` without the names that torch.compile and DistributedDataParallel add; the inside wins."""
+    """`named_modules` without the names that torch.compile and DistributedDataParallel add; skips the wrappers."""
     inside = module.module if isinstance(module, DistributedDataParallel) else getattr(module, COMPILED, None)
     if isinstance(inside, nn.Module):
         yield from _without_wrappers(inside, path)
@@ -107,7 +107,7 @@ def _without_wrappers(module: nn.Module, path: str = "") -> Iterator[tuple[str, 
 
 
 def _stripped(name: str) -> str:
-    """Without what a wrapper had added when the name was written."""
+    """`name` without the parts that a wrapper had added when it was written."""
     parts = without_compiled(name).split(".")
     at = 1 if parts[0].startswith("models[") else 0
     if parts[at : at + 1] == ["module"]:

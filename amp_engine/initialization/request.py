@@ -39,7 +39,7 @@ class Request:
         process_group: the ranks that agree on overflows; None: not given.
         moment_dtype: of Adam's moments.
         casts_everywhere: True if functions are cast in the whole process, False: in forwards of the models.
-        half_weights: the watch over low-precision weights of each optimizer, or None where the level takes them.
+        half_weights: the HalfWeights of each optimizer, or None if its low-precision weights are allowed.
         skips: the backwards under a static scale whose overflow skips the step.
     """
 
@@ -69,9 +69,9 @@ def checked(
     """The arguments of `initialize` in their own types.
 
     Args:
-        given: overrides of the level's properties, of which None changes nothing; and `cast_model_outputs`,
+        given: overrides of the level's properties, or None for no override; and `cast_model_outputs`,
             `moment_dtype`, `min_loss_scale`, `max_loss_scale`, `casts` of `initialize`.
-        hard_override: print complaints about overrides that do not fit the level, and raise none.
+        hard_override: print complaints about overrides that do not fit the level instead of raising them.
         allow_half: `_amp_state.allow_incoming_model_not_fp32`.
 
     Raises AmpStateError, AmpTypeError or AmpValueError. Changes nothing.

@@ -1,4 +1,4 @@
-"""A DistributedDataParallel that was made before `initialize`, made again around the model that was cast."""
+"""Make a DistributedDataParallel from before `initialize` again, around the cast model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def rewrap(ddp: DistributedDataParallel) -> Iterator[nn.Module]:
         with amp.rewrap(ddp) as model:
             amp.initialize(model, optimizer, opt_level="O2")
 
-    It gives the model, which has no wrapper inside. At the end `ddp`, the same object, reduces the gradients of the
-    model as it is then, with its options, sizes of buckets and communication hooks; hooks of modules that were put on
-    `ddp` itself are gone. All ranks call it. Use it before the first backward.
+    It yields the model, which has no wrapper inside of the context. At exit `ddp`, the same object, reduces the
+    gradients of the cast model, with its old options, bucket sizes and communication hooks. Module hooks on `ddp`
+    itself are lost. All ranks must call it. Use it before the first backward.
 
-    Raises AmpTypeError for anything else, AmpStateError for one with `mixed_precision` or delayed reductions.
+    Raises AmpTypeError if `ddp` has another type, AmpStateError if it has `mixed_precision` or delayed reductions.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise AmpTypeError(
@@ -44,7 +44,7 @@ def rewrap(ddp: DistributedDataParallel) -> Iterator[nn.Module]:
             "it cannot make again.  Call amp.initialize first, then make the wrapper."
         )
     model, options, hooks = ddp.module, _options(ddp), comm_hooks(ddp)
-    # Without its reducer, whose hooks are on the parameters as they were.
+    # Remove its reducer, whose hooks are for parameters of the old types.
     ddp._modules.clear()
     del ddp.reducer, ddp.logger
     try:
@@ -56,7 +56,7 @@ def rewrap(ddp: DistributedDataParallel) -> Iterator[nn.Module]:
 
 
 def _options(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """The arguments that `ddp` was made with, but for the first synchronization, which is done."""
+    """The arguments that `ddp` was made with, but without the initial synchronization, which is already done."""
     known = inspect.signature(DistributedDataParallel).parameters
     options = {name: getattr(ddp, name) for name in _KEPT if name in known}
     syncs = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

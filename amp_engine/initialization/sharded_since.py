@@ -1,4 +1,4 @@
-"""Parameters that sharding has replaced after `initialize`: no optimizer would step the new ones."""
+"""Refuse parameters that sharding replaced after `initialize`: no optimizer would step the new ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refusal_of_replaced(models: Sequence[nn.Module], scaling: Scaling) -> Callab
     """A check that raises AmpStateError if `models` were sharded after this call."""
     if any(map(is_any_sharded, models)):
         return lambda stepped: None
-    # Ids, not the parameters: torch swaps none that has a weak reference.
+    # Ids, because torch cannot swap a parameter that has a weak reference.
     before = [(weakref.ref(model), {id(param) for param in model.parameters()}) for model in models]
 
     def check(stepped: Stepper) -> None:

@@ -1,8 +1,8 @@
 """Exact FP32 weights in `model.state_dict()`.
 
-The model hooks sit on every module, hold nothing, and are plain functions: a model pickles and deepcopies
+The model hooks are on every module. They are plain functions without state: a model pickles and deepcopies
 with them, and a copy, whose parameters have no masters, saves its own values. A module that joins later gets
-them when it joins, or else when the one around it is saved or loaded.
+the hooks when it joins, or else when the module around it is saved or loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIRST_NAMES: Any = WeakIdKeyDictionary()
 def hook_model(model: nn.Module) -> list[RemovableHandle]:
     """Make `model` and each of its modules save and load float32 weights, also modules that join it.
 
-    Returns the way back, except for modules that joined.
+    Returns handles that remove the hooks, except those on modules that joined.
     """
     handles = [handle for module in model.modules() for handle in _hook(module)]
     joining = register_module_module_registration_hook(hook_joining)
@@ -50,7 +50,7 @@ def _hook(module: nn.Module) -> list[RemovableHandle]:
 
 
 def hook_joining(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Module registration hook of all modules: what joins one that has our hooks gets them, and casts as parts do."""
+    """Module registration hook of all modules: give a module that joins a hooked one the hooks and casts of a part."""
     if isinstance(child, nn.Module) and _is_hooked(module):
         cast_joining(child, module)
         for one in child.modules():
@@ -74,7 +74,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def save_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """State-dict post-hook: low-precision entries become float32 copies, exact where a master is; of tied ones one.
+    """State-dict post-hook: low-precision entries become FP32 copies, exact if there is a master; tied ones share one.
 
     With `keep_vars=True` the entries are the parameters themselves, and stay.
     """
@@ -90,10 +90,10 @@ def save_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
 
 
 def _one_if_tied(state_dict: dict[str, Any], name: str, tensor: Tensor, value_f32: Tensor) -> Tensor:
-    """Give the entry of an earlier name for the same memory if their values are equal, else `value_f32`."""
+    """Return the entry of an earlier name for the same memory if their values are equal, else `value_f32`."""
     try:
         names: dict[Hashable, str] = _FIRST_NAMES.setdefault(state_dict, {})
-    except TypeError:  # a plain dict has no weak references; torch makes another
+    except TypeError:  # a plain dict cannot be weakly referenced; torch makes an OrderedDict
         return value_f32
     earlier = state_dict.get(names.setdefault(memory_of(tensor), name))
     is_one = (
@@ -112,7 +112,7 @@ def keep_incoming(
     local_metadata: dict[str, Any],
     *torch_reports: Any,
 ) -> None:
-    """Load pre-hook: note what arrives for parameters with masters, before torch rounds it into them.
+    """Load pre-hook: note the incoming values of parameters with masters, before torch rounds them.
 
     Raises AmpStateError for `load_state_dict(..., assign=True)`.
     """
@@ -142,16 +142,16 @@ def fill_masters(module: nn.Module, incompatible_keys: Any) -> None:
             continue
         for keeper in exact_of(param):
             value = keeper.pop_expected()
-            # Not so if torch refused the value (its shape, say) and will raise, or a module made it another.
+            # Not if torch refused the value (for its shape, say) and will raise, or if a module changed it.
             if value is not None and value.shape == param.shape and _same_values(value.to(param), param):
                 keeper.take(value)
 
 
 def memory_of(tensor: Tensor) -> Hashable:
-    """Equal for two tensors that see the same memory alike."""
+    """A key that is equal for two tensors with the same view of the same storage."""
     if is_sharded(tensor) or tensor.layout is not torch.strided:
         return id(tensor)
-    # Not by data_ptr(), which tells copy-on-write memory that a writer has come.
+    # Not data_ptr(), which counts as a write and copies copy-on-write memory.
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 

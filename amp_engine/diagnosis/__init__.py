@@ -1,1 +1,1 @@
-"""Overflows: noted as they come, explained afterwards, and looked for in one batch."""
+"""Records overflows, explains them afterwards, and searches one batch for them."""

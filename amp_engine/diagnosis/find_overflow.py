@@ -1,4 +1,4 @@
-"""`amp.find_overflow`: one batch once more, with every operation looked at."""
+"""`amp.find_overflow`: runs one batch again and checks every operation."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ Phase = Literal["weights", "buffers", "data", "forward", "backward"]
 Kind = Literal["inf", "nan"]
 _KINDS: tuple[Kind, Kind] = ("inf", "nan")
 
-# What they give is not written yet.
+# Their results are unwritten memory.
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize_"}
-# -inf of these is a mask.
+# -inf from one of these is a mask.
 _FILLS = {"fill", "fill_", "full", "full_like", "new_full", "masked_fill", "masked_fill_", "where", "scalar_tensor"}
 _FILLS |= {"lift_fresh", "_to_copy", "copy_", "triu", "tril"}
 
 
 @dataclass(frozen=True)
 class OverflowSource:
-    """Where a batch stopped to be finite.
+    """The place where the first value of a batch that is not finite came from.
 
     Attributes:
-        phase: "weights", "buffers": before the batch, in a parameter or buffer; "data": in an input of the model, or of
-            an operation; "forward", "backward": in the operation named; None: all that the loss depends on was finite.
-        module: name of the module that the operation is in, or that was given the data; "" for the model itself; None
-            outside of every module of the models that were initialized, as in a loss function.
+        phase: "weights", "buffers": a parameter or buffer, before the batch; "data": an input of the model or of an
+            operation; "forward", "backward": the operation named; None: all values that the loss depends on are finite.
+        module: name of the module that runs the operation or gets the data; "" for the model itself; None outside of
+            every module of the initialized models, as in a loss function.
         module_type: class of that module.
-        operation: "softmax", by the name that torch gives it in the forward, or autograd in the backward; "a sum of
-            gradients, or a hook, before ..." names the operation whose backward was given what is not finite.
-        parameter: name of a parameter that the operation uses, if it does; of the buffer.
+        operation: "softmax": torch's name of it in the forward, autograd's in the backward; "a sum of gradients, or a
+            hook, before ..." names the operation whose backward got the value that is not finite.
+        parameter: name of a parameter that the operation uses, if any; or name of the buffer.
         kind: "inf" or "nan".
-        elements: how many were not finite.
-        numel: of how many; of a sparse tensor, stored ones.
-        dtype: of the result.
-        largest_input: largest finite magnitude among the inputs of the operation; None where it has no number.
-        loss: before scaling; None if it was never seen.
-        loss_scale: that the loss was multiplied by; None if it was never seen.
-        finite_at: the present loss scale, if the batch was run at an earlier one and overflows at the present one no
-            more; None else.
-        masked_rows: of a softmax, how many of its rows were all -inf.
-        unused: the first place that was not finite and on which the loss does not depend; None without one.
+        elements: number of elements that were not finite.
+        numel: number of all elements; for a sparse tensor, of stored ones.
+        dtype: type of the result.
+        largest_input: largest finite magnitude in the inputs of the operation; None if there is no finite element.
+        loss: the loss before scaling; None if the search saw no loss.
+        loss_scale: the factor of the loss; None if the search saw no loss.
+        finite_at: the present loss scale, if the batch was run at an earlier one, and no longer overflows at the
+            present one; else None.
+        masked_rows: number of rows of a softmax that were all -inf.
+        unused: the first place of a value that is not finite and that the loss does not depend on; None without one.
     """
 
     phase: Phase | None
@@ -111,10 +111,10 @@ class OverflowSource:
 
 
 class _Made(NamedTuple):
-    """A place of the forward that made, or was given, the first value that is not finite.
+    """An operation of the forward that made, or was given, a value that is not finite.
 
     Attributes:
-        is_sure: False for -inf of a cast, which may be a mask.
+        is_sure: False for a -inf that may be a mask.
     """
 
     source: OverflowSource
@@ -122,9 +122,9 @@ class _Made(NamedTuple):
 
 
 class _Search(Recorder):
-    """Looks at each operation of a forward, and by hooks at each node of a backward.
+    """Checks each operation of a forward and, with hooks, each node of a backward.
 
-    What is not finite is followed from its place through the operations, to tell at the loss where it came from.
+    It follows values that are not finite through the operations, to know at the loss where they came from.
     """
 
     sees_operations = True
@@ -136,31 +136,30 @@ class _Search(Recorder):
         self.has_gradient = False
         self._places = places_in(models)
         self._owner: dict[Node, Module | None] = {}  # the module that made each node
-        # What the inf, and the NaN, came from that a node will be given.
+        # The source of the inf or NaN that a node will get.
         self._reaching: dict[tuple[Node, Kind], OverflowSource] = {}
         self._found: OverflowSource | None = None
-        self._spoiled: list[OverflowSource] = []  # what gradients of parameters came from, in the order of the backward
+        self._spoiled: list[OverflowSource] = []  # sources of bad gradients of parameters, in backward order
         self._made: list[_Made] = []  # in the order of the forward
-        # The memory of values that are not finite, alive, so that no other is taken for it; each with its place.
+        # Storages of values that are not finite, with their index in `_made`; kept alive, so that no id is reused.
         self._memory: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        # Memory that was not written when it was made, so that its values were never computed. Alive, so that no other
-        # is taken for it.
+        # Storages that were made unwritten, so that no operation computed their values; kept alive likewise.
         self._unwritten: dict[int, torch.UntypedStorage] = {}
 
     @property
     def found(self) -> OverflowSource:
-        """The place that the loss, or a gradient, came from; and the loss."""
+        """The place where the value that is not finite in the loss, or in a gradient, came from; and the loss."""
         sure = [made.source for made in self._made if made.is_sure]
-        # What the forward had before, and the loss hides, no scale mends; what the backward makes, one may.
+        # Values of the forward that the loss hides come first: no scale mends them. One may mend the backward's.
         spoiled = sorted(self._spoiled, key=lambda one: one.phase == "backward")
         found = self._found or next(iter([*spoiled, *(one for one in sure if one.phase == "buffers")]), None)
-        if self.loss is None:  # so that it is not known what it depends on
+        if self.loss is None:  # the values that it depends on are not known
             return found or next(iter([*sure, *(made.source for made in self._made)]), OverflowSource(None))
         found = found or OverflowSource(None, unused=next(iter(sure), None))
         return dataclasses.replace(found, loss=float(self.loss.float().sum()), loss_scale=self.scale)
 
     def look_at_weights(self, params: Iterable[nn.Parameter]) -> None:
-        """Note the first parameter that is not finite."""
+        """Note the first parameter with an element that is not finite."""
         for param in params:
             bad = next((one for one in _floats([param]) if not _is_finite(one)), None)
             if bad is not None and self._found is None:
@@ -177,7 +176,7 @@ class _Search(Recorder):
                     self._note(self._source("buffers", bad, name, parameter=path), [bad])
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note an operation with an input, or a result, that is not finite."""
+        """Run an operation, and note it if an input or a result is not finite."""
         if self._found is not None:
             return func(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
@@ -198,7 +197,7 @@ class _Search(Recorder):
         places = [place for one in odd if (place := self._place_of(one)) is not None]
         if came_bad and not places:  # no operation of this batch made it
             if name in _FILLS:
-                return result  # as of a constant: the operation that takes it is named
+                return result  # a constant, say; the search names the operation that uses it
             places = [self._note(self._source("data", came_bad[0], self.innermost, name), came_bad)]
         if name == "fill_" and not (isinstance(args[1], Tensor) or cmath.isfinite(args[1])):
             return result  # `x[1] = inf`, which before torch 2.15 is a copy_ of a constant
@@ -218,7 +217,7 @@ class _Search(Recorder):
         return result
 
     def _place_of(self, tensor: Tensor) -> int | None:
-        """Return the place in `_made` that values of this memory come from; None if it is not known."""
+        """Return the index in `_made` of the source of the values in this storage; None if it is not known."""
         found = self._memory.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
@@ -228,17 +227,17 @@ class _Search(Recorder):
             self._memory[storage._cdata] = storage, place
 
     def _note(self, source: OverflowSource, tensors: Iterable[Tensor], is_sure: bool = True) -> int:
-        """Note a place, and the values that come from it; return its index in `_made`."""
+        """Note a source, and the tensors that come from it; return its index in `_made`."""
         self._made.append(_Made(source, is_sure))
         self._follow(tensors, len(self._made) - 1)
         return len(self._made) - 1
 
     def _written(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The floating ones whose memory was not made unwritten."""
+        """The floating tensors, without those whose storage was made unwritten."""
         return [one for one in _floats(tensors) if one.untyped_storage()._cdata not in self._unwritten]
 
     def given(self, module: Module, tensors: Sequence[Tensor]) -> None:
-        """Look at the inputs of a model."""
+        """Check the inputs of a model."""
         self._claim(tensors)
         if self.innermost is not None:
             return
@@ -255,10 +254,10 @@ class _Search(Recorder):
             self._watch_backward()
 
     def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
-        """Watch the backward of a loss that is scaled."""
+        """Watch the backward of a scaled loss."""
         self.loss, self.scale = loss.detach(), float(scale)
         self.was_backward = True
-        self.has_gradient |= loss.is_leaf and loss.requires_grad  # which has no node that could be watched
+        self.has_gradient |= loss.is_leaf and loss.requires_grad  # it has no node to watch
         self.is_paused = True
         self.running.clear()
         for one in _floats([loss]) if self._found is None else ():
@@ -270,13 +269,13 @@ class _Search(Recorder):
         self._watch_backward()
 
     def end(self) -> None:
-        """Let go of the graph."""
+        """Remove the hooks, and drop the references to the graph."""
         super().end()
         self._owner.clear()
         self._reaching.clear()
 
     def _claim(self, tensors: Sequence[Tensor]) -> None:
-        """Note that the module that is being run made these tensors, as far as nodes behind them are new."""
+        """Assign the innermost module to the nodes behind these tensors that have no module yet."""
         left: list[Node | None] = [tensor.grad_fn for tensor in tensors]
         while left:
             node = left.pop()
@@ -285,7 +284,7 @@ class _Search(Recorder):
                 left += [following for following, _ in node.next_functions]
 
     def _watch_backward(self) -> None:
-        """Have each node that was claimed looked at when its backward is run."""
+        """Add hooks that check each claimed node when its backward runs."""
         watched = len(self.handles) // 2
         for node in list(self._owner)[watched:]:
             self.handles.append(node.register_prehook(lambda grads, node=node: self._arrives(node, grads)))
@@ -294,13 +293,13 @@ class _Search(Recorder):
     def _arrives(self, node: Node, grads: Sequence[Tensor | None]) -> None:
         self.has_gradient = True
         leaf = leaf_of(node)
-        # autograd.grad with create_graph=True, as a penalty of gradients has it, is a part of the forward.
+        # autograd.grad with create_graph=True, as in a gradient penalty, is a part of the forward.
         self.was_backward |= leaf is not None or not torch.is_grad_enabled()
         if self._found is not None:
             return
         with self.paused():
             sources = [self._source_of(node, kind, grads, None) for kind in _KINDS]
-        if leaf is not None:  # until here a mask may have set it to 0
+        if leaf is not None:  # before a leaf, a mask may still set it to 0
             self._spoiled += filter(None, reversed(sources))
 
     def _gives(self, node: Node, gave: Sequence[Tensor | None], took: Sequence[Tensor | None]) -> None:
@@ -315,10 +314,10 @@ class _Search(Recorder):
     def _source_of(
         self, node: Node, kind: Kind, grads: Sequence[Tensor | None], took: Sequence[Tensor | None] | None
     ) -> OverflowSource | None:
-        """The place that values of this kind in gradients came from, before `node` or of it; None without any.
+        """The source, `node` or one before it, of values of this kind in `grads`; None if there are no such values.
 
         Args:
-            took: what `node` made them of; None if it is about to be given them.
+            took: the gradients from which `node` made `grads`; None if `node` is about to get `grads`.
         """
         is_it = torch.isnan if kind == "nan" else torch.isinf
         bad = next((one for one in _floats(grads) if bool(is_it(one).any())), None)
@@ -326,7 +325,7 @@ class _Search(Recorder):
             return None
         before = self._reaching.get((node, kind)) or self._reaching.get((node, "inf"))
         if before is not None and (kind == "nan" or (node, "inf") in self._reaching):
-            return before  # NaN is made of inf, and inf of no NaN
+            return before  # inf can become NaN, but NaN never inf
         bad = torch.where(is_it(bad), bad, torch.zeros_like(bad))
         if took is None:
             source = self._source_backward(node, bad, f"a sum of gradients, or a hook, before {name_of(node)}", None)
@@ -335,7 +334,7 @@ class _Search(Recorder):
         return self._source_backward(node, bad, name_of(node), _largest(_floats(took)))
 
     def _source_backward(self, node: Node, tensor: Tensor, operation: str, largest: float | None) -> OverflowSource:
-        # A derivative at a value that is not finite, though the loss does not show it.
+        # The derivative is taken at a value that is not finite, although the loss does not show it.
         for saved in saved_by(node):
             place = self._place_of(saved)
             if place is not None and self._made[place].is_sure and saved.is_floating_point() and not _is_finite(saved):
@@ -374,7 +373,7 @@ def find_overflow(
     scalers: Sequence[LossScaler],
     loss_scale: float | None,
 ) -> OverflowSource:
-    """Run one batch once more, at a loss scale if it is given, and find where it stopped to be finite."""
+    """Run one batch again, at `loss_scale` if given, and find the first value that is not finite."""
     search = _Search(models)
     search.look_at_weights(p for model in models for p in model.parameters())
     search.look_at_buffers()
@@ -388,7 +387,7 @@ def find_overflow(
 
 
 def _floats(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The values of floating tensors on this rank; of sparse ones, the stored values."""
+    """This rank's part of the floating tensors that are not empty; for sparse tensors, the stored values."""
     found = [local_of(one.detach()) for one in tensors if one is not None and one.is_floating_point()]
     return [one for one in map(stored, found) if one.numel()]
 
@@ -398,7 +397,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _is_bad(tensor: Tensor) -> bool:
-    """True if it holds a NaN or +inf. -inf may be a mask."""
+    """True if `tensor` has a NaN or +inf. -inf may be a mask."""
     return bool((tensor.isnan() | tensor.isposinf()).any())
 
 

@@ -1,4 +1,4 @@
-"""Says and notes overflows: each skip, one diagnosis of many in a row, and one word of static scales."""
+"""Reports and records overflows: each skip, one diagnosis of many skips in a row, one message per static scale."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class _Row:
     """The skips in a row of one loss.
 
     Attributes:
-        cause: of the last.
-        count: how many in a row have this cause.
-        records: of all of them, up to the diagnosis.
+        cause: the cause of the last skip.
+        count: number of last skips in a row with this cause.
+        records: the records of all skips, up to the diagnosis.
     """
 
     cause: tuple[object, ...] = ()
@@ -54,10 +54,10 @@ class OverflowWatch:
     """Turns overflows into records and messages.
 
     Args:
-        reporter: says them.
-        models: asked, when there is something to say, for the models that were initialized.
-        params: asked for the parameters that are trained.
-        scaling: where it is noted which static scales were reported, and what earlier losses were.
+        reporter: prints the messages.
+        models: called, when there is a message, for the initialized models.
+        params: called for the parameters that are trained.
+        scaling: notes which static scales were reported, and earlier losses.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class OverflowWatch:
         self._count = 0
 
     def skipped(self, skips_in_a_row: int, backwards: Sequence[Backward]) -> None:
-        """Say that a step was skipped, and note why: `backwards` has at least one.
+        """Report that a step was skipped, and record why. `backwards` must not be empty.
 
-        A cause that repeats in a row of skips is said once, and counted from then on.
+        A cause that repeats in a row of skips is printed once, and only counted from then on.
         """
         if skips_in_a_row == 1:
             self._rows.clear()
@@ -113,7 +113,7 @@ class OverflowWatch:
                 )
 
     def stepped_on(self, backward: Backward) -> None:
-        """Say that a step was taken at a scale that overflowed or was too low, or of a loss that is not finite."""
+        """Report a step taken at a scale that overflowed or was too low, or on a loss that is not finite."""
         if backward.outcome.has_flushed():
             loss_id, scale = backward.loss_id, backward.outcome.scale()
             text = flushed_message(loss_id, scale, backward.outcome.next_scale())
@@ -131,7 +131,7 @@ class OverflowWatch:
             self._note(self._record(backward, skipped=False))
 
     def unchecked_loss(self, backward: int, loss_id: int, loss: float, origin: Origin | None) -> None:
-        """Note a loss that is not finite, where gradients are not checked."""
+        """Record a loss that is not finite if gradients are not checked."""
         places = places_in(self._models())
         weights = self._bad_weights()
         known = (backward, loss_id, loss, origin, weights, places)
@@ -148,12 +148,12 @@ class OverflowWatch:
     def _note(self, record: OverflowRecord, is_said: bool = True, count: int = 1) -> None:
         self._records.append(record)
         self._count += 1
-        # Of a cause that repeats 10, 100, 1,000 times it is said that it does.
+        # A cause that repeats is printed again after 10, 100, 1,000... times.
         is_round = count > 1 and count == 10 ** (len(str(count)) - 1)
         if is_said and (count == 1 or is_round or self._reporter.verbosity > 1):
             self._reporter.say(
                 repeated(record, count) if is_round else str(record),
-                level=logging.INFO if record.skipped else logging.WARNING,  # which nothing stopped
+                level=logging.INFO if record.skipped else logging.WARNING,  # the step was taken
                 amp_loss_id=record.loss_id,
                 amp_loss_scale=record.loss_scale,
                 amp_cause=record.cause,
@@ -216,7 +216,7 @@ class OverflowWatch:
         undefined: str | None = None,
         **details: Any,
     ) -> OverflowRecord:
-        """The record with these details, and what the loss, those before it, and its graph tell."""
+        """The record with these details, and with facts from the loss, the losses before it, and its graph."""
         earlier = self._scaling.history.losses_before(loss_id, backward)
         came_from_outside = origin is not None and origin.operation is None and not origin.is_parameter
         cause = likely_cause(
@@ -259,25 +259,25 @@ class OverflowWatch:
         )
 
     def _trained(self) -> set[int]:
-        """Ids of the parameters that an optimizer steps, in whole too, as `fully_shard` shows them in a forward."""
+        """Ids of the parameters that an optimizer steps, and of the whole ones `fully_shard` shows in a forward."""
         in_shards = [model for model in self._models() if is_any_sharded(model)]
         return {id(p) for p in self._params()} | {
             id(p) for model in in_shards for p in model.parameters() if p.requires_grad
         }
 
     def _bad_weights(self) -> list[nn.Parameter]:
-        """The parameters that are not finite. Waits for the device, and reads all of them."""
+        """The parameters that are not finite. Waits for the device, and reads all parameters."""
         return [param for param in self._params() if not local_of(param.detach()).isfinite().all()]
 
 
 def _address(buffer: Tensor) -> int:
-    """The address of its memory, as in `Origin.memory`; 0 if it has none."""
+    """The address of the storage of `buffer`, as in `Origin.memory`; 0 if it has none."""
     values = local_of(buffer)
     return values.untyped_storage().data_ptr() if values.layout is torch.strided else 0
 
 
 def _finite_master(param: nn.Parameter) -> float | None:
-    """The largest magnitude of the FP32 master; None without one, or where it is not finite itself."""
+    """The largest magnitude of the FP32 master; None without a master, or if it is not finite."""
     value = exact_value(param)
     largest = math.inf if value is None else float(value.abs().max())
     return largest if math.isfinite(largest) else None

@@ -1,4 +1,4 @@
-"""Explains an overflow afterwards: records, the likely cause, and the lines that are said of it."""
+"""Explains an overflow afterwards: its record, its likely cause, and the lines to print."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from amp_engine.stepping.saved_values import advice, is_of_range
 
 Cause = Literal["data", "forward", "backward", "divergence", "weights", "elsewhere"]
 
-# A loss explodes that is more than this above the median of the losses before it. Batches of one task differ by less,
-# and a learning rate that is too high passes it within a few steps. Chosen by us; there is no source.
+# A loss explodes if it is more than this many times the median of the losses before it. Batches of one task differ by
+# less, and a learning rate that is too high exceeds it within a few steps. Chosen by us; there is no source.
 EXPLOSION = 10.0
-# A step as those before, which left the loss where it was, does not raise it by more: another batch does.
+# A single step after steps that left the loss unchanged does not raise it by a larger factor; a different batch does.
 JUMP = 1e6
 RISES = 3
-"""The loss has to double at least so many times in a row, with none much lower in between."""
+"""The loss must double at least this many times in a row, without a much lower loss in between."""
 
 
 _EPS = "Add an eps inside.  A torch.where around it does not help."
@@ -38,9 +38,9 @@ _SINCE_THE_CHECK = (
 
 
 class Place(NamedTuple):
-    """Where a parameter is: its name, and the path and class of its module, "" and None where no model has it.
+    """The name of a parameter, and the path and class of its module ("" and None if no model has it).
 
-    A tied one has all of its names, "embed.weight = head.weight", and the module of the first.
+    A tied parameter has all of its names, "embed.weight = head.weight", and the module of the first.
     """
 
     parameter: str
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 def place_of(param: Tensor, places: Mapping[int, Place]) -> Place:
-    """The place of a parameter by its id; where no model has it, its shape stands for the name."""
+    """The place of a parameter by its id; if no model has it, its shape replaces the name."""
     return places.get(id(param), Place(f"a parameter of shape {tuple(param.shape)}"))
 
 
@@ -59,48 +59,49 @@ class OverflowRecord:
 
     Attributes:
         backward: its number among the scaled backwards of the engine, from 1.
-        loss_id: whose scaler.
-        loss_scale: that the loss was multiplied by.
-        loss: before scaling; the sum if there are several; None if the engine does not know it.
+        loss_id: the id of the loss, and so of its scaler.
+        loss_scale: the factor of the loss.
+        loss: the loss before scaling; the sum if there are several; None if the engine does not know it.
         cause: "data": a value that is not finite came into the graph from outside; "forward": an operation of the
-            forward made it, or the graph does not tell; "backward": the forward is not known to have such a value, the
-            loss has none, and a gradient has;
+            forward made it, or the graph does not tell; "backward": a gradient has such a value, while the loss has
+            none, and the forward is not known to have one;
             "divergence": losses have risen from step to step until they exploded; "weights": a parameter is not finite;
             "elsewhere": on another rank, or in an earlier backward of the step.
-        parameter: name of the first parameter whose gradient was not finite, as the backward goes from the loss to the
-            input; None without any.
-        module: name of its module, "encoder.0"; "" for the model itself.
+        parameter: name of the first parameter whose gradient was not finite, in the order of the backward from the loss
+            to the input; None without any.
+        module: name of the module of `parameter`, "encoder.0"; "" for the model itself.
         module_type: class of that module.
-        kind: "nan" if that gradient has a NaN, else "inf"; None without any.
-        elements: how many of its elements were not finite; None where the host heard of it too late, as on GPUs.
-        numel: how many elements it has.
-        operation: the one that gave the first value that is not finite in the forward, or took it from outside, by
-            autograd's name ("softmax"); None where the forward is not the cause, or its graph did not tell.
-        is_exact: all inputs of `operation` are known to have been finite. If not, one before it may have made the
-            value: not everything is kept for the backward.
-        near: name of the parameter that the operation used, or else of the last one used before it.
+        kind: "nan" if the gradient of `parameter` has a NaN, else "inf"; None without `parameter`.
+        elements: number of elements of that gradient that were not finite; None if the overflow reached the host too
+            late to count them, as on GPUs.
+        numel: number of all elements of `parameter`.
+        operation: the operation, by autograd's name ("softmax"), that gave the first value that is not finite in the
+            forward, or took it from outside; None if the forward is not the cause, or its graph did not tell.
+        is_exact: True if all inputs of `operation` are known to have been finite. If not, an operation before it may
+            have made the value, because the graph does not keep every value for the backward.
+        near: name of the parameter that `operation` used, or else of the last parameter used before it.
         nonfinite: names of all parameters whose gradients were not finite, in the order of the optimizer.
-        checked: how many gradients were looked at.
-        weights: names of the parameters that are not finite themselves; looked for if the loss is not finite.
-        outgrown: those of `weights` whose FP32 masters are finite, and too large for the type of the model; with the
+        checked: number of gradients that were checked.
+        weights: names of the parameters that are not finite themselves; searched if the loss is not finite.
+        outgrown: those of `weights` whose FP32 masters are finite, but too large for the type of the model; with the
             largest magnitude of each master.
-        skipped: the step was skipped.
-        growth: the loss over the median of the losses before; None where either is not known.
-        why: "log of 0 in 36 of 40 elements", where the inputs of `operation` tell; "sqrt of 0 in 3 of 4 elements" of a
-            derivative that is not finite, looked for from the second overflow in a row on; None elsewhere.
-        instead: name of the parameter whose gradient is the first that is not finite if `parameter` is tied, and the
-            last of its uses made no such gradient; None elsewhere.
-        micro_batches: the first and last of the micro-batches that this is of, and how many there were before the step.
-        rank: of this process in the group that agreed on the overflow.
-        rank_losses: the loss of each rank of that group, None where it is not known; empty without one.
-        region: the parameters around the checkpointed operations that it lies in, None at an end; None elsewhere.
-        part: number of the checkpoint, from 1, and how many there are; 0 where that is not known.
-        hidden: names of the parameters, in checkpointed parts, of which one has the first gradient that is not finite.
-        untrained: for the cause "data", names of the models' parameters that no optimizer steps, since a part of the
-            model that has only such ones leaves no graph; else empty.
-        buffer: for the cause "data", name of the models' buffer that holds the value; None if it is in none.
-        only_checked: for the cause "weights", True if no step was taken on a gradient that was not finite when it was
-            checked, as far as the host knows.
+        skipped: True if the step was skipped.
+        growth: the loss over the median of the losses before; None if either is not known.
+        why: "log of 0 in 36 of 40 elements", if the inputs of `operation` tell; "sqrt of 0 in 3 of 4 elements" for a
+            derivative that is not finite, searched from the second overflow in a row on; else None.
+        instead: name of the parameter whose gradient is the first that is not finite if `parameter` is tied, and its
+            last use made no such gradient; else None.
+        micro_batches: the first and last micro-batch of this backward, and the number of micro-batches of the step.
+        rank: this process's rank in the group that agreed on the overflow.
+        rank_losses: the loss of each rank of that group, None if it is not known; empty without a group.
+        region: the parameters before and after the checkpointed operations with the value, None at an end; else None.
+        part: number of the checkpoint, from 1, and the number of checkpoints; 0 if not known.
+        hidden: names of parameters in checkpointed parts; one of them has the first gradient that is not finite.
+        untrained: for the cause "data", names of the models' parameters that no optimizer steps, because a part of the
+            model that has only such parameters leaves no graph; else empty.
+        buffer: for the cause "data", name of the models' buffer that holds the value; None if no buffer does.
+        only_checked: for the cause "weights", True if, as far as the host knows, no step was taken on a gradient that
+            was not finite when it was checked.
         is_checked: False if gradients are not checked at all, so that the step is taken.
     """
 
@@ -139,7 +140,7 @@ class OverflowRecord:
 
     @property
     def loss_is_finite(self) -> bool:
-        """True if the loss before scaling is finite, or not known."""
+        """True if the loss before scaling is finite or not known."""
         return self.loss is None or math.isfinite(self.loss)
 
     def __str__(self) -> str:
@@ -147,11 +148,11 @@ class OverflowRecord:
 
 
 class OverflowReport(Paged, Sequence[OverflowRecord]):
-    """The overflows that the host has heard of, oldest first; `str()` is a table of them.
+    """The overflows that the host knows of, oldest first; `str()` is a table of them.
 
     Args:
-        records: the newest, not more than the engine keeps.
-        dropped: how many older ones there were.
+        records: the newest records, as many as the engine keeps.
+        dropped: number of older records that are not kept.
     """
 
     def __init__(self, records: Sequence[OverflowRecord], dropped: int = 0) -> None:
@@ -188,7 +189,7 @@ class OverflowReport(Paged, Sequence[OverflowRecord]):
 
 
 def where_it_began(record: OverflowRecord) -> str | None:
-    """The parameter nearest to where it began. Gradients of a loss that is not finite tell nothing of that."""
+    """The parameter nearest to the origin of an overflow. Gradients of a loss that is not finite do not show it."""
     if record.cause == "weights" and record.weights:
         return record.weights[0]
     return record.near or (record.parameter if record.loss_is_finite else None)
@@ -207,8 +208,7 @@ def likely_cause(
 
     Args:
         earlier: losses of clean backwards, oldest first.
-        traced_to: where a value of the forward is known to have come from, which a finite loss may hide; None without
-            any.
+        traced_to: the known origin of a forward value that is not finite, which a finite loss may hide; else None.
     """
     is_finite = (loss is None or math.isfinite(loss)) and traced_to is None
     if traced_to == "data" and not has_bad_weights:
@@ -225,7 +225,7 @@ def likely_cause(
 
 
 def growth_of(loss: float | None, earlier: Sequence[float]) -> float | None:
-    """`loss`, or the last one before it if it is not finite, over the median of those before; None without any."""
+    """`loss`, or the last of `earlier` if it is not finite, over the median of the losses before; None if unknown."""
     past = [abs(one) for one in earlier]
     if loss is None or not math.isfinite(loss):
         loss = past.pop() if past else None
@@ -236,10 +236,10 @@ def growth_of(loss: float | None, earlier: Sequence[float]) -> float | None:
 
 
 def has_exploded(loss: float | None, earlier: Sequence[float]) -> bool:
-    """True if losses rise step after step, as where training diverges.
+    """True if losses rise step after step, as when training diverges.
 
-    One bad batch after many good ones is one rise, and so are batches that are all far worse than any that a model
-    was trained on. A loss that is not finite is higher than any other.
+    One bad batch after many good ones is a single rise, and so are batches that are all far worse than those that a
+    model was trained on. A loss that is not finite counts as higher than any other.
     """
     growth = growth_of(loss, earlier)
     if growth is None or growth <= EXPLOSION:
@@ -247,7 +247,7 @@ def has_exploded(loss: float | None, earlier: Sequence[float]) -> bool:
     losses = [abs(one) for one in earlier]
     if loss is not None:
         losses.append(abs(loss) if math.isfinite(loss) else math.inf)
-    level = max(sorted(losses[:-1])[(len(losses) - 2) // 4], 1e-30)  # the median of few is on its way up already
+    level = max(sorted(losses[:-1])[(len(losses) - 2) // 4], 1e-30)  # a quartile: a median of few has risen already
     last = list(itertools.takewhile(lambda one: one > 2 * level, reversed(losses)))
     rises = 0
     for one in reversed(last):
@@ -328,7 +328,7 @@ def _what_happened(record: OverflowRecord) -> str:
 
 
 def _outgrown(record: OverflowRecord) -> str:
-    """Sentences on weights that their masters hold, and the model cannot."""
+    """Sentences on masters whose values are too large for the model's type."""
     named = some([f"{name} ({largest:.6g})" for name, largest in record.outgrown])
     return (
         f"Their FP32 masters are finite, and beyond float16's 65504: {named}.  Train on in bfloat16 (opt_level='O5'), "
@@ -368,7 +368,7 @@ def _whose_loss(record: OverflowRecord) -> str:
 
 
 def _ranks(record: OverflowRecord) -> str:
-    """The sentence about ranks whose losses are far from others'."""
+    """The sentence about a rank whose loss is far from those of other ranks; empty without one."""
     known = [(rank, one) for rank, one in enumerate(record.rank_losses) if one is not None]
     count = len(record.rank_losses)
     if len(known) < 2:
@@ -388,7 +388,7 @@ def _ranks(record: OverflowRecord) -> str:
 
 
 def _checkpointed(record: OverflowRecord) -> str:
-    """A checkpointed part, and what is around it."""
+    """Words for a checkpointed part and the parameters around it."""
     part, parts = record.part
     said = f"checkpointed part {part} of {parts}" if parts else "a checkpointed part"
     before, after = record.region or (None, None)
@@ -398,14 +398,14 @@ def _checkpointed(record: OverflowRecord) -> str:
 
 
 def _of_derivative(why: str) -> str:
-    """Sentences on what a finite loss hides: a derivative that is not finite, or numbers beyond their type."""
+    """Sentences on a derivative that is not finite, or numbers beyond their type's range, behind a finite loss."""
     if is_of_range(why):
         return f"On the way {why}.  {advice(why)}"
     return f"{why}: its derivative is not finite there.  {_EPS}"
 
 
 def repeated(record: OverflowRecord, count: int) -> str:
-    """The line of a cause that `count` skips in a row have had."""
+    """The line for a cause that `count` skips in a row had."""
     where = where_it_began(record)
     at = f", at {where}" if where else ""
     return f"Amp post-mortem:  {record.cause}{at}, as in each of the last {count} skipped steps."
@@ -415,14 +415,14 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
     """The message after many skips in a row.
 
     Args:
-        row: the skips of this loss among them.
-        skips: how many these are, of all losses.
-        loss_scale: the one of now.
+        row: the skips of this loss.
+        skips: number of skips in a row, of all losses.
+        loss_scale: the present loss scale.
     """
     causes = Counter(record.cause for record in row)
     cause = row[-1].cause if row[-1].weights else causes.most_common(1)[0][0]
     if cause == "backward" and all(record.why is None for record in row if record.cause == cause):
-        # A lower scale may mend those, and no other.
+        # Prefer other causes: a lower scale may mend "backward" and "elsewhere", but no other.
         cause = max(causes, key=lambda one: (one not in ("backward", "elsewhere"), causes[one]))
     mixed = ""
     if len(causes) > 1:
@@ -512,7 +512,7 @@ def diagnosis(row: Sequence[OverflowRecord], skips: int, loss_scale: float) -> s
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of the names, for a line."""
+    """The first eight names, for a line."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 

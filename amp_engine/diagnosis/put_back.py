@@ -1,4 +1,4 @@
-"""Puts back all that a batch changes that is only looked at."""
+"""Restores everything that a batch changed that was run only to observe it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from amp_engine.ground.torch_private import lazy_clone
 
 
 def randomness(found: Iterable[object]) -> Callable[[], None]:
-    """A function that has generators go on from here: torch's, Python's, NumPy's if that is loaded, and found ones."""
+    """Return a function that restores the states of torch's, Python's, a loaded NumPy's, and `found` generators."""
     states: list[tuple[Callable[[Any], Any], Any]] = [(set_random_state, random_state())]
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type != "cuda":
@@ -57,17 +57,18 @@ def randomness(found: Iterable[object]) -> Callable[[], None]:
 def put_back(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], roots: Iterable[object], params: Iterable[Tensor] = ()
 ) -> Iterator[None]:
-    """Afterwards everything that a batch changes is as it was, bit for bit, in the same memory, also if it raises.
+    """At exit restore everything that a batch changes, bit for bit, in the same memory, also if the body raises.
 
-    Of the models: gradients, buffers, modes. Of the optimizers: what their groups say. Of everything that these and
-    the roots refer to: generators, schedulers, GradScalers, other modules, such as averages, with their parameters,
-    other optimizers with their state, and other tensors that dictionaries and lists hold. Gradients are None at first.
+    Restores the models' gradients, buffers and modes; the options in the optimizers' groups; and, of the objects that
+    models, optimizers and roots refer to: generators, schedulers, GradScalers, other modules, such as averages, with
+    their parameters, other optimizers with their state, and other tensors in dictionaries and lists. At entry gradients
+    become None.
 
     Args:
-        models: that are run; their parameters are not stepped meanwhile.
-        optimizers: whose steps do nothing meanwhile.
-        roots: a step function, say.
-        params: more that get gradients.
+        models: the models that run; their parameters must not be stepped inside.
+        optimizers: the optimizers whose steps do nothing inside.
+        roots: objects to search, such as a step function.
+        params: more parameters that get gradients.
     """
     found = reachable([*roots, *models, *optimizers])
     modules = {id(m): m for one in (*models, *found) if isinstance(one, nn.Module) for m in one.modules()}
@@ -88,7 +89,7 @@ def put_back(
             states = [values for values in optimizer.state.values() if isinstance(values, dict)]
             looked_after += [value for values in states for value in values.values()]
         for module in modules.values():
-            # By name too: a forward may put another tensor in the place of a buffer.
+            # By name too, because a forward may replace a buffer by another tensor.
             stack.callback(_restore_module, module, dict(module._buffers), module.training)
         for buffer in buffers:
             stack.callback(_write, buffer, buffer.clone())
@@ -97,7 +98,7 @@ def put_back(
                 stack.callback(_restore, param, _copied(param))
         _keep_tensors(stack, found, {id(one) for one in looked_after})
         for p in (*own.values(), *others.values()):
-            # With the values of views: the next backward writes DistributedDataParallel's buckets.
+            # Copies the values of views, because the next backward writes into DistributedDataParallel's buckets.
             values = None if p.grad is None or p.grad._base is None else p.grad.clone()
             stack.callback(_restore_gradient, p, p.grad, values)
             p.grad = None
@@ -105,7 +106,7 @@ def put_back(
 
 
 def _keep_tensors(stack: ExitStack, found: Iterable[object], known: set[int]) -> None:
-    """Put back tensors that are none of `known`, as those of an average, and where dictionaries and lists hold them."""
+    """Restore tensors outside of `known`, as those of an average, and their entries in dictionaries and lists."""
     for one in found:
         if isinstance(one, (dict, list)) and type(one) in (dict, OrderedDict, defaultdict, list):
             items = one.items() if isinstance(one, dict) else enumerate(one)
@@ -133,10 +134,10 @@ def _copied(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _copied_for_nothing(tensor: Tensor) -> Tensor | None:
-    """A copy that takes no memory until it or the tensor is written; None where torch has no such copy."""
+    """A copy-on-write clone, which takes no memory until it or the tensor is written; None if torch cannot make one."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if is_plain and not (tensor.is_inference() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):
-        with suppress(RuntimeError):  # memory that is shared with other processes, or of an array
+        with suppress(RuntimeError):  # memory shared with other processes or an array
             return lazy_clone(tensor.detach())
     return None
 
@@ -146,7 +147,7 @@ def _restore(tensor: Tensor, value: Tensor) -> None:
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         tensor.data = value
     elif type(value) is not Tensor or value.is_meta or not torch.equal(_bits(tensor), _bits(value)):
-        tensor.copy_(value)  # which takes the memory after all
+        tensor.copy_(value)  # copies the copy-on-write memory
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ def _restore_gradient(param: Tensor, grad: Tensor | None, values: Tensor | None)
 
 
 def _restorer(optimizer: Optimizer, is_stepped: bool) -> Callable[[], None]:
-    """A function that restores the options of all groups, and the state of an optimizer that is stepped."""
+    """Return a function that restores the options of all groups, and the state of an optimizer that is stepped."""
     groups = [
         {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
@@ -206,5 +207,5 @@ def _restorer(optimizer: Optimizer, is_stepped: bool) -> Callable[[], None]:
 def _set_cudnn(enabled: bool, benchmark: bool, deterministic: bool) -> None:
     cudnn = torch.backends.cudnn
     before = enabled, benchmark, deterministic
-    if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != before:  # torch may have been told to refuse writes
+    if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != before:  # torch may refuse writes
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before

@@ -1,4 +1,4 @@
-"""Follows one batch: the modules that are run, their inputs and outputs, and each operation of the forward."""
+"""Follows one batch: the modules that run, their inputs and outputs, and each operation of the forward."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Module(NamedTuple):
 
 
 class Recorder(DispatchMode):
-    """Calls its own methods as a batch is run inside of `following`: `given` and `gave`, and `run`.
+    """Calls its own methods `given`, `gave` and `run` while a batch runs inside of `following`.
 
     Args:
-        models: followed with all modules in them, except modules compiled by torch.jit, which run no hooks.
+        models: followed with all of their modules, except those that torch.jit has compiled, which run no hooks.
 
     Attributes:
-        sees_operations: `run` is to be called as well, which costs a call of Python for each operation.
+        sees_operations: True if `run` is called, at the cost of a Python call for each operation.
         modules: each module, and its name.
-        running: the modules that are being run, the innermost last.
-        handles: of hooks on the graph, until `end`.
-        is_paused: operations are not looked at.
-        was_backward: a backward was seen, or announced by a `scale_loss`.
+        running: the modules that are running, the innermost last.
+        handles: handles of hooks on the graph, until `end`.
+        is_paused: True while operations do not call `run`.
+        was_backward: True after a backward or an entered `scale_loss`.
     """
 
     sees_operations = False
@@ -50,17 +50,17 @@ class Recorder(DispatchMode):
 
     @property
     def innermost(self) -> Module | None:
-        """The module that is being run, or None outside of all."""
+        """The innermost module that is running, or None outside of all modules."""
         return self.running[-1] if self.running else None
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """While inside, hear of modules, and of operations if `sees_operations`."""
+        """While inside, call the methods for modules, and for operations if `sees_operations`."""
         handles: list[RemovableHandle] = []
         try:
             for module, name in self.modules.items():
                 if not isinstance(module, torch.jit.ScriptModule):
-                    # Functions, which a copy of a module shares: a bound method would be copied with this.
+                    # Functions, because a deepcopy of a module shares them, but would copy the object of a method.
                     handles += [
                         module.register_forward_pre_hook(
                             lambda _, args, kwargs, name=name: self._enter(name, (args, kwargs)),
@@ -79,7 +79,7 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While inside, operations are ours."""
+        """While inside, operations do not call `run`."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -87,35 +87,35 @@ class Recorder(DispatchMode):
             self.is_paused = before
 
     def end(self) -> None:
-        """The batch is over, or something has raised: its graph, and the model, may go."""
-        # From here to the graph, and from the graph's hooks to here: a cycle that the garbage collector cannot see.
+        """Remove the hooks and forget the modules, after a batch or an error, so that graph and model can be freed."""
+        # This object and the hooks of the graph refer to each other; the garbage collector cannot see the cycle.
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
         self.modules.clear()
 
     def given(self, module: Module, tensors: Sequence[Tensor]) -> None:
-        """A module is about to be run, inside of `innermost`."""
+        """Called before a module runs; `innermost` is the module around it."""
 
     def gave(self, module: Module, tensors: Sequence[Tensor]) -> None:
-        """A module was run, and is `innermost` still."""
+        """Called after a module has run, while it is still `innermost`."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation, and look at its inputs and results."""
+        """Run an operation. Subclasses check its inputs and results."""
         return func(*args, **kwargs)
 
     def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
-        """A `scale_loss` was entered."""
+        """Called at the entry of a `scale_loss`."""
 
     def closed(self, rows: Sequence[Rows], backward: Backward | None) -> None:
-        """A `scale_loss` was left."""
+        """Called at the exit of a `scale_loss`."""
 
     def finish(self) -> None:
-        """The batch was run, and its changes are not put back yet."""
+        """Called after the batch, before its changes are undone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_backward = is_in_backward() and not torch.is_grad_enabled()  # else a graph of it is made
+        is_backward = is_in_backward() and not torch.is_grad_enabled()  # with grad mode it is recorded, like a forward
         return func(*args, **kwargs) if self.is_paused or is_backward else self.run(func, args, kwargs)
 
     def _enter(self, module: Module, inputs: Any) -> None:
@@ -129,7 +129,7 @@ class Recorder(DispatchMode):
 
 
 def names_of(models: Sequence[nn.Module]) -> dict[nn.Module, Module]:
-    """Each module and its name: behind that of its model where there are several, without what torch.compile adds."""
+    """Each module and its name, without torch.compile's parts; with several models, after the name of its model."""
     names: dict[nn.Module, Module] = {}
     for i, model in enumerate(models):
         for path, module in model.named_modules():
@@ -139,7 +139,7 @@ def names_of(models: Sequence[nn.Module]) -> dict[nn.Module, Module]:
 
 
 def places_in(models: Sequence[nn.Module]) -> dict[int, Place]:
-    """Return the place of each parameter by its id, with names as those of `names_of`."""
+    """Return the place of each parameter by its id, with module names from `names_of`."""
     places: dict[int, Place] = {}
     for module, (path, kind) in names_of(models).items():
         for name, param in module.named_parameters(recurse=False):
@@ -151,7 +151,7 @@ def places_in(models: Sequence[nn.Module]) -> dict[int, Place]:
 
 
 def buffers_in(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the buffers by their names, as those of `names_of`."""
+    """Return the buffers by name, with module names from `names_of`."""
     return {
         f"{path}.{name}" if path else name: buffer
         for module, (path, _) in names_of(models).items()

@@ -1,4 +1,4 @@
-"""One batch once more, to be looked at: afterwards everything is as it was."""
+"""Runs one batch again to observe it, and undoes all of its changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from amp_engine.stepping.scale_loss import ScaledBackwards
 def checked_policy(call: str, policy: Policy | None, models: Sequence[nn.Module], step_fn: Any) -> Policy:
     """The policy of an engine whose models can be rehearsed.
 
-    Raises AmpStateError without one, with enabled=False, and for lazy modules, AmpTypeError for what cannot be called.
+    Raises AmpStateError without a policy, with enabled=False, and for lazy modules; AmpTypeError if `step_fn` is not
+    callable.
     """
     if policy is None or not policy.enabled:
         raise AmpStateError(
@@ -38,7 +39,7 @@ def checked_policy(call: str, policy: Policy | None, models: Sequence[nn.Module]
 
 
 def check_shapes(models: Sequence[nn.Module], call: str) -> None:
-    """Raise AmpStateError for lazy modules that were not run yet; `call` is the function that the user called."""
+    """Raise AmpStateError for lazy modules that have not run yet; `call` is the function that the user called."""
     for model in models:
         for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
             for name, one in named:
@@ -58,16 +59,16 @@ def rehearse(
     scalers: Sequence[LossScaler],
     loss_scale: float | None = None,
 ) -> None:
-    """Run one batch before a recorder, and the backward of its loss if it runs none. It takes no step.
+    """Run one batch under a recorder, and the backward of its loss if `step_fn` runs none. Takes no step.
 
-    It leaves no trace, as `put_back` says, and in loss scales neither. What torch.compile compiled is run without it.
+    Undoes all changes, as `put_back` does, also those of loss scales. Runs compiled code without torch.compile.
 
     Args:
-        recorder: hears of the batch, which no other observer does.
+        recorder: the only observer that is notified of the batch.
         call: the name of the public function, for errors.
-        step_fn: runs the batch. All that it refers to is put back, too.
+        step_fn: runs the batch. Changes of the objects that it refers to are undone too.
         models, backwards, scalers: all of the engine.
-        loss_scale: what dynamic scalers are set to meanwhile, within their bounds; None leaves them.
+        loss_scale: the scale of dynamic scalers meanwhile, within their bounds; None keeps their own.
 
     Raises AmpStateError, with nothing changed, inside of a `scale_loss` and while gradients wait for a step. Waits for
     the device.
@@ -106,7 +107,7 @@ def rehearse(
 
 @contextmanager
 def _spent_gradients_kept(backwards: ScaledBackwards) -> Iterator[None]:
-    """Afterwards gradients that a step discarded can be zeroed in place as before."""
+    """At exit restore the state of gradients that a step discarded, so that they can be zeroed in place as before."""
     rows = [one.rows for one in backwards.all if one.rows.ledger.spent.hear()]
     states = [bytes(one.ledger.spent.states) for one in rows]
     try:
@@ -119,7 +120,7 @@ def _spent_gradients_kept(backwards: ScaledBackwards) -> Iterator[None]:
 
 @contextmanager
 def _undone(backwards: ScaledBackwards, scalers: Sequence[LossScaler]) -> Iterator[None]:
-    """Afterwards loss scales are as they were, and no backward waits for a step."""
+    """At exit restore the loss scales, and forget backwards that wait for a step."""
     for scaler in scalers:
         scaler.settle()
     scales = [(s, s.scale.clone(), s.unskipped.clone(), s.found_inf.clone(), s.memory()) for s in scalers]

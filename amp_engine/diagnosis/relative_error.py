@@ -1,8 +1,8 @@
-"""How far a tensor of one run is from the same tensor of another.
+"""The distance of a tensor of one run from the same tensor of another run.
 
 Relative errors in norm, ||a - b|| / ||b||, with the 2-norm over all elements: N. J. Higham, Accuracy and Stability of
 Numerical Algorithms, 2nd edition, SIAM 2002, section 6.2 (norms) and 1.2 (relative error). Differences are taken in
-float32 (float64 if either is), sums of squares in float64, or in float32 where a device has no float64.
+float32 (float64 if one of the tensors is), sums of squares in float64, or in float32 on a device without float64.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from amp_engine.stepping.arithmetic import values
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a is from b.
+    """The distance of a from b.
 
     Attributes:
-        difference: ||a - b||; infinity where only one of a and b has an element that is not finite.
+        difference: ||a - b||; infinity if an element that is not finite in a or b differs from the other's.
         norm: ||b||.
     """
 
@@ -30,7 +30,7 @@ class Distance:
 
     @property
     def relative(self) -> float:
-        """||a - b|| / ||b||; 0 if both are 0, and 1 if only b is: then nothing of a is right."""
+        """||a - b|| / ||b||; 0 if a and b are equal; 1 if only b is 0, because then no element of a is right."""
         if self.difference == 0.0:
             return 0.0
         if self.norm == 0.0:
@@ -43,10 +43,10 @@ class Distance:
 
 
 def distance(a: Tensor, b: Tensor, factor: float = 1.0) -> Distance:
-    """How far `factor * a` is from `b`, of the same shape. Waits for the device.
+    """The distance of `factor * a` from `b`, of the same shape. Waits for the device.
 
-    Elements that are not finite, and alike in both, count as equal. So do masks: what is below half of the lowest
-    number of its type, or -inf, in both.
+    Elements count as equal if both are NaN, or the same infinity, or masks: at most half of the lowest finite number
+    of their type.
     """
     wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     low_a, low_b = (torch.finfo(one.dtype).min / 2 for one in (a, b))
@@ -61,16 +61,16 @@ def distance(a: Tensor, b: Tensor, factor: float = 1.0) -> Distance:
 
 
 def norm(tensor: Tensor) -> float:
-    """The 2-norm of its finite elements. Waits for the device."""
+    """The 2-norm of the finite elements. Waits for the device."""
     tensor = torch.where(tensor.isfinite(), tensor, 0.0)
     sums = torch.float32 if tensor.device.type == "mps" else torch.float64
     return float(torch.linalg.vector_norm(tensor, dtype=sums))
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """The elements that a sparse tensor stores, in one dimension more or less; a dense one itself.
+    """The elements that a sparse tensor stores, with another number of dimensions; a dense tensor itself.
 
-    Values that are stored several times for one element are added up, as in any use of the tensor.
+    If a sparse tensor stores several values for one element, they are added up, as in any use of the tensor.
     """
     if tensor.layout is torch.strided:
         return tensor
@@ -85,9 +85,9 @@ def roundoff(dtype: torch.dtype) -> float:
 def growth(error: float, error_in: float, roundoff: float) -> float:
     """The factor by which an operation made the relative error of its inputs larger: error / max(error_in, u).
 
-    An estimate of its condition number from one input, at least of what one rounding of an input does: Higham, as
-    above, section 1.6, "forward error <= condition number * backward error". Infinity where it is the first that gave
-    what is not finite, 1 where it was given that.
+    Estimates the condition number from one input, whose error counts as at least one rounding: Higham, as above,
+    section 1.6, "forward error <= condition number * backward error". Infinity if only its result has an infinite
+    error, 1 if an input had one already.
     """
     if math.isinf(error):
         return 1.0 if math.isinf(error_in) else math.inf

@@ -1,1 +1,1 @@
-"""What the engine tells of itself: records first, rendering apart."""
+"""Reports of an engine's state and of measurements; records are separate from their rendering."""

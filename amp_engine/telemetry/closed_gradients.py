@@ -1,4 +1,4 @@
-"""The gradients of one backward as the next step will find them."""
+"""The gradients of one backward as the next step will read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ClosedGradient(NamedTuple):
     Attributes:
         param: the model's own parameter.
         values: the stored values of its gradient, on this rank.
-        is_scaled: they are multiplied by the loss scale still, as half gradients of masters are.
+        is_scaled: True if `values` still have the loss scale, as half gradients of masters do.
     """
 
     param: Tensor
@@ -28,9 +28,9 @@ class ClosedGradient(NamedTuple):
 
 
 def closed_gradients(rows: Sequence[Rows], backward: Backward | None) -> Iterator[ClosedGradient]:
-    """Each gradient once, at the exit of a `scale_loss`; without a Backward nothing is scaled.
+    """Yield each gradient once, at the exit of a `scale_loss`; without a Backward nothing is scaled.
 
-    After several backwards it is their sum. No host sync.
+    After several backwards a gradient is their sum. No host sync.
     """
     seen: set[int] = set()
     for one in rows:

@@ -1,4 +1,4 @@
-"""`amp.compare_levels`: one batch at two levels, compared operation by operation."""
+"""`amp.compare_levels`: runs one batch at two levels and compares it operation by operation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LOWEST = int(math.log2(DEFAULT_MIN_LOSS_SCALE))
 
 @dataclass
 class _Run:
-    """One batch of a copy: its loss and gradients, unscaled, by the names of parameters."""
+    """One batch of a copy: its loss, and its unscaled gradients by parameter name."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -54,13 +54,13 @@ class _Run:
 
 
 class Trials:
-    """Runs one batch of copies of a model at levels, and compares them with a reference.
+    """Runs one batch on copies of a model at several levels, and compares them with a reference.
 
     Args:
-        model: that is copied.
-        step_fn: gives the loss of one batch of a model.
+        model: the model to copy.
+        step_fn: runs one batch of a model and returns the loss.
         reference: a level, or a RunPolicy.
-        call: the function that users have called, for errors.
+        call: the function that the user called, for errors.
     """
 
     def __init__(self, model: nn.Module, step_fn: StepFn, reference: str | RunPolicy, call: str) -> None:
@@ -71,17 +71,17 @@ class Trials:
         self._reference_policy = as_policy(reference)
         self._reference: _Run | None = None
         self._restore_randomness = randomness(reachable([step_fn, model]))
-        self._last_fit: int | None = None  # exponent of the last loss scale that was looked for
+        self._last_fit: int | None = None  # exponent of the last loss scale that a search found
 
     def compare(self, policy: RunPolicy, operations: bool = True) -> LevelComparison:
-        """Run the batch as `policy` says, and compare; without `operations` the loss and the gradients alone."""
+        """Run the batch under `policy`, and compare; without `operations` only the loss and the gradients."""
         with put_back([self._model], [], [self._step_fn]), torch.enable_grad():
             if self._reference is None:
                 self._reference = self._fitting(self._reference_policy, True)
             return self._compared(policy, self._fitting(policy, operations), self._reference)
 
     def _fitting(self, policy: RunPolicy, looks: bool) -> _Run:
-        """Run at the first loss scale of the policy; if that is dynamic and overflows, at the largest that does not."""
+        """Run at the policy's initial loss scale; if it is dynamic and overflows, at the largest that does not."""
         run = self._run(policy, looks)
         if run.has_finite_gradients or not bool(run.loss.isfinite().all()) or not run.is_dynamic:
             return run
@@ -89,7 +89,7 @@ class Trials:
         def fits(exponent: int) -> bool:
             return self._run(policy, False, 2.0**exponent).has_finite_gradients
 
-        # Exponents: `low` fits, or is below all that are tried; `high` does not.
+        # Exponents: `low` fits, or is below all that are tried; `high` does not fit.
         low, high = _LOWEST - 1, math.ceil(math.log2(run.loss_scale))
         for guess in () if self._last_fit is None else (self._last_fit, self._last_fit + 1):
             if low < guess < high:
@@ -105,7 +105,7 @@ class Trials:
         return self._run(policy, looks, 2.0**low)
 
     def _run(self, policy: RunPolicy, looks: bool, loss_scale: float | None = None) -> _Run:
-        """One batch of a copy, at the first loss scale of the policy by default; `looks` at each operation or not."""
+        """Run one batch of a copy, by default at the policy's initial loss scale; follow operations if `looks`."""
         self._restore_randomness()
         model, recipe = self._copied(), RECIPES.get(policy.opt_level)
         base = replace(policy, opt_level=levels.beneath(policy.opt_level))
@@ -139,7 +139,7 @@ class Trials:
         return Comparing(model, self._reference.follower, roundoff, scale, emulation)
 
     def _gradients(self, loss: Any, model: nn.Module, scale: float) -> dict[str, Tensor]:
-        """The gradients of a loss without the scale that its backward is run at."""
+        """Run the backward at `scale`, and return the unscaled gradients."""
         self._check_loss(loss, model)
         (loss.double() if loss.dtype is torch.float64 else loss.float()).sum().mul(scale).backward()
         named = {without_compiled(name): param for name, param in model.named_parameters()}
@@ -225,53 +225,53 @@ def compare_levels(
         print(amp.compare_levels(model, lambda model: loss_fn(model(x), y), "O2"))
 
     Args:
-        model: that was not passed to `initialize`, in the mode, train or eval, that it is to be run in.
-        step_fn: given a copy of the model, runs one batch and returns the loss, without a backward. It is called some
-            times, and has to take the same batch each time.
+        model: a model that was not passed to `initialize`, in the mode, train or eval, to run it in.
+        step_fn: given a copy of the model, runs one batch and returns the loss, without a backward. It is called
+            several times, and must use the same batch each time.
         level: "O1" to "O5", a recipe, or an `amp.RunPolicy` with modules to keep and overrides.
-        reference: what errors are relative to, as `level`.
+        reference: the level, recipe or policy that errors are relative to.
 
     Returns:
-        A frozen record; `str()` and notebooks show tables. `operations` are those of the forward, paired by the name of
-        the module, which call of it, the name of the operation, and which of that name in the call; casts, copies and
-        views are left out. For each
+        A frozen record; `str()` and notebooks show tables. `operations` are those of the forward. They are paired by
+        module name, call of the module, operation name, and number of that name in the call; casts, copies and views
+        are left out. For each
 
             error    = ||a - b|| / ||b||, in the 2-norm, a at the level and b at the reference
             error_in = the largest error of its inputs
             growth   = error / max(error_in, u), u the unit roundoff of the level's type
 
         (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM 2002, sections 1.2, 1.6 and 2.2). So
-        an operation that is given errors and passes them on has a growth of 1, and one that loses digits a large one. A
-        result that is not finite, where the reference is, has an error of infinity. The same errors are given of what
-        modules gave, of its gradient, of each parameter's gradient, of the whole gradient, and of the loss.
+        an operation that only passes on the errors of its inputs has a growth of 1, and one that loses digits a large
+        one. If a result is not finite, and the reference is, its error is infinity. The record has the same errors for
+        the outputs of modules and their gradients, each parameter's gradient, the whole gradient, and the loss.
 
     Recipes are emulated, on any device, in a model that is FP32 otherwise. "float8" rounds to E4M3, gradients to E5M2,
     with a scale for each tensor; "mxfp8" to E4M3 in blocks of 32 with a power of two (OCP Microscaling Formats v1.0);
     "nvfp4" to E2M1 in blocks of 16 with a scale in E4M3, and one for the tensor. `amp_engine.kernels.narrow_formats`
-    has the arithmetic. Operands of products of matrices are rounded in the forward and the backward, each along the
-    dimension that the product adds along, and multiplied in their own type, FP32: linear layers, matmul, einsum,
+    has the arithmetic. Operands of matrix products are rounded in the forward and the backward, each along the
+    dimension that the product sums over, and multiplied in their own type, FP32: linear layers, matmul, einsum,
     attention that is written as matmul, and at "float8" convolutions. Fused attention, fused recurrent layers and
-    products with vectors stay in FP32. In a backward with `create_graph=True` gradients are rounded as operands. Random
-    rounding, Hadamard transforms and the sums of tensor cores are not emulated.
+    products with vectors stay in FP32. In a backward with `create_graph=True` gradients are rounded as operands.
+    Stochastic rounding, Hadamard transforms and the sums of tensor cores are not emulated.
 
-    A dynamic loss scale is at its first value, by default 65536; if gradients overflow there it is the largest power of
-    two, from 2**-24 on, at which they do not. Random numbers are those of the reference.
+    A dynamic loss scale has its initial value, by default 65536; if gradients overflow there, it is the largest power
+    of two, from 2**-24 on, at which they do not. Both runs use the same random numbers.
 
-    Holds the result of each operation of one batch at the reference, as much as all intermediate results together, and
-    looks at each operation, so it takes many times as long as a step, and waits for the device at each. Copies the
-    model; its parameters, gradients, buffers and hooks, and the random numbers of torch, Python and NumPy, are as
-    before, also if something raises. Of several ranks each compares alone. What torch.compile compiled is run without
-    it; what torch.jit compiled counts for the module around it.
+    Keeps the result of each operation of one batch at the reference, as much memory as all intermediate results. It
+    checks each operation and waits for the device each time, so it takes many times as long as a step. Copies the
+    model; the model's parameters, gradients, buffers and hooks, and the random numbers of torch, Python and NumPy, stay
+    as before, also if something raises. Each rank compares alone. Code from torch.compile runs uncompiled; operations
+    that torch.jit compiled count for the module around them.
 
     Raises AmpStateError after `initialize` of the model or with functions cast, for a model that cannot be copied or
-    whose lazy modules have no shape yet, and where step_fn runs a backward or another model; AmpValueError where it
-    takes another batch the second time; AmpTypeError.
+    whose lazy modules have no shape yet, and if step_fn runs a backward or another model; AmpValueError if it uses a
+    different batch the second time; AmpTypeError.
     """
     return Trials(model, step_fn, reference, "compare_levels").compare(as_policy(level))
 
 
 def as_policy(level: str | RunPolicy) -> RunPolicy:
-    """A level as a policy. Raises AmpStateError for any other string, in apex's words."""
+    """A level as a policy. Raises AmpStateError, in apex's words, for a string that is no level or recipe."""
     if isinstance(level, RunPolicy):
         return level
     levels.level(levels.beneath(level))
@@ -281,7 +281,7 @@ def as_policy(level: str | RunPolicy) -> RunPolicy:
 def compared_gradients(
     gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> tuple[tuple[ComparedParameter, ...], Distance]:
-    """Compare gradients by names, the largest error first, and all of them as one vector; one that is missing is 0.
+    """Compare gradients by name, the largest error first, and all as one vector; a missing gradient counts as 0.
 
     Waits for the device.
     """

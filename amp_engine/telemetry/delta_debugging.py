@@ -1,4 +1,4 @@
-"""The smallest part of a list that is enough for something, by trying parts of it."""
+"""Find a small part of a list that fulfils a condition, by trying parts of it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ T = TypeVar("T")
 
 
 def reduced(items: Sequence[T], is_enough: Callable[[Sequence[T]], bool]) -> list[T]:
-    """A part of `items` that is enough, and that is not without any single one of its items.
+    """A part of `items` that is enough, but no longer enough if any single item is left out.
 
     The algorithm ddmin: A. Zeller and R. Hildebrandt, Simplifying and Isolating Failure-Inducing Input, IEEE
-    Transactions on Software Engineering 28(2), 2002, figure 3. It gives what they call 1-minimal, after at most n**2 +
-    3n trials of n items, and about log2(n) where one item is enough. Another part that is enough may be smaller.
+    Transactions on Software Engineering 28(2), 2002, figure 3. Its result is 1-minimal in their terms, after at most
+    n**2 + 3n trials of n items, and about log2(n) if one item is enough. Another part that is enough may be smaller.
 
     Args:
         items: known to be enough.
-        is_enough: True for a part that is enough. Never called with the empty part, and more than once with others.
+        is_enough: True for a part that is enough. Never called with the empty part; may be called twice with others.
     """
     left = list(items)
     parts = 2
@@ -39,6 +39,6 @@ def reduced(items: Sequence[T], is_enough: Callable[[Sequence[T]], bool]) -> lis
 
 
 def _split(items: Sequence[T], parts: int) -> list[list[T]]:
-    """`parts` lists, as long as each other or one longer."""
+    """Split `items` into `parts` lists whose lengths differ by at most one."""
     bounds = [len(items) * i // parts for i in range(parts + 1)]
     return [list(items[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]

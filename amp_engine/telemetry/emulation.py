@@ -1,4 +1,4 @@
-"""Products of matrices in the formats of a recipe, emulated: operands are rounded, and multiplied in their own type."""
+"""Emulates matrix products in the formats of a recipe: operands are rounded, and multiplied in their own type."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from amp_engine.ground.torch_private import is_in_backward, newest_node, running
 from amp_engine.kernels.narrow_formats import quantize
 from amp_engine.levels.recipes import Recipe
 
-# Operands by place, and the dimension that the product adds along.
+# Operands by position, and the dimension that the product sums over.
 _MATRICES = dict.fromkeys(("mm", "bmm"), ((0, -1), (1, -2)))
 _MATRICES |= dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addbmm_"), ((1, -1), (2, -2)))
 _CONVOLUTIONS = {"convolution": ((0, 1), (1, 1)), "convolution_backward": ((0, 1), (1, 1), (2, 1))}
 
 
 class Emulation(Recorder):
-    """While `following`, products of matrices are given operands that are rounded, in the forward and the backward.
+    """While `following`, rounds the operands of matrix products, in the forward and the backward.
 
-    These are the operations that torch makes linear layers, matmul and einsum of. Fused ones, as of attention and of
-    recurrent layers, products with vectors, and what kept modules run stay as they are.
+    These are the operations that linear layers, matmul and einsum call. Fused attention, fused recurrent layers,
+    products with vectors, and operations of kept modules are unchanged.
 
-    Each of the three products of a layer rounds both operands anew, along the dimension that it adds along.
+    Each of the three products of a layer rounds both of its operands, along the dimension that the product sums over.
 
     Args:
-        models: whose kept modules are left alone.
+        models: the models, whose kept modules stay unchanged.
     """
 
     sees_operations = True
@@ -39,17 +39,17 @@ class Emulation(Recorder):
         self._recipe = recipe
         self._places = _MATRICES | (_CONVOLUTIONS if recipe.has_convolutions else {})
         self._kept = {name for module, name in self.modules.items() if is_kept(module)}
-        self._nodes: set[int] = set()  # of the graph, whose forward was emulated
-        self._gradients: set[int] = set()  # the memory of what a backward has made
+        self._nodes: set[int] = set()  # nodes of the graph whose forward was emulated
+        self._gradients: set[int] = set()  # storages that a backward has made
 
     def type_of(self, operation: str) -> str | None:
-        """The type of the operands of an operation that was just run; None if it was not emulated."""
+        """The type of the operands of an operation that has just run; None if it was not emulated."""
         return self._recipe.operands.element.name if operation in self._places and not self._is_kept else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         places = self._places.get(func.overloadpacket.__name__, ())
-        # What an activation checkpoint runs once more is a forward.
+        # The recomputation of an activation checkpoint counts as a forward.
         is_backward = is_in_backward() and not torch.is_grad_enabled()
         is_emulated = running_node() in self._nodes if is_backward else not self._is_kept
         if places and is_emulated and all(_is_dense(args[place]) for place, _ in places):

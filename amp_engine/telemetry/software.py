@@ -1,4 +1,4 @@
-"""The installed software, what was compiled, and why something is missing."""
+"""The installed software, the compiled kernels, and the reasons for missing ones."""
 
 import platform
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from amp_engine.kernels import _native
 
 
 def describe() -> Iterator[tuple[str, str]]:
-    """Name and state of each thing that decides which kernels run."""
+    """Yield the name and state of each component that decides which kernels run."""
     cuda = torch.version.cuda
     yield "amp_engine", amp_engine.__version__
     yield "Python", platform.python_version()

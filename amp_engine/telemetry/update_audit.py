@@ -1,6 +1,6 @@
-"""`amp.audit_updates`: compares what a step did to the weights with what the optimizer wanted.
+"""`amp.audit_updates`: compares the change that a step made to the weights with the change that the optimizer wanted.
 
-The optimizer's class makes the step twice: on copies in the next wider type before, and as always.
+The optimizer's class makes the step twice: first on copies in the next wider type, then on the weights as usual.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _WIDER = {
     torch.float32: torch.float64,
     torch.float64: torch.float64,
 }
-_FLOAT32_AT_MOST = {**_WIDER, torch.float32: torch.float32}  # for classes without float64
+_FLOAT32_AT_MOST = {**_WIDER, torch.float32: torch.float32}  # for classes that reject float64
 _NO_FLOAT64 = "Its class takes no float64: what float32 itself erases of a step is not seen."
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAMPLE = 2**18  # elements of a tensor whose median is taken
+_SAMPLE = 2**18  # approximate number of elements that the median of a tensor reads
 
 FORMAT = 1
-"""Of the JSON; another number where a field has got another meaning."""
+"""The format number of the JSON; changes when a field changes its meaning."""
 
 
 class UpdateAudit(Paged):
@@ -57,25 +57,25 @@ class UpdateAudit(Paged):
         audit.save("audit.html")  # or .svg, .json, .txt
 
     Before an audited step the optimizer's class makes that step on copies of weights, state and gradients in the next
-    wider type: float32 for half types, float64 for float32. What those copies moved by is what the optimizer wanted;
-    what the weights moved by in the real step is what it got. FP32 masters, split ones too, are the weights where they
-    exist. A class that takes no float64, as amp_engine's fused ones, steps float32 copies of FP32 weights, and a note
-    says so. Weights, state and random numbers of the run stay bit for bit as without it.
+    wider type: float32 for half types, float64 for float32. The change of the copies is the wanted update; the change
+    of the weights in the real step is the actual one. FP32 masters, split ones too, count as the weights if they exist.
+    A class that takes no float64, such as amp_engine's fused ones, steps float32 copies of FP32 weights, and a note
+    says so. The audit does not change a bit of the run's weights, state and random numbers.
 
-    Works with or without `initialize`. Skipped steps, and updates that are not finite, are counted apart. One host sync
-    in each audited step; copies of weights, gradients and state in the wider type live during it, and two flags for
-    each element until the end. `measured()` has the figures, with the audit's own time and memory.
+    Works with or without `initialize`. Skipped steps, and updates that are not finite, are counted separately. Each
+    audited step has one host sync, and memory for copies of weights, gradients and state in the wider type. Two flags
+    for each element stay until the end. `measured()` has the figures, with the audit's own time and memory.
 
-    An optimizer whose step cannot be made on copies is named in the result, with the reason, and goes on unaudited:
+    If a step cannot be made on copies, the optimizer goes on unaudited, and the result names it with the reason:
     step(closure), DTensors, complex or 8-bit weights, a CUDA graph's capture, classes that raise on wider copies.
 
     Args:
-        optimizers: one, or several in a list or tuple. Wrappers without hooks of their own stand for what they wrap.
-        every: look at each how-manieth step, the first one included.
-        models: one, or several in a list or tuple, whose parameter names are used. Default: the
-            initialized ones. Of other parameters the names that the groups have count, else places in the groups.
+        optimizers: one, or several in a list or tuple. A wrapper without hooks stands for the optimizer inside.
+        every: audit every n-th step, beginning with the first.
+        models: one, or several in a list or tuple, whose parameter names are used. Default: the initialized models.
+            Other parameters have their names in the groups, or else their places there.
 
-    Raises AmpTypeError or AmpValueError for other arguments, AmpStateError where it is entered twice.
+    Raises AmpTypeError or AmpValueError for other arguments, AmpStateError if it is entered twice.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class UpdateAudit(Paged):
             one.end()
 
     def follow(self, optimizer: Optimizer, models: Sequence[nn.Module] = ()) -> None:
-        """Audit one more optimizer, which takes hooks, until the end of the `with`; models give names."""
+        """Audit one more optimizer, which must take hooks, until the end of the `with`; models give names."""
         self._models += [model for model in models if all(model is not one for one in self._models)]
         self._followed.append(_Followed(optimizer, self._engine, self._every))
 
@@ -136,7 +136,7 @@ class UpdateAudit(Paged):
         return json.dumps(fields, indent=1, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file: text, JSON, HTML or the picture alone, by its suffix .txt, .json, .html or .svg.
+        """Write a file: text, JSON, HTML or only the picture, by its suffix .txt, .json, .html or .svg.
 
         Raises AmpValueError for another suffix, OSError as `open` does.
         """
@@ -158,7 +158,7 @@ class UpdateAudit(Paged):
 
 
 class _Weight:
-    """One entry of an optimizer's groups over the audit, in plain numbers and two flags for each element."""
+    """The figures of one entry of an optimizer's groups: plain numbers, and two flags for each element."""
 
     def __init__(self, weight: nn.Parameter, param: Tensor, place: str) -> None:
         self.weight, self.param, self.place = weight, param, place
@@ -174,7 +174,7 @@ class _Weight:
         return 2 * self._was_wanted.numel()
 
     def add(self, numbers: Sequence[float], wanted: Tensor, moved: Tensor, dtype: torch.dtype) -> None:
-        """Take in one step."""
+        """Add the numbers of one step."""
         size, erased, ratio, small, small_moved = numbers
         self.steps += 1
         self.dtype = dtype
@@ -188,7 +188,7 @@ class _Weight:
         self._has_moved |= moved
 
     def described(self, optimizer: int, state: Any, names: dict[int, str]) -> AuditedTensor:
-        """Its record. Waits for the device."""
+        """The record of this weight. Waits for the device."""
         wanted = int(self._was_wanted.sum())
         still = int((self._was_wanted & ~self._has_moved).sum())
         kinds = (
@@ -210,7 +210,7 @@ class _Weight:
 
 
 class _Step(NamedTuple):
-    """A step that is under way: the audited weights, their values before it, and what it wants to add."""
+    """A step in progress: the audited weights, their values before it, and the changes that it wants."""
 
     weights: list[_Weight]
     before: list[Tensor]
@@ -221,7 +221,7 @@ class _Step(NamedTuple):
 
 
 class _Followed:
-    """One optimizer, by two hooks on its steps."""
+    """Audits one optimizer with two hooks on its steps."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine, every: int) -> None:
         self.optimizer, self._engine, self._every = optimizer, engine, every
@@ -238,13 +238,13 @@ class _Followed:
         ]
 
     def end(self) -> None:
-        """Remove the hooks, and free a step that raised."""
+        """Remove the hooks, and free the copies of a step that raised."""
         for handle in self._handles:
             handle.remove()
         self._step = None
 
     def described(self) -> AuditedOptimizer:
-        """Its record. Waits for the device."""
+        """The record of this optimizer. Waits for the device."""
         return AuditedOptimizer(
             class_name=type(self.optimizer).__name__,
             steps=self._steps,
@@ -274,18 +274,18 @@ class _Followed:
         begun = step_times.now()
         stepped = self._engine.backwards.get(optimizer)
         if stepped is not None:
-            stepped.rows.follow()  # as the step does at first: values that were written are no part of it
+            stepped.rows.follow()  # as the step does first: earlier writes are no part of it
         self._refused = _obstacle(optimizer, args, kwargs)
         if not self._refused:
             self._step = self._wanted(stepped, args, kwargs, begun)
 
     def _wanted(self, stepped: Stepper | None, args: tuple[Any, ...], kwargs: Any, begun: Any) -> _Step | None:
-        """Have the class make the step on wider copies; None if it raises."""
+        """Let the class make the step on wider copies; None if it raises."""
         entries = list(_entries(self.optimizer))
         values = [_value(weight) for weight, _ in entries]
         try:
             twins, held = self._stepped_copies(entries, values, args, kwargs)
-        except Exception as first:  # any class raises its own error for what it does not take
+        except Exception as first:  # each class raises its own error
             self._wider, self._note = _FLOAT32_AT_MOST, _NO_FLOAT64
             try:
                 twins, held = self._stepped_copies(entries, values, args, kwargs)
@@ -309,7 +309,7 @@ class _Followed:
     def _stepped_copies(
         self, entries: Sequence[tuple[nn.Parameter, str]], values: Sequence[Tensor], args: Any, kwargs: Any
     ) -> tuple[dict[int, nn.Parameter], int]:
-        """Return copies by id of the weight, after the class's step on them, and the bytes of all that was copied."""
+        """Return copies by id of the weight, after the class's step on them, and the bytes of all copies."""
         twins = {
             id(weight): _twin(weight, value, self._wider[value.dtype])
             for (weight, _), value in zip(entries, values, strict=True)
@@ -344,7 +344,7 @@ class _Followed:
         self._marks.append((step.begun, step.prepared, begun, step_times.now()))
 
     def _was_skipped(self, optimizer: Optimizer) -> bool:
-        """Waits for the device."""
+        """True if the last step was skipped. Waits for the device."""
         stepped = self._engine.backwards.get(optimizer)
         found_inf = getattr(optimizer, "found_inf", None)  # of torch.amp.GradScaler, for fused optimizers
         return (stepped is not None and stepped.pending.last.skipped) or (
@@ -353,7 +353,7 @@ class _Followed:
 
 
 def _listed(given: Any, kind: type, argument: str, one: str) -> list[Any]:
-    """The objects of an argument that is one of them, or a list or tuple, or None."""
+    """`given`, an object, a list or tuple of them, or None, as a list. Raises AmpTypeError for another type."""
     found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     wrong = next((item for item in found if not isinstance(item, kind)), None)
     if wrong is not None:
@@ -362,7 +362,7 @@ def _listed(given: Any, kind: type, argument: str, one: str) -> list[Any]:
 
 
 def _stepping(optimizer: Any) -> Optimizer:
-    """The optimizer that torch calls hooks of."""
+    """The optimizer whose hooks torch calls. Raises AmpTypeError without one."""
     inner = inner_of(optimizer)
     if not isinstance(inner, Optimizer) or not takes_hooks(inner):
         raise AmpTypeError(
@@ -373,7 +373,7 @@ def _stepping(optimizer: Any) -> Optimizer:
 
 
 def _obstacle(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Explain why a step cannot be made on copies; "" if it may be tried."""
+    """Explain why a step cannot be made on copies; "" if it may be possible."""
     weights = [weight for weight, _ in _entries(optimizer)]
     if any(callable(value) for value in (*args[1:], *kwargs.values())):
         return "Not audited: step(closure) computes its gradients in the step."
@@ -388,7 +388,7 @@ def _obstacle(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _entries(optimizer: Optimizer) -> Iterable[tuple[nn.Parameter, str]]:
-    """Yield each weight, and its name in the groups, or its place."""
+    """Yield each weight, and its name in the groups, or else its place."""
     for i, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"group {i}, tensor {k}" for k in range(len(group["params"]))]
         yield from zip(group["params"], names, strict=True)
@@ -396,7 +396,7 @@ def _entries(optimizer: Optimizer) -> Iterable[tuple[nn.Parameter, str]]:
 
 @torch.no_grad()
 def _value(weight: nn.Parameter) -> Tensor:
-    """Copy a weight as the optimizer has it: float32 where a master in two halves is kept."""
+    """Copy a weight as the optimizer has it: in float32 if it is a split master."""
     return weight.detach().clone() if next(exact_of(weight), None) is None else float32_of(weight)
 
 
@@ -409,7 +409,7 @@ def _twin(weight: nn.Parameter, value: Tensor, wider: torch.dtype) -> nn.Paramet
 
 
 def _widen_state(double: Optimizer) -> None:
-    """Bring state of fewer bits than its weight to the weight's type; numbers stay, and tensors of foreign classes."""
+    """Cast state with fewer bits than its weight to the weight's type, except numbers and tensors of other classes."""
     for weight, values in double.state.items():
         for name, value in values.items() if isinstance(values, dict) else ():
             is_plain = type(value) is Tensor and value.dim() > 0 and value.dtype in _WIDER
@@ -422,7 +422,7 @@ def _state_of(double: Optimizer) -> list[Any]:
 
 
 def _numbers(step: _Step, after: Sequence[Tensor]) -> list[list[float]]:
-    """Return five numbers for each weight. Waits once for each device."""
+    """Return the numbers of `_five` for each weight. Waits once for each device."""
     found: list[list[float]] = [[] for _ in after]
     by_device: dict[torch.device, list[int]] = {}
     for i, value in enumerate(after):
@@ -436,7 +436,7 @@ def _numbers(step: _Step, after: Sequence[Tensor]) -> list[list[float]]:
 
 @torch.no_grad()
 def _five(before: Tensor, wanted: Tensor, after: Tensor) -> Tensor:
-    """Sums of |wanted| and |wanted - got|, median of |wanted| / spacing, numbers of small changes wanted and made."""
+    """Sums of |wanted| and |wanted - got|, median of |wanted| / spacing, counts of small changes and of moved ones."""
     size = wanted.abs()
     got = after.to(wanted.dtype) - before.to(wanted.dtype)
     ratio = size / spacing(before)
@@ -456,5 +456,9 @@ def spacing(values: Tensor) -> Tensor:
 
 
 def _seconds(marks: tuple[Any, ...]) -> float:
-    """Time of the audit in one step, before and after it."""
-    return step_times.elapsed(*marks[:2]) + step_times.elapsed(*marks[2:])
+    """The time that the audit took in one step, measured on the GPU if there is one."""
+    total = 0.0
+    for begin, end in (marks[:2], marks[2:]):
+        host, device = step_times.seconds_between(begin, end)
+        total += host if device is None else device
+    return total

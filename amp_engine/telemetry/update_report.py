@@ -1,4 +1,4 @@
-"""The result of `amp.audit_updates`: what rounding erased of each tensor's steps, as records."""
+"""The result of `amp.audit_updates`: records of the part of each tensor's steps that rounding erased."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMIT = 0.1
 """A tensor loses its steps if rounding erased this share of them, or if this share of its elements never moved."""
 
 BY_CHANCE = 0.05
-"""If this share of the changes below a quarter of the spacing moved a weight, it is not rounded to nearest."""
+"""If this share of changes below a quarter of the spacing moved the weights, they are not rounded to nearest."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,20 @@ class AuditedTensor:
     """One weight over the audited steps.
 
     Attributes:
-        name: of its parameter in the model, or its place in the optimizer's groups.
-        optimizer: place of its optimizer among `UpdateReport.optimizers`, from 0.
-        dtype: that the optimizer steps it in; "float32" for FP32 masters, split ones too.
-        parameter_dtype: of the model's parameter; another one where there is a master.
-        shape: of the tensor.
+        name: name of its parameter in the model, or its place in the optimizer's groups.
+        optimizer: index of its optimizer in `UpdateReport.optimizers`, from 0.
+        dtype: type in which the optimizer steps it; "float32" for FP32 masters, split ones too.
+        parameter_dtype: type of the model's parameter; differs from `dtype` if there is a master.
+        shape: shape of the tensor.
         steps: number of the audited steps in which it had a gradient.
-        erased: sum of |wanted - got| over sum of |wanted|, of all elements and audited steps; 0 if nothing was wanted.
-        never_moved: of the elements that an audited step wanted to change, the share that none of them changed, 0 to 1.
-        step_in_spacings: median of |wanted| over the distance from a weight to the next larger magnitude of its type:
-            over the elements that a step wanted to change, then over steps. 0 if nothing was wanted.
-        moved_by_chance: of the changes below a quarter of that distance, the share that moved the weight all the same:
-            0 under rounding to nearest. 0 where there were none.
-        state_dtypes: types of the optimizer's state for it, beside numbers.
+        erased: sum of |wanted - got| over sum of |wanted|, of all elements and audited steps; 0 if no step wanted a
+            change.
+        never_moved: share, 0 to 1, of the elements that an audited step wanted to change, but no step changed.
+        step_in_spacings: |wanted| over the distance from a weight to the next larger magnitude of its type, as a median
+            over the elements that a step wanted to change, then over steps; 0 if no step wanted a change.
+        moved_by_chance: share of the changes below a quarter of that distance that still moved the weight; 0 under
+            rounding to nearest, and if there were no such changes.
+        state_dtypes: types of the tensors in its optimizer state.
     """
 
     name: str
@@ -85,14 +86,14 @@ class AuditedOptimizer:
     """One optimizer over the audit.
 
     Attributes:
-        class_name: of the optimizer.
-        steps: calls of `step` during the audit.
-        audited: number of these that are in the figures.
-        skipped: calls that were chosen and are not in the figures: skipped ones, and updates that were not finite.
+        class_name: class of the optimizer.
+        steps: number of calls of `step` during the audit.
+        audited: number of steps in the figures.
+        skipped: number of chosen steps that are not in the figures: skipped ones, and updates that were not finite.
         milliseconds: median time of the audit itself for an audited step; None without one.
         bytes: the most memory that the audit held: copies during a step, and two flags for each element.
-        refused: why no further step of it could be audited; "" if all could.
-        note: what the figures do not tell; "" if they tell all.
+        refused: the reason why no further step could be audited; "" if all could.
+        note: a limit of the figures; "" without one.
     """
 
     class_name: str
@@ -110,8 +111,8 @@ class UpdateReport:
     """The figures of an audit.
 
     Attributes:
-        every: each how-manieth step was looked at.
-        optimizers: in the order in which they were named, or were first stepped.
+        every: every n-th step was audited.
+        optimizers: in the order in which they were passed, or first stepped.
         tensors: the worst first.
     """
 
@@ -121,12 +122,12 @@ class UpdateReport:
 
     @property
     def is_well(self) -> bool:
-        """True if there was an audited step, and no tensor needs anything done."""
+        """True if a step was audited, and no tensor needs a remedy."""
         return bool(self.tensors) and not any(self._counts(one) for one in self.tensors)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The verdict, then what each kind of losing tensors needs."""
+        """The verdict, then the remedy for each kind of losing tensors."""
         return tuple(self._verdict())
 
     @staticmethod
@@ -156,12 +157,12 @@ def at_most(value: float) -> str:
 
 
 def sorted_tensors(tensors: Sequence[AuditedTensor]) -> tuple[AuditedTensor, ...]:
-    """The worst first: by what is lost, then by how small their steps are."""
+    """The worst first: by the share lost, then by the size of steps, small ones first."""
     return tuple(sorted(tensors, key=lambda one: (-max(one.erased, one.never_moved), one.step_in_spacings)))
 
 
 def asdict(report: UpdateReport) -> dict[str, object]:
-    """The report as plain types, for JSON; of each tensor also the advice."""
+    """The report as plain types, for JSON, with the advice for each tensor."""
     fields = dataclasses.asdict(report)
     for values, one in zip(fields["tensors"], report.tensors, strict=True):
         values["advice"] = one.advice

@@ -13,7 +13,7 @@ NOT_ENABLED = Asked(False, None, "enabled=False: amp leaves everything as it is.
 
 
 def described(engine: Engine, policy: Policy) -> Asked:
-    """The level, and each property beside the default of the level. Changes nothing. No host sync."""
+    """The level, and each property with the default of the level. Changes nothing. No host sync."""
     level = str(policy.opt_level)
     defaults = levels.level(level).properties()
     rows = [(name, value, defaults[name]) for name, value in policy.properties().items()]

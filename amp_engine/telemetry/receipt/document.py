@@ -1,4 +1,4 @@
-"""The receipt as a record, and all of its sections together."""
+"""The receipt as a record with all of its sections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from amp_engine.telemetry.update_audit import UpdateAudit
 from amp_engine.telemetry.update_report import UpdateReport
 
 FORMAT = 1
-"""Of the JSON; another number where a field has got another meaning."""
+"""The format number of the JSON; changes when a field changes its meaning."""
 
 _NO_TIMES = (
     "Not measured.  Type:  with amp.step_times() as times: ...  around some iterations, then amp.receipt(times=times)."
@@ -41,7 +41,7 @@ _NO_UPDATES = (
 
 @dataclass(frozen=True, repr=False)
 class Receipt(Paged):
-    """A run: its arguments, what they did, and its memory, scales and skips. `telemetry.records` has the sections.
+    """A run: its arguments, their effects, and its memory, scales and skips. `telemetry.records` has the sections.
 
     `str(receipt)` is a page of text, `receipt.save("run.html")` a page of HTML in one file; a notebook shows the same.
     """
@@ -56,7 +56,7 @@ class Receipt(Paged):
     times: Times | None
     gradients: GradientHistogram | None
     software: tuple[Fact, ...]
-    updates: UpdateReport | None = None  # which receipts of before lack
+    updates: UpdateReport | None = None  # older receipts lack it
 
     @property
     def title(self) -> str:
@@ -66,7 +66,7 @@ class Receipt(Paged):
         return f"amp receipt: {names} at {at}" if names else f"amp receipt: {at}"
 
     def to_json(self) -> str:
-        """The sections by name, in JSON of plain types, which `from_json` reads back."""
+        """The sections by name, as JSON of plain types, which `from_json` reads."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, allow_nan=False)
 
     @classmethod
@@ -115,7 +115,7 @@ def receipt(
     gradients: GradientHistogram | None = None,
     updates: UpdateAudit | None = None,
 ) -> Receipt:
-    """Describe a run as it is now: arguments, casts and what is kept in FP32, with reasons; memory; loss scales.
+    """Describe a run as it is now: arguments, casts and kept modules, with reasons; memory; loss scales.
 
         with amp.explain() as explanation:
             ...  # one iteration
@@ -124,16 +124,16 @@ def receipt(
 
     Args:
         explanation: of some iterations, for the table of functions and types. It is not collected otherwise.
-        times: of some iterations, for the shares of time: what `with amp.step_times() as times:` gives.
-        gradients: of a batch, for the picture of what underflows: what `amp.gradient_histogram(step_fn)` gives.
-        updates: of some steps, for what rounding erased of them: what `with amp.audit_updates(optimizer) as audit:`
-            gives.
+        times: the StepTimes of some iterations, from `with amp.step_times() as times:`, for the shares of time.
+        gradients: the result of `amp.gradient_histogram(step_fn)`, for the picture of gradients that underflow.
+        updates: the audit of some steps, from `with amp.audit_updates(optimizer) as audit:`, for the part of them that
+            rounding erased.
 
     Returns:
         A frozen record; `str()`, a notebook, `save(path)` and `to_json()` render it.
 
-    Waits for the device, and for other ranks where they agree on an overflow. Changes nothing, but reports the skips
-    that the host hears of now. Losses are counted from the last `initialize` on, steps from the `initialize` of their
+    Waits for the device, and for other ranks if they agree on an overflow. Changes nothing, but reports skips that the
+    host did not know of before. Losses are counted from the last `initialize` on, steps from the `initialize` of their
     optimizer on.
 
     Raises AmpStateError before `initialize`, after `close`, and inside of a CUDA graph's capture; AmpTypeError.

@@ -39,7 +39,7 @@ def described(engine: Engine, explanation: Explanation | None) -> Functions:
 
 
 def section(functions: Functions) -> Section:
-    """The lists, the changes of users, and the calls."""
+    """The lists, the user's changes to them, and the calls."""
     return Section("Functions", list(_blocks(functions)))
 
 
@@ -55,7 +55,7 @@ def _blocks(functions: Functions) -> Iterator[Block]:
 
 
 def _table(ops: Sequence[Op]) -> Table:
-    """Rows are functions, columns the calls in each type; casts and bytes are sums. Most bytes come first."""
+    """Rows are functions, the most bytes first; columns are calls in each type, and sums of casts and bytes."""
     dtypes = sorted({op.dtype or "-" for op in ops}, key=lambda name: (name == "-", name))
     by_function: dict[tuple[str, str], list[Op]] = {}
     for op in ops:
@@ -73,7 +73,7 @@ def _table(ops: Sequence[Op]) -> Table:
 
 
 def _lists(casts: FunctionCasts) -> tuple[tuple[str, int], ...]:
-    """Count the functions of this torch on each list, after what users added and removed."""
+    """Count the functions of this torch version on each list, with the user's additions and removals."""
     taken = {(id(r.module), r.name): r.kind for r in casts.registrations[::-1]}
     removed = {(id(owner), name) for owner, name in casts.removals}
     counts = Counter(taken.values())

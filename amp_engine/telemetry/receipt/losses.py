@@ -1,4 +1,4 @@
-"""The section about loss scales: overflows, and how the scale moved."""
+"""The section about loss scales: overflows, and the changes of the scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amp_engine.telemetry import plots
 from amp_engine.telemetry.records import Loss, Overflows, ScalePoint
 from amp_engine.telemetry.wording import number, percent, plural, scale
 
-_SHOWN = 5  # backwards of each cause
+_SHOWN = 5  # newest backwards of each cause
 
 
 def described(engine: Engine) -> tuple[Loss, ...]:
@@ -35,7 +35,7 @@ def _causes(records: Iterable[OverflowRecord]) -> Iterator[Overflows]:
 
 
 def section(losses: Sequence[Loss]) -> Section:
-    """A sentence for each scaler, and a picture of its scale if that moved or overflowed."""
+    """A sentence for each scaler, and a picture of its scale if the scale moved or overflowed."""
     blocks: list[Block] = []
     for one in losses:
         blocks.append(Sentence(_sentence(one)))

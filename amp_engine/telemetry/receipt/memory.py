@@ -1,4 +1,4 @@
-"""The section about memory by class of tensors. Tensors are counted; torch's allocators are not asked."""
+"""The section about memory by class of tensors. It counts tensors, without torch's allocator statistics."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ KINDS = (PARAMETERS, BUFFERS, MASTERS, REMAINDERS, STATE, COPIES, AT_MOST, GRADI
 def described(engine: Engine) -> tuple[Memory, ...]:
     """Count the bytes of each class on each device, as they are now. Changes nothing.
 
-    Memory under two names counts once, in the class that comes first, such as a gradient that both a master and its
-    parameter have. Activations, averages, tables of kernels and the reserve of torch's allocators are not counted. No
+    Memory that two tensors share, such as the gradient of a master and its parameter, counts once, in the class that
+    comes first. Activations, averages, tables of kernels and the reserve of torch's allocators are not counted. No
     host sync, except for sparse gradients.
     """
     models, stepped, casts = engine._initialized.models, engine.backwards.all, engine.function_casts.casts
@@ -49,8 +49,8 @@ def described(engine: Engine) -> tuple[Memory, ...]:
         count.add(STATE, tensors_in(list(one.optimizer.state.values())))
     if casts is not None:
         _add_copies(count, params, stepped, casts.cache)
-    # Gradients of masters are not made FP32 by this. A gradient held for the step is not counted while its parameter
-    # still has one: both are the same memory.
+    # Reading a MasterParameter's gradient would make it FP32, so these are skipped. A held gradient does not count
+    # while its parameter still has a gradient, because they share memory.
     count.add(GRADIENTS, (p.grad for p in params if not isinstance(p, MasterParameter)))
     for one in stepped:
         count.add(GRADIENTS, (master.gradient() for master in one.rows.masters))
@@ -73,8 +73,8 @@ def section(memory: Sequence[Memory]) -> Section:
 def _add_copies(count: _Count, params: Sequence[Tensor], stepped: Sequence[Stepper], cache: WeightCache) -> None:
     """Count the half copies of FP32 weights.
 
-    Python's cache lists its copies. The compiled cache tells their number only: the copies that the kernels' steps
-    write are known, and for each of the others the size of one of the largest weights is counted.
+    Python's cache lists its copies. The compiled cache has only their number: the copies that the kernels' steps write
+    are known, and each other copy counts with the size of one of the largest weights.
     """
     kept = cache.kept()
     if kept is not None:
@@ -90,12 +90,12 @@ def _add_copies(count: _Count, params: Sequence[Tensor], stepped: Sequence[Stepp
 
 
 class _Count:
-    """Sums by class and device; memory that was seen before is not counted again."""
+    """Sums by class and device; counts the same memory only once."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], list[int]] = {}
         self._seen: set[tuple[int, int]] = set()
-        self._storages: list[Any] = []  # held, or an address could be given out twice
+        self._storages: list[Any] = []  # kept alive, so that no address is reused
 
     def add(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
         """Count tensors of a class."""
@@ -107,7 +107,7 @@ class _Count:
                 self.add(kind, _parts(local))
                 continue
             storage = local.untyped_storage()
-            # Not by data_ptr(), which tells copy-on-write memory that a writer has come.
+            # Not data_ptr(), which counts as a write and copies copy-on-write memory.
             place = storage._cdata, int(local.storage_offset())
             if place not in self._seen:
                 self._seen.add(place)

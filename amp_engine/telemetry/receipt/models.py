@@ -1,4 +1,4 @@
-"""The section about models: their types, and the modules that are not in half, with reasons."""
+"""The section about models: their types, and the modules that are not in half, with the reasons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def described(engine: Engine, policy: Policy) -> tuple[Model, ...]:
 
 
 def named(engine: Engine) -> list[tuple[str, nn.Module]]:
-    """Each initialized model with its name: "" where there is one, else "models[0]" and so on."""
+    """Each initialized model with its name: "" for a single one, else "models[0]" and so on."""
     models = engine._initialized.models
     return [(f"models[{i}]" if len(models) > 1 else "", model) for i, model in enumerate(models)]
 
@@ -101,7 +101,7 @@ def _kept(model: nn.Module, policy: Policy) -> Iterator[Kept]:
 def _kept_in_half_model(model: nn.Module, policy: Policy) -> Iterator[Kept]:
     by_user = {part for module, _ in kept_modules(model) for part in module.modules()}
     names = {module: name for name, module in model.named_modules()}
-    reasons: dict[int, tuple[str, str]] = {}  # why a tensor is kept, by its id, and with which module
+    reasons: dict[int, tuple[str, str]] = {}  # by id of a kept tensor: the reason and the module
     for module, name in names.items():
         is_norm = isinstance(module, BatchNormBase) and module.affine and bool(policy.keep_batchnorm_fp32)
         why = BY_KEEP_FLOAT if module in by_user else BY_BATCH_NORM if is_norm else None

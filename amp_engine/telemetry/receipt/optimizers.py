@@ -21,7 +21,7 @@ COMPILED, REFERENCE, OWN = "compiled kernels", "plain PyTorch kernels", "its own
 
 
 def described(engine: Engine) -> tuple[Stepped, ...]:
-    """Describe how each optimizer is stepped. Changes nothing. No host sync."""
+    """Describe the code that steps each optimizer. Changes nothing. No host sync."""
     has_part = engine._scaling.is_active or engine.function_casts.casts is not None
     return tuple(_described(one, has_part) for one in engine.backwards.all)
 

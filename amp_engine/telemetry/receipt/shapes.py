@@ -1,8 +1,8 @@
-"""The section about dimensions of matrix products in half that are no multiple of 8, as tensor cores want them.
+"""The section about dimensions of matrix products in half that are not multiples of 8, the size for tensor cores.
 
 NVIDIA's "Train With Mixed Precision" asks for multiples of 8 in the sizes of linear layers, channels, vocabularies and
-batches of 2-byte types. From cuBLAS 11 and cuDNN 7.6.3 on other sizes run on tensor cores too, slower: 8 elements are
-16 bytes ("Matrix Multiplication Background User's Guide", in the same place, section "Tensor Core Requirements").
+batches of 2-byte types. From cuBLAS 11 and cuDNN 7.6.3 on, other sizes also run on tensor cores, but slower: 8 elements
+are 16 bytes ("Matrix Multiplication Background User's Guide", same site, section "Tensor Core Requirements").
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ NONE = Shapes(0, ())
 def described(engine: Engine) -> Shapes:
     """Count the modules that compute matrix products in half, and find the dimensions to pad.
 
-    Known are Linear, convolutions, attention, recurrent networks and their cells, and the outputs of embeddings. The
-    number of an embedding's rows is no dimension of a product, unless a Linear shares the weight, which is looked at
-    itself. Depthwise convolutions are no matrix product.
+    Covers Linear, convolutions, attention, recurrent networks and their cells, and the outputs of embeddings. An
+    embedding's number of rows is no dimension of a product, unless a Linear shares the weight; that Linear is audited
+    itself. Depthwise convolutions are no matrix products.
     """
     audited, found = 0, []
     for prefix, model in named(engine):
@@ -69,7 +69,7 @@ def _computing_in_half(model: nn.Module, casts: FunctionCasts | None) -> Iterato
 
 
 def section(shapes: Shapes) -> Section:
-    """The dimensions to pad; modules of one class with dimensions of one size share a line."""
+    """The dimensions to pad; modules of the same class with the same dimension and size share a line."""
     groups: dict[str, list[str]] = {}
     for one in shapes.found:
         words = f"{one.class_name}: {one.dimension} = {one.size}, pad to {one.pad_to}"
@@ -85,7 +85,7 @@ def section(shapes: Shapes) -> Section:
 
 
 def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Names and sizes of the dimensions of a module's products, without batches and sequences."""
+    """Yield names and sizes of the dimensions of a module's products, without batches and sequences."""
     if isinstance(module, nn.Linear):
         yield from (("in_features", module.in_features), ("out_features", module.out_features))
     elif isinstance(module, _CONVOLUTIONS):
@@ -104,7 +104,7 @@ def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
     elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         yield from (("input_size", module.input_size), ("hidden_size", module.hidden_size))
         if getattr(module, "proj_size", 0):
-            yield "proj_size", int(module.proj_size)  # type: ignore[arg-type]  # which cells lack
+            yield "proj_size", int(module.proj_size)  # type: ignore[arg-type]  # cells lack it
 
 
 def _function(module: nn.Module) -> str | None:
@@ -119,7 +119,7 @@ def _function(module: nn.Module) -> str | None:
 
 
 def _is_half(casts: FunctionCasts, function: str | None) -> bool:
-    """True unless there is none, or a user took the function off its list, or put it on another list."""
+    """True if `function` is not None, and the user did not remove it from its list or put it on another list."""
     if function is None:
         return False
     removed = {(id(owner), name) for owner, name in casts.removals}

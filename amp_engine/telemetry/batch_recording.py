@@ -1,4 +1,4 @@
-"""One batch, operation by operation: the results of a reference, and how far another run is from them."""
+"""Records one batch of a reference by operation, and compares another run with the records."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from amp_engine.kernels.layout import address_of
 from amp_engine.telemetry.comparison import ComparedModule, ComparedOperation
 from amp_engine.telemetry.emulation import Emulation
 
-# They move or convert numbers: casts consist of them, and torch calls them beside casts in one type and not in another.
+# These move or convert numbers: casts consist of them, and some kernels call them only for some types.
 _MOVES = {"_to_copy", "to", "copy_", "copy", "clone", "contiguous", "lift_fresh", "detach", "set_", "resize_"}
-# They overwrite what they are given.
+# These overwrite their input.
 _MOVES |= {"fill_", "zero_", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_full"}
 _MOVES |= {"new_ones", "new_empty_strided"}
-# What they give does not depend on what they are given, but on its shape, and on the state of a generator.
+# The results of these depend only on the shape of the input and on the state of a generator.
 _RANDOM = {"bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "rand"}
 _RANDOM |= {"rand_like", "randn", "randn_like", "randint", "randint_like", "random_", "randperm", "uniform_"}
-# One operation under several names: which one torch picks depends on the type.
+# An operation under several names, from which torch picks by type.
 _FAMILIES = {"batch_norm": "batch_norm", "scaled_dot_product": "scaled_dot_product_attention"}
-# Above this two inputs are of two batches: casts and roundings outside of the model make far smaller differences, and
-# independent numbers differ by 1.4.
+# Inputs with a larger relative distance are different batches: casts and roundings outside of the model make far
+# smaller differences, and independent numbers differ by 1.4.
 _ANOTHER_BATCH = 0.1
 
 
 class Key(NamedTuple):
-    """Names the same operation in two runs: the `nth` of its name in the `call`-th call of a module.
+    """Identifies an operation in both runs: the `nth` of its name in the `call`-th call of a module.
 
     Attributes:
-        module: name of the innermost module; None outside of all.
-        call: of the module, from 1; 0 outside.
-        operation: by the name that torch gives it.
-        nth: from 1.
+        module: name of the innermost module; None outside of all modules.
+        call: number of the call of the module, from 1; 0 outside.
+        operation: torch's name of the operation.
+        nth: number of this name in the call, from 1.
     """
 
     module: str | None
@@ -53,13 +53,13 @@ class Key(NamedTuple):
 
 
 class _Held:
-    """A tensor as it was when it was seen: a reference until an operation is about to write into its memory."""
+    """The value of a tensor at one moment: a reference, and a copy from before its memory is written."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.value = tensor.detach()
 
     def save(self, copies: dict[Any, Tensor]) -> None:
-        """Copy it, once for all that are held of the same elements."""
+        """Replace the reference by a copy, which all _Held of the same elements share."""
         key = (address_of(self.value), self.value.shape, self.value.stride(), self.value.dtype)
         if key not in copies:
             copies[key] = self.value.clone()
@@ -75,7 +75,7 @@ class _Recorded:
 
 
 class Follower(Recorder):
-    """Names by keys each operation of a forward, inputs and outputs of modules, and the gradients of outputs."""
+    """Gives keys to each operation of a forward, inputs and outputs of modules, and the gradients of outputs."""
 
     sees_operations = True
 
@@ -86,31 +86,31 @@ class Follower(Recorder):
         self._has_begun = False
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Look at an operation, unless it only moves numbers."""
+        """Run an operation, and pass it to `_saw`, unless it only moves numbers."""
         name: str = func.overloadpacket.__name__
         given = _floats(tensors_in((args, kwargs)))
         outputs = _floats(tensors_in(written_arguments(func, args, kwargs)))
         written = {t.untyped_storage()._cdata for t in outputs}
         if written:
             self._before_write(written)
-            if not name.endswith("_"):  # `out`, and statistics: nothing that the result is made of
+            if not name.endswith("_"):  # `out` and statistics are no inputs of the result
                 given = [t for t in given if not any(t is output for output in outputs)]
             given = [t.clone() if t.untyped_storage()._cdata in written else t for t in given]
         result = func(*args, **kwargs)
         self._drawn(name, func, args, given, tensors_in(result))
-        gave = _floats(tensors_in(result))[:1]  # others are statistics, or memory for the backward
+        gave = _floats(tensors_in(result))[:1]  # the others are statistics, or saved for the backward
         if not gave or not given or name in _MOVES | _RANDOM:
             return result
         own = {t.untyped_storage()._cdata for t in given}
         is_view = not written and gave[0].untyped_storage()._cdata in own
         if not is_view:
             operation = next((family for part, family in _FAMILIES.items() if part in name), name)
-            # Running statistics are written by the operation, and are nothing that its result is made of.
+            # The operation writes running statistics, which are no inputs of its result.
             self._saw(self._key(operation), given[:3] if operation == "batch_norm" else given, gave[0])
         return result
 
     def given(self, module: Module, tensors: Sequence[Tensor]) -> None:
-        """Look at the inputs of a module."""
+        """Pass the inputs of a module to `_saw_value`."""
         name = module.name
         self._calls[name] += 1
         with self.paused():
@@ -121,7 +121,7 @@ class Follower(Recorder):
                 self._saw_value(Key(name, self._calls[name], "input", i), one)
 
     def gave(self, module: Module, tensors: Sequence[Tensor]) -> None:
-        """Look at the outputs of a module, and at their gradients when these come."""
+        """Pass the outputs of a module, and later their gradients, to `_saw_value`."""
         name = module.name
         with self.paused():
             for i, one in enumerate(_floats(tensors)):
@@ -131,7 +131,7 @@ class Follower(Recorder):
                     self.handles.append(one.register_hook(lambda grad, key=key: self._saw_value(key, grad)))
 
     def _drawn(self, name: str, func: Any, args: Any, given: Sequence[Tensor], gave: Sequence[Tensor]) -> None:
-        """If an operation has drawn random numbers, have both runs go on with the same: types draw differently."""
+        """If an operation drew random numbers, let both runs use the same ones, because types draw differently."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return
         if name in _RANDOM and gave:
@@ -141,30 +141,30 @@ class Follower(Recorder):
             gave[0].copy_(given[0] * gave[1] * (1.0 / (1.0 - args[1]) if args[1] < 1.0 else 0.0))
 
     def _key(self, operation: str) -> Key:
-        """The key of the operation that was just run."""
+        """The key of the operation that has just run."""
         module = self.innermost
         name, call = (None, 0) if module is None else (module.name, self._calls[module.name])
         self._counts[name, call, operation] += 1
         return Key(name, call, operation, self._counts[name, call, operation])
 
     def _before_write(self, storages: set[int]) -> None:
-        """Memory is about to be written."""
+        """Called before memory is written."""
 
     def _begins(self, tensors: Sequence[Tensor]) -> None:
-        """The model is given these."""
+        """Called with the model's inputs."""
 
     def _drew(self, key: Key, numbers: Tensor) -> None:
-        """An operation drew random numbers."""
+        """Called after an operation drew random numbers."""
 
     def _saw(self, key: Key, given: Sequence[Tensor], gave: Tensor) -> None:
-        """An operation was run."""
+        """Called after an operation."""
 
     def _saw_value(self, key: Key, value: Tensor) -> None:
-        """By `key.operation` the input or the output of a module, or the gradient, still scaled, of an output."""
+        """Called with a module's input or output, or an output's still scaled gradient; `key.operation` tells which."""
 
 
 class Recording(Follower):
-    """The reference: holds the results of operations and modules, and the gradients of outputs."""
+    """The reference run: keeps the results of operations and modules, and the gradients of outputs."""
 
     def __init__(self, model: nn.Module, loss_scale: float) -> None:
         super().__init__(model)
@@ -175,7 +175,7 @@ class Recording(Follower):
         self._of_storage: dict[int, list[_Held]] = {}
 
     def end(self) -> None:
-        """The batch is over: nothing is written any more."""
+        """End the batch: later writes no longer change recorded values."""
         super().end()
         self._of_storage.clear()
 
@@ -205,7 +205,7 @@ class Recording(Follower):
 
 
 class Comparing(Follower):
-    """Another run of the batch, at a level whose type has this unit roundoff: holds relative errors only."""
+    """Another run of the batch, at a level whose type has this unit roundoff: keeps only relative errors."""
 
     def __init__(
         self,
@@ -218,13 +218,13 @@ class Comparing(Follower):
         super().__init__(model)
         self.operations: list[ComparedOperation] = []
         self._errors: dict[tuple[str | None, str], float] = {}  # the largest of each module's inputs, outputs, ...
-        self.unmatched: list[tuple[str | None, bool]] = []  # the module of each, and whether it took or gave half
+        self.unmatched: list[tuple[str | None, bool]] = []  # the module of each, and True if it took or gave half
         self._reference, self._roundoff, self._loss_scale = reference, roundoff, loss_scale
         self._emulation = emulation
         self._types = dict[str | None, str | None](self.modules.values())
 
     def by_module(self) -> tuple[ComparedModule, ...]:
-        """The modules that have operations of their own: not finite first, then by growth."""
+        """The modules that have their own operations: not finite first, then by growth."""
         modules = []
         for name in dict.fromkeys([o.module for o in self.operations] + [name for name, _ in self.unmatched]):
             own = [o for o in self.operations if o.module == name]
@@ -297,9 +297,9 @@ class Comparing(Follower):
 
 
 def unscaled(gradient: Tensor, loss_scale: float) -> Tensor:
-    """The gradient of the loss itself: of the same type if the scale is 1, else float32 or float64."""
+    """The gradient without the loss scale: in the same type if the scale is 1, else float32 or float64."""
     gradient = gradient.detach()
-    if gradient.is_sparse:  # in its own type, as in a step: values that overflow together do so here
+    if gradient.is_sparse:  # adds up in its own type, as a step does, so sums overflow here too
         gradient = gradient.coalesce()
     if loss_scale == 1.0:
         return gradient

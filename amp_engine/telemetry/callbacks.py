@@ -1,4 +1,4 @@
-"""`amp.scalars()` for TensorBoard and Weights & Biases. Neither is imported: any object with their methods will do."""
+"""`amp.scalars()` for TensorBoard and Weights & Biases. Imports neither: any object with their methods works."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class TensorBoardScalars:
 
     Args:
         writer: a SummaryWriter.
-        engine: its scalars are written; None: those of `amp`.
+        engine: the engine whose scalars are written; None: that of `amp`.
 
-    No host sync. Raises AmpStateError where `amp.scalars` does.
+    No host sync. Raises AmpStateError when `amp.scalars` does.
     """
 
     def __init__(self, writer: ScalarWriter, engine: Engine | None = None) -> None:
@@ -45,7 +45,7 @@ class TensorBoardScalars:
         self._engine = engine
 
     def __call__(self, step: int) -> None:
-        """Write the numbers of now."""
+        """Write the present numbers."""
         for name, value in _scalars(self._engine).items():
             self._writer.add_scalar(name, value, step)
 
@@ -54,8 +54,8 @@ class WandbScalars:
     """Writes `amp.scalars()` with `run.log(scalars, step=step)`, as `TensorBoardScalars` does.
 
     Args:
-        run: what `wandb.init()` returned.
-        engine: its scalars are written; None: those of `amp`.
+        run: the return value of `wandb.init()`.
+        engine: the engine whose scalars are written; None: that of `amp`.
     """
 
     def __init__(self, run: Run, engine: Engine | None = None) -> None:
@@ -63,7 +63,7 @@ class WandbScalars:
         self._engine = engine
 
     def __call__(self, step: int) -> None:
-        """Write the numbers of now, in one call."""
+        """Write the present numbers, in one call."""
         found = _scalars(self._engine)
         if found:
             self._run.log(dict(found), step=step)

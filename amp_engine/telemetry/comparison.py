@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from amp_engine.page.page import Page, Paged, Sentence, Table
 
 SHOWN = 10
-"""How many operations, and how many modules, a table has."""
+"""A table shows this many operations or modules."""
 
 
 @dataclass(frozen=True)
@@ -17,18 +17,19 @@ class ComparedOperation:
     """One operation of the forward, at the level and at the reference.
 
     Attributes:
-        operation: by the name that torch gives it, such as "addmm" for nn.Linear.
+        operation: torch's name of the operation, such as "addmm" for nn.Linear.
         module: name of the innermost module around it, "" for the model itself; None outside of it, as in a loss.
         module_type: class of that module.
-        call: which call of the module, from 1; 0 outside.
-        nth: which operation of this name in that call, from 1.
-        order: its place among all that were compared, from 0.
-        dtype: of its result at the level, such as "float16"; of its operands where a recipe rounds them.
-        in_low_precision: an input or the result is float16 or bfloat16 at the level, or a recipe rounds its operands.
+        call: number of the call of the module, from 1; 0 outside.
+        nth: number of this operation among those of its name in the call, from 1.
+        order: its position among all compared operations, from 0.
+        dtype: type of its result at the level, such as "float16"; type of its operands if a recipe rounds them.
+        in_low_precision: True if an input or the result is float16 or bfloat16 at the level, or if a recipe rounds its
+            operands.
         error_in: the largest relative error of its inputs, ||a - b|| / ||b||; 0 if they are the same.
-        error: the relative error of its result: infinity where that is not finite and the reference is; 1 where the
+        error: the relative error of its result; infinity if the result is not finite and the reference is; 1 if the
             reference is 0 and the result is not.
-        growth: error / max(error_in, unit roundoff). 1 where both an input and the result are not finite.
+        growth: error / max(error_in, unit roundoff); 1 if both an input and the result are not finite.
     """
 
     operation: str
@@ -46,18 +47,19 @@ class ComparedOperation:
 
 @dataclass(frozen=True)
 class ComparedModule:
-    """One module by its own operations, without operations of modules in it.
+    """One module and its own operations, without operations of modules in it.
 
     Attributes:
         module: its name; "" for the model itself, None for operations outside of it.
         module_type: its class.
-        operations: how many of its own there are at the level, and
-        unmatched: how many of them the reference has not, as where torch has other kernels for half;
-        in_low_precision: how many took or gave float16 or bfloat16, or what a recipe rounds.
-        growth: the largest growth of one of them. Where some are unmatched at least that of the whole module, from the
-            error of its inputs to the error of its outputs.
-        error: the largest relative error of its outputs; None where none is floating.
-        gradient_error: the largest relative error of their gradients; None where they have none.
+        operations: number of its own operations at the level.
+        unmatched: number of these that the reference lacks, as when torch has other kernels for half.
+        in_low_precision: number of these with float16 or bfloat16 inputs or results, or with operands that a recipe
+            rounds.
+        growth: the largest growth of one of its operations. If some are unmatched, at least the growth of the whole
+            module, from the error of its inputs to the error of its outputs.
+        error: the largest relative error of its outputs; None if no output is floating.
+        gradient_error: the largest relative error of its outputs' gradients; None if they have none.
     """
 
     module: str | None
@@ -77,7 +79,7 @@ class ComparedParameter:
     Attributes:
         parameter: its name.
         error: ||a - b|| / ||b||.
-        norm: ||b||, of the reference.
+        norm: ||b||, the norm at the reference.
     """
 
     parameter: str
@@ -87,23 +89,23 @@ class ComparedParameter:
 
 @dataclass(frozen=True)
 class LevelComparison(Paged):
-    """One batch at a level beside the same batch at a reference, which the errors are relative to.
+    """One batch at a level and at a reference; errors are relative to the reference.
 
     Attributes:
         level, reference: "O2", "O0", or a recipe.
-        keep_float: the modules that were kept in FP32 by name at the level.
-        dtype: the low-precision type of the level; that of FP32 where it has none. Of a recipe that of operands.
+        keep_float: names of the modules that were kept in FP32 at the level.
+        dtype: the low-precision type of the level, or FP32 if it has none; the type of operands for a recipe.
         roundoff: unit roundoff of that type, the largest relative error of one rounding: 2**-11 for float16, 2**-8 for
             bfloat16, 2**-4 for E4M3, 2**-2 for E2M1.
-        loss, reference_loss: summed if there are several.
+        loss, reference_loss: the losses; a loss with several elements is summed.
         loss_error: |loss - reference_loss| / |reference_loss|.
-        gradient_error: of the gradients of all parameters as one vector, unscaled: ||a - b|| / ||b||.
-        loss_scale: that the level's loss was multiplied by.
-        overflowed: its gradients are not finite at that scale, while the loss is.
-        operations: the paired ones; not finite first, then by growth.
-        modules: that have operations of their own, by the largest growth of one.
-        parameters: by error.
-        unmatched: how many operations of the level the reference has not, so that nothing is known of them.
+        gradient_error: ||a - b|| / ||b|| of the unscaled gradients of all parameters as one vector.
+        loss_scale: the loss scale at the level.
+        overflowed: True if gradients at the level are not finite at that scale, while the loss is.
+        operations: the paired operations; not finite first, then by growth.
+        modules: the modules that have their own operations, by the largest growth of an operation.
+        parameters: the gradients, by error.
+        unmatched: number of operations at the level that the reference lacks, so that their errors are unknown.
     """
 
     level: str
@@ -187,7 +189,7 @@ _MODULE_HEAD = ("module", "class", "operations in half", "growth", "error out", 
 
 
 def by_growth(operations: Sequence[ComparedOperation]) -> tuple[ComparedOperation, ...]:
-    """Not finite first, then by growth."""
+    """Sort operations: not finite first, then by growth."""
     return tuple(
         sorted(operations, key=lambda o: (-o.growth if math.isinf(o.growth) else 0, o.error != math.inf, -o.growth))
     )

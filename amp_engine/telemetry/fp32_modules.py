@@ -1,4 +1,4 @@
-"""`amp.find_fp32_modules`: the fewest modules that have to stay in FP32 for a level to do."""
+"""`amp.find_fp32_modules`: finds the fewest modules that must stay in FP32 to make a level acceptable."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from amp_engine.telemetry.delta_debugging import reduced
 Accept = Callable[[LevelComparison], bool]
 
 # Roundings of random sign add up as sqrt(n) u: N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error
-# Analysis, SIAM Journal on Scientific Computing 41(5), 2019. So 64 u is what some 4000 roundings one after the other
-# give: 3 % in float16, 25 % in bfloat16, where the angle between the two gradients is below 15 degrees. What loses its
-# digits is off by 100 %. In eight or four bits that would be more than 100 %; half of it is an angle of 30 degrees.
+# Analysis, SIAM Journal on Scientific Computing 41(5), 2019. So 64 u is the error of some 4000 successive roundings:
+# 3 % in float16, 25 % in bfloat16, where the angle between the two gradients is below 15 degrees. A module that loses
+# its digits is off by 100 %. In eight or four bits 64 u would be more than 100 %; the limit of 50 % is 30 degrees.
 ROUNDINGS = 64
 LARGEST_TOLERANCE = 0.5
 SINGLES = 8
-"""How many modules are tried alone before several together; what is less suspicious is found among those."""
+"""This many modules are tried alone before several together, which finds the less suspicious ones."""
 WHOLE = ""
 """The name of the model itself."""
 
 
 @dataclass(frozen=True)
 class FP32Modules:
-    """The modules that were found, and how.
+    """The modules that a search found, and facts about the search.
 
     Attributes:
         modules: their names, in the order of suspicion; empty if none is needed, or if keeping modules does not help.
-        policy: of the level, with them, for `initialize`; of a recipe for `amp.compare_levels`.
-        before: the comparison without them.
-        after: the comparison with them; `before` if there are none.
-        is_acceptable: `after` is good enough.
-        is_minimal: each module was left out once, and the others were not enough.
-        tolerance: of the relative errors of the loss and of the whole gradient; None where `accept` decided.
-        runs: how many times a level was run, beside the reference.
-        failures: how many of them raised, which counts as not acceptable: types that do not fit each other.
-        failure: the message of the first of these.
+        policy: the level's policy with these modules, for `initialize`; a recipe's is for `amp.compare_levels`.
+        before: the comparison without these modules kept.
+        after: the comparison with these modules kept; `before` if there are none.
+        is_acceptable: True if `after` is good enough.
+        is_minimal: True if each module was left out once, and the others were not enough.
+        tolerance: limit of the relative errors of the loss and of the whole gradient; None if `accept` decided.
+        runs: number of runs of the level, without those of the reference.
+        failures: number of runs that raised, because types do not fit each other; they count as not acceptable.
+        failure: the message of the first failure.
     """
 
     modules: tuple[str, ...]
@@ -60,7 +60,7 @@ class FP32Modules:
     failure: str | None = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy file, for `amp.initialize(model, optimizer, policy=path)`, which refuses that of a recipe.
+        """Write the policy file, for `amp.initialize(model, optimizer, policy=path)`, which refuses a recipe's policy.
 
         Raises AmpValueError if nothing acceptable was found, OSError as `open` does.
         """
@@ -96,11 +96,11 @@ class FP32Modules:
 
 
 class _OutOfRunsError(Exception):
-    """No more runs are allowed."""
+    """The search has used all allowed runs."""
 
 
 class _Search:
-    """Tries lists of modules, each once and added to those of the policy, and counts."""
+    """Tries lists of modules, in addition to the policy's, each list once, and counts the runs."""
 
     def __init__(
         self, trials: Trials, policy: RunPolicy, accept: Accept, looks_at_operations: bool, max_runs: int
@@ -113,19 +113,19 @@ class _Search:
         self._known: dict[frozenset[str], bool] = {}
 
     def with_kept(self, names: Sequence[str]) -> RunPolicy:
-        """The policy with these modules kept as well."""
+        """The policy with these modules also kept."""
         return dataclasses.replace(self._policy, keep_float=tuple(dict.fromkeys((*self._policy.keep_float, *names))))
 
     def compare(self, names: Sequence[str], operations: bool = True) -> LevelComparison:
-        """Run the level once, and count it. Errors of the run are passed on."""
+        """Run the level once, and count the run. Passes on errors of the run."""
         self.runs += 1
         return self._trials.compare(self.with_kept(names), operations)
 
     def is_enough(self, names: Sequence[str]) -> bool:
-        """True if the level is good enough with these kept. Raises _OutOfRunsError."""
+        """True if the level is good enough with these modules kept. Raises _OutOfRunsError."""
         key = frozenset(names)
         if key not in self._known:
-            if self.runs >= self._max_runs - 1:  # one is for the comparison afterwards
+            if self.runs >= self._max_runs - 1:  # the last run is for the final comparison
                 raise _OutOfRunsError
             found = self._tried(names)
             self._known[key] = found is not None and bool(self._accept(found))
@@ -134,7 +134,7 @@ class _Search:
         return self._known[key]
 
     def _tried(self, names: Sequence[str]) -> LevelComparison | None:
-        """The comparison; None if the run raises, as where types do not fit each other."""
+        """The comparison; None if the run raises, as when types do not fit each other."""
         try:
             return self.compare(names, self._looks_at_operations)
         except torch.OutOfMemoryError:
@@ -145,9 +145,9 @@ class _Search:
             return None
 
     def smallest(self, candidates: Sequence[str], singles: int) -> bool:
-        """Find the list, which is `best` then; the first candidates, so many as `singles` says, are tried alone.
+        """Find a small list of modules, and set `best` to it. Tries the first `singles` candidates alone.
 
-        Returns True if no module can be left out of it.
+        Returns True if no module can be left out of `best`.
         """
         try:
             if any(self.is_enough([name]) for name in candidates[:singles]):
@@ -155,7 +155,7 @@ class _Search:
             count = min(2, len(candidates))
             while not (count and self.is_enough(candidates[:count])):
                 if count >= len(candidates):
-                    return True  # all of them are not enough, and the whole model is
+                    return True  # all of them are not enough; only the whole model is
                 count = min(2 * count, len(candidates))
             self.best = reduced(candidates[:count], self.is_enough)
         except _OutOfRunsError:
@@ -173,7 +173,7 @@ def find_fp32_modules(
     accept: Accept | None = None,
     max_runs: int = 100,
 ) -> FP32Modules:
-    """Find the fewest modules that have to stay in FP32, so that a level computes nearly what FP32 does.
+    """Find the fewest modules that must stay in FP32, so that a level computes nearly the same as FP32.
 
         found = amp.find_fp32_modules(model, lambda model: loss_fn(model(x), y), "O2")
         print(found)
@@ -185,28 +185,28 @@ def find_fp32_modules(
         step_fn: as `amp.compare_levels` takes it.
         reference: as `amp.compare_levels` takes it.
         level: "O1" to "O5", a recipe, or an `amp.RunPolicy`, whose modules are kept in any case.
-        tolerance: of the relative error of the loss and of that of the whole gradient; everything has to be finite too.
+        tolerance: limit of the relative errors of the loss and of the whole gradient; everything must be finite too.
             Default 64 times the unit roundoff of the level's type, 3 % in float16 and 25 % in bfloat16: thousands of
             roundings add up to that, and a module that loses its digits is off by 100 %. At most 50 %, as for recipes.
-        accept: decides instead; given the LevelComparison of a run.
-        max_runs: how often a level may be run, at least 3. A search for which overflows have to be avoided by a lower
-            loss scale runs more often.
+        accept: decides instead of `tolerance`; a function of the LevelComparison of a run.
+        max_runs: the most runs of the level, at least 3. Runs that search for a lower loss scale after an overflow
+            are not counted.
 
     Returns:
         A frozen record; `str()` is a sentence, `.modules` the names, `.before` and `.after` the comparisons, `.policy`
-        the policy to initialize with. If the level needs none, or if even the whole model in FP32 is not acceptable,
-        the list is empty, and `.is_acceptable` tells which.
+        the policy to initialize with. The list is empty if the level needs no module, or if even the whole model in
+        FP32 is not acceptable; `.is_acceptable` distinguishes the two.
 
     The search tries modules whose own operations took or gave half, in the order of their largest growth (see
     `amp.compare_levels`): the first 8 alone, then the first 2, 4, 8, ... together, until they are enough. Delta
     debugging (Zeller and Hildebrandt, 2002) then leaves out as many of these as it can: no single module of the result
-    can be left out, though another list may be shorter. A module keeps the modules in it as well, so it is not tried
-    alone, and comes after them, unless its own operations are the most suspicious; the model itself is the last.
+    can be left out, though another list may be shorter. Keeping a module also keeps the modules in it, so a module with
+    more suspicious ones in it comes after all others, and is not tried alone; the model itself is the last.
 
-    Takes the time of `max_runs` batches at most, and holds what `amp.compare_levels` holds. A run that raises a
-    RuntimeError with modules kept counts as not acceptable, and is told of; without any it is passed on.
+    Takes at most the time of `max_runs` batches, and as much memory as `amp.compare_levels`. If a run with modules kept
+    raises a RuntimeError, it counts as not acceptable, and the result reports it; without kept modules it is passed on.
 
-    Raises AmpTypeError or AmpValueError for other arguments, and what `amp.compare_levels` raises.
+    Raises AmpTypeError or AmpValueError for other arguments, and the errors of `amp.compare_levels`.
     """
     if isinstance(max_runs, bool) or not isinstance(max_runs, int) or max_runs < 3:
         raise AmpValueError(f"max_runs={max_runs!r} is no whole number from 3 on.  Use max_runs=100.")
@@ -246,7 +246,7 @@ def find_fp32_modules(
 
 
 def _candidates(modules: Sequence[ComparedModule], policy: RunPolicy) -> tuple[list[str], list[str]]:
-    """The modules to try, the most suspicious first; and modules that have more suspicious ones in them."""
+    """The modules to try, the most suspicious first; and separately those with more suspicious modules in them."""
     names = [m.module for m in modules if m.module and m.in_low_precision and m.module not in policy.keep_float]
     later = [name for i, name in enumerate(names) if any(other.startswith(f"{name}.") for other in names[:i])]
     return [name for name in names if name not in later], later

@@ -1,4 +1,4 @@
-"""`amp.gradient_histogram`: how large gradients are, and how many of them a type loses at a loss scale."""
+"""`amp.gradient_histogram`: magnitudes of gradients, and the share that a type loses at a loss scale."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from amp_engine.telemetry.histogram_picture import GradientHistogram as Gradient
 from amp_engine.telemetry.magnitudes import Limits, MagnitudeCounter, Magnitudes
 
 _TRIES = 6
-# The largest gradient is brought to 2^14 at most, so that a sum of two of them is no overflow in float16.
+# The largest gradient is scaled to 2^14 at most, so that a sum of two such gradients does not overflow in float16.
 _HEADROOM = 1
 _LOWER = 2.0**-8
 
 
 class _Counting(Recorder):
-    """Counts the gradients of one batch by hooks, with the losses multiplied by `factor` besides their scales."""
+    """Counts the gradients of one batch with hooks. Losses are multiplied by `factor` in addition to their scales."""
 
     def __init__(self, models: Sequence[nn.Module], stepped: Sequence[Stepper], factor: float) -> None:
         super().__init__(models)
         self.activations = MagnitudeCounter()
-        self.scale = 1.0  # of the loss whose backward is run, without the factor
+        self.scale = 1.0  # of the loss whose backward is running, without the factor
         self._params = list({id(p): p for model in models for p in model.parameters()}.values())
         self._stepped = stepped
         self._factor = factor
-        self._hooked: set[tuple[Node, int]] = set()  # alive, so that no other is taken for one of them
-        self._weights: dict[int, MagnitudeCounter] = {}  # by id: of several backwards the sum counts, which comes last
+        self._hooked: set[tuple[Node, int]] = set()  # keeps nodes alive, so that no id is reused
+        self._weights: dict[int, MagnitudeCounter] = {}  # by id; the last backward has the sum of all
 
     @property
     def weights(self) -> Magnitudes:
@@ -49,7 +49,7 @@ class _Counting(Recorder):
         return sum((counter.read() for counter in self._weights.values()), Magnitudes())
 
     def gave(self, module: Module, tensors: Sequence[Tensor]) -> None:
-        """Watch for the gradients of the outputs of a module. A cast of an output is the same output."""
+        """Add hooks for the gradients of a module's outputs. A cast of an output counts as the same output."""
         for tensor in tensors:
             node, place = tensor.grad_fn, tensor.output_nr
             if node is None or not tensor.is_floating_point() or tensor.dim() == 0:  # a loss, whose gradient is 1
@@ -65,12 +65,12 @@ class _Counting(Recorder):
         self.activations.add(grad, 1.0 / (self.scale * self._factor))
 
     def before_backward(self, context: object, loss: Tensor, scale: Tensor | float) -> None:
-        """Have the backward of a loss multiplied by the factor."""
+        """Multiply the gradients of a loss's backward by the factor."""
         self.was_backward = True
         self.scale = used = float(scale)
 
         def begins(grad: Tensor) -> Tensor:
-            """Note which of several losses it is whose backward begins."""
+            """Note the scale of the loss whose backward begins, and multiply its gradient by the factor."""
             self.scale = used
             return grad * self._factor if self._factor != 1.0 else grad
 
@@ -84,7 +84,7 @@ class _Counting(Recorder):
             self._count(one.param, one.values, scale if one.is_scaled else 1.0, self._factor)
 
     def finish(self) -> None:
-        """Count gradients that no `scale_loss` told of, as they arrived: scaled where `delay_unscale` left them so."""
+        """Count gradients that `closed` did not see: those that `delay_unscale` left scaled, or unscaled ones."""
         for one in self._stepped:
             if one.window.is_left_open:
                 scale = float(one.window.backward.snapshot.scale)
@@ -97,7 +97,7 @@ class _Counting(Recorder):
                     self._count(unscaled, arithmetic.values(local_of(unscaled.grad)), 1.0, 1.0)
 
     def end(self) -> None:
-        """Let go of the graph."""
+        """Remove the hooks, and drop the references to the graph."""
         super().end()
         self._hooked.clear()
 
@@ -109,28 +109,28 @@ class _Counting(Recorder):
 def gradient_histogram(
     engine: Engine, step_fn: Callable[[], Any], dtype: torch.dtype | None = None
 ) -> GradientHistogram:
-    """Run one batch once more and count its gradients by powers of two: those of activations and of weights.
+    """Run one batch again, and count the gradients of its activations and of weights by powers of two.
 
         print(amp.gradient_histogram(lambda: loss_fn(model(x), y)))
         amp.gradient_histogram(lambda: loss_fn(model(x), y)).plot("gradients.png")
 
-    It is the picture of Micikevicius et al., "Mixed Precision Training" (2018, https://arxiv.org/abs/1710.03740, figure
-    3), with the limits of the type at scale 1 and at the present loss scale, and the share that is lost at each.
+    The picture follows Micikevicius et al., "Mixed Precision Training" (2018, https://arxiv.org/abs/1710.03740, figure
+    3). It shows the limits of the type at scale 1 and at the present loss scale, and the share that is lost at each.
 
     Args:
         step_fn: runs one batch, without arguments: the forward, and the backward in `amp.scale_loss`, or returns the
-            loss. `optimizer.step()` does nothing inside. At a float16 level it is run two or more times: at the present
-            scale, and at the largest that overflows nowhere, where the least is lost.
-        dtype: whose limits are marked, such as torch.float8_e5m2. Default: the type that the level computes in; at O0
-            float16.
+            loss. `optimizer.step()` does nothing inside. At a float16 level it runs two or more times: at the present
+            scale, and at the largest that overflows nowhere, where the fewest gradients are lost.
+        dtype: the type whose limits are marked, such as torch.float8_e5m2. Default: the type that the level computes
+            in; at O0 float16.
 
     Returns:
-        A frozen record. All that the batch changes is put back, as `amp.find_overflow` does.
+        A frozen record. All changes of the batch are undone, as by `amp.find_overflow`.
 
-    Waits for the device. Counting takes some passes over each gradient. Of several ranks all have to call it, and each
-    counts its own. Raises AmpStateError before `initialize`, inside of a `scale_loss`, while gradients wait for a step,
-    for lazy modules that have no shape yet, and where the batch had no gradient; AmpTypeError for what cannot be
-    called; AmpValueError for a type that is not floating.
+    Waits for the device. Counting takes some passes over each gradient. All ranks must call it, and each counts its own
+    gradients. Raises AmpStateError before `initialize`, inside of a `scale_loss`, while gradients wait for a step, for
+    lazy modules that have no shape yet, and if the batch had no gradient; AmpTypeError if `step_fn` is not callable;
+    AmpValueError for a type that is not floating.
     """
     policy = checked_policy("gradient_histogram", engine.policy, engine._initialized.models, step_fn)
     if (recipe := meant(dtype)) is not None and not isinstance(dtype, torch.dtype):
@@ -168,12 +168,12 @@ def gradient_histogram(
 
 
 def _where_least_is_lost(run: Callable[[float], GradientHistogram]) -> GradientHistogram:
-    """The histogram at the largest loss scale that overflows nowhere; `run` takes its factor over the present one."""
+    """The histogram at the largest loss scale that overflows nowhere; `run` takes the factor to the present scale."""
     factor, best = 1.0, None
     for _ in range(_TRIES):
         found = run(factor)
         if found.activations.nonfinite or found.weights.nonfinite:
-            if best is not None:  # what was asked for was too much
+            if best is not None:  # the last factor was too large
                 return best
             factor *= _LOWER
             continue

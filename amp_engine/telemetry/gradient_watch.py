@@ -1,4 +1,4 @@
-"""`amp.watch_gradients()`: statistics of each gradient, taken on its device and read when they are asked for."""
+"""`amp.watch_gradients()`: statistics of each gradient, computed on its device and read only on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from amp_engine.telemetry.closed_gradients import ClosedGradient, closed_gradien
 from amp_engine.telemetry.wording import number, percent, scale
 
 KEPT = 100
-"""How many of the looked-at backwards are kept, the newest."""
+"""The records of this many watched backwards are kept, the newest."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class GradientRecord:
 
     Attributes:
         backward: the number of the backward since the `with` was entered, from 1.
-        loss_scale: that the loss had.
-        parameter: its name in the model.
-        elements: how many values it has.
-        largest: of the magnitudes, without the loss scale; not finite where a value is not.
+        loss_scale: the scale of the loss.
+        parameter: name of the parameter in the model.
+        elements: number of values.
+        largest: largest magnitude, without the loss scale; not finite if a value is not finite.
         norm: 2-norm without the loss scale, before any clipping.
-        zeros: share that is 0, 0 to 1; values that a half type lost on the way are among them.
+        zeros: share, 0 to 1, of values that are 0, including those that a half type lost during the backward.
         flushed: share that a half type would make 0 at the loss scale: 0 < |scale * g| < half of its smallest number.
-            0 for gradients that are in half already.
-        subnormal: share that is not 0 and, at the loss scale, keeps fewer bits than a half type has or none.
-        nonfinite: how many values are inf or NaN.
+            0 for gradients that are already in half.
+        subnormal: share that is not 0 and, at the loss scale, keeps fewer bits than a half type has, or none.
+        nonfinite: number of values that are inf or NaN.
     """
 
     backward: int
@@ -57,7 +57,7 @@ class GradientRecord:
 
 
 class _Noted(NamedTuple):
-    """The scale and six numbers of each gradient of one backward on one device, on their way to the host."""
+    """The scale and six numbers of each gradient of one backward on one device, in transfer to the host."""
 
     backward: int
     names: list[str]
@@ -66,24 +66,24 @@ class _Noted(NamedTuple):
 
 
 class GradientWatch(Paged):
-    """Looks at the gradients of every n-th backward inside of `with amp.watch_gradients(every=100) as watch:`.
+    """Records statistics of the gradients of every n-th backward in `with amp.watch_gradients(every=100) as watch:`.
 
         with amp.watch_gradients(every=100) as watch:
             train()
         print(watch)                      # the newest backward, a line for each parameter
         for record in watch.records: ...
 
-    Norm and largest magnitude are what the check of `scale_loss` found, where it looks; the shares take some
-    passes over the gradients. All of it stays on the device until it is read, and nothing is done for the other
-    backwards. The record of one of several backwards before a step is of the sum so far. No host sync before `records`
-    is read. A backward that a CUDA graph captures is left out.
+    If the check of `scale_loss` reads the gradients, norm and largest magnitude come from it; the shares take some
+    passes over the gradients. All numbers stay on the device until they are read, and other backwards cost nothing. If
+    there are several backwards before a step, a record describes the sum so far. No host sync before `records` is read.
+    Backwards that a CUDA graph captures are left out.
 
     Args:
-        every: look at every how-manieth backward, the first one included.
-        dtype: whose limits `flushed` and `subnormal` are of. Default: the type that the level computes in; at O0
-            float16.
+        every: watch every n-th backward, beginning with the first.
+        dtype: the type whose limits decide `flushed` and `subnormal`. Default: the type that the level computes in; at
+            O0 float16.
 
-    Raises AmpTypeError or AmpValueError for other arguments, AmpStateError where one is watching already.
+    Raises AmpTypeError or AmpValueError for other arguments, AmpStateError if another watch is active.
     """
 
     def __init__(self, engine: Engine, every: int = 100, dtype: torch.dtype | None = None) -> None:
@@ -111,15 +111,15 @@ class GradientWatch(Paged):
 
     def __exit__(self, *error: object) -> None:
         self._unsubscribe()
-        self._unsubscribe = lambda: None  # the other one refers to this
+        self._unsubscribe = lambda: None  # the subscription's refers to this object
 
     @property
     def records(self) -> list[GradientRecord]:
-        """Records of the newest 100 backwards that were looked at, oldest first. Waits for the device."""
+        """Records of the newest 100 watched backwards, oldest first. Waits for the device."""
         return [record for noted in self._noted for record in self._read(noted)]
 
     def _page(self) -> Page:
-        """The newest backward, by the share that is lost."""
+        """The newest backward, sorted by the share of zeros and subnormals."""
         if not self._noted:
             return Page.of(
                 Verbatim("No gradient was looked at.  Run a backward in amp.scale_loss inside of the `with`.")
@@ -148,11 +148,11 @@ class GradientWatch(Paged):
         return info.tiny * info.eps / 2, info.tiny
 
     def _look(self, rows: Sequence[Rows], backward: Backward | None) -> None:
-        """Take the numbers of a backward, if its turn has come."""
+        """Compute the numbers of a backward, if it is an n-th one."""
         self._count += 1
         if (self._count - 1) % self._every:
             return
-        # Where a sum of several backwards is stepped, no check has seen it.
+        # No check has read the sum of several backwards.
         saw_all = backward is not None and all(one.ledger.slots.check is not None for one in rows)
         checked = _found_by_check(backward) if backward is not None and saw_all else {}
         by_device: dict[torch.device, list[ClosedGradient]] = {}
@@ -214,7 +214,7 @@ def _found_by_check(backward: Backward) -> dict[int, tuple[Tensor, Tensor]]:
 def _six(
     one: ClosedGradient, loss_scale: Tensor, flush: float, normal: float, checked: tuple[Tensor, Tensor] | None
 ) -> list[Tensor]:
-    """Counts and sums of one gradient as it is at the loss scale: float64, shape [], on its device."""
+    """The six numbers of one gradient at the loss scale: float64, shape [], on its device."""
     values = one.values if one.is_scaled else one.values.float() * loss_scale
     magnitudes = values.abs()
     is_zero = magnitudes == 0

@@ -19,7 +19,7 @@ from amp_engine.telemetry.wording import number, percent, scale
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ROWS = 44  # of text, at most
+_ROWS = 44  # most rows of a text picture
 _BAR = 26
 _WIDTH, _HEIGHT = 1000.0, 180.0
 STYLE = """
@@ -36,15 +36,15 @@ class GradientHistogram:
     """The gradients of one batch, counted by powers of two, without the loss scale.
 
     Attributes:
-        title: of which models at which level.
-        dtype: whose limits are marked, such as "float16".
-        loss_scale: of the run, at the time.
-        measured_at: the scale that the gradients had while they were counted: at float16 levels the largest that
-            overflows nowhere, so that the least of them was lost.
-        activations: gradients of what modules gave, each tensor once; without losses, which have no dimensions.
+        title: names the models and the level.
+        dtype: the type whose limits are marked, such as "float16".
+        loss_scale: loss scale of the run when it was measured.
+        measured_at: the scale of the gradients while they were counted: at float16 levels the largest that overflows
+            nowhere, so that the fewest gradients were lost.
+        activations: gradients of modules' outputs, each tensor once; without losses, which have no dimensions.
         weights: gradients of parameters.
 
-    `str()` is a picture in text, `plot()` one by matplotlib; a notebook shows it, and a receipt takes it.
+    `str()` is a picture in text, `plot()` draws one with matplotlib; notebooks and receipts show it too.
     """
 
     title: str
@@ -56,20 +56,20 @@ class GradientHistogram:
 
     @property
     def parts(self) -> tuple[tuple[str, Magnitudes], ...]:
-        """Both, by name; without one that has no gradient."""
+        """The kinds of gradients by name, without a kind that has no gradient."""
         both = ("activation gradients", self.activations), ("weight gradients", self.weights)
         return tuple((name, found) for name, found in both if found.total)
 
     def lost(self, scale: float | None = None) -> float:
-        """Share of the nonzero gradients of both kinds that are 0 in `dtype` at a loss scale; default that of the run.
+        """Share, 0 to 1, of the nonzero gradients of both kinds that are 0 in `dtype` at a loss scale.
 
-        0 to 1. Values that are 0 at `measured_at` already are counted as zeros, and not among them.
+        Default: the loss scale of the run. Values that are already 0 at `measured_at` are not among the nonzero ones.
         """
         both = self.activations + self.weights
         return both.lost(getattr(torch, self.dtype), self.loss_scale if scale is None else scale)
 
     def plot(self, path: str | None = None) -> Figure:
-        """The picture as a matplotlib figure, which is written to `path` if there is one.
+        """The picture as a matplotlib figure; also written to `path` if given.
 
         Raises ModuleNotFoundError without matplotlib: `pip install amp_engine[plots]`.
         """
@@ -134,11 +134,11 @@ class GradientHistogram:
 
 
 class _Mark(NamedTuple):
-    """A limit of the type: values below 2^exponent are `what`."""
+    """A limit of the type: `what` describes values below 2^exponent."""
 
     exponent: int
     what: str
-    is_at_scale: bool  # of the run, and not at scale 1
+    is_at_scale: bool  # at the run's loss scale; False: at scale 1
 
 
 def _marks(histogram: GradientHistogram) -> list[_Mark]:
@@ -172,7 +172,7 @@ def losses(histogram: GradientHistogram) -> Iterator[str]:
 
 
 def blocks(histogram: GradientHistogram) -> Sequence[Block]:
-    """A picture, which text leaves out, and a sentence for each kind of gradients."""
+    """A sentence and, in HTML only, a picture for each kind of gradients."""
     measured = f"By powers of two, without the loss scale; measured at a scale of {scale(histogram.measured_at)}."
     found: list[Block] = [Picture(f'<p class="soft">{measured}</p>')]
     for (name, part), sentence in zip(histogram.parts, losses(histogram), strict=True):
@@ -222,7 +222,7 @@ def _svg(histogram: GradientHistogram, name: str, found: Magnitudes) -> str:
 
 
 def _span(histogram: GradientHistogram) -> tuple[int, int]:
-    """The lowest and the highest exponent that are drawn: of all values, and of the limits that are near."""
+    """The lowest and the highest exponent to draw: of all values, and of limits within 12 exponents of them."""
     found = [e for _, part in histogram.parts for e, _ in part.counts] or [0]
     near = [m.exponent for m in _marks(histogram) if min(found) - 12 <= m.exponent <= max(found) + 12]
     return min([*found, *(e - 1 for e in near)]), max([*found, *near])

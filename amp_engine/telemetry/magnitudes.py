@@ -1,4 +1,4 @@
-"""How large the values of tensors are, counted by powers of two on their device."""
+"""Counts the magnitudes of tensors' values by powers of two on their device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from amp_engine.ground.distributed import local_of
 
-# A float32 is 2^(field - 127) * 1.mantissa; its field is 0 for 0 and for what is below 2^-126, and 255 for inf and NaN.
+# A float32 is 2^(field - 127) * 1.mantissa; its field is 0 for 0 and values below 2^-126, and 255 for inf and NaN.
 _FIELDS = 256
 _BIAS = 127
 _ZEROS = _FIELDS  # one more place, for values that are 0
 
 LOWEST = -_BIAS
-"""Exponent under which everything below 2^-126 is counted."""
+"""The exponent under which values below 2^-126 are counted."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Limits:
     """The range of a floating type, as exponents of two.
 
     Attributes:
-        largest: of its largest power of two; float16: 15, since its largest number is 65504.
-        smallest_normal: below it numbers have fewer bits; float16: -14.
-        smallest: of its smallest number; float16: -24. Half of it is rounded to 0, to even.
+        largest: exponent of the largest power of two; float16: 15, since its largest number is 65504.
+        smallest_normal: exponent below which numbers have fewer bits; float16: -14.
+        smallest: exponent of the smallest number; float16: -24. Half of that number rounds to even, so to 0.
     """
 
     largest: int
@@ -43,12 +43,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """How many values there are of each power of two.
+    """The number of values of each power of two.
 
     Attributes:
         counts: (e, n), ascending: n values with 2^e <= |x| < 2^(e+1). Values below 2^-126 are under `LOWEST`.
-        zeros: how many are 0.
-        nonfinite: how many are inf or NaN.
+        zeros: number of zeros.
+        nonfinite: number of inf and NaN.
     """
 
     counts: tuple[tuple[int, int], ...] = ()
@@ -57,24 +57,24 @@ class Magnitudes:
 
     @property
     def total(self) -> int:
-        """How many values there are."""
+        """The number of all values."""
         return self.nonzero + self.zeros + self.nonfinite
 
     @property
     def nonzero(self) -> int:
-        """How many are finite and not 0."""
+        """The number of values that are finite and not 0."""
         return sum(n for _, n in self.counts)
 
     @property
     def largest(self) -> int | None:
-        """The exponent of the largest finite value; None where all are 0."""
+        """The exponent of the largest finite value; None without a nonzero one."""
         return self.counts[-1][0] if self.counts else None
 
     def lost(self, dtype: torch.dtype, scale: float = 1.0) -> float:
-        """Share of the nonzero values that become 0 in `dtype` once they are multiplied by `scale`. 0 to 1.
+        """Share, 0 to 1, of the nonzero values that become 0 in `dtype` after multiplication by `scale`.
 
-        A value is rounded to 0 below half of the smallest number: where e + log2(scale) < smallest - 1. The
-        scale counts as the power of two below it, since values are counted by powers of two.
+        Values below half of the smallest number round to 0: those with e + log2(scale) < smallest - 1. The
+        scale is rounded down to a power of two, since values are counted by powers of two.
         """
         below = Limits.of(dtype).smallest - math.frexp(scale)[1]  # frexp gives log2(scale) + 1
         return sum(n for e, n in self.counts if e < below) / max(1, self.nonzero)
@@ -87,16 +87,16 @@ class Magnitudes:
 
 
 class MagnitudeCounter:
-    """Counts values by powers of two where they are; nothing waits until `read`."""
+    """Counts values by powers of two on their device; only `read` waits."""
 
     def __init__(self) -> None:
         self._counts: dict[torch.device, Tensor] = {}
 
     @torch.no_grad()
     def add(self, tensor: Tensor, inv_scale: Tensor | float = 1.0) -> None:
-        """Count the values of a floating tensor, multiplied by `inv_scale`; of a DTensor those of this rank.
+        """Count the values of a floating tensor, multiplied by `inv_scale`; for a DTensor, this rank's values.
 
-        Takes about 13 bytes of memory a value for a moment. No host sync.
+        Takes about 13 bytes of memory per value temporarily. No host sync.
         """
         values = local_of(tensor.detach())
         values = values.coalesce().values() if values.is_sparse else values
@@ -114,12 +114,12 @@ class MagnitudeCounter:
 
 
 def _counted(values_f32: Tensor) -> Tensor:
-    """How many values have each exponent field, and how many are 0: int64, shape [257], on their device."""
+    """Count the values with each exponent field, and the zeros last: int64, shape [257], on their device."""
     fields = values_f32.abs().view(torch.int32).bitwise_right_shift(23).long()
     fields = fields.masked_fill(values_f32 == 0, _ZEROS).flatten()
     if fields.is_cpu:
         return torch.bincount(fields, minlength=_FIELDS + 1)
-    # bincount waits for the GPU, to learn how many bins there are; histc counts in float32, up to 2^24.
+    # bincount waits for the GPU to know the number of bins; histc counts in float32, so only up to 2^24.
     return torch.zeros(_FIELDS + 1, dtype=torch.int64, device=fields.device).scatter_add_(
         0, fields, torch.ones_like(fields)
     )

@@ -1,4 +1,4 @@
-"""The two plots of a receipt as inline SVG. Lines and bars scale with the window; words are HTML, and do not."""
+"""The two plots of a receipt as inline SVG. Lines and bars scale with the window; text is HTML, and does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 from amp_engine.telemetry import wording
 from amp_engine.telemetry.records import Loss, Memory
 
-# Colours that people who see fewer of them tell apart: Okabe and Ito, https://jfly.uni-koeln.de/color/
+# Colours that colour-blind people can distinguish: Okabe and Ito, https://jfly.uni-koeln.de/color/
 COLOURS = ("#0072b2", "#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#d55e00", "#d55e00", "#999999")
 _WIDTH, _HEIGHT, _MARGIN = 1000.0, 160.0, 12.0
 _TICKS = '<p class="soft">Ticks at the bottom: backwards that overflowed.</p>'
@@ -26,7 +26,7 @@ STYLE = """
 
 
 def scale_over_backwards(loss: Loss) -> str:
-    """The loss scale, of two points at least, as a stair on a logarithmic axis, with a tick for each overflow."""
+    """The loss scale as a stair on a logarithmic axis, with a tick for each overflow. Needs at least two points."""
     last = max(loss.backwards, loss.history[-1].backward, 1)
     exponents = [math.log2(point.scale) for point in loss.history]
     low, high = min(exponents), max(exponents)
@@ -60,7 +60,7 @@ def scale_over_backwards(loss: Loss) -> str:
 
 
 def memory_bar(memory: Sequence[Memory], kinds: Sequence[str]) -> str:
-    """A bar with a part for each class, as wide as its share of the bytes, and a legend of the colours."""
+    """A bar with a part for each class, whose width is its share of the bytes, and a legend of the colours."""
     total = sum(one.bytes for one in memory)
     parts, start = [], 0.0
     colours = {one.kind: COLOURS[kinds.index(one.kind) % len(COLOURS)] for one in memory}

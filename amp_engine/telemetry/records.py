@@ -1,6 +1,6 @@
-"""The sections of a receipt as frozen records of plain types, so that JSON holds them as they are.
+"""The sections of a receipt as frozen records of plain types, which JSON can represent directly.
 
-Types are named as in torch, without `torch.`: "float16". Bytes are of this process.
+Types have torch's names without `torch.`: "float16". Bytes are those of this process.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class Property:
 
     Attributes:
         name: the keyword of `initialize`.
-        value: the value that counts.
-        default: the value that the level has by itself.
+        value: the value in effect.
+        default: the default of the level.
     """
 
     name: str
@@ -60,7 +60,7 @@ class OfType:
     Attributes:
         kind: "parameters" or "buffers".
         dtype: their type.
-        tensors, elements, bytes: numbers of them; a tensor under two names counts once.
+        tensors, elements, bytes: their numbers; a tensor with two names counts once.
     """
 
     kind: str
@@ -72,13 +72,13 @@ class OfType:
 
 @dataclass(frozen=True)
 class Kept:
-    """Tensors of one module that a level leaves in a type of their own.
+    """Tensors of one module that a level does not cast to half.
 
     Attributes:
-        module: its name in the model; "" is the model itself.
-        class_name: of the module.
-        dtype: of the tensors; None where the level casts functions and no weights, and the module is kept whole.
-        tensors, elements: numbers of them.
+        module: name of the module in the model; "" is the model itself.
+        class_name: class of the module.
+        dtype: type of the tensors; None if the level casts functions but no weights, and the whole module is kept.
+        tensors, elements: their numbers.
         why: the reason.
     """
 
@@ -96,8 +96,8 @@ class Model:
 
     Attributes:
         name: "" for a single model, else "models[0]" and so on.
-        class_name: of the model.
-        types: of its parameters and buffers.
+        class_name: class of the model.
+        types: types of its parameters and buffers.
         kept: its tensors that are not in half.
     """
 
@@ -125,11 +125,11 @@ class Functions:
     """The patched functions.
 
     Attributes:
-        dtype: functions on the list "half" run in it; None if no function is cast.
+        dtype: type in which functions on the list "half" run; None if no function is cast.
         lists: the name of a list, and the number of functions of this torch on it.
         changes: the functions that users added and removed, in words.
         ops: calls by function and type; None if no explanation was given.
-        note: why there are no casts, or how to get `ops`; "" if there is nothing to say.
+        note: why there are no casts, or how to get `ops`; "" if neither applies.
     """
 
     dtype: str | None
@@ -141,13 +141,13 @@ class Functions:
 
 @dataclass(frozen=True)
 class Shape:
-    """A dimension of a matrix product in half that is no multiple of 8.
+    """A dimension of a matrix product in half that is not a multiple of 8.
 
     Attributes:
-        module: its name, behind that of the model where there are several.
-        class_name: of the module.
-        dimension: as the module's class calls it, such as "out_features".
-        size: of the dimension.
+        module: name of the module, after the name of its model if there are several.
+        class_name: class of the module.
+        dimension: the name in the module's class, such as "out_features".
+        size: size of the dimension.
         pad_to: the next multiple of 8.
     """
 
@@ -163,7 +163,7 @@ class Shapes:
     """The audit of shapes for tensor cores.
 
     Attributes:
-        audited: number of the modules that compute matrix products in half.
+        audited: number of modules that compute matrix products in half.
         found: the dimensions to pad.
     """
 
@@ -178,8 +178,8 @@ class Memory:
     Attributes:
         kind: "parameters", "buffers", "FP32 masters", "remainders", "optimizer state", "weight copies", "gradients".
         device: "cpu", "cuda:0".
-        tensors: number of them.
-        bytes: of all of them; of DTensors the part of this rank. Memory that two classes share counts in the first.
+        tensors: number of tensors.
+        bytes: their bytes; for DTensors, this rank's part. Memory that two classes share counts in the first.
     """
 
     kind: str
@@ -199,7 +199,7 @@ class ScalePoint:
 
 @dataclass(frozen=True)
 class Overflows:
-    """The overflows of one cause: the word of `overflow_report`, and the numbers of the newest backwards of it."""
+    """The overflows of one cause of `overflow_report`: their count, and the numbers of the newest backwards."""
 
     cause: str
     count: int
@@ -214,10 +214,10 @@ class Loss:
         loss_id: its number.
         dynamic: True if the scale moves.
         scale: the scale of the next backward.
-        backwards: number of the checked backwards since `initialize`; 0 where gradients are not checked.
-        overflows: number of these with a gradient that is not finite.
-        history: where the scale moved or a backward overflowed; at most 1000 points, thinned.
-        causes: of the newest 1000 overflows of all losses, those of this one, the most frequent cause first.
+        backwards: number of checked backwards since `initialize`; 0 if gradients are not checked.
+        overflows: number of checked backwards with a gradient that is not finite.
+        history: the points where the scale moved or a backward overflowed, thinned to at most 1000.
+        causes: this loss's overflows among the newest 1000 of all losses, the most frequent cause first.
         auto: True if the scale follows the largest gradient.
     """
 
@@ -236,14 +236,14 @@ class Stepped:
     """An optimizer.
 
     Attributes:
-        class_name: of the optimizer.
+        class_name: class of the optimizer.
         weights: number of the tensors that it steps.
         by: the code that steps it: "compiled kernels", "plain PyTorch kernels" or "its own class".
         why: the reason.
-        masters: its masters and the type of its moments, in words; "" where there is nothing to say.
-        steps: number of the calls of `step` since `initialize`.
-        skips: number of these that were skipped.
-        skips_in_a_row: number of the last ones that were skipped.
+        masters: its masters and the type of its moments, in words; "" without masters and narrow moments.
+        steps: number of calls of `step` since `initialize`.
+        skips: number of skipped steps.
+        skips_in_a_row: number of skipped steps since the last step that was taken.
     """
 
     class_name: str
@@ -258,13 +258,13 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the iterations that `amp.step_times()` has seen.
+    """A part of the iterations that `amp.step_times()` measured.
 
     Attributes:
         name: "backward", "scale_loss", "step" or "other".
         what: its contents, in words.
-        host_seconds: on the host.
-        device_seconds: between the CUDA events around it; None without a GPU.
+        host_seconds: seconds on the host.
+        device_seconds: seconds between the CUDA events around it; None without a GPU.
     """
 
     name: str
@@ -278,15 +278,15 @@ class Times:
     """The time of iterations, by phase.
 
     Attributes:
-        steps: number of the calls of `optimizer.step()`.
-        phases: they add up to all of the time.
+        steps: number of calls of `optimizer.step()`.
+        phases: the phases, which add up to the whole time.
     """
 
     steps: int
     phases: tuple[Phase, ...]
 
     def share(self, phase: Phase) -> float:
-        """The share of a phase, 0 to 1: of the device's time where that was measured, else of the host's."""
+        """The share of a phase, 0 to 1, in the device's time if it was measured, else in the host's."""
         on_device = all(p.device_seconds is not None for p in self.phases)
         seconds = [(p.device_seconds or 0.0) if on_device else p.host_seconds for p in self.phases]
         return seconds[self.phases.index(phase)] / total if (total := sum(seconds)) > 0 else 0.0

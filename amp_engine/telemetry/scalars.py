@@ -7,13 +7,13 @@ from amp_engine.errors import AmpStateError
 
 
 def scalars(engine: Engine) -> dict[str, float]:
-    """Scales and skips that the host has heard of, by a name to log them under.
+    """Scales and skips that the host knows of, by a name to log them under.
 
     Returns:
-        "amp/loss_scale": the scale of the next backward; with several losses "amp/loss_scale/0" and so on. Left out
-        while the host does not know it. "amp/skipped_steps": since `initialize`, of all optimizers together.
-        "amp/skips_in_a_row": of the optimizer that has most now. "amp/overflow_share": of the checked backwards since
-        `initialize`, 0 to 1. Empty if not enabled.
+        "amp/loss_scale": the scale of the next backward; with several losses "amp/loss_scale/0" and so on. Missing
+        while the host does not know it. "amp/skipped_steps": number since `initialize`, of all optimizers together.
+        "amp/skips_in_a_row": number for the optimizer that has most now. "amp/overflow_share": share, 0 to 1, of the
+        checked backwards since `initialize` that overflowed. Empty if not enabled.
 
     No host sync; on a GPU the last steps may be missing.
 
@@ -32,7 +32,7 @@ def scalars(engine: Engine) -> dict[str, float]:
     tracks = [history.track(loss_id) for loss_id in range(len(scalers))]
     found: dict[str, float] = {}
     for loss_id, (scaler, track) in enumerate(zip(scalers, tracks, strict=True)):
-        # A scale on the CPU is read itself: it may have been loaded or written since the track heard of it.
+        # Reads a scale on the CPU directly: it may have been loaded or written since the track's last entry.
         scale = float(scaler.scale) if scaler.scale.is_cpu else track.scale
         if scale is not None:
             found["amp/loss_scale" if len(scalers) == 1 else f"amp/loss_scale/{loss_id}"] = scale

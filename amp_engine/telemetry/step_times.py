@@ -1,4 +1,4 @@
-"""`amp.step_times()`: the time of iterations by phase, measured at `scale_loss` and at steps."""
+"""`amp.step_times()`: measures the time of iterations by phase, at `scale_loss` and at steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHAT = {
 
 
 def now() -> tuple[float, torch.cuda.Event | None]:
-    """A mark of this moment on the host, and on the current stream once a GPU is in use. No host sync."""
+    """The time on the host, and an event on the current stream if a GPU is in use. No host sync."""
     event = None
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         event = torch.cuda.Event(enable_timing=True)
@@ -34,7 +34,7 @@ def now() -> tuple[float, torch.cuda.Event | None]:
 
 
 def seconds_between(start: Any, end: Any) -> tuple[float, float | None]:
-    """Seconds on the host, and on the GPU or None. Waits for the later event."""
+    """Seconds on the host, and on the GPU (None without events). Waits for the later event."""
     device = None
     if start[1] is not None and end[1] is not None:
         end[1].synchronize()
@@ -51,19 +51,18 @@ def elapsed(start: Any, end: Any) -> float:
 class StepTimes(Paged):
     """Measures how much of the iterations inside of `with amp.step_times() as times:` is spent in amp.
 
-    Seconds on the host, and on the GPU of the current device: in the bodies of `scale_loss`, its entries and exits, and
-    `optimizer.step()`. `str(times)` is a table, `amp.receipt(times=times)` has it. Outside of the `with` nothing is
-    measured: hooks are on the optimizers, and a clock is around each `scale_loss`, only inside. That costs some
-    microseconds an iteration. Optimizers that are initialized inside are not seen. Waits for the device at the end, and
-    nowhere else.
+    Measures seconds on the host, and on the current GPU: in the bodies of `scale_loss`, in its entries and exits, and
+    in `optimizer.step()`. `str(times)` is a table; `amp.receipt(times=times)` includes it. The hooks on optimizers and
+    the clocks around `scale_loss` exist only inside of the `with`, and cost some microseconds an iteration. Optimizers
+    that are initialized inside are not measured. Waits for the device only at the end.
 
-    Raises AmpStateError where one is measuring already.
+    Raises AmpStateError if another StepTimes is measuring already.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._marks: list[tuple[str, Any, Any]] = []
-        self._moments: dict[int, Any] = {}  # the last one, by id of a context of `scale_loss` or an optimizer
+        self._moments: dict[int, Any] = {}  # the last one, by id of a `scale_loss` context or optimizer
         self._undo: list[Callable[[], None]] = []
         self._start: Any = None
         self._times = Times(0, ())
@@ -90,7 +89,7 @@ class StepTimes(Paged):
         end = now()
         for undo in self._undo:
             undo()
-        self._undo.clear()  # which refer to this
+        self._undo.clear()  # they refer to this object
         self._moments.clear()
         self._times = self._summed(end)
         self._marks.clear()
@@ -124,7 +123,7 @@ class StepTimes(Paged):
         self._moments[id(one)] = now()
 
     def _mark(self, phase: str, one: object) -> None:
-        """A phase ends here, and the next one begins; nothing is known of one that was begun outside of the `with`."""
+        """End a phase, and begin the next one; ignores a phase that began outside of the `with`."""
         start = self._moments.get(id(one))
         if start is not None:
             self._begin(one)

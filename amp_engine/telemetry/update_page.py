@@ -11,7 +11,7 @@ from amp_engine.telemetry.update_report import LIMIT, AuditedOptimizer, AuditedT
 from amp_engine.telemetry.wording import number, plural, share, size
 
 SHOWN = 30
-"""How many tensors stand in the table and in the picture, the first ones."""
+"""The table and the picture show this many tensors, the first ones."""
 
 _HEAD = ("tensor", "weight", "shape", "erased", "never moved", "step / spacing", "take")
 _LEGEND = (
@@ -58,7 +58,7 @@ def _about(one: AuditedOptimizer) -> str:
 
 
 def picture(tensors: Sequence[AuditedTensor], is_file: bool = False) -> str:
-    """Bars from 0 to 100 % erased, with a mark at the share that never moved; a file has colours of its own."""
+    """Bars from 0 to 100 % erased, with a mark at the share that never moved; a file sets its own colours."""
     shown = tensors[:SHOWN]
     bottom = _ROW * len(shown) + 8
     ticks = "".join(

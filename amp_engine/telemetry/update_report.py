@@ -29,7 +29,7 @@ class AuditedTensor:
         steps: number of the audited steps in which it had a gradient.
         erased: sum of |wanted - got| over sum of |wanted|, of all elements and audited steps; 0 if no step wanted a
             change.
-        never_moved: share, 0 to 1, of the elements that an audited step wanted to change, but no step changed.
+        never_moved: of the elements that audited steps wanted to change, the share, 0 to 1, that no step changed.
         step_in_spacings: |wanted| over the distance from a weight to the next larger magnitude of its type, as a median
             over the elements that a step wanted to change, then over steps; 0 if no step wanted a change.
         moved_by_chance: share of the changes below a quarter of that distance that still moved the weight; 0 under

@@ -1,4 +1,4 @@
-"""Recommends a level: a script runs for a few steps at each, and the figures are compared."""
+"""Recommends a level: runs a script for a few steps at each level, and compares the figures."""
 
 from amp_engine.advice.advice import Advice as Advice
 from amp_engine.advice.running import advise as advise

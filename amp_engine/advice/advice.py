@@ -1,4 +1,4 @@
-"""The trials of a script, their figures, and the recommendation, as a record; its page, and JSON."""
+"""The record of a script's trials, their figures and the recommendation, with its page and JSON."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from amp_engine.page.page import Page, Paged, Section, Sentence, Table, Verbatim
 from amp_engine.telemetry.wording import plural
 
 FORMAT = 1
-"""Of the JSON; another number where a field has got another meaning."""
+"""The format number of the JSON; changes when a field changes its meaning."""
 
 _HEAD = ("level", "losses", "differ by", "ms a step", "speed", "memory", "", "lost", "steps", "skipped", "loss scale")
 
 
 @dataclass(frozen=True, repr=False)
 class Advice(Paged):
-    """A few steps of a script at each level, and the level that they speak for.
+    """A few steps of a script at each level, and the recommended level.
 
     Attributes:
         script: the script with its arguments, as typed after `python`.
-        steps: number of steps that each level was asked for.
-        warmup: times leave out so many of the first steps.
+        steps: number of steps requested for each level.
+        warmup: times leave out this many of the first steps.
         base: the first run at O0.
-        levels: the runs at other levels, in the order in which they were asked for.
+        levels: the runs at other levels, in the requested order.
         again: the second run at O0, after the others, with perturbed weights.
-        recipes: the first backwards in recipes; no recommendation comes of them.
+        recipes: the first backwards in recipes, which do not affect the recommendation.
     """
 
     script: tuple[str, ...]
@@ -53,12 +53,12 @@ class Advice(Paged):
 
     @functools.cached_property
     def recommendation(self) -> Recommendation:
-        """The level that the figures speak for, and why."""
+        """The recommended level, and the reason."""
         return recommend(self.comparison)
 
     @property
     def level(self) -> str | None:
-        """The recommended level; None where levels cannot be compared, as `recommendation.sentence` says."""
+        """The recommended level; None if levels cannot be compared, for the reason in `recommendation.sentence`."""
         return self.recommendation.level
 
     def to_json(self) -> str:
@@ -109,7 +109,7 @@ def _row(one: Figures, comparison: Comparison) -> tuple[str, ...]:
 
 
 def _recipes(advice: Advice) -> Iterator[Section]:
-    """A table of the recipes, if there are some, and how to read it."""
+    """A table of the recipes, if there are any, and its explanation."""
     if not advice.recipes:
         return
     instead = None if advice.comparison.obstacle is None else "?"

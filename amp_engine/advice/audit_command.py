@@ -25,8 +25,8 @@ _NO_STEP = (
 def main(arguments: Sequence[str]) -> int:
     """Run the command.
 
-    Returns the exit status of the script; 2 for a command line that is not understood, 1 if the script did not step, or
-    if the file of `--json` could not be written after the audit was printed.
+    Returns the exit status of the script; 2 for an invalid command line, 1 if no optimizer of the script stepped, or if
+    the file of `--json` could not be written after the audit was printed.
     """
     parser = _parser()
     own, target = split(parser, list(arguments))
@@ -53,12 +53,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """The exit status, as a shell gives it."""
+    """Wait for the exit status, in the convention of shells."""
     while True:
         try:
             status = process.wait()
             return status if status >= 0 else 128 - status
-        except KeyboardInterrupt:  # the script has heard of it as well, and ends
+        except KeyboardInterrupt:  # the script gets it too, and ends
             continue
 
 

@@ -22,8 +22,8 @@ _LEVELS_HELP = (
 def main(arguments: Sequence[str]) -> int:
     """Run the command.
 
-    Returns the exit status: 2 for a command line that is not understood, 1 if the script failed, or if the file of
-    `--json` could not be written after the advice was printed.
+    Returns the exit status: 2 for an invalid command line, 1 if the script failed, or if the file of `--json` could not
+    be written after the advice was printed.
     """
     parser = _parser()
     own, target = split(parser, list(arguments))
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_json(parser: argparse.ArgumentParser, path: Path | None, example: str) -> None:
-    """End the command with an error if there can be no file at `path`."""
+    """End the command with an error if `path` is a directory, or its directory does not exist."""
     if path is not None and path.is_dir():
         parser.error(f"--json {path} is a directory: type the path of a file, for example {example} in it")
     if path is not None and not path.parent.is_dir():
@@ -57,7 +57,7 @@ def check_json(parser: argparse.ArgumentParser, path: Path | None, example: str)
 
 
 def write_json(command: str, path: Path | None, text: str) -> bool:
-    """Write a file, if there is a path. Returns False, and says why, if it cannot be written."""
+    """Write a file, if there is a path. Returns False, and prints why, if it cannot be written."""
     try:
         if path is not None:
             path.write_text(text, encoding="utf-8")
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def split(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into our options, which stand first, and the script with its own arguments."""
+    """Split a command line into our options, which come first, and the script with its own arguments."""
     end = 0
     while end < len(arguments) and arguments[end].startswith("-") and arguments[end] != "-m":
         known = parser._option_string_actions.get(arguments[end])

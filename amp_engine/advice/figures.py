@@ -1,4 +1,4 @@
-"""The figures that levels are compared by: pure functions of trials."""
+"""The figures for the comparison of levels: pure functions of trials."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from amp_engine.advice.records import Trial
 from amp_engine.levels.scale_rule import DynamicLossScale
 
 MOST_DIFFERENCE = 0.02
-"""Up to this a level's losses agree with O0's, however small the noise is."""
+"""A level's losses agree with O0's up to this difference, even if the noise is small."""
 
 NOISES = 2.0
-"""Losses agree, too, up to so many times what O0's own losses differ after a perturbation as small as rounding."""
+"""Losses also agree up to this many times the difference that a rounding-sized perturbation makes in O0's losses."""
 
 MOST_NOISE = 0.10
-"""Where O0 differs more from itself, so may a level that does not train."""
+"""If O0's two runs differ more, a level that does not train could seem to agree."""
 
 SAME_BEGINNING = 1e-3
-"""Up to this, relative to the mean, the first losses of two runs with equal weights are the same."""
+"""The first losses of two runs with equal weights count as the same up to this, relative to the mean loss."""
 
 LEAST_STEPS = 3
 
@@ -34,20 +34,20 @@ class Figures:
     Attributes:
         level: its name.
         dtype: its low-precision type; None at O0.
-        error: what the script printed at its end if it failed.
+        error: the end of the script's output if it failed.
         steps, skips: numbers of steps, and of skipped steps.
         is_finite: True if all losses were finite.
-        difference: of the losses from O0's, as `loss_difference` says; None if there is nothing to compare.
+        difference: difference of the losses from O0's, by `loss_difference`; None if no steps can be compared.
         agrees: True if the difference is within the limit.
         seconds: the median of a step after the warm-up; None if there was none.
-        speed: O0's seconds over these.
+        speed: O0's seconds over `seconds`.
         bytes: the memory that it takes.
         memory: `bytes` as a share of O0's.
-        lost: share of O0's nonzero weight gradients that float16 rounds to 0 at the lowest loss scale of the end, 0 to
-            1; 0 in bfloat16 and FP32, None if they were not counted.
-        lost_dynamic: `lost` at the scale that "dynamic" begins with.
-        loss_scale: the lowest at the end; None where no loss is scaled.
-        dynamic: True if it moves.
+        lost: share, 0 to 1, of O0's nonzero weight gradients that float16 rounds to 0 at `loss_scale`; 0 in bfloat16
+            and FP32, None if they were not counted.
+        lost_dynamic: `lost` at the initial scale of "dynamic".
+        loss_scale: the lowest loss scale at the end; None if no loss is scaled.
+        dynamic: True if the loss scale moves.
     """
 
     level: str
@@ -73,13 +73,13 @@ class Comparison:
     """The figures of all levels.
 
     Attributes:
-        machine: the device that they ran on, in words.
+        machine: the device of the trials, in words.
         base: O0.
-        levels: the others.
+        levels: the other levels.
         noise: difference of O0's losses in its two runs, the second with perturbed weights; None if that run failed.
         limit: the largest difference at which losses agree.
         drift: share by which a step of O0 took longer in the slower of its two runs; None if there is one run.
-        obstacle: the reason why losses cannot be compared, as a sentence; None if they can. With one no level agrees.
+        obstacle: the reason why losses cannot be compared, as a sentence; then no level agrees. None if they can.
     """
 
     machine: str
@@ -98,9 +98,10 @@ def compared(base: Trial, levels: Sequence[Trial], again: Trial | None, warmup: 
         base: the first run at O0.
         levels: the runs at other levels.
         again: the second run at O0, with perturbed weights, after the others.
-        warmup: times leave out so many of the first steps.
+        warmup: times leave out this many of the first steps.
 
-    O0's time is the median over the steps of both of its runs: what slows the machine for a while then counts for all.
+    O0's time is the median over the steps of its first and its last run, so that a temporary slowdown of the machine
+    affects O0 too.
     """
     gradients = None
     noise = drift = None
@@ -154,7 +155,7 @@ def obstacle_to_comparison(base: Trial, again: Trial | None) -> str | None:
     """The reason why other levels cannot be compared with two runs at O0, as a sentence; None if they can.
 
     Args:
-        base, again: as in `compared`. Until the second step both have the same weights.
+        base, again: as in `compared`. They have the same weights until the second step.
     """
     losses = [loss for step in base.losses for loss in step]
     if not all(map(math.isfinite, losses)):
@@ -199,14 +200,14 @@ def _in_words(losses: Sequence[float]) -> str:
 
 
 def loss_difference(trial: Trial, base: Trial) -> float | None:
-    """mean |loss - base's| / mean |base's|, over the second half of the steps that both have.
+    """mean |loss - base's| / mean |base's|, over the second half of the steps that both trials have.
 
-    Relative to the mean and not step by step, so that one loss near 0 does not count for all. The second half, since
-    at first all levels have the same weights. Several losses of a step are compared one by one: their sum may cancel.
+    Relative to the mean, not step by step, so that a loss near 0 does not dominate. Uses the second half, because all
+    levels begin with the same weights. Compares several losses of a step one by one, because their sum may cancel.
 
-    A step that was skipped leaves the weights one step behind, which says nothing of rounding: where a trial has
-    skipped k more steps than the base, it is compared with the base of k steps before as well, and the smaller
-    difference counts. inf where a loss is not finite, None without a step to compare.
+    A skipped step leaves the weights one step behind, which is no effect of rounding. So a trial that skipped k more
+    steps than the base is also compared with the base's losses k steps earlier, and the smaller difference counts. inf
+    if a loss is not finite, None without a step to compare.
     """
     behind = max(0, trial.skips - base.skips)
     found = [_shifted(trial, base, shift) for shift in {0, behind}]

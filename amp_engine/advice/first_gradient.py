@@ -1,4 +1,4 @@
-"""The gradient of a script's first backward at O0, and how far a recipe moves it."""
+"""The gradient of a script's first backward at O0, and its relative error at a recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_engine.telemetry.emulation import Emulation
 
 
 class FirstGradient:
-    """Writes the gradient of the first backward at O0 to a file, or compares that of a recipe with the file.
+    """Writes the gradient of the first backward at O0 to a file, or compares a recipe's gradient with the file.
 
     Args:
         level: O0 or a recipe, which is emulated from `begin` to `end`.
@@ -27,14 +27,14 @@ class FirstGradient:
         self._emulated = ExitStack()
 
     def begin(self, models: Sequence[nn.Module]) -> None:
-        """Emulate the recipe, if there is one, in all that this thread runs."""
+        """Emulate the recipe, if there is one, in all operations of this thread."""
         if self._recipe is not None:
             emulation = Emulation(models, self._recipe)
             self._emulated.callback(emulation.end)
             self._emulated.enter_context(emulation.following())
 
     def end(self, models: Sequence[nn.Module]) -> float | None:
-        """Write the gradient, or give its relative error at the recipe. Waits for the device."""
+        """Write the gradient, or return its relative error at the recipe. Waits for the device."""
         self._emulated.close()
         places = places_in(models)
         params = [p for model in models for p in model.parameters()]

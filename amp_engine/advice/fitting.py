@@ -15,20 +15,21 @@ _PROPERTIES = (*_OF_ANOTHER_LEVEL, "keep_batchnorm_fp32", "loss_scale", "cast_mo
 
 
 def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], list[Dropped], str]:
-    """Put `level` in place of the script's level, and leave out the arguments that do not fit it.
+    """Replace the script's level by `level`, and leave out the arguments that do not fit it.
 
-    Arguments in a policy count as if they had been passed; of the policy itself a trial keeps the modules in FP32. At
-    the script's own level all arguments are kept, wrong ones too. At O0, which other levels are compared with, only
-    those are kept that leave it plain FP32. Elsewhere these are dropped: a property that makes another level of it, a
-    property that `Policy.complaints` is about, and a loss scale where the level scales no losses.
+    Arguments in a policy count as if they had been passed; a trial also keeps the policy's modules in FP32. At the
+    script's own level all arguments stay, wrong ones too. At O0, the reference, only arguments stay that leave it plain
+    FP32. Other levels drop a property that would make it another level, a property that `Policy.complaints` is about,
+    and a loss scale if the level scales no losses.
 
     Args:
-        arguments: the passed ones, by name.
-        level: of the trial, or a recipe, which runs at O0.
+        arguments: the arguments of the script's call, by name.
+        level: the level of the trial, or a recipe, which runs at O0.
 
     Returns:
-        Arguments for `Engine.initialize`; what was left out; and the level that the script asks for, by its policy or
-        `opt_level`. Raises as `policy_file.completed` and `RunPolicy.load` for a policy that `initialize` would refuse.
+        Arguments for `Engine.initialize`; the dropped ones; and the level that the script asks for, by its policy or
+        `opt_level`. Raises like `policy_file.completed` and `RunPolicy.load` for a policy that `initialize` would
+        refuse.
     """
     asked, said, names = completed(arguments)
     run_at = beneath(level)
@@ -61,7 +62,7 @@ def _why_not(name: str, value: Any, level: str) -> str | None:
     try:
         changed = defaults.override(**{name: value})
     except (AmpError, AssertionError):
-        return None  # what no level takes is an error of the script's
+        return None  # the script's error at every level
     if name in _OF_ANOTHER_LEVEL and (level, value) not in (("O5", "split"), ("O1", True), ("O4", True)):
         return None if getattr(changed, name) == getattr(defaults, name) else "it would make another level of it"
     return "it does not fit the level" if list(changed.complaints()) else None

@@ -1,4 +1,4 @@
-"""The level that figures speak for: a pure function."""
+"""Recommends a level from figures: a pure function."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from amp_engine.advice.figures import Comparison, Figures
 from amp_engine.advice.records import BASE
 
 LEAST_GAIN = 0.05
-"""A level that is faster than O0 by this or more is preferred for speed; the drift of O0 counts instead, if larger."""
+"""A level is preferred for speed if it is faster than O0 by at least this, or by O0's drift if that is larger."""
 
 MOST_DRIFT = 0.5
-"""Where O0's own two runs differ in speed by more, speeds are no ground to stay at O0."""
+"""If O0's two runs differ more in speed, speeds are no reason to stay at O0."""
 
 TIE = 0.03
-"""Speeds, or sizes where memory decides, that differ by less are the same."""
+"""Speeds, or sizes if memory decides, that differ by less count as equal."""
 
 LEAST_SAVING = 0.10
-"""A level is preferred for memory if it takes less than O0 by this or more,"""
+"""A level is preferred for memory if it takes at least this much less than O0, and is not slower than `SLOWEST`."""
 
 SLOWEST = 1 / 1.5
-"""and runs at this share of O0's speed or more: a step may take half as long again."""
+"""Least share of O0's speed of a level that is preferred for memory: a step may take 1.5 times as long."""
 
 MOST_LOST = 0.01
-"""Of the nonzero weight gradients a level may round so many to 0."""
+"""A level may round this share of the nonzero weight gradients to 0."""
 
 SIMPLEST_FIRST = ("O0", "O4", "O1", "O5", "O2", "O3")
-"""Fewer moving parts first: no loss scale before one, a model that stays FP32 before one that is cast, masters before
-none."""
+"""Levels with fewer moving parts first: without a loss scale before with one, an FP32 model before a cast one, with
+masters before without."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A level, or None where levels cannot be compared, and a sentence with the reason."""
+    """A level, or None if levels cannot be compared, and a sentence with the reason."""
 
     level: str | None
     sentence: str
@@ -44,10 +44,10 @@ def recommend(comparison: Comparison) -> Recommendation:
     """Take the fastest level that trains as O0 does; else the level that takes least memory; else O0.
 
     A level trains as O0 does if it ran, its losses are finite and agree with O0's, it skipped at most half of its
-    steps, and it loses at most 1% of gradient values. For speed it has to be at least 5% faster than O0, and faster by
-    more than O0's two runs differ. Of levels within 3% of the fastest the smaller is taken, then the simpler one. If
-    none is fast enough, the smallest level is taken, if it takes at least 10% less memory and at most half as much time
-    again. None is recommended where O0's losses or speeds are no ground to compare with.
+    steps, and it loses at most 1% of gradient values. For speed it must be at least 5% faster than O0, and faster by
+    more than the difference of O0's two runs. Among levels within 3% of the fastest, it takes the smallest, then the
+    simplest. If none is fast enough, it takes the smallest level, if that takes at least 10% less memory and at most
+    1.5 times as long as O0. It recommends None if O0's losses or speeds do not allow a comparison.
     """
     base, machine = comparison.base, comparison.machine
     if comparison.obstacle is not None:
@@ -87,7 +87,7 @@ def recommend(comparison: Comparison) -> Recommendation:
 
 
 def why_not(level: Figures) -> str | None:
-    """The reason why a level is not recommended whatever it saves, or None."""
+    """The reason why a level is not recommended, regardless of its savings, or None."""
     if level.error is not None:
         return "it failed"
     if level.steps == 0 or level.difference is None:
@@ -104,7 +104,7 @@ def why_not(level: Figures) -> str | None:
 
 
 def _lighter(levels: Sequence[Figures]) -> Figures:
-    """Take the level with least memory; of levels within 1% the simplest."""
+    """Take the level with least memory; among levels within 1% of it, the simplest."""
     known = [one.memory for one in levels if one.memory is not None]
     if len(known) == len(levels):
         levels = [one for one in levels if (one.memory or 0.0) <= min(known) * 1.01]

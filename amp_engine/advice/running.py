@@ -1,4 +1,4 @@
-"""Runs a script at each level, in a process of its own, one after the other."""
+"""Runs a script at each level, each time in its own process, one after the other."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from amp_engine.levels.recipes import RECIPES, meant
 
 VARIABLE = "AMP_ENGINE_TRIAL"
 GRACE = 20.0
-"""Seconds that a process may take to end once its trial is written, or its time is over."""
+"""Seconds that a process may take to end after it has written its trial, or after its deadline."""
 
 SHOWN_LINES = 12
-"""Of what a script printed, at its end, where it failed."""
+"""The report of a failed script shows this many of the last lines that it printed."""
 
 _CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child")
 _TO_WRITE = (
@@ -59,28 +59,27 @@ def advise(
         print(advise(["train.py", "--data", "cifar"]))
         print(advise(["-m", "package.train"], steps=50, levels=["O0", "O2", "O5"]))
 
-    Each level runs in a process of its own, with the same arguments, environment, directory and random numbers; the
-    script is ended by SystemExit after its last step. A script without amp has its one model and its one optimizer
-    initialized after their first step, which is not counted, and its losses scaled. `from apex import amp` is answered
-    by amp_engine there, also in place of an apex that is installed. O0 is run twice, first and last, whether it is
-    listed or not.
+    Each level runs in its own process, with the same arguments, environment, directory and random numbers; SystemExit
+    ends the script after its last step. If a script has no amp, the trial initializes its one model and one optimizer
+    after their first step, which is not counted, and scales its losses. In these processes `from apex import amp`
+    imports amp_engine's, also if apex is installed. O0 runs twice, first and last, whether it is listed or not.
 
     Args:
         argv: a script with its arguments, or "-m", a module and its arguments.
-        steps: number of steps of the first optimizer that was initialized.
-        warmup: times leave out so many of the first steps.
-        levels: the levels to try. Of a recipe, "float8", "mxfp8" or "nvfp4", the first gradient alone is compared with
-            O0's: it is advice, and no training level.
-        seconds: a level is ended early so long after the start of its process.
-        seed: of random, numpy, torch and the order of sets, before the script; 0 to 2^32 - 1.
+        steps: number of steps of the first initialized optimizer.
+        warmup: times leave out this many of the first steps.
+        levels: the levels to try. A recipe, "float8", "mxfp8" or "nvfp4", is advice and no training level: only its
+            first gradient is compared with O0's.
+        seconds: a level ends early this long after the start of its process.
+        seed: seed of random, numpy, torch and the order of sets, before the script; 0 to 2^32 - 1.
         say: called before each run with a line about it.
-        run: does one trial of `argv`; default: in a process of its own.
+        run: does one trial of `argv`; default: in its own process.
 
     Returns:
-        A frozen record: `str()` is a table with the recommendation as its last line, `to_json()` has all of it.
+        A frozen record: `str()` is a table with the recommendation as its last line, `to_json()` has all records.
 
     Raises AmpValueError for arguments that are not allowed, AmpStateError if the script fails at O0, if it never calls
-    `initialize` and `scale_loss` and cannot be tried without these, and where several processes are to train together.
+    `initialize` and `scale_loss` and cannot be tried without them, and if several processes would train together.
     """
     check_script(argv)
     _check(steps, warmup, levels, seconds, seed)
@@ -106,7 +105,7 @@ def advise(
             raise AmpStateError(_NOT_PLAIN.format(obstacle=base.obstacle))
         if not any(base.losses):
             raise AmpStateError(_NO_AMP.format(what=_NO_CALLS if base.asked is None else _NO_LOSS))
-        enough = base.steps  # of a script that ends earlier: which its last steps are is known now
+        enough = base.steps  # if the script ends earlier, its last steps are known now
         found = [tried(i, level, enough) for i, level in enumerate(others, 2)]
         again = tried(count, BASE, enough, perturb=True)
     of_levels, of_recipes = (tuple(t for t in found if (t.level in RECIPES) is narrow) for narrow in (False, True))
@@ -114,11 +113,11 @@ def advise(
 
 
 def run_in_process(argv: Sequence[str], task: Task) -> Trial:
-    """Do one trial in a process of its own, which is ended `GRACE` seconds after its deadline at the latest."""
+    """Do one trial in its own process, which is killed at the latest `GRACE` seconds after its deadline."""
     with tempfile.TemporaryDirectory(prefix="amp_advise_") as folder:
         result, printed = Path(folder, "trial"), Path(folder, "printed")
         environment = child_environment(VARIABLE, dataclasses.asdict(dataclasses.replace(task, path=str(result))))
-        environment.setdefault("PYTHONHASHSEED", str(task.seed))  # the order of sets, in which data may be read
+        environment.setdefault("PYTHONHASHSEED", str(task.seed))  # data may be read in the order of a set
         finder.add_children(environment, replace=True)
         with printed.open("wb") as output:
             process = subprocess.Popen(
@@ -138,7 +137,7 @@ def run_in_process(argv: Sequence[str], task: Task) -> Trial:
 
 
 def child_environment(variable: str, told: Mapping[str, object]) -> dict[str, str]:
-    """This process's environment, in which Python begins what `variable` says before it runs a script."""
+    """This process's environment for a script, in which Python first starts the trial or audit of `variable`."""
     environment = {**os.environ, variable: json.dumps(told)}
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([_CHILD, path] if path else [_CHILD])
@@ -147,7 +146,7 @@ def child_environment(variable: str, told: Mapping[str, object]) -> dict[str, st
 
 def child_command(argv: Sequence[str]) -> list[str]:
     """The command that runs a script or a module."""
-    # The options of this interpreter, as multiprocessing gives them to its children: -W, -X, -O, ...
+    # The options of this interpreter, as multiprocessing passes them to its children: -W, -X, -O, ...
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *options, *argv]
 
@@ -156,11 +155,11 @@ def judged(trial: Trial | None, task: Task, status: int | None, printed: str) ->
     """Add to a trial the error of its process, if it failed.
 
     Args:
-        trial: as the process wrote it, or None.
-        status: the exit status of the process; None if it was ended from outside.
+        trial: the trial that the process wrote, or None.
+        status: the exit status of the process; None if it did not end in time.
     """
     trial = trial or Trial(task.level)
-    if status == 0 or trial.out_of_time or trial.steps >= task.steps:  # whatever its end was like
+    if status == 0 or trial.out_of_time or trial.steps >= task.steps:  # even if it ended badly
         return trial
     lines = printed.strip().splitlines()[-SHOWN_LINES:]
     if status is None:
@@ -185,14 +184,14 @@ def _wait(process: subprocess.Popen[bytes], deadline: float, result: Path) -> in
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and all that it has started, such as loaders of data."""
+    """Kill the process and all processes that it started, such as data loaders."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def check_script(argv: Sequence[str]) -> None:
-    """Raise AmpValueError if there is no such script, AmpStateError where none can be followed."""
+    """Raise AmpValueError if there is no such script, AmpStateError if no script can be followed here."""
     if not argv or (argv[0] == "-m" and len(argv) == 1):
         raise AmpValueError("There is no script to run.  Type a script or `-m package.module`, and its arguments.")
     if argv[0].startswith("-") and argv[0] != "-m":

@@ -17,16 +17,16 @@ from amp_engine.telemetry.wording import plural
 
 
 def begin(told: Mapping[str, Any]) -> None:
-    """Audit from now on. `told` has steps, every, and a folder, in which the result is written when Python ends."""
+    """Start the audit. `told` has steps, every, and the folder in which the result is written when Python ends."""
     ScriptAudit(told["steps"], told["every"], Path(told["folder"]))
 
 
 class ScriptAudit:
-    """Follows each optimizer from its first step on, and ends the script after some steps of the first one.
+    """Audits each optimizer from its first step on, and ends the script after some steps of the first optimizer.
 
     Args:
-        steps: the script is ended after so many steps of the first optimizer.
-        every: each how-manieth step is audited.
+        steps: the script ends after this many steps of the first optimizer.
+        every: audit every n-th step.
         folder: audit.txt and audit.json are written there, also if the script ends earlier or raises.
     """
 

@@ -1,4 +1,4 @@
-"""The steps of a script's optimizers, by torch's hooks for all optimizers, and the models that they step."""
+"""Watches the steps of a script's optimizers with torch's global hooks, and finds the models that they step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Begins a trial in the process of a script, with or without amp."""
+"""Begins a trial in the process of a script that uses amp or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from amp_engine.errors import AmpGradientWarning
 
 
 def begin(task: Mapping[str, Any]) -> None:
-    """Have the current engine of this process do a task, given as the fields of a Task."""
+    """Make a TrialEngine the current engine of this process; `task` has the fields of a Task."""
     engine = TrialEngine(Task(**task))
     amp.replace_engine(engine)
     PlainScript(engine)
@@ -32,16 +32,16 @@ def begin(task: Mapping[str, Any]) -> None:
 
 
 class PlainScript:
-    """Has an engine initialize the model and the optimizer of a script after their first step, and scale its losses.
+    """Lets an engine initialize a script's model and optimizer after their first step, and scale its losses.
 
-    A script that calls `initialize` itself, or imports apex, is left alone. The engine gives up one that has several
-    models or optimizers, or uses torch.amp.
+    Leaves scripts alone that call `initialize` themselves, or import apex. Gives up on scripts that have several models
+    or optimizers, or use torch.amp.
     """
 
     def __init__(self, engine: TrialEngine) -> None:
         self._engine = engine
-        self._optimizer: Optimizer | None = None  # that the engine was given
-        self._optimizer_of_calls: Optimizer | None = None  # None in calls of the engine itself as well
+        self._optimizer: Optimizer | None = None  # the one that the engine initialized
+        self._optimizer_of_calls: Optimizer | None = None  # the same, but None during the engine's own calls
         self._has_autocast = False
         self._steps = ScriptSteps(self._before_step, self._after_step)
         self._forwards = nn.modules.module.register_module_forward_pre_hook(self._before_forward)
@@ -52,7 +52,7 @@ class PlainScript:
             self._patches.set(module, "clip_grad_norm_", self._clip_grad_norm_)
 
     def end(self) -> None:
-        """Leave torch as it was."""
+        """Remove the hooks and the patches of torch."""
         self._steps.end()
         self._forwards.remove()
         self._patches.undo()
@@ -70,7 +70,7 @@ class PlainScript:
             if obstacle is not None:
                 self._engine.give_up(obstacle)
             self._optimizer = self._optimizer_of_calls = optimizer
-            # What a level does not see of gradients would make its losses differ for no reason of its own.
+            # Gradients that never reach the masters would make the losses of a level differ.
             warnings.filterwarnings("error", category=AmpGradientWarning)
             self._engine.initialize_plain(models[0], optimizer)
         elif self._optimizer is not None and optimizer is not self._optimizer:
@@ -78,7 +78,7 @@ class PlainScript:
             self._engine.give_up(f"it steps several optimizers, {names}")
 
     def _obstacle(self, models: list[nn.Module]) -> str | None:
-        gc.collect()  # of a scaler that is gone nothing is told
+        gc.collect()  # frees unreachable scalers
         scalers = [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler)]
         if self._has_autocast or any(scaler.is_enabled() for scaler in scalers):
             return "it uses torch.amp: docs/from_torch_amp.md has what to write in its place"
@@ -105,7 +105,7 @@ class PlainScript:
 
     @contextmanager
     def _inside(self) -> Iterator[Optimizer | None]:
-        """Give the optimizer that the engine has; None without one, and in calls that the engine itself makes."""
+        """Yield the engine's optimizer; None without one, and in calls that the engine itself makes."""
         optimizer, self._optimizer_of_calls = self._optimizer_of_calls, None
         try:
             yield optimizer

@@ -1,4 +1,4 @@
-"""An engine that runs a script at the level of a trial, records it, and ends it after some steps."""
+"""An engine that runs a script at the level of a trial, records the trial, and ends the script after some steps."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from amp_engine.telemetry.receipt import memory
 from amp_engine.telemetry.wording import plural
 
 COUNTED_STEPS = 3
-"""Of how many of the last steps gradients are counted."""
+"""Gradients are counted in this many of the last steps."""
 
 PERTURBATION = 2.0**-11
-"""How far rounding to float16 moves a weight at most, relative to it: half a unit in the last of 11 bits."""
+"""The largest relative change of a weight by rounding to float16: half a unit in the last of 11 bits."""
 
-_MEASURED_STEP = 2  # memory is looked at in it, when optimizers have their state, and again in the last
+_MEASURED_STEP = 2  # memory is measured in this step, when optimizers have their state, and in the last one
 _SIGNATURE = inspect.signature(Engine.initialize)
 
 
 class TrialEngine(Engine):
-    """The engine of a trial. Its record outlives `close`, and models and optimizers, which an engine holds weakly.
+    """The engine of a trial. Its record survives `close`, and the end of models and optimizers.
 
     Args:
-        task: level, steps, deadline, and the file that the trial is written to.
+        task: level, steps, deadline, and the file for the trial.
     """
 
     def __init__(self, task: Task) -> None:
@@ -51,22 +51,22 @@ class TrialEngine(Engine):
         self._task = task
         self._process = os.getpid()
         self._is_over = False
-        self._first: Callable[[], Optimizer | None] = lambda: None  # whose steps are counted, as long as it lives
+        self._first: Callable[[], Optimizer | None] = lambda: None  # weak reference to the optimizer whose steps count
         self._hook: RemovableHandle | None = None  # on its steps
         self._trial = Trial(task.level)
-        self._losses: list[list[Tensor]] = [[]]  # by step, the last one is not over
+        self._losses: list[list[Tensor]] = [[]]  # by step; the last step is in progress
         self._ends: list[Any] = []
-        self._own: list[list[tuple[Any, Any]]] = [[]]  # by step: beginning and end of what the trial itself did
-        self._skips_before = 0  # the last `close`
+        self._own: list[list[tuple[Any, Any]]] = [[]]  # by step: beginnings and ends of the trial's own work
+        self._skips_before = 0  # skips before the last `close`
         self._pendings: list[Pending] = []
         self._gradients = MagnitudeCounter()
-        # None without recipes, and once it was looked at.
+        # None without recipes, and after the first backward.
         self._first_gradient = FirstGradient(task.level, task.gradient_path) if task.gradient_path else None
 
     def initialize(self, *args: Any, **keywords: Any) -> Any:
         """Initialize at the level of the trial, without the arguments that do not fit it."""
         self._leave_if_over()
-        if self._first() is None:  # nothing was initialized yet, or that training is over
+        if self._first() is None:  # no training yet, or the last one is over
             self._let_go()
         passed = dict(_SIGNATURE.bind(self, *args, **keywords).arguments)
         passed.pop("self")
@@ -91,19 +91,19 @@ class TrialEngine(Engine):
         return self._trial.asked
 
     def initialize_plain(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Initialize for a script that does not do so."""
+        """Initialize for a script that does not call `initialize`."""
         self.initialize(model, optimizer, verbosity=0)
         self._note(asked=None)
 
     def give_up(self, obstacle: str) -> NoReturn:
-        """End the script, whose training no level can be tried with."""
+        """Record why the script cannot be tried at other levels, and end it."""
         self._leave_if_over()
         self._note(obstacle=obstacle)
         self.write()
         raise SystemExit(0)
 
     def scale_loss(self, loss: Tensor, *args: Any, **keywords: Any) -> AbstractContextManager[Tensor]:
-        """Record the loss, and scale it."""
+        """Record the loss, and scale it as `Engine.scale_loss` does."""
         self._leave_if_over()
         backward = super().scale_loss(loss, *args, **keywords)
         self._losses[-1].append(loss.detach().float().mean())
@@ -116,7 +116,7 @@ class TrialEngine(Engine):
         super().close()
 
     def write(self) -> None:
-        """Write the trial, unless it was written. Waits for the device."""
+        """Write the trial, unless it is already written. Waits for the device."""
         if self._is_over or os.getpid() != self._process:
             return
         self._is_over = True
@@ -134,7 +134,7 @@ class TrialEngine(Engine):
 
     @property
     def _steps(self) -> int:
-        """Number of the steps that are over."""
+        """Number of completed steps."""
         return len(self._ends)
 
     @property
@@ -147,7 +147,7 @@ class TrialEngine(Engine):
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._leave_if_over()
-        if os.getpid() != self._process:  # in a child that was forked from it
+        if os.getpid() != self._process:  # in a forked child
             return
         self._ends.append(step_times.now())
         self._own.append([])
@@ -162,7 +162,7 @@ class TrialEngine(Engine):
             raise SystemExit(0)
 
     def _leave_if_over(self) -> None:
-        """End the process of a script that caught SystemExit and goes on."""
+        """End the process of a script that caught SystemExit and continues."""
         if self._is_over and os.getpid() == self._process:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -222,7 +222,7 @@ class TrialEngine(Engine):
 
 @torch.no_grad()
 def perturb(models: list[nn.Module], seed: int) -> None:
-    """Multiply each floating parameter by 1 + 2^-11 * uniform(-1, 1), with random numbers of its own. No host sync."""
+    """Multiply each floating parameter by 1 + 2^-11 * uniform(-1, 1), from its own generators. No host sync."""
     generators: dict[torch.device, torch.Generator] = {}
     for p in {id(p): p for model in models for p in model.parameters() if p.is_floating_point()}.values():
         generator = generators.get(p.device)
@@ -251,7 +251,7 @@ def _cpu_name() -> str:
 
 
 def _write(trial: Trial, path: str) -> None:
-    """Write the file whole or not at all: it may be looked for at any time."""
+    """Write the file atomically, because another process polls for it."""
     with open(f"{path}.part", "wb") as file:
         pickle.dump(trial, file)
     os.replace(f"{path}.part", path)

@@ -1,4 +1,4 @@
-"""A page of sections: made once, written as text and as HTML."""
+"""A page of sections, which can be written as text and as HTML."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from amp_engine.errors import AmpValueError
 from amp_engine.page.style import STYLE
 
 WIDTH = 100
-"""Of text, where names allow."""
+"""Width of text in characters; long names may exceed it."""
 
 _SHOWN_NAMES = 4
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a section; in text it is indented by so many steps."""
+    """A part of a section; text is indented by `indent` steps of two spaces."""
 
     indent: int = field(default=0, kw_only=True)
 
@@ -36,9 +36,9 @@ class Sentence(Block):
     """A paragraph.
 
     Attributes:
-        words: may be wrapped.
-        kind: in HTML "title", "soft" for what matters less, "bad" for trouble.
-        link: in HTML, an address to follow.
+        words: the text, which may be wrapped.
+        kind: in HTML "title", "soft" for less important text, "bad" for trouble.
+        link: in HTML, an address to link to.
     """
 
     words: str
@@ -69,7 +69,7 @@ class Verbatim(Block):
 
 @dataclass(frozen=True)
 class Named(Block):
-    """A sentence about some modules, and their names: the first four in text; in HTML all of them, once opened."""
+    """A sentence about some modules, and their names: the first four in text, all in HTML, where they unfold."""
 
     words: str
     names: Sequence[str]
@@ -88,13 +88,13 @@ class Named(Block):
 
 @dataclass(frozen=True)
 class Table(Block):
-    """Rows of as many cells each. In text words in the last column are wrapped.
+    """Rows with the same number of cells. In text, words in the last column are wrapped.
 
     Attributes:
-        rows: from the top down.
-        head: of the columns; without one the cells say what they are.
-        numbers: the columns that stand right.
-        marked: the rows that stand out in HTML.
+        rows: the rows from top to bottom.
+        head: names of the columns, or empty.
+        numbers: the right-aligned columns.
+        marked: the rows that are highlighted in HTML.
         has_total: True if the last row is a sum, which needs a head.
     """
 
@@ -154,7 +154,7 @@ class Figure(Block):
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a name, or under none; left out of a page where there are no blocks."""
+    """Blocks under a name, which may be empty. A page leaves out a section without blocks."""
 
     name: str
     blocks: Sequence[Block]
@@ -173,7 +173,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """Sections under a title, or under none; `style` is CSS of its pictures."""
+    """Sections under a title, which may be empty; `style` is CSS of its pictures."""
 
     title: str
     sections: Sequence[Section]
@@ -181,11 +181,11 @@ class Page:
 
     @classmethod
     def of(cls, *blocks: Block) -> Page:
-        """A page without names."""
+        """A page of blocks, without a title."""
         return cls("", [Section("", blocks)])
 
     def text(self) -> str:
-        """The page as text, `WIDTH` wide where names allow. Named sections are indented."""
+        """The page as text, `WIDTH` wide unless names are longer. Named sections are indented."""
         parts = [f"{self.title}\n{'=' * len(self.title)}"] if self.title else []
         return "\n\n".join([*parts, *(section._text() for section in self.sections if section.blocks)])
 
@@ -196,7 +196,7 @@ class Page:
         return f'<div class="amp"><style>{STYLE}{self.style}</style>{title}{sections}</div>'
 
     def html_file(self) -> str:
-        """The page as a file of HTML that loads nothing."""
+        """The page as the text of an HTML file that loads nothing."""
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -228,7 +228,7 @@ def _wrapped(words: str, width: int) -> list[str]:
 
 
 def _breakable(text: str) -> str:
-    """The text as HTML, in which lines may break behind each dot and underscore."""
+    """The text as HTML in which lines may break after each dot and underscore."""
     return escape(text).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
@@ -236,9 +236,9 @@ def write_by_suffix(path: str | os.PathLike[str], writers: Mapping[str, Callable
     """Write a file by the suffix of its path.
 
     Args:
-        path: of the file.
-        writers: give the text for each suffix.
-        what: is written, for the error, which advises .html: "a receipt".
+        path: path of the file.
+        writers: functions that return the text, by suffix.
+        what: names the object in the error, which advises .html: "a receipt".
 
     Raises AmpValueError for another suffix, OSError as `open` does.
     """

@@ -1,7 +1,7 @@
-"""The style of a page of HTML: tables scroll where a window is narrow."""
+"""The style of an HTML page: tables scroll if a window is narrow."""
 
-# One root class, so that nothing of the page around it changes. Colours of its own, so that it can be read whatever is
-# behind it; both sets keep a contrast of 4.5 (WCAG 2.1, 1.4.3).
+# One root class, so that the page around it does not change. It sets its own colours, so that it is readable on any
+# background; both colour schemes keep a contrast of 4.5 (WCAG 2.1, 1.4.3).
 STYLE = """
 .amp { --ink: #1b1f24; --soft: #57606a; --paper: #fff; --line: #d0d7de; --shade: #f6f8fa; --mark: #0550ae;
   --bad: #b3261e; color-scheme: light dark; background: var(--paper); color: var(--ink); padding: 1em; text-align: left;

@@ -227,7 +227,7 @@ class Loss:
     backwards: int
     overflows: int
     history: tuple[ScalePoint, ...]
-    causes: tuple[Overflows, ...] = ()  # like `auto`, new since the first receipts
+    causes: tuple[Overflows, ...] = ()  # older receipts lack it and `auto`
     auto: bool = False
 
 

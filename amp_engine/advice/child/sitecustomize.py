@@ -1,10 +1,10 @@
 """Starts a trial or an audit in the process of a script, then runs the sitecustomize that this one hides.
 
-Found through PYTHONPATH when Python starts, so the script runs as it always does: its `__main__`, its arguments, its
-tracebacks, and what it sets before it imports torch. Neither torch nor amp_engine is imported here. numpy and torch are
-seeded right after their import. The trial begins right after that of amp_engine, which is imported after torch if the
-script has not done so. Processes that the script starts have no trial. An audit begins right after the import of torch,
-and seeds nothing.
+Python finds this file through PYTHONPATH when it starts, so the script runs as usual: its `__main__`, its arguments,
+its tracebacks, and settings that it makes before it imports torch. This file imports neither torch nor amp_engine. It
+seeds numpy and torch right after their import. The trial begins right after the import of amp_engine, which this file
+imports after torch if the script has not done so. Processes that the script starts have no trial. An audit begins right
+after the import of torch, and seeds nothing.
 """
 
 import importlib
@@ -25,22 +25,22 @@ AUDIT_VARIABLE = "AMP_ENGINE_AUDIT"
 
 
 class _AfterImport:
-    """A finder on `sys.meta_path` that finds nothing by itself: it calls a function once a module was imported.
+    """A finder on `sys.meta_path` that finds nothing by itself, but calls a function after the import of a module.
 
-    Looking for a spec, as `importlib.util.find_spec` does, is no import, and neither is one that raises: the function
-    is kept for the next one.
+    A search for a spec, as by `importlib.util.find_spec`, does not count as an import. After an import that raises, the
+    function waits for the next import.
     """
 
     def __init__(self, functions: dict[str, Callable[[], object]]) -> None:
         self._functions = functions
-        self._looking: set[tuple[int, str]] = set()  # which thread looks for what: others may look for the same
+        self._looking: set[tuple[int, str]] = set()  # by thread: others may look for the same name
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The official hook."""
+        """Find the spec with the other finders, and wrap its loader."""
         looking = (get_ident(), name)
-        if name not in self._functions or looking in self._looking:  # another finder asks all of them, and so this one
+        if name not in self._functions or looking in self._looking:  # a finder may ask all finders
             return None
         self._looking.add(looking)
         try:
@@ -57,7 +57,7 @@ class _AfterImport:
 
 
 class _Loader:
-    """Loads as another loader does, and calls the function of the module after that, once."""
+    """Loads a module with another loader, then calls the module's function once."""
 
     def __init__(self, real: Any, name: str, functions: dict[str, Callable[[], object]]) -> None:
         self._real, self._name, self._functions = real, name, functions
@@ -109,7 +109,7 @@ def _start() -> None:
 
 def _imported(name: str) -> Any:
     root = str(Path(__file__).parents[3])
-    sys.path.insert(0, root)  # the command may have found it in its directory, and the script is elsewhere
+    sys.path.insert(0, root)  # the package may be in the command's directory only
     try:
         return importlib.import_module(name)
     finally:
@@ -118,7 +118,7 @@ def _imported(name: str) -> Any:
 
 def _after_torch(seed: int) -> None:
     sys.modules["torch"].manual_seed(seed)
-    if "amp_engine" not in sys.modules:  # else it is importing torch, and the trial begins once it is there
+    if "amp_engine" not in sys.modules:  # else it is importing torch, and the trial begins after it
         _imported("amp_engine")
 
 

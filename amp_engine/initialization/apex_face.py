@@ -55,7 +55,7 @@ def take_off(optimizer: Any) -> None:
 class RefusesGradScaler:
     """The attribute that torch.amp.GradScaler reads before a step: it is false, or raises.
 
-    Without it GradScaler would find no gradients, and say that no inf checks were recorded. Copies are plain False.
+    Without it GradScaler would find no gradients, and say that no inf checks were recorded. A copy is plain False.
     """
 
     name = "_step_supports_amp_scaling"

@@ -182,7 +182,7 @@ def check_process_group(group: Any) -> None:
 def check_optimizers(
     optimizers: Sequence[Optimizer], is_scaled: bool, has_masters: bool = False, agree: bool = False
 ) -> None:
-    """Raise AmpStateError for an optimizer that cannot be looked after.
+    """Raise AmpStateError for an optimizer that an engine cannot step.
 
     Args:
         is_scaled: True if an overflow may skip a step.
@@ -298,7 +298,7 @@ _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_wrappers(optimizers: Sequence[Any]) -> None:
-    """Raise AmpStateError for an optimizer around an optimizer that cannot be looked after."""
+    """Raise AmpStateError for a wrapper of an optimizer that an engine cannot step."""
     for wrapper in optimizers:
         inner = inner_of(wrapper)
         if isinstance(wrapper, LARC) and steps_shards(inner):

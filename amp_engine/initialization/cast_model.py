@@ -286,7 +286,7 @@ def remember(models: Sequence[nn.Module]) -> Callable[[], None]:
 
 
 def cast_targets(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> list[tuple[Tensor, torch.dtype]]:
-    """Each floating parameter and buffer, and the type that it is to have.
+    """Each floating parameter and buffer, and its target type.
 
     With `keep_batchnorm_fp32`, affine batch norms become (usually: stay) float32. Norms without
     parameters and layer, group and instance norms are cast, as apex did. Kept modules become float32, too.

@@ -36,7 +36,7 @@ class Asked:
         enabled: False if amp does nothing.
         level: "O0" to "O5"; None if not enabled.
         brief: the level in a sentence.
-        properties: in the order in which `initialize` prints them.
+        properties: the properties, in the order in which `initialize` prints them.
     """
 
     enabled: bool
@@ -176,7 +176,8 @@ class Memory:
     """The memory of one class of tensors on one device.
 
     Attributes:
-        kind: "parameters", "buffers", "FP32 masters", "remainders", "optimizer state", "weight copies", "gradients".
+        kind: "parameters", "buffers", "FP32 masters", "remainders of split masters", "optimizer state", "weight
+            copies", "weight copies, at most", "gradients".
         device: "cpu", "cuda:0".
         tensors: number of tensors.
         bytes: their bytes; for DTensors, this rank's part. Memory that two classes share counts in the first.

@@ -28,8 +28,7 @@ def fitted(arguments: Mapping[str, Any], level: str) -> tuple[dict[str, Any], li
 
     Returns:
         Arguments for `Engine.initialize`; the dropped ones; and the level that the script asks for, by its policy or
-        `opt_level`. Raises like `policy_file.completed` and `RunPolicy.load` for a policy that `initialize` would
-        refuse.
+        `opt_level`. Raises like `policy_file.completed` and `RunPolicy.load` for a policy that `initialize` refuses.
     """
     asked, said, names = completed(arguments)
     run_at = beneath(level)

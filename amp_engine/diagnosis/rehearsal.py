@@ -21,8 +21,7 @@ from amp_engine.stepping.scale_loss import ScaledBackwards
 def checked_policy(call: str, policy: Policy | None, models: Sequence[nn.Module], step_fn: Any) -> Policy:
     """The policy of an engine whose models can be rehearsed.
 
-    Raises AmpStateError without a policy, with enabled=False, and for lazy modules; AmpTypeError if `step_fn` is not
-    callable.
+    Raises AmpStateError without a policy, with enabled=False, and for lazy modules; AmpTypeError without a function.
     """
     if policy is None or not policy.enabled:
         raise AmpStateError(

@@ -54,7 +54,7 @@ READING = ("send",)
 # Versions are moved while this set is not empty.
 _OWNERS: weakref.WeakSet[object] = weakref.WeakSet()
 
-# Registered once and never removed: torch would free a kernel that another thread may run. Without owners, no-ops.
+# Registered once, never removed: torch would free a kernel that another thread may run. No owners: versions stay.
 _REGISTERED: list[object] = []
 _REGISTERING = threading.Lock()
 

@@ -24,8 +24,7 @@ class ComparedOperation:
         nth: number of this operation among those of its name in the call, from 1.
         order: its position among all compared operations, from 0.
         dtype: type of its result at the level, such as "float16"; type of its operands if a recipe rounds them.
-        in_low_precision: True if an input or the result is float16 or bfloat16 at the level, or if a recipe rounds its
-            operands.
+        in_low_precision: True if an input or the result is in half at the level, or a recipe rounds its operands.
         error_in: the largest relative error of its inputs, ||a - b|| / ||b||; 0 if they are the same.
         error: the relative error of its result; infinity if the result is not finite and the reference is; 1 if the
             reference is 0 and the result is not.
@@ -54,8 +53,7 @@ class ComparedModule:
         module_type: its class.
         operations: number of its own operations at the level.
         unmatched: number of these that the reference lacks, as when torch has other kernels for half.
-        in_low_precision: number of these with float16 or bfloat16 inputs or results, or with operands that a recipe
-            rounds.
+        in_low_precision: number of these with inputs or results in half, or with operands that a recipe rounds.
         growth: the largest growth of one of its operations. If some are unmatched, at least the growth of the whole
             module, from the error of its inputs to the error of its outputs.
         error: the largest relative error of its outputs; None if no output is floating.

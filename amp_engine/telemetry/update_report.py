@@ -27,8 +27,7 @@ class AuditedTensor:
         parameter_dtype: type of the model's parameter; differs from `dtype` if there is a master.
         shape: shape of the tensor.
         steps: number of the audited steps in which it had a gradient.
-        erased: sum of |wanted - got| over sum of |wanted|, of all elements and audited steps; 0 if no step wanted a
-            change.
+        erased: sum of |wanted - got| over sum of |wanted|, of all elements and audited steps; 0 if the latter is 0.
         never_moved: of the elements that audited steps wanted to change, the share, 0 to 1, that no step changed.
         step_in_spacings: |wanted| over the distance from a weight to the next larger magnitude of its type, as a median
             over the elements that a step wanted to change, then over steps; 0 if no step wanted a change.
